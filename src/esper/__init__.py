@@ -1,0 +1,1 @@
+"""Esper grows neural networks while they train, and learns how."""

@@ -1,0 +1,1 @@
+"""Blueprints: what may grow in a slot, one small class each."""

@@ -1,0 +1,1 @@
+"""Hosts: the networks that seeds grow in, with slots at named points."""

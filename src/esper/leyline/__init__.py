@@ -1,0 +1,1 @@
+"""Leyline: the words everybody shares. Records, tables, protocols, random streams; no behaviour."""

@@ -1,0 +1,144 @@
+"""What a controller can say: one operation and its parameters, as eight heads.
+
+One table (`HEADS`) holds name, values, the operations that read a head, and the value it takes when none does.
+Masks, canonical actions, causal credit and reports are all derived from it.
+
+    example   slot=1 blueprint=conv_light style=SIGMOID_ADD tempo=STANDARD alpha_target=FULL ... op=GERMINATE
+    stored    [1,    1,                   2,                1,             2,             0, 0,  1]
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from esper.leyline.stages import Algorithm, AlphaCurve
+
+
+class LifecycleOp(IntEnum):
+    """The operations; the value is what the op head stores."""
+
+    WAIT = 0
+    GERMINATE = 1
+    SET_ALPHA_TARGET = 2
+    PRUNE = 3
+    FOSSILIZE = 4
+    ADVANCE = 5
+
+
+NUM_OPS = len(LifecycleOp)
+
+
+class Head(IntEnum):
+    """Index of each head in every `[..., 8]` tensor."""
+
+    SLOT = 0
+    BLUEPRINT = 1
+    STYLE = 2
+    TEMPO = 3
+    ALPHA_TARGET = 4
+    ALPHA_SPEED = 5
+    ALPHA_CURVE = 6
+    OP = 7
+
+
+NUM_HEADS = len(Head)
+
+
+class Style(IntEnum):
+    """Curve of the first ramp and algorithm in one head: a factored mask could not forbid pairs."""
+
+    LINEAR_ADD = 0
+    LINEAR_MULTIPLY = 1
+    SIGMOID_ADD = 2
+    GATED_GATE = 3
+
+
+STYLE_ALGORITHM = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.ADD, Algorithm.GATE)
+STYLE_CURVE = (AlphaCurve.LINEAR, AlphaCurve.LINEAR, AlphaCurve.SIGMOID, AlphaCurve.LINEAR)
+FIRST_RAMP_STEEPNESS = 12.0
+
+TEMPO_TICKS = (3, 5, 8)
+"""FAST, STANDARD, SLOW: ticks of a seed's first ramp."""
+TEMPO_NAMES = ("FAST", "STANDARD", "SLOW")
+ALPHA_TARGETS = (0.5, 0.7, 1.0)
+ALPHA_TARGET_NAMES = ("HALF", "SEVENTY", "FULL")
+ALPHA_SPEED_TICKS = (0, 3, 5, 8)
+ALPHA_SPEED_NAMES = ("INSTANT", "FAST", "MEDIUM", "SLOW")
+ALPHA_CURVES = (
+    AlphaCurve.LINEAR,
+    AlphaCurve.COSINE,
+    AlphaCurve.SIGMOID,
+    AlphaCurve.SIGMOID,
+    AlphaCurve.SIGMOID,
+)
+ALPHA_CURVE_STEEPNESS = (12.0, 12.0, 6.0, 12.0, 24.0)
+ALPHA_CURVE_NAMES = ("LINEAR", "COSINE", "SIGMOID_GENTLE", "SIGMOID", "SIGMOID_SHARP")
+
+NUM_BUILTIN_BLUEPRINTS = 13
+"""Size of the blueprint head unless a user registers more (index 0 is `noop` and never selectable)."""
+
+_O = LifecycleOp
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """One row of the head table.
+
+    Attributes:
+        size: number of values; 0 for `slot` and `blueprint`, whose size a run decides (`head_sizes`).
+        used_by: operations that read the head.
+        canonical: stored value when the operation does not read the head.
+        bonus: multiplier of the entropy bonus.
+        floor, floor_weight: entropy floor and its penalty's coefficient.
+        alarm: normalized entropy under which a collapse is reported.
+    """
+
+    name: str
+    size: int
+    used_by: frozenset[LifecycleOp]
+    canonical: int
+    bonus: float
+    floor: float
+    floor_weight: float
+    alarm: float
+
+
+def _head(
+    name: str,
+    size: int,
+    used_by: set[LifecycleOp],
+    canonical: int,
+    entropy: tuple[float, float, float, float],
+) -> HeadSpec:
+    bonus, floor, floor_weight, alarm = entropy
+    return HeadSpec(
+        name=name, size=size, used_by=frozenset(used_by), canonical=canonical,
+        bonus=bonus, floor=floor, floor_weight=floor_weight, alarm=alarm,
+    )  # fmt: skip
+
+
+_ALL = set(LifecycleOp)
+_RAMP = {_O.SET_ALPHA_TARGET, _O.PRUNE}
+HEADS: tuple[HeadSpec, ...] = (
+    _head("slot", 0, _ALL - {_O.WAIT}, 0, (1.0, 0.15, 0.1, 0.10)),
+    _head("blueprint", 0, {_O.GERMINATE}, 0, (1.3, 0.20, 0.3, 0.05)),
+    _head("style", 4, {_O.GERMINATE, _O.SET_ALPHA_TARGET}, int(Style.SIGMOID_ADD), (1.2, 0.15, 0.1, 0.08)),
+    _head("tempo", 3, {_O.GERMINATE}, 1, (1.3, 0.20, 0.3, 0.05)),
+    _head("alpha_target", 3, {_O.GERMINATE, _O.SET_ALPHA_TARGET}, 2, (1.2, 0.10, 0.1, 0.08)),
+    _head("alpha_speed", 4, _RAMP, 0, (1.2, 0.10, 0.1, 0.08)),
+    _head("alpha_curve", 5, _RAMP, 0, (1.2, 0.10, 0.1, 0.08)),
+    _head("op", NUM_OPS, _ALL, 0, (1.0, 0.30, 0.3, 0.08)),
+)
+"""The head table, in storage order."""
+
+HEAD_NAMES = tuple(head.name for head in HEADS)
+CANONICAL_ACTION = tuple(head.canonical for head in HEADS)
+
+RELEVANCE: tuple[tuple[bool, ...], ...] = tuple(tuple(op in head.used_by for head in HEADS) for op in LifecycleOp)
+"""`RELEVANCE[op][head]`: does the operation read the head?"""
+
+
+def head_sizes(num_slots: int, num_blueprints: int = NUM_BUILTIN_BLUEPRINTS) -> tuple[int, ...]:
+    """Number of values of each head in a run with `num_slots` enabled slots."""
+    sizes = [head.size for head in HEADS]
+    sizes[Head.SLOT], sizes[Head.BLUEPRINT] = num_slots, num_blueprints
+    return tuple(sizes)

@@ -1,0 +1,226 @@
+"""What the parts say to each other. One record per message; shapes in the fields.
+
+Shape legend: N = hosts, S = slots, K = coalitions, D = features, M = reward terms.
+A float that was not measured is NaN, an integer "step of measurement" that never was is -1; neither is ever a
+plausible default. Percentages are points (0-100). All integers are int64, because that is what indexing needs.
+"""
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.record import record
+
+
+@record
+class SlotState:
+    """The slots of N hosts, side by side; one row = one host.
+
+    stage   host 0 | DORMANT  TRAINING  BLENDING
+            host 1 | DORMANT  DORMANT   DORMANT
+    alpha   host 0 |   0.0      0.0       0.4         how much of a seed is heard
+
+    `lifecycle.empty_slots` holds the empty value of each field; `contribution` and what follows are measurements.
+    """
+
+    stage: Int[Tensor, "N S"]
+    prev_stage: Int[Tensor, "N S"]
+    epochs_in_stage: Int[Tensor, "N S"]
+    prev_epochs: Int[Tensor, "N S"]
+    age: Int[Tensor, "N S"]
+    serial: Int[Tensor, "N S"]
+    blueprint: Int[Tensor, "N S"]
+    algorithm: Int[Tensor, "N S"]
+    has_gate: Bool[Tensor, "N S"]
+    tempo: Int[Tensor, "N S"]
+    germ_curve: Int[Tensor, "N S"]
+    params: Int[Tensor, "N S"]
+    alpha: Float[Tensor, "N S"]
+    alpha_start: Float[Tensor, "N S"]
+    alpha_target: Float[Tensor, "N S"]
+    alpha_mode: Int[Tensor, "N S"]
+    alpha_curve: Int[Tensor, "N S"]
+    alpha_steepness: Float[Tensor, "N S"]
+    alpha_total: Int[Tensor, "N S"]
+    alpha_done: Int[Tensor, "N S"]
+    acc_at_germination: Float[Tensor, "N S"]
+    acc_at_stage_start: Float[Tensor, "N S"]
+    acc_at_blending_start: Float[Tensor, "N S"]
+    contribution: Float[Tensor, "N S"]
+    contribution_step: Int[Tensor, "N S"]
+    contribution_velocity: Float[Tensor, "N S"]
+    interaction_sum: Float[Tensor, "N S"]
+    boost_received: Float[Tensor, "N S"]
+    grad_norm: Float[Tensor, "N S"]
+    grad_health: Float[Tensor, "N S"]
+    grad_vanishing: Bool[Tensor, "N S"]
+    grad_exploding: Bool[Tensor, "N S"]
+    grad_health_prev: Float[Tensor, "N S"]
+    grad_ratio_ema: Float[Tensor, "N S"]
+
+
+@record
+class HostState:
+    """What is known of each host as a whole."""
+
+    val_acc: Float[Tensor, " N"]
+    val_loss: Float[Tensor, " N"]
+    train_acc: Float[Tensor, " N"]
+    train_loss: Float[Tensor, " N"]
+    prev_val_acc: Float[Tensor, " N"]
+    prev_val_loss: Float[Tensor, " N"]
+    acc_hist: Float[Tensor, "N 5"]
+    loss_hist: Float[Tensor, "N 5"]
+    committed_acc: Float[Tensor, " N"]
+    cf_total: Float[Tensor, " N"]
+    host_params: Int[Tensor, " N"]
+    last_op: Int[Tensor, " N"]
+    last_success: Bool[Tensor, " N"]
+    n_germinated: Int[Tensor, " N"]
+    n_pruned: Int[Tensor, " N"]
+    n_fossilized: Int[Tensor, " N"]
+    n_contributing: Int[Tensor, " N"]
+    best_acc: Float[Tensor, " N"]
+    plateau_count: Int[Tensor, " N"]
+    stable_count: Int[Tensor, " N"]
+    stabilized: Bool[Tensor, " N"]
+    segment: Int[Tensor, " N"]
+
+
+@record
+class Measurements:
+    """What one train pass and one validation pass told; NaN = not measured in this step.
+
+    `interactions[n, i, j]` is I_ij of the slots i and j. `subset_acc[n, j]` is the accuracy of the j-th subset of the
+    live seeds (bit r of j = the r-th live slot); it is filled in the last step only, for Shapley reports.
+    """
+
+    train_acc: Float[Tensor, " N"]
+    train_loss: Float[Tensor, " N"]
+    val_acc: Float[Tensor, " N"]
+    val_loss: Float[Tensor, " N"]
+    committed_acc: Float[Tensor, " N"]
+    cf_total: Float[Tensor, " N"]
+    contribution: Float[Tensor, "N S"]
+    interactions: Float[Tensor, "N S S"]
+    grad_norm: Float[Tensor, "N S"]
+    grad_health: Float[Tensor, "N S"]
+    grad_vanishing: Bool[Tensor, "N S"]
+    grad_exploding: Bool[Tensor, "N S"]
+    grad_ratio: Float[Tensor, "N S"]
+    subset_acc: Float[Tensor, "N J"]
+
+
+@record
+class Observation:
+    """All that a controller may look at in step `t`: the states after ingest, and what is legal."""
+
+    t: int
+    episode_length: int
+    slots: SlotState
+    hosts: HostState
+    legal: Bool[Tensor, "N 6 S"]
+
+    @property
+    def has_gate(self) -> Bool[Tensor, "N S"]:
+        """Slots with a gate network, the second thing masks depend on."""
+        return self.slots.has_gate
+
+    @property
+    def num_envs(self) -> int:
+        """N."""
+        return self.legal.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.legal.shape[2]
+
+
+@record
+class Hidden:
+    """Recurrent state of a controller; width 0 for controllers without memory."""
+
+    h: Float[Tensor, "L N H"]
+    c: Float[Tensor, "L N H"]
+
+
+@record
+class ActResult:
+    """A controller's answer for all hosts, e.g. actions=[[1, 1, 2, 1, 2, 0, 0, 1], ...] (order of `HEADS`).
+
+    `features` are the normalized features the policy saw, `raw_features` the same before normalization; both have
+    width 0 for controllers that do not learn.
+    """
+
+    actions: Int[Tensor, "N 8"]
+    log_prob: Float[Tensor, "N 8"]
+    value: Float[Tensor, " N"]
+    hidden: Hidden
+    raw_features: Float[Tensor, "N D"]
+    features: Float[Tensor, "N D"]
+
+
+@record
+class Transitions:
+    """Which slots changed their stage, one transition per slot at most; `cause` 0 where nothing happened."""
+
+    from_stage: Int[Tensor, "N S"]
+    to_stage: Int[Tensor, "N S"]
+    cause: Int[Tensor, "N S"]
+
+
+@record
+class GateReadings:
+    """Result of the gate that was asked for each slot; `gate` 0 where none was (1, 2, 3 or 5 otherwise)."""
+
+    gate: Int[Tensor, "N S"]
+    passed: Bool[Tensor, "N S"]
+    score: Float[Tensor, "N S"]
+    failed_checks: Int[Tensor, "N S"]
+
+
+@record
+class RewardInputs:
+    """Everything a reward may know of one step: the state *before* the op, and what became of the op.
+
+    `target` is the slot the op aimed at, `success` whether it took effect (WAIT always does), `auto_pruned` the number
+    of seeds lost in this step's tick without a PRUNE request. `valid` is False where a host was rolled back.
+    """
+
+    epoch: int
+    max_epochs: int
+    slots: SlotState
+    hosts: HostState
+    interactions: Float[Tensor, "N S S"]
+    ops: Int[Tensor, " N"]
+    target: Int[Tensor, " N"]
+    success: Bool[Tensor, " N"]
+    auto_pruned: Int[Tensor, " N"]
+
+
+@record
+class RewardOutput:
+    """What one step pays. `total` is the sum of `breakdown` over its named terms (`RewardProtocol.terms`)."""
+
+    total: Float[Tensor, " N"]
+    breakdown: Float[Tensor, "N M"]
+    flags: Bool[Tensor, "N 2"]
+
+
+@record
+class StepRecord:
+    """One control step as the learner stores it; `t` counts from 1.
+
+    `effective_op` is the sampled op where it took effect and WAIT elsewhere. `valid` is False for hosts that were
+    rolled back in this step: they executed nothing and nothing is learned from the row.
+    """
+
+    t: int
+    obs: Observation
+    act: ActResult
+    effective_op: Int[Tensor, " N"]
+    reward: Float[Tensor, " N"]
+    terminal: Bool[Tensor, " N"]
+    truncated: Bool[Tensor, " N"]
+    bootstrap_value: Float[Tensor, " N"]
+    valid: Bool[Tensor, " N"]

@@ -1,0 +1,139 @@
+"""Counter-based random numbers: every draw is a pure function of who asks for it.
+
+There is no generator and no global state. A draw is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", SC'11) with
+
+    key      (low 32 bits, high 32 bits) of the run seed
+    counter  (block, stream * 256 + slot, episode * 2**12 + t, host_id)
+
+so the numbers of one host depend neither on how many others there are nor on where it runs.
+"""
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+MAX_EPISODE_LENGTH = 4095
+MAX_SLOTS = 256
+MAX_EPISODES = 2**20
+
+
+class Stream(IntEnum):
+    """Who draws; one number per use, so that uses never share numbers."""
+
+    HOST_INIT = 0
+    SEED_INIT = 1
+    TRAIN_ORDER = 2
+    AUGMENTATION = 3
+    DROPOUT = 4
+    POLICY_SAMPLING = 5
+    RANDOM_BASELINE = 6
+    SPLIT = 7
+    SCRIPTED_NOISE = 8
+    POLICY_INIT = 9
+    MINIBATCH_ORDER = 10
+
+
+def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10. `counter` is int64 `[..., 4]` of 32-bit words; so is the result.
+
+    Products of two 32-bit words overflow int64 on purpose: two's complement keeps both halves intact.
+    """
+    c0, c1, c2, c3 = counter.unbind(-1)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def words(
+    run_seed: int,
+    stream: int,
+    host: Tensor,
+    *,
+    episode: int | Tensor = 0,
+    t: int | Tensor = 0,
+    slot: int | Tensor = 0,
+    block: int | Tensor = 0,
+) -> Tensor:
+    """Four 32-bit words per draw, int64 `[..., 4]`; all arguments broadcast against `host` (int64)."""
+    parts = (
+        torch.as_tensor(block, dtype=torch.int64, device=host.device),
+        torch.as_tensor(slot, dtype=torch.int64, device=host.device) + stream * 256,
+        torch.as_tensor(episode, dtype=torch.int64, device=host.device) * 4096 + t,
+        host,
+    )
+    shape = torch.broadcast_shapes(*(part.shape for part in parts))
+    counter = torch.stack([part.expand(shape) for part in parts], dim=-1)
+    return philox(counter, (run_seed & _MASK, (run_seed >> 32) & _MASK))
+
+
+def to_uniform(word: Tensor) -> Tensor:
+    """A 32-bit word as a float32 in [0, 1) with 24 random bits."""
+    return (word >> 8).to(torch.float32) * 2.0**-24
+
+
+def uniform(
+    run_seed: int,
+    stream: int,
+    host: Tensor,
+    *,
+    episode: int | Tensor = 0,
+    t: int | Tensor = 0,
+    slot: int | Tensor = 0,
+    block: int | Tensor = 0,
+) -> Tensor:
+    """One uniform in [0, 1) per draw (word 0), shape of the broadcast arguments."""
+    return to_uniform(words(run_seed, stream, host, episode=episode, t=t, slot=slot, block=block)[..., 0])
+
+
+def word_rows(
+    run_seed: int,
+    stream: int,
+    host: Tensor,
+    length: int,
+    *,
+    episode: int | Tensor = 0,
+    t: int | Tensor = 0,
+    slot: int | Tensor = 0,
+) -> Tensor:
+    """`length` words per host, int64 `[N, length]`: word i is word i % 4 of block i // 4."""
+    blocks = torch.arange((length + 3) // 4, device=host.device)
+    lifted = [x[:, None] if isinstance(x, Tensor) and x.dim() == 1 else x for x in (episode, t, slot)]
+    drawn = words(
+        run_seed, stream, host[:, None], episode=lifted[0], t=lifted[1], slot=lifted[2], block=blocks[None, :]
+    )
+    return drawn.reshape(host.shape[0], -1)[:, :length]
+
+
+def to_normal(word_a: Tensor, word_b: Tensor) -> Tensor:
+    """Standard normal numbers from two words each (Box-Muller, computed in float64, returned as float32)."""
+    radius = torch.sqrt(-2.0 * torch.log((word_a.to(torch.float64) + 1.0) * 2.0**-32))
+    return (radius * torch.cos(2.0 * math.pi * word_b.to(torch.float64) * 2.0**-32)).to(torch.float32)
+
+
+def permutation(
+    run_seed: int, stream: int, host: Tensor, length: int, *, episode: int | Tensor = 0, t: int | Tensor = 0
+) -> Tensor:
+    """A permutation of 0..length-1 per host, int64 `[N, length]`: the stable order of `length` random words."""
+    return word_rows(run_seed, stream, host, length, episode=episode, t=t).argsort(dim=-1, stable=True)
+
+
+def local_generator(run_seed: int, stream: int, host: int = 0, *, episode: int = 0, t: int = 0) -> torch.Generator:
+    """A CPU generator for code that needs a framework generator, seeded with words 0 and 1 of block 0."""
+    w = words(run_seed, stream, torch.tensor(host), episode=episode, t=t)
+    return torch.Generator().manual_seed(int(w[0]) | int(w[1]) << 32)

@@ -1,0 +1,67 @@
+"""Records: frozen dataclasses of tensors, the only way parts of esper hand each other data.
+
+A record is never compared (tensors have no truth value) and never changed; a step is `record -> record`.
+Fields are tensors, other records, or plain static values (an `int` step number, for instance).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
+def record(cls: type[R]) -> type[R]:
+    """Make `cls` a record: frozen, keyword-only, without `==`."""
+    return dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+
+
+def replace(rec: R, **changes: Any) -> R:  # noqa: ANN401 -- mirrors dataclasses.replace
+    """A copy of `rec` with some fields exchanged."""
+    return dataclasses.replace(rec, **changes)  # type: ignore[type-var]
+
+
+def is_record(value: object) -> bool:
+    """Whether `value` is an instance of a record class."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def tree_map(f: Callable[..., Tensor], rec: R, *others: R) -> R:
+    """Apply `f` to each tensor of `rec` (and to the tensors at the same place in `others`)."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(rec):  # type: ignore[arg-type]
+        value = getattr(rec, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = f(value, *(getattr(o, field.name) for o in others))
+        elif is_record(value):
+            changes[field.name] = tree_map(f, value, *(getattr(o, field.name) for o in others))
+    return replace(rec, **changes)
+
+
+def named_tensors(rec: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a record with its dotted path, in field order."""
+    for field in dataclasses.fields(rec):  # type: ignore[arg-type]
+        value = getattr(rec, field.name)
+        if isinstance(value, Tensor):
+            yield prefix + field.name, value
+        elif is_record(value):
+            yield from named_tensors(value, f"{prefix}{field.name}.")
+
+
+def lift(mask: Tensor, like: Tensor) -> Tensor:
+    """Give `mask` trailing axes of size 1 until it broadcasts against `like` from the left."""
+    return mask.reshape(mask.shape + (1,) * (like.dim() - mask.dim()))
+
+
+def where(mask: Tensor, yes: R, no: R) -> R:
+    """Take the record `yes` on the rows that `mask` marks and `no` on the others."""
+    return tree_map(lambda a, b: torch.where(lift(mask, a), a, b), yes, no)
+
+
+def row(rec: R, index: int) -> R:
+    """One host of a record, kept as a batch of one."""
+    return tree_map(lambda a: a[index : index + 1], rec)

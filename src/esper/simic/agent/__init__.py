@@ -1,0 +1,1 @@
+"""The agent: rollout buffer, advantages, PPO, normalizers."""

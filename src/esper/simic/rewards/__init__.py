@@ -1,0 +1,1 @@
+"""Rewards: what a step is worth, scalar and batched."""

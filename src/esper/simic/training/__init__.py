@@ -1,0 +1,1 @@
+"""Training: configuration, assembly and the loop of a run."""

@@ -1,0 +1,1 @@
+"""Tamiyo: the policy. Observation in, action out."""

@@ -1,0 +1,1 @@
+"""Tasks: what is trained. A data set, a host and defaults, by name."""

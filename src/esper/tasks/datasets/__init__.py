@@ -1,0 +1,1 @@
+"""Data sets: checked, split, and resident on the device."""

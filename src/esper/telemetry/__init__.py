@@ -1,0 +1,1 @@
+"""Telemetry: the record of a run and where it goes."""

@@ -1,0 +1,1 @@
+"""Tolaria: the execution engine. N hosts, one step at a time, on one device."""

@@ -1,0 +1,1 @@
+"""Executors: how N hosts are run."""

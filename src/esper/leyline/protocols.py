@@ -7,7 +7,7 @@ engine  --(records)------>  Sink                              reads, never answe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -69,6 +69,7 @@ class EngineSpec:
         return torch.arange(self.host_offset, self.host_offset + self.num_envs, device=self.device)
 
 
+@runtime_checkable
 class PolicyProtocol(Protocol):
     """Any controller: learned, scripted, random. All calls are for all N hosts at once."""
 
@@ -112,6 +113,7 @@ class PolicyProtocol(Protocol):
 RewardState = TypeVar("RewardState")
 
 
+@runtime_checkable
 class RewardProtocol(Protocol, Generic[RewardState]):
     """What a step is worth. Pure: what must be remembered is in the state that is handed in and out."""
 
@@ -137,10 +139,12 @@ class RewardProtocol(Protocol, Generic[RewardState]):
         ...
 
 
+@runtime_checkable
 class ClientProtocol(PolicyProtocol, RewardProtocol[Any], Protocol):
     """What drives an engine: a controller and a reward in one object."""
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Where records of a run go. A sink never answers and a failing sink never stops a run."""
 

@@ -71,12 +71,8 @@ def words(
     block: int | Tensor = 0,
 ) -> Tensor:
     """Four 32-bit words per draw, int64 `[..., 4]`; all arguments broadcast against `host` (int64)."""
-    parts = (
-        torch.as_tensor(block, dtype=torch.int64, device=host.device),
-        torch.as_tensor(slot, dtype=torch.int64, device=host.device) + stream * 256,
-        torch.as_tensor(episode, dtype=torch.int64, device=host.device) * 4096 + t,
-        host,
-    )
+    zero = torch.zeros_like(host)  # adding to it keeps plain numbers off the way from host to device
+    parts = (zero + block, zero + (stream * 256 + slot), zero + (episode * 4096 + t), host)
     shape = torch.broadcast_shapes(*(part.shape for part in parts))
     counter = torch.stack([part.expand(shape) for part in parts], dim=-1)
     return philox(counter, (run_seed & _MASK, (run_seed >> 32) & _MASK))

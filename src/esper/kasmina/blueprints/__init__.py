@@ -1,1 +1,17 @@
 """Blueprints: what may grow in a slot, one small class each."""
+
+from esper.kasmina.blueprints.cnn import CNN_BLUEPRINTS
+from esper.kasmina.blueprints.gate import GateNetwork as GateNetwork
+from esper.kasmina.blueprints.gate import num_gate_params as num_gate_params
+from esper.kasmina.blueprints.registry import AbstractBlueprint as AbstractBlueprint
+from esper.kasmina.blueprints.registry import blueprint_at as blueprint_at
+from esper.kasmina.blueprints.registry import blueprint_by_name as blueprint_by_name
+from esper.kasmina.blueprints.registry import names as names
+from esper.kasmina.blueprints.registry import num_blueprints as num_blueprints
+from esper.kasmina.blueprints.registry import register as register
+from esper.kasmina.blueprints.registry import register_builtin
+from esper.kasmina.blueprints.registry import selectable as selectable
+from esper.kasmina.blueprints.registry import unregister as unregister
+
+for _blueprint in CNN_BLUEPRINTS:
+    register_builtin(_blueprint)

@@ -1,6 +1,24 @@
-"""The convolutional host."""
+"""The convolutional host.
 
+x -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -> ... (r0c1) ... -> mean over space -> linear
+     block 0                                                   block 1           head
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.stacking import drop_batch_counters
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import Topology
+
+Apply = Callable[[str, Tensor], Tensor]
+"""(slot id, features) -> features of the same shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,3 +37,137 @@ class CNNHostSpec:
     kernel: int
     pools: int
     classes: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("in_channels", 1), ("base", 1), ("blocks", 2), ("pools", 0), ("classes", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"host.{name} is {getattr(self, name)}; it must be at least {least}.")
+        if self.kernel not in (1, 3):
+            raise ConfigError(f"host.kernel is {self.kernel}; it must be 1 or 3.")
+        if self.pools > self.blocks:
+            raise ConfigError(
+                f"host.pools is {self.pools} but there are {self.blocks} blocks; pool at most once in each."
+            )
+
+    def channels(self) -> tuple[int, ...]:
+        """Output channels of each block."""
+        return tuple(self.base * 2**i for i in range(self.blocks))
+
+    def points(self) -> tuple[InjectionPoint, ...]:
+        """All places where a seed could grow, in action order."""
+        channels, n = self.channels(), self.blocks
+        pre = [InjectionPoint(slot_id=f"r0c{i}", channels=channels[i], surface=Surface.PRE_POOL, order=i,
+                              position=(2 * i + 1) / (2 * n)) for i in range(n)]  # fmt: skip
+        post = [InjectionPoint(slot_id=f"r1c{i}", channels=channels[i], surface=Surface.POST_POOL, order=n + i,
+                               position=(2 * i + 2) / (2 * n)) for i in range(self.pools)]  # fmt: skip
+        return (*pre, *post)
+
+    def execution_order(self) -> tuple[str, ...]:
+        """Slot ids in the order in which the forward pass meets them."""
+        return tuple(point.slot_id for point in sorted(self.points(), key=lambda point: point.position))
+
+    def num_params(self) -> int:
+        """sum_i (c_{i-1} c_i k^2 + 2 c_i) + c_{n-1} classes + classes."""
+        outputs = self.channels()
+        inputs = (self.in_channels, *outputs)
+        convs = sum(a * b * self.kernel**2 + 2 * b for a, b in zip(inputs, outputs, strict=False))
+        return convs + outputs[-1] * self.classes + self.classes
+
+    def check_image(self, height: int, width: int, points: Iterable[InjectionPoint]) -> None:
+        """Refuse images that the host would pool away, or that leave a seed a single value to look at.
+
+        Raises:
+            ConfigError: a pooling has nothing to pool, or C*H*W = 1 at one of the `points`.
+        """
+        if min(height, width) >> self.pools < 1:
+            raise ConfigError(
+                f"images of {height}x{width} vanish in {self.pools} poolings; use larger ones or a smaller host.pools."
+            )
+        for point in points:
+            block = int(point.slot_id.partition("c")[2])
+            halvings = min(block + (point.surface is Surface.POST_POOL), self.pools)
+            if point.channels * (height >> halvings) * (width >> halvings) == 1:
+                raise ConfigError(
+                    f"slot {point.slot_id} would see a single value of a {height}x{width} image, which no seed can "
+                    "normalize; disable the slot, or use larger images or a larger host.base."
+                )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of the forward pass, and the enabled slot that follows it (None: no slot)."""
+
+    run: Callable[[Tensor], Tensor]
+    slot_id: str | None
+
+
+@final
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+@final
+class CNNHost(nn.Module):
+    """Blocks of doubling width and a linear head; it owns no seeds and is never changed after construction."""
+
+    topology = Topology.CNN
+
+    def __init__(self, spec: CNNHostSpec, slot_ids: Iterable[str], *, image_size: tuple[int, int]) -> None:
+        """A host with these slots enabled, for images of `image_size` (height, width).
+
+        Raises:
+            ConfigError: a slot that does not exist, or an image that is too small (`CNNHostSpec.check_image`).
+        """
+        super().__init__()
+        self.spec = spec
+        self.enabled = enabled_points(spec.points(), slot_ids)
+        spec.check_image(*image_size, self.enabled)
+        channels = spec.channels()
+        inputs = (spec.in_channels, *channels)
+        self.blocks = nn.ModuleList(_Block(a, b, spec.kernel) for a, b in zip(inputs, channels, strict=False))
+        self.head = nn.Linear(channels[-1], spec.classes)
+        drop_batch_counters(self)
+
+    def points(self) -> tuple[InjectionPoint, ...]:
+        """The enabled points in action order."""
+        return self.enabled
+
+    def execution_order(self) -> tuple[str, ...]:
+        """The enabled slot ids in the order in which `forward` meets them."""
+        return tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
+
+    def num_params(self) -> int:
+        """Number of parameters of the host alone; constant."""
+        return self.spec.num_params()
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The forward pass in pieces, so that passes that differ only in later slots can share the earlier pieces."""
+        enabled = {point.slot_id for point in self.enabled}
+        segments: list[Segment] = []
+        for i, block in enumerate(self.blocks):
+            segments.append(Segment(block, f"r0c{i}" if f"r0c{i}" in enabled else None))
+            if i < self.spec.pools:
+                segments.append(Segment(_pool, f"r1c{i}" if f"r1c{i}" in enabled else None))
+        return (*segments, Segment(self.classify, None))
+
+    def classify(self, h: Tensor) -> Tensor:
+        """Logits [B, classes] of the last block's features [B, C, H, W]."""
+        logits: Tensor = self.head(h.mean(dim=(2, 3)))
+        return logits
+
+    def forward(self, x: Tensor, apply: Apply) -> Tensor:
+        """Logits [B, classes] of images [B, C, H, W]; `apply` is called once per enabled slot, in execution order."""
+        for segment in self.segments():
+            x = segment.run(x)
+            if segment.slot_id is not None:
+                x = apply(segment.slot_id, x)
+        return x
+
+
+_pool = partial(F.max_pool2d, kernel_size=2)

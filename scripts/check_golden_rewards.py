@@ -1,0 +1,114 @@
+"""Check both implementations of the rewards against recorded cases, or take a readable excerpt of such a file.
+
+    python scripts/check_golden_rewards.py recorded/reward_shaped.json ...
+    python scripts/check_golden_rewards.py --excerpt tests/golden recorded/reward_*.json
+
+Exit code 1 where an error is above 1e-6 (float64 inputs) or 1e-5 * max(1, |reward|) (float32 inputs).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esper.leyline.errors import EsperError
+from esper.simic.rewards.golden import batched_rewards, check_golden, load_golden, row_of_case
+from esper.simic.rewards.scalar_row import HostRow
+from esper.simic.rewards.thresholds import near_threshold
+
+FLOAT64_TOLERANCE = 1e-6
+FLOAT32_TOLERANCE = 1e-5
+FEWEST_CASES = 40
+MARKS = (-0.5, -0.2, 0.0, 0.1, 1.0)
+
+
+def main() -> int:
+    """Check every file; 1 where one is off."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("paths", nargs="+", type=Path, help="files of recorded cases")
+    parser.add_argument("--excerpt", type=Path, metavar="DIR", help="write an excerpt of each file instead of checking")
+    options = parser.parse_args()
+    try:
+        if options.excerpt is not None:
+            for path in options.paths:
+                write_excerpt(path, options.excerpt / path.name)
+            return 0
+        return 0 if all([check(path) for path in options.paths]) else 1
+    except EsperError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def check(path: Path) -> bool:
+    """Print what was found in one file; whether it is within tolerance."""
+    report = check_golden(path)
+    print(
+        f"{path.name}: cases {report.cases}, max_abs_error_scalar {report.scalar:.3g}, "
+        f"max_abs_error_batched {report.batched:.3g}"
+    )
+    return max(report.scalar, report.batched) <= FLOAT64_TOLERANCE and check_float32(path)
+
+
+def check_float32(path: Path) -> bool:
+    """The same in float32, without the rows that rounding may carry over a threshold."""
+    cases = load_golden(path)
+    worst, left_out, bad = 0.0, [], []
+    for number, (case, got) in enumerate(zip(cases, batched_rewards(cases, torch.float32), strict=True)):
+        error = abs(got.total - case.reward)
+        if near_threshold(case.row, case.config):
+            left_out.append(number)
+            continue
+        worst = max(worst, error)
+        if error > FLOAT32_TOLERANCE * max(1.0, abs(case.reward)):
+            bad.append(number)
+    print(f"  float32: max_abs_error_batched {worst:.3g}; {len(left_out)} rows near a threshold left out: {left_out}")
+    if bad:
+        print(f"  float32: rows {bad} are off by more than {FLOAT32_TOLERANCE} * max(1, |reward|)")
+    return not bad
+
+
+def write_excerpt(source: Path, target: Path) -> None:
+    """Keep each case that shows a feature not seen yet, then the first others up to 40; one case per line."""
+    content: dict[str, Any] = json.loads(source.read_text())
+    cases, seen, chosen = content["cases"], set[str](), []
+    for number, case in enumerate(cases):
+        features = features_of(case)
+        if not features <= seen:
+            chosen.append(number)
+            seen |= features
+    others = [number for number in range(len(cases)) if number not in set(chosen)]
+    kept = sorted(chosen + others[: max(0, FEWEST_CASES - len(chosen))])
+    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items() if name != "cases"]
+    body = ",\n".join(json.dumps(cases[number], separators=(",", ":")) for number in kept)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("{" + ",\n".join(head) + ',\n"cases": [\n' + body + "\n]}\n")
+    print(f"{target}: {len(kept)} of {len(cases)} cases, {len(seen)} features")
+
+
+def features_of(case: dict[str, Any]) -> set[str]:
+    """What a case shows: op and stage, ranges of its measurements, terms that are paid, the end of the episode."""
+    x = row_of_case(case["inputs"])
+    paid = {f"pays {name} {'+' if v > 0 else '-'}" for name, v in case.get("components", {}).items() if v}
+    stage, op = x.stage if x.has_seed else 0, f"op {x.action}"
+    features = {f"{op} stage {stage}", f"{op} end {x.last_step}", f"preset {case.get('preset')}"}
+    features |= {f"g {_range(x.counterfactual_improvement)}", f"pools {len(x.drip_pools)}"}
+    if "bounded_attribution" in case.get("components", {}):
+        features |= {f"{op} c {_range(x.seed_contribution)}", f"p {_range(x.total_improvement)}"}
+    return features | paid | _clocks(x) | ({"opens a pool"} if "new_drip" in case else set())
+
+
+def _clocks(x: HostRow) -> set[str]:
+    if not x.has_seed:
+        return {"no seed"}
+    return {f"entered {x.epochs_in_stage == 0}", f"age {min(x.seed_age, 5)}", f"early {x.epoch - x.seed_age < 10}"}
+
+
+def _range(value: float) -> str:
+    return "missing" if value != value else str([value > mark for mark in MARKS] + [value in MARKS])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

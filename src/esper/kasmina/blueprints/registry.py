@@ -1,0 +1,168 @@
+"""The table of blueprints: what may grow in a slot, by index and topology.
+
+    index   0     1           2            3      4 ... 7       8 ... 12       13 ...
+    name    noop  conv_light  attention    norm   cnn only      transformer    registered by users
+                              (one network per topology under one name and index)
+
+The index is the value of the blueprint head, so the built-in names keep theirs for ever, whether or not a topology has
+a network under them; everything registered later is appended in the order of registration.
+"""
+
+import abc
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import nn
+
+from esper.kasmina.initialization import deterministic_build
+from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
+from esper.leyline.errors import RegistryError, nearest
+from esper.leyline.stages import Topology
+
+NOOP = "noop"
+BUILTIN_NAMES = (
+    NOOP,
+    "conv_light",
+    "attention",
+    "norm",
+    "depthwise",
+    "bottleneck",
+    "conv_small",
+    "conv_heavy",
+    "lora",
+    "lora_large",
+    "mlp_small",
+    "mlp",
+    "flex_attention",
+)
+"""Name of each fixed index."""
+assert len(BUILTIN_NAMES) == NUM_BUILTIN_BLUEPRINTS
+
+
+class AbstractBlueprint(abc.ABC):
+    """How to build one kind of seed.
+
+    Attributes:
+        name: unique within a topology. topology: the family of hosts it fits.
+        birth: parameters that start at a constant (name in the built module -> value), instead of the drawn values that
+            the weights of linear and convolution layers get otherwise. They make a new seed (nearly) silent.
+    """
+
+    name: str
+    topology: Topology
+    birth: Mapping[str, float] = MappingProxyType({})
+
+    @abc.abstractmethod
+    def build(self, channels: int) -> nn.Module:
+        """The network h -> delta, of equal shape and dtype, for features with `channels` channels."""
+
+    def num_params(self, channels: int) -> int:
+        """Number of parameters of the built network; the default builds one and counts."""
+        return sum(p.numel() for p in deterministic_build(lambda: self.build(channels)).parameters())
+
+
+_names: list[str] = list(BUILTIN_NAMES)
+_entries: dict[tuple[int, Topology], AbstractBlueprint] = {}
+
+
+def register(blueprint: AbstractBlueprint) -> int:
+    """Add a blueprint and return its index, the first free one from 13 on.
+
+    Registering the same object again changes nothing and returns its index. A second topology under the name of an
+    earlier registration shares its index.
+
+    Raises:
+        RegistryError: the name is built in, taken by another blueprint, or no identifier.
+    """
+    name = _checked_name(blueprint)
+    if name in BUILTIN_NAMES:
+        if _entries.get((BUILTIN_NAMES.index(name), blueprint.topology)) is blueprint:
+            return BUILTIN_NAMES.index(name)
+        raise RegistryError(f"the blueprint name {name!r} is built in; register yours under another name.")
+    if name not in _names:
+        _names.append(name)
+    return _enter(_names.index(name), blueprint)
+
+
+def register_builtin(blueprint: AbstractBlueprint) -> int:
+    """Put one of the networks of this package at the index that is reserved for its name."""
+    return _enter(BUILTIN_NAMES.index(blueprint.name), blueprint)
+
+
+def unregister(name: str) -> None:
+    """Take back the latest registration, for all its topologies.
+
+    Raises:
+        RegistryError: `name` is not the last one registered; removing another would move the indices after it.
+    """
+    if name in BUILTIN_NAMES or name != _names[-1]:
+        own = ", ".join(_names[NUM_BUILTIN_BLUEPRINTS:]) or "none"
+        raise RegistryError(
+            f"{name!r} cannot be unregistered: only the last blueprint of your own can, so that indices stay fixed. "
+            f"Registered, in order: {own}."
+        )
+    index = len(_names) - 1
+    for topology in Topology:
+        _entries.pop((index, topology), None)
+    _names.pop()
+
+
+def blueprint_at(index: int, topology: Topology) -> AbstractBlueprint:
+    """The blueprint with this index in this topology.
+
+    Raises:
+        RegistryError: there is none, for instance because index 0 (`noop`) has no network.
+    """
+    found = _entries.get((index, topology))
+    if found is None:
+        raise RegistryError(
+            f"there is no blueprint {index} for {topology.name.lower()} hosts; "
+            f"indices that can be grown there: {', '.join(map(str, selectable(topology))) or 'none'}."
+        )
+    return found
+
+
+def blueprint_by_name(name: str, topology: Topology) -> AbstractBlueprint:
+    """The blueprint with this name in this topology.
+
+    Raises:
+        RegistryError: nobody registered it; the message names the nearest one.
+    """
+    if name not in _names or (_names.index(name), topology) not in _entries:
+        known = [_names[index] for index in selectable(topology)]
+        raise RegistryError(f"there is no blueprint {name!r} for {topology.name.lower()} hosts; {nearest(name, known)}")
+    return _entries[_names.index(name), topology]
+
+
+def selectable(topology: Topology) -> tuple[int, ...]:
+    """Indices a controller may choose for hosts of this topology, ascending; never 0."""
+    return tuple(sorted(index for index, of in _entries if of == topology))
+
+
+def num_blueprints() -> int:
+    """Size of the blueprint head: one more than the largest index."""
+    return len(_names)
+
+
+def names() -> tuple[str, ...]:
+    """Name of each index, reserved ones included."""
+    return tuple(_names)
+
+
+def _enter(index: int, blueprint: AbstractBlueprint) -> int:
+    taken = _entries.setdefault((index, blueprint.topology), blueprint)
+    if taken is not blueprint:
+        raise RegistryError(
+            f"the blueprint name {blueprint.name!r} is taken by {type(taken).__name__} for "
+            f"{blueprint.topology.name.lower()} hosts; choose another name, or unregister that one first."
+        )
+    return index
+
+
+def _checked_name(blueprint: AbstractBlueprint) -> str:
+    name = getattr(blueprint, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise RegistryError(f"{blueprint!r} is named {name!r}; a blueprint needs an identifier such as 'conv_light'.")
+    if not isinstance(getattr(blueprint, "topology", None), Topology):
+        raise RegistryError(f"the blueprint {name!r} has no topology; set Topology.CNN or Topology.TRANSFORMER.")
+    return name

@@ -1,0 +1,107 @@
+"""Metric rows of an update: numbers on the device, named as in the metric table."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.actions import HEAD_NAMES
+from esper.leyline.messages import Hidden
+from esper.simic.agent.advantages import NormalizedAdvantages
+from esper.simic.agent.losses import Losses, LossInputs, LossWeights, RatioStatistics, head_entropies
+from esper.simic.agent.normalizers import masked_moments
+from esper.simic.agent.rollout_buffer import SequenceBatch
+from esper.simic.telemetry.metrics import metric_row
+
+MIN_EXPLAINABLE_VARIANCE = 1e-8
+
+
+def update_row(
+    rollout: SequenceBatch,
+    normalized: NormalizedAdvantages,
+    return_scale: Float[Tensor, ""],
+    weights: LossWeights,
+    lr: float,
+) -> Float[Tensor, " M"]:
+    """What is known before the first step; values and returns in scaled units, advantages before normalization."""
+    valid = rollout.valid
+    values, returns = masked_moments(rollout.values, valid), masked_moments(rollout.returns, valid)
+    unexplained = masked_moments(rollout.returns - rollout.values, valid).var
+    explained = 1.0 - unexplained / returns.var
+    explainable = returns.var >= MIN_EXPLAINABLE_VARIANCE
+    return metric_row(
+        {
+            "lr": torch.full((), lr, dtype=torch.float64, device=valid.device),
+            "entropy_coef": weights.entropy,
+            "value_coef": weights.value,
+            "floor_scale": weights.floor,
+            "forced_share": (rollout.forced & valid).sum() / valid.sum(),
+            "explained_variance": torch.where(explainable, explained, torch.nan),
+            "value_mean": values.mean,
+            "value_std": values.var.sqrt(),
+            "return_mean": returns.mean,
+            "return_std": returns.var.sqrt(),
+            "return_scale": return_scale,
+            "advantage_mean": normalized.mean,
+            "advantage_std": normalized.std,
+            "advantage_std_floored": normalized.floored,
+        }
+    )
+
+
+def health_row(hidden: Hidden) -> Float[Tensor, " M"]:
+    """Root mean square and largest magnitude of the recurrent state."""
+    h, c = hidden.h.detach(), hidden.c.detach()
+    return metric_row(
+        {
+            "hidden_rms": h.square().mean().sqrt(),
+            "hidden_max": h.abs().amax(),
+            "cell_rms": c.square().mean().sqrt(),
+            "cell_max": c.abs().amax(),
+        }
+    )
+
+
+def epoch_row(
+    approx_kl: Float[Tensor, ""], epoch: Int[Tensor, ""], *, ran: Bool[Tensor, ""], exceeded: Bool[Tensor, ""]
+) -> Float[Tensor, " M"]:
+    """Divergence of one pass; everything is missing for a pass after the stop."""
+    return metric_row(
+        {
+            "approx_kl": torch.where(ran, approx_kl, torch.nan),
+            "epochs_done": torch.where(ran, epoch.to(approx_kl.dtype), torch.nan),
+            "stopped_early": exceeded,
+        }
+    )
+
+
+def minibatch_row(
+    x: LossInputs,
+    losses: Losses,
+    ratios: RatioStatistics,
+    grad_norm: Float[Tensor, ""],
+    *,
+    ran: Bool[Tensor, ""],
+    finite: Bool[Tensor, ""],
+    takes: Bool[Tensor, ""],
+) -> Float[Tensor, " M"]:
+    """Numbers of a minibatch that took its step, and how it ended; losses of other minibatches are missing."""
+    entropies = head_entropies(x)
+    steps = entropies.steps.unbind(0)
+    numbers = {
+        "evaluated_steps": x.valid.sum(),
+        "policy_loss": losses.policy,
+        "value_loss": losses.value,
+        "entropy_loss": losses.entropy,
+        "floor_loss": losses.floor,
+        "total_loss": losses.total,
+        "grad_norm": grad_norm,
+        "clip_fraction": ratios.clip_fraction,
+        "ratio_max": ratios.ratio_max,
+        "ratio_min": ratios.ratio_min,
+        **{f"steps_{name}": count for name, count in zip(HEAD_NAMES, steps, strict=True)},
+        **{f"entropy_{name}": mean for name, mean in zip(HEAD_NAMES, entropies.mean.unbind(0), strict=True)},
+    }
+    counts = metric_row(
+        {"finite_minibatches": ran & finite, "nonfinite_minibatches": ran & ~finite, "optimizer_steps": takes}
+    )
+    return torch.where(counts.isnan(), torch.where(takes, metric_row(numbers), torch.nan), counts)

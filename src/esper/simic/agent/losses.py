@@ -1,0 +1,175 @@
+"""The losses of PPO with eight heads, as pure functions of what one minibatch evaluated.
+
+Shape legend: R = any leading axes (rows and steps), 8 = heads. With x = clip(new - old, +-20) and the masks
+
+    causal    the head was read by the op that took effect, on a valid step
+    used      causal, and the step left a choice (not forced)
+    open      valid, not forced, and the head has two or more choices for some legal op
+
+`mean over a mask` is the sum over its steps divided by their number, and 0 for none.
+"""
+
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from esper.leyline.actions import HEADS
+from esper.leyline.record import record
+
+LOG_RATIO_LIMIT = 20.0
+JOINT_LOG_RATIO_LIMIT = 30.0
+
+
+@record
+class LossInputs:
+    """One minibatch after the forward pass. `advantages` and `returns` are those of the rollout, in scaled units."""
+
+    log_prob: Float[Tensor, "*R 8"]
+    old_log_prob: Float[Tensor, "*R 8"]
+    entropy: Float[Tensor, "*R 8"]
+    entropy_avail: Float[Tensor, "*R 8"]
+    causal: Bool[Tensor, "*R 8"]
+    available: Bool[Tensor, "*R 8"]
+    advantages: Float[Tensor, "*R"]
+    values: Float[Tensor, "*R"]
+    returns: Float[Tensor, "*R"]
+    valid: Bool[Tensor, "*R"]
+    forced: Bool[Tensor, "*R"]
+
+
+@record
+class LossWeights:
+    """Coefficients of one update; those that move over the run are tensors, so that a compiled loss stays valid."""
+
+    value: Float[Tensor, ""]
+    entropy: Float[Tensor, ""]
+    floor: Float[Tensor, ""]
+    clip: float
+    forced_value: float
+
+
+@record
+class Losses:
+    """The terms of the loss and their sum, `policy + c_v * value + c_e * entropy + floor`."""
+
+    policy: Float[Tensor, ""]
+    value: Float[Tensor, ""]
+    entropy: Float[Tensor, ""]
+    floor: Float[Tensor, ""]
+    total: Float[Tensor, ""]
+
+
+@record
+class RatioStatistics:
+    """How far the policy has moved: divergence, joint ratios over the heads, share of them outside 1 +- epsilon."""
+
+    approx_kl: Float[Tensor, ""]
+    clip_fraction: Float[Tensor, ""]
+    ratio_max: Float[Tensor, ""]
+    ratio_min: Float[Tensor, ""]
+
+
+@record
+class HeadEntropies:
+    """Mean normalized entropy of each head over the steps that used it, and the number of these steps."""
+
+    mean: Float[Tensor, " 8"]
+    steps: Float[Tensor, " 8"]
+
+
+def ppo_losses(x: LossInputs, weights: LossWeights) -> Losses:
+    """All terms of the loss of one minibatch."""
+    policy = policy_loss(x, weights.clip)
+    value = value_loss(x, weights.forced_value)
+    entropy = entropy_loss(x)
+    floor = floor_loss(x) * weights.floor
+    total = policy + weights.value * value + weights.entropy * entropy + floor
+    return Losses(policy=policy, value=value, entropy=entropy, floor=floor, total=total)
+
+
+def policy_loss(x: LossInputs, clip: float) -> Float[Tensor, ""]:
+    """Clipped surrogate (Schulman et al., "Proximal policy optimization", 2017, eq. 7), summed over the heads."""
+    ratio = _log_ratio(x).exp()
+    advantages = x.advantages[..., None]
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    return -_mean_per_head(surrogate, _used(x)).sum()
+
+
+def value_loss(x: LossInputs, forced_weight: float) -> Float[Tensor, ""]:
+    """`1/2 sum w (V - R)^2 / sum w` over valid steps; w is `forced_weight` on forced steps and 1 elsewhere."""
+    weight = torch.where(x.forced, forced_weight, 1.0) * x.valid
+    return 0.5 * (weight * (x.values - x.returns).square()).sum() / weight.sum().clamp_min(1e-6)
+
+
+def entropy_loss(x: LossInputs) -> Float[Tensor, ""]:
+    """Minus the weighted sum of the heads' normalized entropies."""
+    return -(_constants(x.entropy.device).bonus * _mean_per_head(x.entropy, _used(x))).sum()
+
+
+def floor_loss(x: LossInputs) -> Float[Tensor, ""]:
+    """Squared shortfall of the heads' entropies below their floors, wherever a head is open."""
+    constants = _constants(x.entropy.device)
+    open_ = x.available & (x.valid & ~x.forced)[..., None]
+    shortfall = (constants.floor - _mean_per_head(x.entropy_avail, open_)).clamp_min(0.0)
+    return (constants.floor_weight * shortfall.square() * _per_head(open_).any(dim=0)).sum()
+
+
+def ratio_statistics(x: LossInputs, clip: float) -> RatioStatistics:
+    """Divergence by the estimator `r - 1 - log r` (Schulman, "Approximating KL divergence", 2020), and ratios."""
+    causal = x.causal & x.valid[..., None]
+    log_ratio = _log_ratio(x).detach() * causal
+    divergence = (log_ratio.exp() - 1.0 - log_ratio).sum() / causal.sum().clamp_min(1)
+    joint = log_ratio.sum(-1).clamp(-JOINT_LOG_RATIO_LIMIT, JOINT_LOG_RATIO_LIMIT).exp()
+    outside = ((joint - 1.0).abs() > clip) & x.valid
+    return RatioStatistics(
+        approx_kl=divergence,
+        clip_fraction=outside.sum() / x.valid.sum().clamp_min(1),
+        ratio_max=torch.where(x.valid, joint, -torch.inf).amax(),
+        ratio_min=torch.where(x.valid, joint, torch.inf).amin(),
+    )
+
+
+def head_entropies(x: LossInputs) -> HeadEntropies:
+    """Entropies as they are reported."""
+    used = _used(x)
+    return HeadEntropies(
+        mean=_mean_per_head(x.entropy.detach(), used), steps=_per_head(used).sum(0).to(x.entropy.dtype)
+    )
+
+
+@record
+class _HeadConstants:
+    bonus: Float[Tensor, " 8"]
+    floor: Float[Tensor, " 8"]
+    floor_weight: Float[Tensor, " 8"]
+
+
+@lru_cache
+def _constants(device: torch.device) -> _HeadConstants:
+    """The entropy columns of the head table on a device."""
+    return _HeadConstants(
+        bonus=torch.tensor([head.bonus for head in HEADS], device=device),
+        floor=torch.tensor([head.floor for head in HEADS], device=device),
+        floor_weight=torch.tensor([head.floor_weight for head in HEADS], device=device),
+    )
+
+
+def _log_ratio(x: LossInputs) -> Tensor:
+    return (x.log_prob - x.old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _used(x: LossInputs) -> Tensor:
+    return x.causal & (x.valid & ~x.forced)[..., None]
+
+
+def _per_head(values: Tensor) -> Tensor:
+    """`[*R, 8]` as `[steps, 8]`."""
+    return values.reshape(-1, values.shape[-1])
+
+
+def _mean_per_head(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the marked steps, `[8]`."""
+    count = _per_head(mask).sum(dim=0).clamp_min(1)
+    return _per_head(values.masked_fill(~mask, 0.0)).sum(dim=0) / count

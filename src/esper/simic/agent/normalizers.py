@@ -1,0 +1,101 @@
+"""Running mean and variance of observations and returns: frozen during a rollout, moved once after it.
+
+Shape legend: D = features of one row, R = rows. All statistics are float64, all decisions are taken on the device.
+"""
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.record import record
+from esper.leyline.state_tree import copy_into
+
+CLIP = 10.0
+VARIANCE_EPS = 1e-4
+STD_FLOOR = 1e-4
+
+
+@record
+class Moments:
+    """Mean and population variance of the valid rows of one rollout, float64; `count` 0 means that there were none."""
+
+    count: Float[Tensor, ""]
+    mean: Float[Tensor, "*D"]
+    var: Float[Tensor, "*D"]
+
+
+def masked_moments(rows: Float[Tensor, "*R_D"], valid: Bool[Tensor, "*R"]) -> Moments:
+    """Moments over the leading axes (those of `valid`), summed in float64 so that the order of rows is immaterial."""
+    leading = tuple(range(valid.dim()))
+    keep = valid.reshape(valid.shape + (1,) * (rows.dim() - valid.dim()))
+    count = valid.sum(dtype=torch.float64)
+    exact = rows.to(torch.float64).masked_fill(~keep, 0.0)
+    mean = exact.sum(dim=leading) / count.clamp_min(1.0)
+    var = (exact - mean).square().masked_fill(~keep, 0.0).sum(dim=leading) / count.clamp_min(1.0)
+    return Moments(count=count, mean=mean, var=var)
+
+
+@final
+class RunningMeanVar:
+    """Exponentially weighted mean and variance of rollouts.
+
+    The first rollout is copied; a later one with mean b and variance s2 gives, both from the old mean,
+
+        mean <- m * mean + (1 - m) * b
+        var  <- m * var + (1 - m) * s2 + m * (1 - m) * (b - mean)**2
+
+    A rollout without a valid row, or with a non-finite one, changes nothing. Raises ConfigError for a momentum outside
+    [0, 1).
+    """
+
+    def __init__(self, momentum: float, shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
+        if not 0.0 <= momentum < 1.0:
+            raise ConfigError(f"momentum is {momentum}; a running mean needs a value in [0, 1).")
+        self.momentum = momentum
+        self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.var = torch.ones(shape, dtype=torch.float64, device=device)
+        self.started = torch.zeros((), dtype=torch.bool, device=device)
+        self._freeze()
+
+    def normalize(self, rows: Float[Tensor, "*R_D"]) -> Float[Tensor, "*R_D"]:
+        """`clip((x - mean) / sqrt(var + 1e-4), +-10)`; before the first update `clip(x, +-10)`."""
+        return ((rows - self._shift) / self._spread).clamp(-CLIP, CLIP)
+
+    def scale_with(self, batch: Moments) -> Float[Tensor, "*D"]:
+        """Standard deviation to divide by, at least 1e-4; before the first update that of `batch` itself."""
+        return torch.where(self.started, self.var, batch.var).sqrt().clamp_min(STD_FLOOR)
+
+    def update(self, batch: Moments) -> None:
+        """Move the statistics by one rollout."""
+        m, delta = self.momentum, batch.mean - self.mean
+        moved_mean = m * self.mean + (1 - m) * batch.mean
+        moved_var = m * self.var + (1 - m) * batch.var + m * (1 - m) * delta.square()
+        usable = (batch.count > 0) & (batch.mean.isfinite() & batch.var.isfinite()).all()
+        self.mean = torch.where(usable, torch.where(self.started, moved_mean, batch.mean), self.mean)
+        self.var = torch.where(usable, torch.where(self.started, moved_var, batch.var), self.var)
+        self.started = self.started | usable
+        self._freeze()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of mean, var and whether there was an update yet."""
+        return {"mean": self.mean.clone(), "var": self.var.clone(), "started": self.started.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        copy_into({"mean": self.mean, "var": self.var, "started": self.started}, state, "running statistics")
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """What `normalize` needs, in the precision of the features, computed once per rollout."""
+        std = (self.var + VARIANCE_EPS).sqrt()
+        self._shift = torch.where(self.started, self.mean, 0.0).to(torch.float32)
+        self._spread = torch.where(self.started, std, 1.0).to(torch.float32)
+
+
+def scale_rewards(rewards: Float[Tensor, "N T"], scale: Float[Tensor, ""]) -> Float[Tensor, "N T"]:
+    """`clip(r / scale, +-10)`: one scale for all rows and no shift, so that the sign of a reward is kept."""
+    return (rewards / scale).clamp(-CLIP, CLIP).to(rewards.dtype)

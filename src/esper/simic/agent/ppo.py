@@ -1,0 +1,225 @@
+"""One PPO update: from a full rollout buffer to a changed policy, with one host read.
+
+    buffer --> scaled rewards --> GAE --> normalized advantages
+                                              |
+    epochs 1..K:  permute the hosts, split into groups of whole rows, and for each group
+                  unroll -> losses -> gradient -> clip -> Adam step      selected on the device: a minibatch that is
+                                              |                          not finite, or comes after the divergence
+    statistics, schedules, metrics  <---------+                          stop, changes nothing
+
+Shape legend: N = hosts, T = steps, M = metrics, P = parameters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from esper.leyline.errors import TrainingError
+from esper.leyline.messages import Hidden
+from esper.leyline.random import Stream, permutation
+from esper.leyline.record import record
+from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
+from esper.simic.agent.advantages import discounted_returns
+from esper.simic.agent.config import PPOConfig as PPOConfig
+from esper.simic.agent.config import entropy_coefficient, floor_scale, value_coefficient
+from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
+from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
+from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
+from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
+from esper.simic.telemetry.metrics import Read, aggregate_ppo_metrics
+from esper.tamiyo.heads import evaluate_heads, relevance
+from esper.tamiyo.network import TamiyoNetwork
+
+KL_STOP_FACTOR = 1.5
+MAX_BARREN_UPDATES = 3
+
+
+@dataclass(kw_only=True)
+class PPOAgent:
+    """All that learning changes; its owner is the client, and `run_ppo_updates` is the only writer.
+
+    Attributes:
+        network: the policy. optimizer: its Adam moments, in the order of `network.parameters()`.
+        observations, returns: statistics of features and of discounted returns.
+        selectable: blueprints a controller may choose, bool [num_blueprints].
+        total_updates: length of the run, for the schedules.
+        schedule_position: updates that made at least one step.
+        barren_updates: updates in a row without a single finite minibatch.
+    """
+
+    network: TamiyoNetwork
+    optimizer: AdamState
+    observations: RunningMeanVar
+    returns: RunningMeanVar
+    selectable: Tensor
+    total_updates: int
+    schedule_position: int = 0
+    barren_updates: int = 0
+
+
+@record
+class MinibatchResult:
+    """What a minibatch leaves behind besides changed parameters: the next optimizer state and numbers."""
+
+    optimizer: AdamState
+    metrics: Float[Tensor, " M"]
+    kl_sum: Float[Tensor, ""]
+    kl_weight: Float[Tensor, ""]
+
+
+def new_agent(
+    network: TamiyoNetwork, config: PPOConfig, *, feature_dim: int, selectable: Tensor, total_updates: int
+) -> PPOAgent:
+    """An agent that has learned nothing yet, on the device of its network."""
+    device = selectable.device
+    return PPOAgent(
+        network=network,
+        optimizer=initial_adam_state(list(network.parameters())),
+        observations=RunningMeanVar(config.observation_momentum, (feature_dim,), device),
+        returns=RunningMeanVar(config.return_momentum, (), device),
+        selectable=selectable,
+        total_updates=total_updates,
+    )
+
+
+def run_ppo_updates(
+    agent: PPOAgent,
+    buffer: TamiyoRolloutBuffer,
+    config: PPOConfig,
+    *,
+    update_index: int,
+    run_seed: int,
+    hidden: Hidden | None = None,
+    read: Read = Tensor.tolist,
+) -> dict[str, float]:
+    """Learn from a full buffer, move the statistics, empty the buffer; metrics by name.
+
+    `update_index` keys the order of minibatches. `hidden` is the recurrent state after the rollout, for its health
+    metrics. `read` is called exactly once, after all work was given to the device. Raises
+    TrainingError after three updates in a row without one finite minibatch.
+    """
+    slabs = buffer.slabs
+    accumulated_NT = discounted_returns(
+        slabs.rewards, slabs.terminal, slabs.truncated, slabs.reset, slabs.valid, config.gamma
+    )
+    return_moments = masked_moments(accumulated_NT, slabs.valid)
+    scale = agent.returns.scale_with(return_moments)
+    buffer.compute_advantages_and_returns(scale_rewards(slabs.rewards, scale))
+    normalized = buffer.normalize_advantages(config.advantage_std_floor)
+
+    weights = loss_weights(agent, config, slabs.rewards.device)
+    rows = [update_row(slabs, normalized, scale, weights, config.lr)]
+    if hidden is not None:
+        rows.append(health_row(hidden))
+    rows += _run_epochs(agent, buffer, config, weights, update_index=update_index, run_seed=run_seed)
+
+    agent.returns.update(return_moments)
+    agent.observations.update(masked_moments(slabs.raw_states, slabs.valid))
+    metrics = aggregate_ppo_metrics(rows, read)
+    agent.schedule_position += int(metrics["optimizer_steps"] > 0)
+    agent.barren_updates = 0 if metrics["finite_minibatches"] > 0 else agent.barren_updates + 1
+    buffer.reset()
+    if agent.barren_updates >= MAX_BARREN_UPDATES:
+        raise TrainingError(
+            f"{agent.barren_updates} updates in a row had no minibatch with a finite loss and gradient, so the policy "
+            "cannot learn any more; resume from an earlier checkpoint with a smaller ppo.lr, and check the rewards."
+        )
+    return metrics
+
+
+def loss_weights(agent: PPOAgent, config: PPOConfig, device: torch.device) -> LossWeights:
+    """The coefficients that the schedules give to the next update."""
+
+    def scalar(value: float) -> Tensor:
+        return torch.full((), value, device=device)
+
+    position, total = agent.schedule_position, agent.total_updates
+    return LossWeights(
+        value=scalar(value_coefficient(config, position)),
+        entropy=scalar(entropy_coefficient(config, position, total)),
+        floor=scalar(floor_scale(position, total)),
+        clip=config.clip,
+        forced_value=config.forced_value_weight,
+    )
+
+
+def evaluate_minibatch(agent: PPOAgent, batch: SequenceBatch) -> LossInputs:
+    """Unroll whole rows from their first recurrent state and evaluate the stored actions, with gradient."""
+    logits, values = agent.network.unroll(batch.states, batch.blueprint_index, batch.hidden0, batch.reset)
+    heads = evaluate_heads(logits, batch.legal, batch.has_gate, agent.selectable, batch.actions)
+    return LossInputs(
+        log_prob=heads.log_prob,
+        old_log_prob=batch.log_probs,
+        entropy=heads.entropy,
+        entropy_avail=heads.entropy_avail,
+        causal=relevance(batch.effective_op) & batch.valid[..., None],
+        available=heads.available,
+        advantages=batch.advantages,
+        values=values,
+        returns=batch.returns,
+        valid=batch.valid,
+        forced=batch.forced,
+    )
+
+
+def _run_epochs(
+    agent: PPOAgent,
+    buffer: TamiyoRolloutBuffer,
+    config: PPOConfig,
+    weights: LossWeights,
+    *,
+    update_index: int,
+    run_seed: int,
+) -> list[Tensor]:
+    """All passes over the buffer; metric rows of minibatches and epochs in the order of time."""
+    device = buffer.slabs.valid.device
+    groups = min(config.minibatches, buffer.num_envs)
+    epochs = torch.arange(1, config.epochs + 1, device=device)
+    order_KN = permutation(
+        run_seed, Stream.MINIBATCH_ORDER, torch.zeros_like(epochs), buffer.num_envs, episode=update_index, t=epochs
+    )
+    stopped, rows = torch.zeros((), dtype=torch.bool, device=device), []
+    for epoch, order_N in zip(epochs.unbind(0), order_KN.unbind(0), strict=True):
+        results = []
+        for hosts in order_N.tensor_split(groups):
+            results.append(_train_minibatch(agent, buffer.sequences(hosts), config, weights, stopped))
+            agent.optimizer = results[-1].optimizer
+        weight = torch.stack([result.kl_weight for result in results]).sum()
+        kl = torch.stack([result.kl_sum for result in results]).sum() / weight
+        exceeded = kl > KL_STOP_FACTOR * config.target_kl
+        rows += [result.metrics for result in results]
+        rows.append(epoch_row(kl, epoch, ran=~stopped, exceeded=exceeded))
+        stopped = stopped | exceeded
+    return rows
+
+
+def _train_minibatch(
+    agent: PPOAgent, batch: SequenceBatch, config: PPOConfig, weights: LossWeights, stopped: Bool[Tensor, ""]
+) -> MinibatchResult:
+    """Loss, gradient, and a step that the device takes or leaves."""
+    parameters = list(agent.network.parameters())
+    x = evaluate_minibatch(agent, batch)
+    losses = ppo_losses(x, weights)
+    gradient = flatten(torch.autograd.grad(losses.total, parameters))
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    finite = losses.total.detach().isfinite() & norm.isfinite()
+    takes = finite & ~stopped & batch.valid.any()
+    difference, optimizer = adam_step(
+        clip_by_norm(gradient, norm, config.grad_norm),
+        agent.optimizer,
+        takes,
+        lr=config.lr,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+    )
+    subtract_(parameters, difference)
+    statistics = ratio_statistics(x, config.clip)
+    steps = batch.valid.sum(dtype=torch.float64)
+    return MinibatchResult(
+        optimizer=optimizer,
+        metrics=minibatch_row(x, losses, statistics, norm, ran=~stopped, finite=finite, takes=takes),
+        kl_sum=torch.where(takes, statistics.approx_kl * steps, 0.0),
+        kl_weight=torch.where(takes, steps, 0.0),
+    )

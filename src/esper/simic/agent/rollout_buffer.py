@@ -1,0 +1,290 @@
+"""The rollout of N hosts: preallocated slabs, one row per host, one column per step.
+
+    states [N,T,D]   host 0 | s0 s1 s2 s3 ..        valid   1 1 1 1
+                     host 1 | s0 s1 -- s3 ..                1 1 0 1     host 1 was rolled back in step 2:
+                                                    term.   0 1 0 0     row 1 ends its segment, row 2 is neutral,
+                                                    reset   0 0 0 1     row 3 starts from a zero recurrent state
+
+A neutral row (unwritten, or not valid) evaluates without error and enters no mean: only WAIT on slot 0 is legal, the
+actions are canonical, everything else is 0. `valid` and `reset` alone are kept as they were given.
+
+Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width, n = some hosts.
+"""
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, LifecycleOp
+from esper.leyline.errors import nearest
+from esper.leyline.messages import Hidden
+from esper.leyline.record import lift, named_tensors, record, tree_map
+from esper.leyline.state_tree import below, check_same_shapes, copy_into, record_tree, with_prefix
+from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
+
+
+@record
+class SequenceBatch:
+    """Whole rows of some hosts, with the recurrent state before their first step."""
+
+    states: Float[Tensor, "n T D"]
+    raw_states: Float[Tensor, "n T D"]
+    blueprint_index: Int[Tensor, "n T S"]
+    actions: Int[Tensor, "n T 8"]
+    effective_op: Int[Tensor, "n T"]
+    log_probs: Float[Tensor, "n T 8"]
+    values: Float[Tensor, "n T"]
+    rewards: Float[Tensor, "n T"]
+    bootstrap_values: Float[Tensor, "n T"]
+    terminal: Bool[Tensor, "n T"]
+    truncated: Bool[Tensor, "n T"]
+    valid: Bool[Tensor, "n T"]
+    reset: Bool[Tensor, "n T"]
+    forced: Bool[Tensor, "n T"]
+    legal: Bool[Tensor, "n T 6 S"]
+    has_gate: Bool[Tensor, "n T S"]
+    advantages: Float[Tensor, "n T"]
+    returns: Float[Tensor, "n T"]
+    hidden0: Hidden
+
+
+_NAMES = {
+    "state": "states",
+    "raw_state": "raw_states",
+    "blueprint_index": "blueprint_index",
+    "actions": "actions",
+    "effective_op": "effective_op",
+    "log_prob": "log_probs",
+    "value": "values",
+    "reward": "rewards",
+    "bootstrap_value": "bootstrap_values",
+    "terminal": "terminal",
+    "truncated": "truncated",
+    "valid": "valid",
+    "reset": "reset",
+    "forced": "forced",
+    "legal": "legal",
+    "has_gate": "has_gate",
+}
+"""Name of one step of a field -> its slab."""
+_DEFAULTS = {"bootstrap_value": 0, "terminal": 0, "truncated": 0, "valid": 1, "reset": 0, "forced": 0}
+_KEPT = ("valid", "reset")
+
+Entry = int | float | bool | Tensor
+"""What `add` takes for a scalar: a number of Python or a tensor without axes, which stays on its device."""
+
+
+@final
+class TamiyoRolloutBuffer:
+    """Owner of the slabs (`slabs`, a SequenceBatch of all N hosts): written in place, here and nowhere else.
+
+    `store` writes one column of all hosts, `add` the next row of one host. Both take the same names: `state`,
+    `raw_state`, `blueprint_index`, `actions`, `effective_op`, `log_prob`, `value`, `reward`, `legal`, `has_gate` and,
+    with defaults, `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False), `valid` (True).
+    Only `validate` and `load_state_dict` read the device.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        max_steps: int,
+        feature_dim: int,
+        num_slots: int,
+        hidden_dim: int,
+        num_layers: int = 1,
+        device: torch.device | str = "cpu",
+        gamma: float = 0.995,
+        gae_lambda: float = 0.95,
+    ) -> None:
+        self.num_envs, self.max_steps = num_envs, max_steps
+        self.gamma, self.gae_lambda = gamma, gae_lambda
+        self.slabs = _allocate(num_envs, max_steps, feature_dim, num_slots, (num_layers, hidden_dim), device)
+        self._neutral = _neutral_values(num_slots, device)
+        self._defaults = {
+            name: torch.full((), value, dtype=getattr(self.slabs, _NAMES[name]).dtype, device=device)
+            for name, value in _DEFAULTS.items()
+        }
+        self._steps_T = torch.arange(max_steps, device=device)
+        self._last_N = torch.full((num_envs,), -1, dtype=torch.int64, device=device)
+        self._lengths = [0] * num_envs
+        self._normalized = False
+        self.reset()
+
+    @property
+    def num_steps(self) -> int:
+        """Length of the longest row."""
+        return max(self._lengths)
+
+    def reset(self) -> None:
+        """Make every row neutral and every length 0."""
+        for slab in _NAMES.values():
+            getattr(self.slabs, slab).copy_(self._neutral[slab])
+        self.slabs.advantages.zero_()
+        self.slabs.returns.zero_()
+        self._lengths = [0] * self.num_envs
+        self._last_N.fill_(-1)
+        self._normalized = False
+
+    def store(self, t: int, **fields: Tensor) -> None:
+        """Write column `t` (from 0) of all hosts; every field is `[N, ...]`. Raises IndexError outside the slab."""
+        if not 0 <= t < self.max_steps:
+            raise IndexError(f"column {t} of a buffer of {self.max_steps} steps; reset() it before the next rollout.")
+        self._write((slice(None), t), fields)
+        self._lengths = [t + 1] * self.num_envs
+        self._last_N.fill_(t)
+
+    def add(self, env_id: int, **fields: Entry) -> None:
+        """Append one row to host `env_id`. Raises IndexError when the row of the host is full."""
+        t = self._lengths[env_id]
+        if t == self.max_steps:
+            raise IndexError(f"host {env_id} has its {t} steps already; reset() the buffer before the next rollout.")
+        self._write((env_id, t), fields)
+        self._lengths[env_id] = t + 1
+        self._last_N[env_id] = t
+
+    def mark_terminal(self, mask: Bool[Tensor, " N"], penalty: Float[Tensor, " N"]) -> None:
+        """The last row of each masked host ends its segment and is paid `penalty` instead.
+
+        A last row that is not valid, or terminal already, means that the current segment has no such row: nothing
+        happens then.
+        """
+        at_NT, slabs = self._last_open_row(mask), self.slabs
+        slabs.terminal.logical_or_(at_NT)
+        slabs.truncated.masked_fill_(at_NT, False)
+        slabs.bootstrap_values.masked_fill_(at_NT, 0.0)
+        torch.where(at_NT, penalty[:, None], slabs.rewards, out=slabs.rewards)
+
+    def mark_truncated(self, mask: Bool[Tensor, " N"], bootstrap: Float[Tensor, " N"]) -> None:
+        """The same row is cut off by the time limit; `bootstrap` is the value of the state after it."""
+        at_NT, slabs = self._last_open_row(mask), self.slabs
+        slabs.truncated.logical_or_(at_NT)
+        torch.where(at_NT, bootstrap[:, None], slabs.bootstrap_values, out=slabs.bootstrap_values)
+
+    def compute_advantages_and_returns(
+        self, rewards: Float[Tensor, "N T"] | None = None
+    ) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]]:
+        """Advantages and returns of the whole rollout; `rewards` (scaled ones) take the place of the stored ones."""
+        s = self.slabs
+        paid_NT = s.rewards if rewards is None else rewards
+        advantages_NT = compute_gae(
+            paid_NT, s.values, s.bootstrap_values, s.terminal, s.truncated, s.valid, self.gamma, self.gae_lambda
+        )
+        s.advantages.copy_(advantages_NT)
+        torch.add(s.advantages, s.values, out=s.returns)
+        self._normalized = False
+        return s.advantages, s.returns
+
+    def normalize_advantages(self, std_floor: float = 0.1) -> NormalizedAdvantages:
+        """Normalize the stored advantages over all valid steps; raises RuntimeError when done twice."""
+        if self._normalized:
+            raise RuntimeError(
+                "the advantages are normalized already; call compute_advantages_and_returns() to get fresh ones."
+            )
+        normalized = normalize_advantages(self.slabs.advantages, self.slabs.valid, std_floor)
+        self.slabs.advantages.copy_(normalized.advantages)
+        self._normalized = True
+        return normalized
+
+    def sequences(self, hosts: Int[Tensor, " n"]) -> SequenceBatch:
+        """Copies of the whole rows of some hosts."""
+        rows = {name: slab.index_select(0, hosts) for name, slab in named_tensors(self.slabs) if "." not in name}
+        return SequenceBatch(hidden0=tree_map(lambda h: h.index_select(1, hosts), self.slabs.hidden0), **rows)
+
+    def open_ends(self) -> Bool[Tensor, "N T"]:
+        """Valid rows that end a segment (the row is the last, or the next is not valid or reset) without a flag."""
+        s = self.slabs
+        ends_NT = torch.ones_like(s.valid)
+        ends_NT[:, :-1] = ~s.valid[:, 1:] | s.reset[:, 1:]
+        return s.valid & ends_NT & ~(s.terminal | s.truncated)
+
+    def validate(self) -> None:
+        """Check that every segment ends terminal or truncated; raises ValueError. Reads the device: for tests."""
+        faults = self.open_ends().nonzero().tolist()
+        if faults:
+            raise ValueError(
+                f"rows (host, step) {faults[:8]} end a segment but are neither terminal nor truncated; "
+                "call mark_terminal() or mark_truncated() for these hosts first."
+            )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all slabs, of the row lengths, and of whether the advantages are normalized."""
+        slabs = {name: slab.clone() for name, slab in named_tensors(self.slabs)}
+        counters = {"lengths": torch.tensor(self._lengths), "normalized": torch.tensor(self._normalized)}
+        return {**with_prefix("slabs", slabs), **counters}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        check_same_shapes(state, self.state_dict(), "rollout buffer")
+        copy_into(record_tree(self.slabs), below("slabs", state), "rollout buffer")
+        self._last_N.copy_(state["lengths"] - 1)
+        self._lengths = state["lengths"].tolist()
+        self._normalized = bool(state["normalized"])
+
+    @torch.no_grad()
+    def _write(self, index: tuple[int | slice, int], fields: Mapping[str, Entry]) -> None:
+        """One masked copy per field; a row that is not valid receives the neutral values."""
+        unknown, missing = fields.keys() - _NAMES.keys(), _NAMES.keys() - fields.keys() - _DEFAULTS.keys()
+        if unknown or missing:
+            hint = nearest(min(unknown), _NAMES) if unknown else "Only flags and the bootstrap value have defaults."
+            raise TypeError(f"unknown fields {sorted(unknown)}, missing fields {sorted(missing)}. {hint}")
+        entries = {**self._defaults, **fields}
+        device, dtype = self.slabs.valid.device, torch.bool
+        valid = torch.as_tensor(entries["valid"], dtype=dtype, device=device)
+        for name, slab_name in _NAMES.items():
+            place = getattr(self.slabs, slab_name)[index]
+            entry = torch.as_tensor(entries[name], dtype=place.dtype, device=device)
+            if name in _KEPT:
+                place.copy_(entry)
+            else:
+                torch.where(lift(valid, place), entry.expand_as(place), self._neutral[slab_name], out=place)
+
+    def _last_open_row(self, mask: Bool[Tensor, " N"]) -> Bool[Tensor, "N T"]:
+        """The last written row of each masked host where it is valid and not terminal, as a mask."""
+        here_NT = (self._steps_T == self._last_N[:, None]) & mask[:, None]
+        return here_NT & self.slabs.valid & ~self.slabs.terminal
+
+
+def _allocate(n: int, t: int, d: int, s: int, hidden: tuple[int, int], device: torch.device | str) -> SequenceBatch:
+    """Uninitialized slabs of `n` hosts; the recurrent state before the first step is zero."""
+
+    def slab(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, t, *shape, dtype=dtype, device=device)
+
+    integer, flag = torch.int64, torch.bool
+    layers, width = hidden
+    return SequenceBatch(
+        states=slab(d),
+        raw_states=slab(d),
+        blueprint_index=slab(s, dtype=integer),
+        actions=slab(NUM_HEADS, dtype=integer),
+        effective_op=slab(dtype=integer),
+        log_probs=slab(NUM_HEADS),
+        values=slab(),
+        rewards=slab(),
+        bootstrap_values=slab(),
+        terminal=slab(dtype=flag),
+        truncated=slab(dtype=flag),
+        valid=slab(dtype=flag),
+        reset=slab(dtype=flag),
+        forced=slab(dtype=flag),
+        legal=slab(NUM_OPS, s, dtype=flag),
+        has_gate=slab(s, dtype=flag),
+        advantages=slab(),
+        returns=slab(),
+        hidden0=Hidden(h=torch.zeros(layers, n, width, device=device), c=torch.zeros(layers, n, width, device=device)),
+    )
+
+
+def _neutral_values(num_slots: int, device: torch.device | str) -> dict[str, Tensor]:
+    """What a row without content holds, by slab; broadcast against one step of one host."""
+    dtypes = {"blueprint_index": torch.int64, "effective_op": torch.int64}
+    flags = ("terminal", "truncated", "valid", "reset", "forced", "has_gate")
+    dtypes.update(dict.fromkeys(flags, torch.bool))
+    neutral = {slab: torch.zeros((), dtype=dtypes.get(slab, torch.float32), device=device) for slab in _NAMES.values()}
+    neutral["actions"] = torch.tensor(CANONICAL_ACTION, device=device)
+    neutral["legal"] = torch.zeros(NUM_OPS, num_slots, dtype=torch.bool, device=device)
+    neutral["legal"][LifecycleOp.WAIT, 0] = True
+    return neutral

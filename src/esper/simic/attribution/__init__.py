@@ -1,0 +1,1 @@
+"""Attribution: what each seed of a finished network is worth."""

@@ -1,0 +1,266 @@
+"""The learner as the engine sees it: a controller and a reward in one object.
+
+    engine --(Observation)--> act --> store --> ... --> update       the policy: features, network, heads, PPO
+    engine --(RewardInputs)-> step                                   the reward: handed on to a RewardProtocol
+
+Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.actions import NUM_HEADS
+from esper.leyline.errors import ConfigError
+from esper.leyline.messages import ActResult, Hidden, Observation, RewardInputs, RewardOutput, StepRecord
+from esper.leyline.protocols import EngineSpec, RewardProtocol, StateTree
+from esper.leyline.random import Stream, uniform
+from esper.leyline.record import record, tree_map
+from esper.leyline.state_tree import below, check_same_shapes, with_prefix
+from esper.simic.agent.adam import AdamState
+from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.telemetry.metrics import Read
+from esper.tamiyo.features import feature_dim, observe
+from esper.tamiyo.heads import forced, sample_heads
+from esper.tamiyo.network import TamiyoNetwork
+
+
+@record
+class _Seen:
+    """What `act` saw in step `t`, kept until `store` writes it."""
+
+    t: int
+    blueprint_index: Int[Tensor, "N S"]
+
+
+@final
+class SimicClient:
+    """Policy and reward behind `ClientProtocol`; the owner of the network, its optimizer, the buffer, the statistics.
+
+    The parts are ready when they come: an initialized `network` of `spec`'s shape, a `reward`, and `read`, which
+    brings the metrics of an update to the host (the only host read here). `total_updates` is the length of the run,
+    for the schedules. Raises ConfigError where the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        network: TamiyoNetwork,
+        reward: RewardProtocol[Any],
+        ppo_config: PPOConfig,
+        spec: EngineSpec,
+        *,
+        read: Read,
+        device: torch.device | str,
+        total_updates: int,
+    ) -> None:
+        if total_updates < 1:
+            raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
+        self.spec, self.config, self.reward = spec, ppo_config, reward
+        self.device = torch.device(device)
+        self._read = read
+        self.agent = new_agent(
+            network.to(self.device),
+            ppo_config,
+            feature_dim=feature_dim(spec.num_slots),
+            selectable=_selectable(spec, self.device),
+            total_updates=total_updates,
+        )
+        self.buffer = TamiyoRolloutBuffer(
+            spec.num_envs,
+            spec.episode_length,
+            feature_dim(spec.num_slots),
+            spec.num_slots,
+            ppo_config.hidden_width,
+            ppo_config.num_layers,
+            device=self.device,
+            gamma=ppo_config.gamma,
+            gae_lambda=ppo_config.gae_lambda,
+        )
+        self.updates = 0
+        self._seen: _Seen | None = None
+        self.begin_rollout(0, spec.host_ids())
+
+    # The policy -------------------------------------------------------------------------------------------------------
+
+    def initial_hidden(self, n: int) -> Hidden:
+        """Zeros, each [L, n, H]."""
+        shape = (self.config.num_layers, n, self.config.hidden_width)
+        return Hidden(h=torch.zeros(shape, device=self.device), c=torch.zeros(shape, device=self.device))
+
+    def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
+        """Empty buffer, zero recurrent state, and all random numbers of the episode in one draw."""
+        self.buffer.reset()
+        self.hidden = self.initial_hidden(self.spec.num_envs)
+        self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
+        self._episode, self._hosts = episode, hosts.to(self.device)
+        self._uniforms_TNh = policy_uniforms(self.spec.run_seed, self._hosts, episode, self.spec.episode_length)
+        self._seen = None
+
+    @torch.no_grad()
+    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
+        """Observe, normalize with frozen statistics, one forward pass, sample all heads; nothing is read."""
+        raw, blueprint_index = observe(obs)
+        features = self.agent.observations.normalize(raw)
+        out = self.agent.network.step(features, blueprint_index, self.hidden)
+        heads = sample_heads(
+            out.logits,
+            obs.legal,
+            obs.has_gate,
+            self.agent.selectable,
+            self._uniforms_TNh[obs.t - 1],
+            deterministic,
+        )
+        self.hidden = out.hidden
+        self._seen = _Seen(t=obs.t, blueprint_index=blueprint_index)
+        return ActResult(
+            actions=heads.actions,
+            log_prob=heads.log_prob,
+            value=out.value,
+            hidden=out.hidden,
+            raw_features=raw,
+            features=features,
+        )
+
+    @torch.no_grad()
+    def store(self, step: StepRecord) -> None:
+        """Write column `step.t - 1`; hosts that were rolled back start their next step from a zero state."""
+        assert self._seen is not None, "act() comes before store()"
+        assert self._seen.t == step.t, "store() takes the step that act() just decided"
+        self.buffer.store(
+            step.t - 1,
+            state=step.act.features,
+            raw_state=step.act.raw_features,
+            blueprint_index=self._seen.blueprint_index,
+            actions=step.act.actions,
+            effective_op=step.effective_op,
+            log_prob=step.act.log_prob,
+            value=step.act.value,
+            reward=step.reward,
+            bootstrap_value=step.bootstrap_value,
+            terminal=step.terminal,
+            truncated=step.truncated,
+            valid=step.valid,
+            reset=self._reset_N,
+            forced=forced(step.obs.legal),
+            legal=step.obs.legal,
+            has_gate=step.obs.has_gate,
+        )
+        self._reset_N = ~step.valid
+        self.hidden = tree_map(lambda x: x.masked_fill(self._reset_N[:, None], 0.0), self.hidden)
+
+    def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
+        """Value of the state after the last step, with the carried recurrent state, which stays as it is."""
+        return compute_batched_bootstrap(self.agent, obs, self.hidden)
+
+    def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
+        """The last stored row of each masked host ends its segment and is paid `reward` instead."""
+        self.buffer.mark_terminal(mask, reward)
+
+    def update(self) -> dict[str, float]:
+        """One PPO update from the stored rollout; metrics by name, missing ones NaN."""
+        metrics = run_ppo_updates(
+            self.agent,
+            self.buffer,
+            self.config,
+            update_index=self.updates,
+            run_seed=self.spec.run_seed,
+            hidden=self.hidden,
+            read=self._read,
+        )
+        self.updates += 1
+        return metrics
+
+    # The reward -------------------------------------------------------------------------------------------------------
+
+    @property
+    def terms(self) -> Sequence[str]:
+        """Names of the columns of a reward's breakdown."""
+        return self.reward.terms
+
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
+        """Carried state of the reward at the start of an episode."""
+        return self.reward.initial_state(n, slots, steps, device)
+
+    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
+        """Pay one step."""
+        return self.reward.step(inputs, state)
+
+    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
+        """[N]: what the last row of a host is paid when the host is rolled back now."""
+        return self.reward.rollback_reward(state)
+
+    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
+        """Carried state with the masked hosts as at the start of an episode."""
+        return self.reward.reset_hosts(state, mask)
+
+    # Persistence ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateTree:
+        """Weights, optimizer, statistics and counters; inside an episode also its rows and the recurrent state."""
+        agent, optimizer = self.agent, self.agent.optimizer
+        counters = (self.updates, agent.schedule_position, agent.barren_updates)
+        state = {
+            **with_prefix("network", {k: v.detach().clone() for k, v in agent.network.state_dict().items()}),
+            **with_prefix(
+                "optimizer",
+                {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq, "step": optimizer.step},
+            ),
+            **with_prefix("observations", agent.observations.state_dict()),
+            **with_prefix("returns", agent.returns.state_dict()),
+            "counters": torch.tensor(counters),
+        }
+        return {**state, **self._episode_state()} if self.buffer.num_steps else state
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        rollout = below("rollout", state)
+        own = {name: x for name, x in self.state_dict().items() if not name.startswith("rollout.")}
+        check_same_shapes(state, {**own, **self._episode_state()} if rollout else own, "policy")
+        self.agent.network.load_state_dict(below("network", state))
+        self.agent.optimizer = AdamState(
+            **{name: x.to(self.device).clone() for name, x in below("optimizer", state).items()}
+        )
+        self.agent.observations.load_state_dict(below("observations", state))
+        self.agent.returns.load_state_dict(below("returns", state))
+        self.updates, self.agent.schedule_position, self.agent.barren_updates = state["counters"].tolist()
+        if rollout:
+            self.begin_rollout(int(rollout["episode"]), rollout["hosts"])
+            self.buffer.load_state_dict(below("buffer", rollout))
+            self.hidden = Hidden(h=rollout["h"].to(self.device).clone(), c=rollout["c"].to(self.device).clone())
+            self._reset_N = rollout["reset"].to(self.device).clone()
+
+    def _episode_state(self) -> StateTree:
+        """What is carried from step to step of an episode."""
+        carried = {
+            "episode": torch.tensor(self._episode),
+            "hosts": self._hosts.clone(),
+            "h": self.hidden.h.clone(),
+            "c": self.hidden.c.clone(),
+            "reset": self._reset_N.clone(),
+        }
+        return with_prefix("rollout", {**carried, **with_prefix("buffer", self.buffer.state_dict())})
+
+
+@torch.no_grad()
+def compute_batched_bootstrap(agent: PPOAgent, obs: Observation, hidden: Hidden) -> Float[Tensor, " N"]:
+    """Value of `obs` for all hosts in one forward pass; `hidden` is not modified."""
+    raw, blueprint_index = observe(obs)
+    return agent.network.step(agent.observations.normalize(raw), blueprint_index, hidden).value
+
+
+def policy_uniforms(run_seed: int, hosts: Int[Tensor, " N"], episode: int, steps: int) -> Float[Tensor, "T N 8"]:
+    """One uniform per step, host and head of an episode; those of a host do not depend on the others."""
+    t_T11 = torch.arange(1, steps + 1, device=hosts.device)[:, None, None]
+    block_h = torch.arange(NUM_HEADS, device=hosts.device)
+    return uniform(run_seed, Stream.POLICY_SAMPLING, hosts[None, :, None], episode=episode, t=t_T11, block=block_h)
+
+
+def _selectable(spec: EngineSpec, device: torch.device) -> Bool[Tensor, " B"]:
+    """Blueprints a controller may choose, as a mask."""
+    mask = torch.zeros(spec.num_blueprints, dtype=torch.bool, device=device)
+    mask[list(spec.selectable)] = True
+    return mask

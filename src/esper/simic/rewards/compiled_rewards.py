@@ -1,0 +1,208 @@
+"""The reward kernel: one control step of all hosts, one row per host, looking only at each host's target slot.
+
+Pure tensor code without a branch on data: it runs eagerly, compiles to one graph (`mode` and `attribution` are
+static, every number is in `config_weights`), and never waits for the device. Shape legend: N = hosts, S = slots,
+M = len(REWARD_TERMS), I = len(REWARD_INFO), W = 65 numbers (11 in mode `loss`).
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError, nearest
+from esper.simic.rewards.config import LOSS_FIELDS, MODES, WEIGHT_NAMES, Attribution
+from esper.simic.rewards.credit import CreditFacts
+from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS, TERMS, drip_opened, objective_potential
+
+FloatN = Float[Tensor, " N"]
+IntN = Int[Tensor, " N"]
+
+_INTEGERS = frozenset(
+    {
+        "actions", "stages", "epochs_in_stage", "seed_ages", "previous_stages", "previous_epochs",
+        "num_active", "num_fossilized", "num_contributing",
+    }
+)  # fmt: skip
+_POOLS = ("drip_scales", "drip_contributions")
+
+
+class RewardOutput(NamedTuple):
+    """What one step pays, in the dtype of `val_accs`; `total` is the sum of `breakdown`."""
+
+    total: Float[Tensor, " N"]
+    breakdown: Float[Tensor, "N M"]
+    info: Float[Tensor, "N I"]
+    escrow_next: Float[Tensor, " N"]
+    drip_opened: Float[Tensor, " N"]
+    flags: Bool[Tensor, "N 2"]
+
+
+def compute_reward_batched(  # noqa: D417 -- arguments that belong together are described together
+    actions: IntN,
+    seed_contributions: FloatN,
+    val_accs: FloatN,
+    acc_deltas: FloatN,
+    has_seed_mask: Bool[Tensor, " N"],
+    stages: IntN,
+    total_improvements: FloatN,
+    epochs_in_stage: IntN,
+    seed_ages: IntN,
+    previous_stages: IntN,
+    previous_epochs: IntN,
+    epoch: int | Int[Tensor, "*#N"],
+    max_epochs: int | Int[Tensor, "*#N"],
+    config_weights: Float[Tensor, " W"],
+    *,
+    mode: str = "shaped",
+    attribution: str = "harmonic",
+    counterfactual_improvements: FloatN | None = None,
+    stage_improvements: FloatN | None = None,
+    interaction_sums: FloatN | None = None,
+    stable_val_accs: FloatN | None = None,
+    escrow_credits: FloatN | None = None,
+    total_params: FloatN | None = None,
+    host_params: FloatN | None = None,
+    effective_seed_params: FloatN | None = None,
+    alpha_delta_sq_sums: FloatN | None = None,
+    num_active: IntN | None = None,
+    num_fossilized: IntN | None = None,
+    num_contributing: IntN | None = None,
+    committed_accs: FloatN | None = None,
+    fossilized_params: FloatN | None = None,
+    drip_scales: Float[Tensor, "N S"] | None = None,
+    drip_contributions: Float[Tensor, "N S"] | None = None,
+    val_losses: FloatN | None = None,
+    loss_deltas: FloatN | None = None,
+    potentials_prev: FloatN | None = None,
+) -> RewardOutput:
+    """Pay one step of N hosts; formulas in `terms.py` and `credit.py`, in plain floats in `rewards.py`.
+
+    Args:
+        actions: effective operations (WAIT where the sampled one took no effect).
+        seed_contributions: leave-one-out contribution of the target slot in points, NaN unless measured now.
+        val_accs, acc_deltas: accuracy of the whole model and its change (0 at the first step), points.
+        has_seed_mask: the target slot holds a live seed; without one the seed's fields may hold anything.
+        stages, epochs_in_stage, seed_ages, previous_stages, previous_epochs: clocks of the slot before the op.
+        total_improvements, stage_improvements: accuracy gained since germination and since stage entry, or NaN.
+        epoch, max_epochs: step from 1 and length of the episode.
+        config_weights: `RewardConfig.pack()`, in mode `loss` `LossRewardConfig.pack()`.
+        counterfactual_improvements: gate signal (all players off), NaN without players.
+        interaction_sums, stable_val_accs, escrow_credits: of the target slot, NaN where missing.
+        total_params, host_params, effective_seed_params, fossilized_params, alpha_delta_sq_sums: parameters and
+            alpha movement of the host.
+        num_active, num_fossilized, num_contributing: seeds of the host before the op.
+        committed_accs: accuracy with every seed off that is not fossilized.
+        drip_scales, drip_contributions: open pools (0 = none) and contributions of their fossils.
+        val_losses, loss_deltas: mode `loss`; a positive change is a regression.
+        potentials_prev: mode `objective`; potential of the previous step, 0 at the start of a segment.
+
+    Returns:
+        `RewardOutput` in the dtype of `val_accs`; an argument left out counts as missing in every row.
+
+    Raises:
+        ConfigError: unknown mode or attribution. ValueError, TypeError: wrong shape or dtype.
+    """
+    given: dict[str, Tensor | None] = {
+        "actions": actions, "seed_contributions": seed_contributions, "val_accs": val_accs, "acc_deltas": acc_deltas,
+        "has_seed_mask": has_seed_mask, "stages": stages, "total_improvements": total_improvements,
+        "epochs_in_stage": epochs_in_stage, "seed_ages": seed_ages, "previous_stages": previous_stages,
+        "previous_epochs": previous_epochs, "counterfactual_improvements": counterfactual_improvements,
+        "stage_improvements": stage_improvements, "interaction_sums": interaction_sums,
+        "stable_val_accs": stable_val_accs, "escrow_credits": escrow_credits, "total_params": total_params,
+        "host_params": host_params, "effective_seed_params": effective_seed_params,
+        "alpha_delta_sq_sums": alpha_delta_sq_sums, "num_active": num_active, "num_fossilized": num_fossilized,
+        "num_contributing": num_contributing, "committed_accs": committed_accs,
+        "fossilized_params": fossilized_params, "drip_scales": drip_scales,
+        "drip_contributions": drip_contributions, "val_losses": val_losses, "loss_deltas": loss_deltas,
+        "potentials_prev": potentials_prev,
+    }  # fmt: skip
+    check_static(mode, attribution, config_weights)
+    check_arguments(given)
+    names = LOSS_FIELDS if mode == "loss" else WEIGHT_NAMES
+    facts = CreditFacts(
+        arguments=given,
+        weights=dict(zip(names, config_weights.unbind(), strict=True)),
+        epoch=_clock(epoch, val_accs),
+        max_epochs=_clock(max_epochs, val_accs),
+        mode=mode,
+        attribution_formula=attribution,
+    )
+    return _pay(facts, val_accs.dtype)
+
+
+def _pay(x: CreditFacts, dtype: torch.dtype) -> RewardOutput:
+    """Evaluate the mode's row of the table; everything is float64 until the last cast."""
+    terms = TERMS[x.mode]
+    columns = {name: term(x) for name, term in terms.items()}
+    breakdown_NM = torch.stack([columns.get(name, x.zero) for name in REWARD_TERMS], dim=-1)
+    total_N = sum(columns.values(), start=x.zero)
+    escrow_next_N = x.account + x.escrow_delta
+    opened_N = drip_opened(x) if "drip" in terms else x.zero
+    return RewardOutput(
+        total=total_N.to(dtype),
+        breakdown=breakdown_NM.to(dtype),
+        info=_info(x, escrow_next_N).to(dtype),
+        escrow_next=escrow_next_N.to(dtype),
+        drip_opened=opened_N.to(dtype),
+        flags=x.flags,
+    )
+
+
+def _info(x: CreditFacts, escrow_next_N: Tensor) -> Tensor:
+    """The reported quantities [N,I]; in modes without them the values that say "nothing happened"."""
+    if x.mode in ("shaped", "escrow"):
+        credit = (x.discount, x.ratio_penalty, x.attribution_timing, x.progress)
+    else:
+        one = torch.ones_like(x.zero)
+        credit = (one, x.zero, one, x.number("total_improvements", torch.nan))
+    potential = objective_potential(x) if x.mode == "objective" else x.zero
+    growth = x.zero if x.mode == "loss" else x.growth
+    account = (x.account, x.escrow_target, x.escrow_delta, escrow_next_N)
+    columns = (*credit, growth, *account, potential)
+    assert len(columns) == len(REWARD_INFO)
+    return torch.stack(columns, dim=-1)
+
+
+def _clock(value: int | Tensor, like: Tensor) -> Tensor:
+    """A step number as float64; filled on the device, because a copy from the host would wait."""
+    if isinstance(value, Tensor):
+        return value.to(torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=like.device)
+
+
+def check_static(mode: str, attribution: str, config_weights: Tensor) -> None:
+    """Reject a mode, an attribution, or a number of weights that no formula is written for."""
+    if mode not in TERMS:
+        raise ConfigError(f"reward mode {mode!r} has no formula; {nearest(mode, MODES)}")
+    if attribution not in get_args(Attribution):
+        raise ConfigError(f"attribution {attribution!r} is unknown; it must be 'harmonic' or 'minimum'.")
+    expected = len(LOSS_FIELDS if mode == "loss" else WEIGHT_NAMES)
+    if config_weights.shape != (expected,) or config_weights.dtype != torch.float64:
+        raise ValueError(
+            f"config_weights is {config_weights.dtype} {tuple(config_weights.shape)}; mode {mode!r} takes float64 "
+            f"({expected},), as RewardConfig.pack() (LossRewardConfig.pack() in mode 'loss') gives it."
+        )
+
+
+def check_arguments(given: Mapping[str, Tensor | None]) -> None:
+    """Reject wrong shapes (ValueError) and dtypes (TypeError) by name, without looking at any value."""
+    actions = given["actions"]
+    assert actions is not None
+    for name, value in given.items():
+        if value is None:
+            continue
+        expected_dim = 2 if name in _POOLS else 1
+        if value.dim() != expected_dim or value.shape[0] != actions.shape[0]:
+            shape = f"({actions.shape[0]}, S)" if name in _POOLS else f"({actions.shape[0]},)"
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}, one row per host.")
+        if name in _INTEGERS:
+            if value.dtype != torch.int64:
+                raise TypeError(f"{name} is {value.dtype}; it must be torch.int64.")
+        elif name == "has_seed_mask":
+            if value.dtype != torch.bool:
+                raise TypeError(f"{name} is {value.dtype}; it must be torch.bool.")
+        elif not value.dtype.is_floating_point:
+            raise TypeError(f"{name} is {value.dtype}; it must be a floating type, with NaN where not measured.")

@@ -1,0 +1,277 @@
+"""The numbers of the rewards: one frozen configuration, packed into one vector, and the table of modes.
+
+Every number enters the kernel through `RewardConfig.pack()`, in the order of declaration, so that changing a number
+never compiles a new graph. `mode` and `attribution` decide which formulas run and are static.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError, nearest
+
+RewardMode = Literal["shaped", "escrow", "basic", "basic_plus", "sparse", "minimal", "simplified", "loss", "objective"]
+Attribution = Literal["harmonic", "minimum"]
+TimeLimit = Literal["truncate", "terminate"]
+
+GAMMA = 0.995
+"""Discount of all potential-based shaping; it must equal the discount of the learner."""
+MIN_PRUNE_AGE = 5
+"""Age (control steps) under which a PRUNE is paid as premature."""
+LEGITIMATE_HOLD = 5
+"""Steps in HOLDING after which a FOSSILIZE earns its full bonus."""
+MIN_CONTRIBUTION = 1.0
+"""Contribution (percentage points) from which a fossil counts as contributing."""
+
+
+def _require(holds: bool, name: str, found: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {found}; it must be {expected}.")
+
+
+def _require_finite(prefix: str, config: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is None and name in ("drip_fraction", "rollback_penalty"):
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{prefix}.{name} is {value!r}; it must be a finite number.")
+
+
+def as_kind(value: Any, kind: object) -> Any:  # noqa: ANN401 -- a value of any setting
+    """The value as a field of type `kind` holds it: files write 200 where a float is meant."""
+    return float(value) if type(value) is int and kind in (float, float | None) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeTraits:
+    """What the rest of the system must know of a reward.
+
+    Attributes:
+        summary: one sentence for listings.
+        time_limit: whether the last step of an episode bootstraps (truncate) or is a true end (terminate).
+        fossils_as_players: whether contributions of fossils must be measured.
+        rollback_penalty, drip_fraction: the mode's values of these two configuration fields.
+    """
+
+    summary: str
+    time_limit: TimeLimit = "truncate"
+    fossils_as_players: bool = False
+    rollback_penalty: float = -10.0
+    drip_fraction: float = 0.0
+
+
+MODES: Mapping[str, ModeTraits] = {
+    "shaped": ModeTraits(summary="dense; pays the measured contribution of the target seed in every step"),
+    "escrow": ModeTraits(summary="dense; contribution is credited to an account that a lost seed gives back"),
+    "basic": ModeTraits(summary="dense; stage potential, rent, and a bonus for fossilizing a contributing seed"),
+    "basic_plus": ModeTraits(
+        summary="basic, with most of the bonus paid in instalments by the fossil's later contribution",
+        fossils_as_players=True,
+        drip_fraction=0.7,
+    ),
+    "sparse": ModeTraits(summary="committed accuracy minus parameter cost, in the last step only"),
+    "minimal": ModeTraits(summary="sparse, with a small price for pruning too early"),
+    "simplified": ModeTraits(summary="stage potential, a price per op, and accuracy in the last step"),
+    "loss": ModeTraits(summary="dense; change of the validation loss, for language tasks"),
+    "objective": ModeTraits(
+        summary="committed accuracy minus growth, with potential-based shaping that cannot be farmed",
+        time_limit="terminate",
+        rollback_penalty=-1.0,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRewardConfig:
+    """Numbers of mode `loss`. Losses in nats; presets for tasks in `LOSS_PRESETS`."""
+
+    loss_delta_weight: float = 5.0
+    max_loss_delta: float = 5.0
+    """Bound of the normalized loss change."""
+    regression_penalty_scale: float = 0.5
+    """Share of the price that a rising loss costs."""
+    typical_loss_delta_std: float = 0.1
+    compute_rent_weight: float = 0.05
+    max_rent_penalty: float = 5.0
+    grace_epochs: int = 3
+    """Age under which the target seed suspends the rent."""
+    stage_potential_weight: float = 0.1
+    baseline_loss: float = 2.3
+    target_loss: float = 0.3
+    terminal_loss_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_finite("reward.loss", self, LOSS_FIELDS)
+        _require(
+            self.typical_loss_delta_std > 0, "reward.loss.typical_loss_delta_std", self.typical_loss_delta_std, "> 0"
+        )
+        _require(self.max_loss_delta > 0, "reward.loss.max_loss_delta", self.max_loss_delta, "> 0")
+        _require(self.max_rent_penalty >= 0, "reward.loss.max_rent_penalty", self.max_rent_penalty, ">= 0")
+        _require(self.grace_epochs >= 0, "reward.loss.grace_epochs", self.grace_epochs, ">= 0")
+
+    def pack(self) -> Float[Tensor, " W"]:
+        """The numbers in the order of `LOSS_FIELDS`, float64."""
+        return torch.tensor([float(getattr(self, name)) for name in LOSS_FIELDS], dtype=torch.float64)
+
+
+LOSS_FIELDS = tuple(f.name for f in fields(LossRewardConfig))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """The numbers of all other modes. Accuracies and contributions in percentage points, ages in control steps."""
+
+    contribution_weight: float = 1.0
+    proxy_confidence_factor: float = 0.3
+    """Share of the stage improvement that is paid while no contribution is measured."""
+    escrow_stable_window: int = 3
+    """Accuracies (of the last five) whose minimum counts as stable."""
+    escrow_delta_clip: float = 2.0
+    """Most that an account changes in a step; 0 = unbounded."""
+    pbrs_weight: float = 0.3
+    epoch_progress_bonus: float = 0.3
+    max_progress_bonus: float = 2.0
+    rent_weight: float = 0.5
+    max_rent: float = 1.5
+    rent_host_params_floor: float = 200.0
+    base_slot_rent_ratio: float = 0.0039
+    """Occupancy of a blended slot in shares of the host's parameters."""
+    alpha_shock_coef: float = 0.1958
+    alpha_shock_cap: float = 1.0
+    invalid_fossilize_penalty: float = -1.0
+    prune_fossilized_penalty: float = -1.0
+    germinate_with_seed_penalty: float = -0.3
+    germinate_cost: float = -0.15
+    fossilize_cost: float = -0.01
+    prune_cost: float = -0.005
+    set_alpha_target_cost: float = -0.005
+    fossilize_base_bonus: float = 0.5
+    fossilize_contribution_scale: float = 0.1
+    fossilize_noncontributing_penalty: float = -0.2
+    prune_hurting_bonus: float = 0.15
+    prune_acceptable_bonus: float = 0.1
+    prune_good_seed_penalty: float = -0.3
+    """Price of pruning a helpful seed, bounded by three times itself, and per step of a premature prune."""
+    prune_hurting_threshold: float = -0.5
+    min_prune_bonus_age: int = 3
+    improvement_safe_threshold: float = 0.1
+    hacking_ratio_threshold: float = 5.0
+    """Ratio of contribution to gate signal above which the difference is suspicious."""
+    attribution_sigmoid_steepness: float = 3.0
+    terminal_acc_weight: float = 0.05
+    fossilize_terminal_scale: float = 3.0
+    fossilize_quality_ceiling: float = 3.0
+    gamma: float = GAMMA
+    basic_acc_delta_weight: float = 5.0
+    basic_fossilize_base_bonus: float = 0.3
+    basic_contribution_scale: float = 0.5
+    basic_fossilize_invalid_penalty: float = -0.5
+    basic_fossilize_noncontributing_penalty: float = -0.2
+    disable_pbrs: bool = False
+    disable_terminal_reward: bool = False
+    disable_anti_gaming: bool = False
+    param_budget: float = 500_000.0
+    param_penalty_weight: float = 0.1
+    sparse_reward_scale: float = 1.0
+    early_prune_threshold: int = 5
+    early_prune_penalty: float = -0.1
+    advance_from_training_penalty: float = -0.1
+    auto_prune_penalty: float = -0.2
+    seed_occupancy_cost: float = 0.01
+    free_slots: int = 1
+    fossilized_maintenance_cost: float = 0.002
+    germination_warmup_epochs: int = 10
+    germination_discount_floor: float = 0.4
+    disable_timing_discount: bool = False
+    drip_fraction: float | None = None
+    """Share of a fossilization bonus paid in instalments; None = the mode's own value (`MODES`)."""
+    max_drip_per_epoch: float = 0.1
+    min_drip_epochs: int = 5
+    negative_drip_ratio: float = 0.5
+    objective_acc_weight: float = 1.0
+    objective_growth_weight: float = 0.03
+    """0.03 means that doubling the parameters must buy 2.08 points of accuracy."""
+    rollback_penalty: float | None = None
+    """Reward of the row before a rollback; None = the mode's own value (`MODES`)."""
+    hindsight_weight: float = 0.1
+    hindsight_cap: float = 0.2
+
+    mode: RewardMode = "shaped"
+    attribution: Attribution = "harmonic"
+    """How progress and contribution are combined: harmonic mean or minimum."""
+    loss: LossRewardConfig = field(default_factory=LossRewardConfig)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"reward.mode is {self.mode!r}, which no formula is written for; {nearest(self.mode, MODES)}"
+            )
+        if self.attribution not in get_args(Attribution):
+            raise ConfigError(f"reward.attribution is {self.attribution!r}; it must be 'harmonic' or 'minimum'.")
+        _require_finite("reward", self, WEIGHT_NAMES)
+        for name, holds, expected in self._rules():
+            _require(holds, f"reward.{name}", getattr(self, name), expected)
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        drip = self.resolved("drip_fraction")
+        return [
+            ("gamma", self.gamma == GAMMA, f"{GAMMA}, the discount the learner uses; leave it out"),
+            ("rent_host_params_floor", self.rent_host_params_floor >= 1, ">= 1, because growth is divided by it"),
+            ("param_budget", self.param_budget > 0, "> 0"),
+            ("escrow_stable_window", 1 <= self.escrow_stable_window <= 5, "1 to 5, the accuracies that are kept"),
+            ("escrow_delta_clip", self.escrow_delta_clip >= 0, ">= 0 (0 = unbounded)"),
+            ("max_drip_per_epoch", self.max_drip_per_epoch > 0, "> 0"),
+            ("min_drip_epochs", self.min_drip_epochs >= 1, ">= 1"),
+            ("negative_drip_ratio", 0 <= self.negative_drip_ratio <= 1, "from 0 to 1"),
+            ("drip_fraction", 0 <= drip <= 1, "from 0 to 1"),
+            ("drip_fraction", drip == 0 or self.mode != "basic", "0 in mode 'basic'; instalments need 'basic_plus'"),
+            ("hacking_ratio_threshold", self.hacking_ratio_threshold > 0, "> 0"),
+            ("improvement_safe_threshold", self.improvement_safe_threshold > 0, "> 0, because it guards a division"),
+            ("attribution_sigmoid_steepness", self.attribution_sigmoid_steepness > 0, "> 0"),
+            ("fossilize_quality_ceiling", self.fossilize_quality_ceiling > 0, "> 0"),
+            ("germination_discount_floor", 0 <= self.germination_discount_floor <= 1, "from 0 to 1"),
+            ("max_rent", self.max_rent >= 0, ">= 0"),
+            ("alpha_shock_cap", self.alpha_shock_cap >= 0, ">= 0"),
+            ("hindsight_cap", self.hindsight_cap >= 0, ">= 0"),
+            ("free_slots", self.free_slots >= 0, ">= 0"),
+        ]  # fmt: skip
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "RewardConfig":
+        """A configuration from names and values, as read from a file; raises ConfigError on an unknown name."""
+        kinds = {f.name: f.type for f in fields(cls)}
+        for name in values:
+            if name not in kinds:
+                raise ConfigError(f"reward.{name} is not a setting; {nearest(name, kinds)}")
+        return cls(**{name: as_kind(value, kinds[name]) for name, value in values.items()})
+
+    def resolved(self, name: str) -> float:
+        """The number `name` with the mode's own value in the place of None."""
+        value = getattr(self, name)
+        return float(getattr(MODES[self.mode], name) if value is None else value)
+
+    def with_mode(self, mode: RewardMode) -> "RewardConfig":
+        """The same numbers for another mode."""
+        return replace(self, mode=mode)
+
+    def pack(self) -> Float[Tensor, " W"]:
+        """The numbers in the order of `WEIGHT_NAMES`, float64 [65]; booleans as 0 and 1."""
+        return torch.tensor([self.resolved(name) for name in WEIGHT_NAMES], dtype=torch.float64)
+
+
+WEIGHT_NAMES = tuple(f.name for f in fields(RewardConfig) if f.name not in ("mode", "attribution", "loss"))
+"""Names of the packed numbers, in index order."""
+
+LOSS_PRESETS: Mapping[str, LossRewardConfig] = {
+    "default": LossRewardConfig(),
+    "cifar10": LossRewardConfig(typical_loss_delta_std=0.05),
+    "tinystories": LossRewardConfig(
+        typical_loss_delta_std=0.15, compute_rent_weight=0.01, baseline_loss=10.8, target_loss=3.5
+    ),
+}

@@ -1,0 +1,260 @@
+"""What a step was like, one row per host: the arguments of the kernel as float64, and what several terms share.
+
+A fact is computed when the first term asks for it and then kept, so a mode pays only for the facts it reads.
+Missing numbers are NaN in the arguments; every fact says in its name or docstring what stands in for them, because
+`mask * value` would carry a NaN through any mask.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.record import record
+from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
+from esper.simic.rewards.config import LEGITIMATE_HOLD
+
+T = TypeVar("T")
+
+_POTENTIAL_TABLES: dict[torch.device, Tensor] = {}
+
+
+class derived(Generic[T]):  # noqa: N801 -- used like `property`
+    """An attribute computed on first use and kept; like `functools.cached_property`, whose lock cannot be traced."""
+
+    def __init__(self, compute: Callable[..., T]) -> None:
+        self.compute = compute
+        self.name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "derived[T]": ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> "derived[T] | T":
+        if instance is None:
+            return self
+        value = self.compute(instance)
+        instance.__dict__[self.name] = value
+        return value
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def potential_table(device: torch.device) -> Tensor:
+    """Stage potentials by stage value, float64 [11], made once per device."""
+    table = _POTENTIAL_TABLES.get(device)
+    if table is None:
+        table = _POTENTIAL_TABLES[device] = torch.tensor(STAGE_POTENTIAL, dtype=torch.float64, device=device)
+    return table
+
+
+@record
+class Facts:
+    """Arguments of one call and the shared facts; all [N], float64, int64 or bool, unless said otherwise.
+
+    Attributes:
+        arguments: the kernel's tensors by name; None = missing in every row.
+        weights: the packed numbers by name, each a float64 scalar tensor.
+        epoch, max_epochs: float64, [N] or a scalar tensor.
+        mode, attribution_formula: static choices of the configuration.
+    """
+
+    arguments: Mapping[str, Tensor | None]
+    weights: Mapping[str, Tensor]
+    epoch: Tensor
+    max_epochs: Tensor
+    mode: str
+    attribution_formula: str
+
+    def number(self, name: str, missing: float) -> Tensor:
+        """Argument `name` as float64; `missing` in every row where it was not passed. NaN stays NaN."""
+        value = self.arguments[name]
+        if value is None:
+            return torch.full_like(self.val_acc, missing)
+        return value.to(torch.float64)
+
+    def known(self, name: str) -> Tensor:
+        """Argument `name` with 0 in the place of what is missing."""
+        value = self.arguments[name]
+        return self.zero if value is None else torch.nan_to_num(value.to(torch.float64), nan=0.0)
+
+    def integer(self, name: str, missing: int = 0) -> Tensor:
+        """Integer argument `name`, int64."""
+        value = self.arguments[name]
+        return torch.full_like(self.op, missing) if value is None else value
+
+    def is_op(self, op: LifecycleOp) -> Tensor:
+        """Rows whose effective operation is `op`."""
+        return self.op == int(op)
+
+    @derived
+    def zero(self) -> Tensor:
+        """0 in every row."""
+        return torch.zeros_like(self.val_acc)
+
+    @derived
+    def val_acc(self) -> Tensor:
+        """Accuracy of the whole model, points; 0 where missing."""
+        value = self.arguments["val_accs"]
+        assert value is not None
+        return torch.nan_to_num(value.to(torch.float64), nan=0.0)
+
+    @derived
+    def op(self) -> Tensor:
+        """Effective operation."""
+        return self.integer("actions")
+
+    @derived
+    def prune(self) -> Tensor:
+        """The operation is PRUNE."""
+        return self.is_op(LifecycleOp.PRUNE)
+
+    @derived
+    def fossilize(self) -> Tensor:
+        """The operation is FOSSILIZE."""
+        return self.is_op(LifecycleOp.FOSSILIZE)
+
+    @derived
+    def germinate(self) -> Tensor:
+        """The operation is GERMINATE."""
+        return self.is_op(LifecycleOp.GERMINATE)
+
+    @derived
+    def last_step(self) -> Tensor:
+        """The episode ends with this step."""
+        return self.epoch == self.max_epochs
+
+    @derived
+    def seed(self) -> Tensor:
+        """The target slot holds a live seed."""
+        return self.integer("has_seed_mask")
+
+    @derived
+    def stage(self) -> Tensor:
+        """Stage of the target slot before the op."""
+        return self.integer("stages", missing=int(SeedStage.DORMANT))
+
+    @derived
+    def fossil(self) -> Tensor:
+        """The target seed is permanent already."""
+        return self.seed & (self.stage == int(SeedStage.FOSSILIZED))
+
+    @derived
+    def holding(self) -> Tensor:
+        """The target seed waits for a decision."""
+        return self.seed & (self.stage == int(SeedStage.HOLDING))
+
+    @derived
+    def dwell_epochs(self) -> Tensor:
+        """Steps the target seed was observed in its stage before this one, e."""
+        return self.number("epochs_in_stage", 0.0)
+
+    @derived
+    def age(self) -> Tensor:
+        """Steps since germination of the target seed."""
+        return self.number("seed_ages", 0.0)
+
+    @derived
+    def contribution(self) -> Tensor:
+        """Leave-one-out contribution c of the target slot, points; 0 where not measured (`has_contribution`)."""
+        return self.known("seed_contributions")
+
+    @derived
+    def has_contribution(self) -> Tensor:
+        """The contribution was measured in this step."""
+        return ~torch.isnan(self.number("seed_contributions", torch.nan))
+
+    @derived
+    def gate_signal(self) -> Tensor:
+        """Gain g of all players together, points; 0 where not measured (`has_gate_signal`)."""
+        return self.known("counterfactual_improvements")
+
+    @derived
+    def has_gate_signal(self) -> Tensor:
+        """The gate signal was measured in this step."""
+        return ~torch.isnan(self.number("counterfactual_improvements", torch.nan))
+
+    @derived
+    def harmful(self) -> Tensor:
+        """A live seed without which the model would be better: g < 0 (a missing g is 0 here, hence not negative)."""
+        return self.seed & (self.gate_signal < 0)
+
+    @derived
+    def stage_potentials(self) -> Tensor:
+        """Potential of the target slot's stage and of its previous stage, [2,N]."""
+        previous = self.integer("previous_stages", missing=int(SeedStage.DORMANT))
+        table: Tensor = potential_table(self.stage.device)
+        return table[torch.stack((self.stage, previous))]
+
+    @derived
+    def potential_now(self) -> Tensor:
+        """Potential phi(s, e) = stage potential + min(bonus * e, cap)."""
+        return self.stage_potentials[0] + self.progress_bonus(self.dwell_epochs)
+
+    @derived
+    def potential_before(self) -> Tensor:
+        """Potential at the last observation: that of the previous stage at its end where e = 0, else phi(s, e - 1)."""
+        entered = self.dwell_epochs == 0
+        stage_part = torch.where(entered, self.stage_potentials[1], self.stage_potentials[0])
+        epochs = torch.where(entered, self.number("previous_epochs", 0.0), self.dwell_epochs - 1)
+        return stage_part + self.progress_bonus(epochs)
+
+    def progress_bonus(self, epochs: Tensor) -> Tensor:
+        """Part of the potential that grows with the steps spent in a stage."""
+        return torch.minimum(epochs * self.weights["epoch_progress_bonus"], self.weights["max_progress_bonus"])
+
+    @derived
+    def shaped_seed(self) -> Tensor:
+        """Rows in which stage shaping applies."""
+        return self.seed & (self.weights["disable_pbrs"] == 0)
+
+    @derived
+    def shaping(self) -> Tensor:
+        """F = weight * (gamma * phi(now) - phi(before)), potential-based (Ng, Harada and Russell, ICML 1999)."""
+        change = self.weights["gamma"] * self.potential_now - self.potential_before
+        return self.weights["pbrs_weight"] * change
+
+    @derived
+    def legitimacy(self) -> Tensor:
+        """Share of a fossilization bonus that the time in HOLDING has earned."""
+        return torch.clamp(self.dwell_epochs / LEGITIMATE_HOLD, max=1.0)
+
+    @derived
+    def host_params(self) -> Tensor:
+        """Parameters of the host."""
+        return self.known("host_params")
+
+    @derived
+    def host_floor(self) -> Tensor:
+        """What growth is measured against: the host's parameters, or a floor under them."""
+        return torch.maximum(self.host_params, self.weights["rent_host_params_floor"])
+
+    @derived
+    def added_params(self) -> Tensor:
+        """Parameters beyond the host's."""
+        return torch.clamp(self.known("total_params") - self.host_params, min=0.0)
+
+    @derived
+    def occupancy(self) -> Tensor:
+        """Parameters the slots occupy, weighted by alpha; all added parameters where that is missing."""
+        if self.arguments["effective_seed_params"] is None:
+            return self.added_params
+        measured = self.number("effective_seed_params", torch.nan)
+        return torch.where(torch.isnan(measured), self.added_params, measured)
+
+    @derived
+    def growth(self) -> Tensor:
+        """Occupancy relative to the host."""
+        return self.occupancy / self.host_floor
+
+    def combine(self, progress: Tensor, contribution: Tensor) -> Tensor:
+        """Mean of two non-negative signals that is small where either is; 0 where neither is positive."""
+        if self.mode == "escrow":
+            return torch.sqrt(torch.clamp(progress * contribution, min=0.0))
+        if self.attribution_formula == "minimum":
+            merged = torch.minimum(progress, contribution)
+        else:
+            merged = 2 * progress * contribution / torch.clamp(progress + contribution, min=1e-8)
+        return torch.where((progress > 0) | (contribution > 0), merged, 0.0)

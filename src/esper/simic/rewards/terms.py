@@ -1,0 +1,311 @@
+"""The terms of every mode: small functions from facts to [N], and the one table that says which mode pays which.
+
+Signs are those of the reward: costs are negative, and the total is the plain sum of the terms.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
+from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION, MIN_PRUNE_AGE
+from esper.simic.rewards.credit import CreditFacts
+
+REWARD_TERMS = (
+    "attribution", "blending_warning", "holding_warning", "potential", "synergy", "rent", "alpha_shock",
+    "occupancy", "fossil_upkeep", "action", "terminal", "drip", "loss_delta",
+    "escrow_forfeit", "germination_clawback", "auto_prune", "hindsight", "rollback",
+    "early_prune",
+)  # fmt: skip
+"""Columns of a breakdown. Escrow_forfeit to rollback need memory and are written by `reward_step`."""
+
+REWARD_INFO = (
+    "discount", "ratio_penalty", "timing", "progress", "growth",
+    "escrow_prev", "escrow_target", "escrow_delta", "escrow_next", "objective_potential",
+)  # fmt: skip
+"""Quantities that are reported and not summed; progress may be NaN."""
+
+
+# Shaped and escrow
+
+
+def attribution(x: CreditFacts) -> Tensor:
+    """What the target slot contributed."""
+    return x.attribution
+
+
+def blending_warning(x: CreditFacts) -> Tensor:
+    """A harmful seed that is being blended in costs more with every step."""
+    warned = x.harmful & (x.stage == int(SeedStage.BLENDING))
+    return torch.where(warned, -0.1 - torch.clamp(0.05 * x.dwell_epochs, max=0.3), 0.0)
+
+
+def holding_warning(x: CreditFacts) -> Tensor:
+    """A paying seed must be decided upon; parking it in HOLDING costs."""
+    waiting = x.holding & (x.dwell_epochs >= 2) & (x.attribution > 0) & ~(x.fossilize | x.prune)
+    return torch.where(waiting, -torch.clamp(0.1 + 0.05 * (x.dwell_epochs - 2), max=0.3), 0.0)
+
+
+def stage_shaping(x: CreditFacts) -> Tensor:
+    """Potential-based shaping along the stages of the target seed."""
+    return torch.where(x.shaped_seed, x.shaping, 0.0)
+
+
+def synergy(x: CreditFacts) -> Tensor:
+    """A seed that helps others is paid a little for it."""
+    interaction = x.known("interaction_sums")
+    helps = x.seed & (x.discount >= 0.5) & (x.attribution > 0) & (interaction > 0)
+    return torch.where(helps, 0.1 * torch.tanh(0.5 * interaction), 0.0)
+
+
+def growth_rent(x: CreditFacts) -> Tensor:
+    """Occupied parameters pay rent, so that a seed must earn its place."""
+    price = torch.minimum(x.weights["rent_weight"] * torch.log1p(x.growth), x.weights["max_rent"])
+    return torch.where((x.host_params > 0) & (x.occupancy > 0), -price, 0.0)
+
+
+def alpha_shock(x: CreditFacts) -> Tensor:
+    """Sudden changes of alpha disturb the host in proportion to the parameters that are moved."""
+    w, moved = x.weights, x.known("alpha_delta_sq_sums")
+    shock = torch.maximum(-w["alpha_shock_coef"] * moved, -w["alpha_shock_cap"])
+    return torch.where((moved > 0) & (w["disable_anti_gaming"] == 0), shock, 0.0)
+
+
+def occupancy(x: CreditFacts) -> Tensor:
+    """Every seed beyond the free ones costs a little per step."""
+    seeds = x.known("num_active") + x.known("num_fossilized")
+    return -x.weights["seed_occupancy_cost"] * torch.clamp(seeds - x.weights["free_slots"], min=0.0)
+
+
+def fossil_upkeep(x: CreditFacts) -> Tensor:
+    """Fossils cost a little for ever."""
+    return -x.weights["fossilized_maintenance_cost"] * x.known("num_fossilized")
+
+
+def germination(x: CreditFacts) -> Tensor:
+    """GERMINATE: its cost, plus the potential of the new seed, discounted to the next observation."""
+    w = x.weights
+    worth = w["pbrs_weight"] * w["gamma"] * STAGE_POTENTIAL[SeedStage.GERMINATED]
+    worth = torch.where((x.epoch < x.max_epochs) & (w["disable_pbrs"] == 0), worth * x.timing(x.epoch), 0.0)
+    return w["germinate_cost"] + torch.where(x.seed, w["germinate_with_seed_penalty"], worth)
+
+
+def fossilization(x: CreditFacts) -> Tensor:
+    """FOSSILIZE: a bonus that grows with contribution and time in HOLDING; penalties where it was not earned."""
+    w, c, g = x.weights, x.contribution, x.gate_signal
+    quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
+    quality = torch.where(w["disable_terminal_reward"] == 0, quality, 0.0)
+    bonus = (w["fossilize_base_bonus"] + w["fossilize_contribution_scale"] * c + quality) * x.legitimacy
+    ransom = torch.where((c > 0.1) & (g < -0.2), 0.3, 0.0)
+    harm = -0.5 - torch.clamp(-0.2 * g, max=1.0) - ransom
+    value = torch.where(c >= MIN_CONTRIBUTION, bonus, w["fossilize_noncontributing_penalty"])
+    value = torch.where(g < 0, harm, value)
+    return w["fossilize_cost"] + torch.where(x.holding & x.has_gate_signal, value, w["invalid_fossilize_penalty"])
+
+
+def pruning(x: CreditFacts) -> Tensor:
+    """PRUNE: the seed's potential is paid back; removing harm is welcome, removing help or a newborn is not."""
+    w, c = x.weights, x.contribution
+    worst, clearly_harmful = w["prune_good_seed_penalty"], c < w["prune_hurting_threshold"]
+    hurting = torch.where(x.age < w["min_prune_bonus_age"], -0.1, w["prune_hurting_bonus"])
+    judged = torch.where(clearly_harmful, hurting, w["prune_acceptable_bonus"])
+    judged = torch.where(c < 0, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
+    judged = torch.where(x.has_contribution, judged, 0.0)
+    judged = torch.where(x.age < MIN_PRUNE_AGE, worst * (MIN_PRUNE_AGE - x.age), judged)
+    judged = torch.where(x.fossil, w["prune_fossilized_penalty"], judged)
+    repaid = torch.where(x.shaped_seed, w["pbrs_weight"] * x.potential_now, 0.0)
+    return w["prune_cost"] - repaid + torch.where(x.seed, judged, -0.2)
+
+
+def action(x: CreditFacts) -> Tensor:
+    """Price or bonus of the operation."""
+    w = x.weights
+    hasty = x.is_op(LifecycleOp.ADVANCE) & x.seed & (x.stage == int(SeedStage.TRAINING))
+    value = torch.where(hasty, w["advance_from_training_penalty"], 0.0)
+    value = torch.where(x.is_op(LifecycleOp.SET_ALPHA_TARGET), w["set_alpha_target_cost"], value)
+    value = torch.where(x.germinate, germination(x), value)
+    value = torch.where(x.fossilize, fossilization(x), value)
+    return torch.where(x.prune, pruning(x), value)
+
+
+def _at_the_end(x: CreditFacts, value: Tensor) -> Tensor:
+    return torch.where(x.last_step & (x.weights["disable_terminal_reward"] == 0), value, 0.0)
+
+
+def final_accuracy(x: CreditFacts) -> Tensor:
+    """Accuracy of the whole model in the last step."""
+    return _at_the_end(x, x.weights["terminal_acc_weight"] * x.val_acc)
+
+
+# Basic and basic_plus
+
+
+def repaid_shaping(x: CreditFacts) -> Tensor:
+    """Stage shaping in which PRUNE pays the potential back in the place of the shaping of its step."""
+    repaid = -x.weights["pbrs_weight"] * x.potential_now
+    return torch.where(x.shaped_seed, torch.where(x.prune, repaid, x.shaping), 0.0)
+
+
+def budget_rent(x: CreditFacts) -> Tensor:
+    """Occupied parameters as a share of a fixed budget."""
+    return -x.weights["param_penalty_weight"] * x.occupancy / x.weights["param_budget"]
+
+
+def earns_basic_bonus(x: CreditFacts) -> Tensor:
+    """A contributing seed with a positive gate signal leaves HOLDING for good."""
+    return x.fossilize & x.holding & (x.gate_signal > 0) & (x.contribution >= MIN_CONTRIBUTION)
+
+
+def full_basic_bonus(x: CreditFacts) -> Tensor:
+    """Fossilization bonus before instalments."""
+    merged = x.combine(x.gate_signal, x.contribution)
+    w = x.weights
+    return (w["basic_fossilize_base_bonus"] + w["basic_contribution_scale"] * merged) * x.legitimacy
+
+
+def basic_fossilization(x: CreditFacts) -> Tensor:
+    """FOSSILIZE of a live seed: the bonus that is paid at once, or a penalty."""
+    w = x.weights
+    unearned = (x.gate_signal <= 0) & (x.contribution > 0.1)
+    wrong = torch.where(
+        unearned | ~x.holding, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"]
+    )
+    value = torch.where(earns_basic_bonus(x), (1 - w["drip_fraction"]) * full_basic_bonus(x), wrong)
+    return torch.where(x.fossilize & x.seed, value, 0.0)
+
+
+def last_gain(x: CreditFacts) -> Tensor:
+    """Change of accuracy in the last step."""
+    return _at_the_end(x, x.weights["basic_acc_delta_weight"] * x.known("acc_deltas") / 100)
+
+
+def drip(x: CreditFacts) -> Tensor:
+    """Instalments of open pools, each in proportion to what its fossil contributes now and bounded."""
+    scales, contributions = x.arguments["drip_scales"], x.arguments["drip_contributions"]
+    if scales is None or contributions is None:
+        return x.zero
+    paid = scales.to(torch.float64) * torch.nan_to_num(contributions.to(torch.float64), nan=0.0)
+    most = x.weights["max_drip_per_epoch"]
+    return torch.minimum(torch.maximum(paid, -x.weights["negative_drip_ratio"] * most), most).sum(-1)
+
+
+def drip_opened(x: CreditFacts) -> Tensor:
+    """Scale of the pool that this step opens; 0 where none."""
+    w = x.weights
+    steps = torch.maximum(x.max_epochs - x.epoch, w["min_drip_epochs"])
+    return torch.where(earns_basic_bonus(x), w["drip_fraction"] * full_basic_bonus(x) / steps, 0.0)
+
+
+# Sparse, minimal, simplified
+
+
+def frugal_accuracy(x: CreditFacts) -> Tensor:
+    """Committed accuracy minus the price of fossilized parameters, in the last step only."""
+    w = x.weights
+    price = w["param_penalty_weight"] * x.known("fossilized_params") / w["param_budget"]
+    value = torch.clamp(x.known("committed_accs") / 100 - price, min=-1.0, max=1.0)
+    return torch.where(x.last_step, w["sparse_reward_scale"] * value, 0.0)
+
+
+def early_prune(x: CreditFacts) -> Tensor:
+    """Pruning a seed that had no time to show its value."""
+    early = x.prune & x.seed & (x.age < x.weights["early_prune_threshold"])
+    return torch.where(early, x.weights["early_prune_penalty"], 0.0)
+
+
+def flat_price(x: CreditFacts) -> Tensor:
+    """Every operation costs the same."""
+    return torch.where(x.is_op(LifecycleOp.WAIT), x.zero, -0.01)
+
+
+def simple_success(x: CreditFacts) -> Tensor:
+    """Accuracy and number of contributing fossils in the last step."""
+    return _at_the_end(x, 3 * x.val_acc / 100 + 2 * x.known("num_contributing"))
+
+
+# Loss
+
+
+def loss_delta(x: CreditFacts) -> Tensor:
+    """Normalized fall of the validation loss; a rise counts with a smaller weight."""
+    w = x.weights
+    bound = w["max_loss_delta"]
+    scaled = x.known("loss_deltas") / w["typical_loss_delta_std"]
+    scaled = torch.minimum(torch.maximum(scaled, -bound), bound)
+    return -w["loss_delta_weight"] * torch.where(scaled > 0, scaled * w["regression_penalty_scale"], scaled)
+
+
+def loss_rent(x: CreditFacts) -> Tensor:
+    """Added parameters pay rent, except while the target seed is new."""
+    w = x.weights
+    added = x.added_params
+    price = torch.log1p(added / torch.where(x.host_params > 0, x.host_params, 1.0))
+    due = (added > 0) & (x.host_params > 0) & ~(x.seed & (x.age < w["grace_epochs"]))
+    return torch.where(due, -torch.minimum(w["compute_rent_weight"] * price, w["max_rent_penalty"]), 0.0)
+
+
+def loss_potential(x: CreditFacts) -> Tensor:
+    """Shaping by stage alone, without the time spent in it."""
+    now, before = x.stage_potentials.unbind()
+    return torch.where(x.seed, x.weights["stage_potential_weight"] * (GAMMA * now - before), 0.0)
+
+
+def final_loss(x: CreditFacts) -> Tensor:
+    """Where the last loss lies between baseline (0) and target (1); a missing loss earns nothing."""
+    w = x.weights
+    span = w["baseline_loss"] - w["target_loss"]
+    loss = x.number("val_losses", torch.nan)
+    share = torch.clamp((w["baseline_loss"] - loss) / torch.where(span == 0, 1.0, span), min=0.0, max=1.0)
+    return torch.where(x.last_step & ~torch.isnan(loss), w["terminal_loss_weight"] * share, 0.0)
+
+
+# Objective
+
+
+def worth(x: CreditFacts, accuracy: Tensor, params: Tensor) -> Tensor:
+    """Worth = weight * accuracy / 100 - weight * ln(1 + parameters relative to the host)."""
+    w = x.weights
+    growth = torch.log1p(params / x.host_floor)
+    return w["objective_acc_weight"] * accuracy / 100 - w["objective_growth_weight"] * growth
+
+
+def objective_potential(x: CreditFacts) -> Tensor:
+    """The model as it stands, estimated before the end; 0 at the end, so that the shaping telescopes."""
+    return torch.where(x.last_step, 0.0, worth(x, x.val_acc, x.added_params))
+
+
+def objective_shaping(x: CreditFacts) -> Tensor:
+    """Shaping = gamma * potential now - potential of the previous step."""
+    return x.weights["gamma"] * objective_potential(x) - x.known("potentials_prev")
+
+
+def objective_success(x: CreditFacts) -> Tensor:
+    """J: committed accuracy minus growth, paid in the last step."""
+    return torch.where(x.last_step, worth(x, x.known("committed_accs"), x.known("fossilized_params")), 0.0)
+
+
+Term = Callable[[CreditFacts], Tensor]
+
+_DENSE: Mapping[str, Term] = {
+    "attribution": attribution, "blending_warning": blending_warning, "holding_warning": holding_warning,
+    "potential": stage_shaping, "synergy": synergy, "rent": growth_rent, "alpha_shock": alpha_shock,
+    "occupancy": occupancy, "fossil_upkeep": fossil_upkeep, "action": action, "terminal": final_accuracy,
+}  # fmt: skip
+_BASIC: Mapping[str, Term] = {
+    "potential": repaid_shaping, "rent": budget_rent, "action": basic_fossilization, "terminal": last_gain,
+}  # fmt: skip
+
+TERMS: Mapping[str, Mapping[str, Term]] = {
+    "shaped": _DENSE,
+    "escrow": _DENSE,
+    "basic": _BASIC,
+    "basic_plus": {**_BASIC, "drip": drip},
+    "sparse": {"terminal": frugal_accuracy},
+    "minimal": {"terminal": frugal_accuracy, "early_prune": early_prune},
+    "simplified": {"potential": stage_shaping, "action": flat_price, "terminal": simple_success},
+    "loss": {"loss_delta": loss_delta, "rent": loss_rent, "potential": loss_potential, "terminal": final_loss},
+    "objective": {"potential": objective_shaping, "terminal": objective_success},
+}
+"""The table: mode -> name of the column -> what is paid."""

@@ -1,0 +1,70 @@
+"""A run, assembled on one page: engine, policy, reward, learner."""
+
+import torch
+
+from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.simic.client import SimicClient
+from esper.simic.rewards import make_reward
+from esper.simic.scripted_client import ScriptedClient
+from esper.simic.training.config import RunConfig
+from esper.tamiyo.baselines import make_baseline
+from esper.tamiyo.network import TamiyoNetwork, initialize
+from esper.tasks.datasets import Dataset
+from esper.tolaria.build import build_engine, load_dataset
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.runtime import choose_device, host_read
+
+
+def read_floats(metrics: torch.Tensor) -> list[float]:
+    """The one read of an update."""
+    values: list[float] = host_read(metrics)[0].tolist()
+    return values
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Where the run lives; raises ConfigError where that device does not exist."""
+    return choose_device(config.device)
+
+
+def dataset_of(config: RunConfig, device: torch.device) -> Dataset | None:
+    """The task's data; raises DataError where they are missing or broken."""
+    return load_dataset(config.task_spec(), config.seed, device, config.data_path())
+
+
+def engine_of(
+    config: RunConfig,
+    dataset: Dataset | None,
+    device: torch.device,
+    *,
+    engine_config: EngineConfig | None = None,
+    on_step: StepListener | None = None,
+) -> VectorizedEngine:
+    """The hosts of a run."""
+    return build_engine(engine_config or config.engine(), config.task_spec(), dataset, device, on_step=on_step)
+
+
+def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
+    """A new policy with its reward and its optimizer."""
+    network = TamiyoNetwork(
+        num_slots=spec.num_slots,
+        head_sizes=spec.head_sizes,
+        feature_width=config.ppo.feature_width,
+        hidden_width=config.ppo.hidden_width,
+        num_layers=config.ppo.num_layers,
+    )
+    initialize(network, config.seed)
+    return SimicClient(
+        network,
+        make_reward(config.reward.mode, config.reward),
+        config.ppo,
+        spec,
+        read=read_floats,
+        device=spec.device,
+        total_updates=config.schedule_rounds,
+    )
+
+
+def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
+    """A controller that does not learn, paid like the run."""
+    return ScriptedClient(make_baseline(name, spec), make_reward(config.reward.mode, config.reward))

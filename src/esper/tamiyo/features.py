@@ -1,0 +1,217 @@
+"""What the policy sees: an observation as numbers with declared ranges.
+
+    features [N, 23 + 31 S]  =  host block [23] | slot 0 [31] | slot 1 [31] | ...       all zero for a DORMANT slot
+    blueprint_index [N, S]      which blueprint a slot holds or held last; -1 for a DORMANT slot
+
+Two tables name every column with its range, its unit, and the value that stands for "not measured". All columns are
+gathered raw first and encoded together: `clamp(raw / unit, low, high)`, NaN becoming `missing`.
+
+Shape legend: N = hosts, S = slots, D = features.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from esper.leyline.actions import NUM_OPS, LifecycleOp
+from esper.leyline.messages import HostState, Observation, SlotState
+from esper.leyline.record import record
+from esper.leyline.stages import NUM_STAGE_CLASSES, NUM_STAGE_VALUES, STAGE_CLASS, AlphaMode, SeedStage
+
+HISTORY = 5
+FRESHNESS_DECAY = 0.995
+_LOG_UNIT = 7.0
+_MISSING = -1.0
+_COUNTED = ({SeedStage.TRAINING}, {SeedStage.BLENDING}, {SeedStage.HOLDING, SeedStage.FOSSILIZED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One column.
+
+    Attributes:
+        low, high: declared range, both included; values beyond are clamped.
+        unit: what the raw value is divided by. per_episode: it is divided by the length of the episode instead.
+        missing: what stands for a value that was not measured.
+    """
+
+    name: str
+    low: float
+    high: float
+    unit: float = 1.0
+    per_episode: bool = False
+    missing: float = 0.0
+
+
+def _share(name: str, unit: float = 1.0) -> Feature:
+    return Feature(name=name, low=0.0, high=1.0, unit=unit)
+
+
+def _steps(name: str) -> Feature:
+    return Feature(name=name, low=0.0, high=1.0, per_episode=True)
+
+
+def _signed(name: str, unit: float = 1.0, missing: float = 0.0) -> Feature:
+    return Feature(name=name, low=-1.0, high=1.0, unit=unit, missing=missing)
+
+
+HOST_FEATURES: tuple[Feature, ...] = (
+    _steps("step"),
+    _signed("val_loss", _LOG_UNIT, _MISSING),
+    _signed("val_acc", 100.0, _MISSING),
+    *(_signed(f"val_loss_{HISTORY - 1 - i}_steps_ago", _LOG_UNIT, _MISSING) for i in range(HISTORY)),
+    *(_signed(f"val_acc_{HISTORY - 1 - i}_steps_ago", 100.0, _MISSING) for i in range(HISTORY)),
+    *(_share(f"slots_in_{name}") for name in ("training", "blending", "holding_or_fossilized")),
+    _share("last_success"),
+    *(_share(f"last_op_{op.name.lower()}") for op in LifecycleOp),
+)
+"""The host block, in order. Losses are `sign(x) ln(1 + |x|) / 7`, accuracies are shares."""
+
+SLOT_FEATURES: tuple[Feature, ...] = (
+    _share("occupied"),
+    *(_share(f"stage_{stage.name.lower()}") for stage in SeedStage),
+    _share("alpha"),
+    _signed("contribution", 10.0),
+    _signed("contribution_velocity", 10.0),
+    _share("tempo", 12.0),
+    _share("alpha_target"),
+    _share("alpha_mode", 2.0),
+    _steps("alpha_total"),
+    _steps("alpha_done"),
+    _steps("time_to_target"),
+    _signed("alpha_velocity"),
+    _share("algorithm", 2.0),
+    _signed("interaction_sum", 10.0),
+    _share("grad_norm", _LOG_UNIT),
+    _share("grad_health"),
+    _share("grad_vanishing"),
+    _share("grad_exploding"),
+    _signed("grad_health_prev", missing=_MISSING),
+    _steps("epochs_in_stage"),
+    _signed("freshness", missing=_MISSING),
+    _steps("age"),
+)
+"""The block of one slot, in order; 1 to 10 are the stage. The gradient norm is `ln(1 + x) / 7`."""
+
+
+def feature_dim(num_slots: int) -> int:
+    """Width D of the features of `num_slots` slots."""
+    return len(HOST_FEATURES) + len(SLOT_FEATURES) * num_slots
+
+
+def feature_names(num_slots: int) -> tuple[str, ...]:
+    """Name of every column, e.g. `val_acc` and `slot_2.alpha`."""
+    slots = (f"slot_{s}.{feature.name}" for s in range(num_slots) for feature in SLOT_FEATURES)
+    return (*(feature.name for feature in HOST_FEATURES), *slots)
+
+
+def observe(obs: Observation) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N S"]]:
+    """Features and blueprint indices, from the state alone; finite for every state, whatever was measured."""
+    tables = _tables(obs.num_slots, obs.episode_length, obs.legal.device)
+    stage_NSC = tables.stage[obs.slots.stage]
+    dormant_NS = obs.slots.stage == SeedStage.DORMANT
+    slots_NSF = torch.cat((stage_NSC[..., : 1 + NUM_STAGE_CLASSES], _slot_columns(obs.slots, obs.t)), dim=-1)
+    slots_NSF = slots_NSF.masked_fill(dormant_NS[..., None], 0.0)
+    counts_NC = stage_NSC[..., 1 + NUM_STAGE_CLASSES :].mean(dim=1)
+    raw_ND = torch.cat((*_host_columns(obs.hosts, obs.t, counts_NC, tables.op), slots_NSF.flatten(1)), dim=1)
+    scaled_ND = torch.clamp(raw_ND / tables.unit, tables.low, tables.high)
+    features_ND = torch.where(scaled_ND.isnan(), tables.missing, scaled_ND)
+    return features_ND, obs.slots.blueprint.masked_fill(dormant_NS, -1)
+
+
+def symlog(x: Float[Tensor, "*R"]) -> Float[Tensor, "*R"]:
+    """`sign(x) ln(1 + |x|)`: linear near zero, logarithmic far from it."""
+    return x.sign() * x.abs().log1p()
+
+
+def _host_columns(
+    hosts: HostState, t: int, counts_NC: Float[Tensor, "N 3"], op_table: Float[Tensor, "6 6"]
+) -> tuple[Tensor, ...]:
+    """The host block before scaling, in the order of `HOST_FEATURES`."""
+    loss_NH = symlog(torch.cat((hosts.val_loss[:, None], hosts.loss_hist), dim=1))
+    return (
+        torch.full_like(counts_NC[:, :1], float(t)),
+        loss_NH[:, :1],
+        hosts.val_acc[:, None],
+        loss_NH[:, 1:],
+        hosts.acc_hist,
+        counts_NC,
+        hosts.last_success[:, None],
+        op_table[hosts.last_op],
+    )
+
+
+def _slot_columns(slots: SlotState, t: int) -> Float[Tensor, "N S C"]:
+    """The slot block after the stage, before scaling, in the order of `SLOT_FEATURES`."""
+    ramping = (slots.alpha_total > 0) & (slots.alpha_mode != AlphaMode.HOLD)
+    velocity = torch.where(ramping, (slots.alpha_target - slots.alpha_start) / slots.alpha_total, 0.0)
+    # A norm that overflowed tells no more than one that was not taken; the exploding flag says the rest.
+    grad_norm = slots.grad_norm.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    was_graded = ~slots.grad_health.isnan()
+    freshness = torch.where(slots.contribution_step < 0, math.nan, FRESHNESS_DECAY ** (t - slots.contribution_step))
+    return torch.stack(
+        (
+            slots.alpha,
+            slots.contribution,
+            slots.contribution_velocity,
+            slots.tempo,
+            slots.alpha_target,
+            slots.alpha_mode,
+            slots.alpha_total,
+            slots.alpha_done,
+            slots.alpha_total - slots.alpha_done,
+            velocity,
+            slots.algorithm - 1,
+            slots.interaction_sum,
+            symlog(grad_norm),
+            slots.grad_health,
+            slots.grad_vanishing & was_graded,
+            slots.grad_exploding & was_graded,
+            slots.grad_health_prev,
+            slots.epochs_in_stage,
+            freshness,
+            slots.age,
+        ),
+        dim=-1,
+    )
+
+
+@record
+class _Tables:
+    """Constants of one run on a device; `stage` holds the occupied flag, the stage, and the three host counts."""
+
+    unit: Float[Tensor, " D"]
+    low: Float[Tensor, " D"]
+    high: Float[Tensor, " D"]
+    missing: Float[Tensor, " D"]
+    stage: Float[Tensor, "11 C"]
+    op: Float[Tensor, "6 6"]
+
+
+@lru_cache(maxsize=64)
+def _tables(num_slots: int, episode_length: int, device: torch.device) -> _Tables:
+    columns = (*HOST_FEATURES, *SLOT_FEATURES * num_slots)
+    stage_rows = [
+        [
+            value != SeedStage.DORMANT,
+            *(STAGE_CLASS[value] == index for index in range(NUM_STAGE_CLASSES)),
+            *(value in counted for counted in _COUNTED),
+        ]
+        for value in range(NUM_STAGE_VALUES)
+    ]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return _Tables(
+        unit=column([float(episode_length) if f.per_episode else f.unit for f in columns]),
+        low=column([f.low for f in columns]),
+        high=column([f.high for f in columns]),
+        missing=column([f.missing for f in columns]),
+        stage=torch.tensor(stage_rows, dtype=torch.float32, device=device),
+        op=torch.eye(NUM_OPS, device=device),
+    )

@@ -1,0 +1,158 @@
+"""A controller of hand-written rules: wait for a plateau, grow one seed at a time, keep what contributes.
+
+Each host looks at one slot, the first that is growing. Without one it germinates when training is stable and has
+stopped improving; the blueprint that was pruned least often goes first, in turn.
+
+    TRAINING   prune what hurts or never passes its gate, else advance
+    BLENDING   prune what hurts, advance at full weight, else wait
+    HOLDING    fossilize what contributes, prune the rest, and prune a seed the host only depends on
+
+Accuracies are percentage points, times are control steps.
+
+Shape legend: N = hosts, S = slots, L = blueprints in rotation, B = blueprints.
+"""
+
+from typing import final
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.errors import ConfigError
+from esper.leyline.messages import Observation, StepRecord
+from esper.leyline.protocols import EngineSpec
+from esper.leyline.record import record
+from esper.leyline.stages import GROWING, AlphaMode, SeedStage, Topology, stages_mask
+from esper.tamiyo.scripted import canonical_actions, op_is_legal
+
+PLATEAU_EPOCHS = 3
+FIRST_STEP = 5
+PATIENCE = 5
+DROP = 2.0
+FOSSILIZE_ABOVE = 0.5
+COOLDOWN = 5
+HOSTAGE_CONTRIBUTION = 0.1
+GATE_PATIENCE = 3  # multiples of min_training_epochs after which a seed that its gate refuses is given up
+FULL = 1.0 - 1e-6
+
+ROTATION = {
+    Topology.CNN: (1, 7, 2, 3, 4),  # conv_light, conv_heavy, attention, norm, depthwise
+    Topology.TRANSFORMER: (8, 10, 2, 3, 9),  # lora, mlp_small, attention, norm, lora_large
+}
+
+_NEVER = -(2**20)
+_O, _S = LifecycleOp, SeedStage
+
+
+@record
+class HeuristicMemory:
+    """What each host has tried: step of the last prune, prunes of each blueprint, next place in the rotation."""
+
+    last_prune: Int[Tensor, " N"]
+    prune_count: Int[Tensor, "N B"]
+    rotation: Int[Tensor, " N"]
+
+
+@record
+class Candidate:
+    """The first growing slot of each host; where there is none, `exists` is False and `slot` says nothing."""
+
+    exists: Bool[Tensor, " N"]
+    slot: Int[Tensor, " N"]
+
+
+@final
+class Heuristic:
+    """The script of the rules.
+
+    Raises:
+        ConfigError: the run allows none of the blueprints in rotation.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        rotation = [index for index in ROTATION[spec.topology] if index in spec.selectable]
+        if not rotation:
+            raise ConfigError(
+                f"the heuristic grows blueprints {', '.join(map(str, ROTATION[spec.topology]))} but this run allows "
+                f"{', '.join(map(str, spec.selectable))}; allow one of them or use another controller."
+            )
+        self._num_blueprints = spec.num_blueprints
+        self._gate_patience = GATE_PATIENCE * spec.min_training_epochs
+        self._rotation = torch.tensor(rotation, device=spec.device)
+        self._place = torch.arange(len(rotation), device=spec.device)
+        self._growing = torch.tensor(stages_mask(GROWING), device=spec.device)
+        self._canonical = canonical_actions(spec.device)
+
+    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> HeuristicMemory:
+        """Nothing was tried."""
+        del episode
+        zeros = torch.zeros_like(hosts)
+        return HeuristicMemory(
+            last_prune=torch.full_like(hosts, _NEVER),
+            prune_count=zeros[:, None].expand(-1, self._num_blueprints).clone(),
+            rotation=zeros,
+        )
+
+    def decide(self, obs: Observation, memory: HeuristicMemory) -> Int[Tensor, "N 8"]:
+        """One operation per host; an intended operation that is not legal becomes WAIT."""
+        candidate = self._candidate(obs.slots.stage)
+        germinate_N = ~candidate.exists & _wants_a_seed(obs, memory)
+        op_N = torch.where(candidate.exists, self._treat(obs, candidate), _O.GERMINATE * germinate_N)
+        lowest_N = obs.legal[:, _O.GERMINATE].to(torch.int8).argmax(dim=1)
+        slot_N = torch.where(candidate.exists, candidate.slot, lowest_N)
+        op_N = op_N * op_is_legal(obs.legal, op_N, slot_N)  # WAIT is 0
+        actions = self._canonical[op_N]
+        actions[:, Head.SLOT] = slot_N * (op_N != _O.WAIT)
+        actions[:, Head.BLUEPRINT] = self._next_blueprint(memory) * (op_N == _O.GERMINATE)
+        return actions
+
+    def remember(self, memory: HeuristicMemory, step: StepRecord) -> HeuristicMemory:
+        """Count the prunes that took effect and move the rotation behind the blueprint that was grown."""
+        slot_N1 = step.act.actions[:, Head.SLOT, None]
+        pruned_N = step.valid & (step.effective_op == _O.PRUNE)
+        victim_N1 = step.obs.slots.blueprint.gather(1, slot_N1).clamp(min=0)
+        grown_N = step.valid & (step.effective_op == _O.GERMINATE)
+        place_N = (self._rotation == step.act.actions[:, Head.BLUEPRINT, None]).to(torch.int8).argmax(dim=1)
+        return HeuristicMemory(
+            last_prune=memory.last_prune.masked_fill(pruned_N, step.t),
+            prune_count=memory.prune_count.scatter_add(1, victim_N1, pruned_N[:, None].to(torch.int64)),
+            rotation=torch.where(grown_N, (place_N + 1) % len(self._place), memory.rotation),
+        )
+
+    def _candidate(self, stage: Int[Tensor, "N S"]) -> Candidate:
+        growing_NS = self._growing[stage]
+        return Candidate(exists=growing_NS.any(dim=1), slot=growing_NS.to(torch.int8).argmax(dim=1))
+
+    def _treat(self, obs: Observation, candidate: Candidate) -> Int[Tensor, " N"]:
+        """What to do with the candidate. Comparisons with values that were not measured are False."""
+        at, val_acc = candidate.slot[:, None], obs.hosts.val_acc
+
+        def of(field: Tensor) -> Tensor:
+            return field.gather(1, at).squeeze(1)
+
+        slots = obs.slots
+        stage, epochs, contribution = of(slots.stage), of(slots.epochs_in_stage), of(slots.contribution)
+        training, blending, holding = stage == _S.TRAINING, stage == _S.BLENDING, stage == _S.HOLDING
+        hurts = (epochs >= PATIENCE) & (val_acc - of(slots.acc_at_stage_start) < -DROP)
+        refused = training & (epochs >= self._gate_patience)
+        give_up = ((training | blending) & hurts | refused) & of(obs.legal[:, _O.PRUNE])
+        blended = blending & (of(slots.alpha_target) >= FULL) & (of(slots.alpha_mode) == AlphaMode.HOLD)
+        advance = ((stage == _S.GERMINATED) | training | blended) & ~give_up
+        judged = holding & (of(slots.contribution_step) == obs.t)
+        hostage = (contribution > HOSTAGE_CONTRIBUTION) & (val_acc - of(slots.acc_at_germination) < 0.0)
+        keep = judged & (contribution > FOSSILIZE_ABOVE) & ~hostage
+        prune = give_up | (judged & ~keep)
+        return _O.PRUNE * prune + _O.FOSSILIZE * keep + _O.ADVANCE * advance  # at most one is True
+
+    def _next_blueprint(self, memory: HeuristicMemory) -> Int[Tensor, " N"]:
+        """The least pruned blueprint, the first of them from `rotation` on; the sum orders by count, then by turn."""
+        counts_NL = memory.prune_count.index_select(1, self._rotation)
+        length = len(self._place)
+        turn_NL = (self._place - memory.rotation[:, None]) % length
+        return self._rotation[(counts_NL * length + turn_NL).argmin(dim=1)]
+
+
+def _wants_a_seed(obs: Observation, memory: HeuristicMemory) -> Bool[Tensor, " N"]:
+    rested = obs.t - memory.last_prune >= COOLDOWN
+    return rested & obs.hosts.stabilized & (obs.hosts.plateau_count >= PLATEAU_EPOCHS) & (obs.t >= FIRST_STEP)

@@ -1,0 +1,129 @@
+"""Controllers that do not learn: a script says what to do, and `ScriptedPolicy` makes a controller of it.
+
+A script is pure: what it must remember of an episode is a flat record of tensors that is handed in and out.
+
+    begin                 -> memory
+    decide(obs, memory)   -> actions         one row of eight head values per host
+    remember(memory, step) -> memory         what truly happened, so that refused operations are not taken for done
+
+Shape legend: N = hosts, S = slots.
+"""
+
+from collections.abc import Mapping
+from typing import Generic, Protocol, TypeVar, final, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
+from esper.leyline.messages import ActResult, Hidden, Observation, StepRecord
+from esper.leyline.protocols import EngineSpec, StateTree
+from esper.leyline.record import record, replace
+from esper.leyline.state_tree import record_tree, restored
+
+M = TypeVar("M")
+
+
+@record
+class NoMemory:
+    """The memory of scripts that need none."""
+
+
+@runtime_checkable
+class Script(Protocol[M]):
+    """What to do in each step. `M` is a record whose fields are tensors."""
+
+    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> M:
+        """Memory at the start of an episode."""
+        ...
+
+    def decide(self, obs: Observation, memory: M) -> Int[Tensor, "N 8"]:
+        """The actions of this step; each must be legal."""
+        ...
+
+    def remember(self, memory: M, step: StepRecord) -> M:
+        """Memory after a step."""
+        ...
+
+
+@final
+class ScriptedPolicy(Generic[M]):
+    """A controller that follows a script: no features, no values, nothing to learn.
+
+    It decides by its script in deterministic mode too; `random` stays random there.
+    """
+
+    def __init__(self, script: Script[M], spec: EngineSpec) -> None:
+        self.script = script
+        self._device = spec.device
+        self.begin_rollout(0, spec.host_ids())
+
+    def initial_hidden(self, n: int) -> Hidden:
+        """Two tensors [1, n, 0]."""
+        return Hidden(h=torch.zeros(1, n, 0, device=self._device), c=torch.zeros(1, n, 0, device=self._device))
+
+    def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
+        """Start the script anew."""
+        n = hosts.shape[0]
+        self._memory = self.script.begin(episode, hosts)
+        self._blank = ActResult(
+            actions=torch.zeros(n, NUM_HEADS, dtype=torch.int64, device=hosts.device),
+            log_prob=torch.zeros(n, NUM_HEADS, device=hosts.device),
+            value=torch.zeros(n, device=hosts.device),
+            hidden=self.initial_hidden(n),
+            raw_features=torch.zeros(n, 0, device=hosts.device),
+            features=torch.zeros(n, 0, device=hosts.device),
+        )
+
+    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
+        """What the script says for all hosts; changes nothing."""
+        del deterministic
+        return replace(self._blank, actions=self.script.decide(obs, self._memory))
+
+    def store(self, step: StepRecord) -> None:
+        """Let the script know what happened."""
+        self._memory = self.script.remember(self._memory, step)
+
+    def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
+        """Zeros."""
+        del obs
+        return self._blank.value
+
+    def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
+        """Nothing: there is no transition to correct."""
+
+    def update(self) -> Mapping[str, float]:
+        """Nothing to learn, nothing to report."""
+        return {}
+
+    def state_dict(self) -> StateTree:
+        """The script's memory."""
+        return record_tree(self._memory)
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave.
+
+        Raises:
+            CheckpointError: other names or shapes, e.g. of another controller or number of hosts.
+        """
+        self._memory = restored(self._memory, state, "scripted controller")
+
+
+def canonical_action(op: LifecycleOp, **heads: int) -> tuple[int, ...]:
+    """Eight head values with `heads` by name, e.g. slot=1, and the canonical value in all others."""
+    action = list(CANONICAL_ACTION)
+    for name, value in heads.items():
+        action[Head[name.upper()]] = value
+    action[Head.OP] = int(op)
+    return tuple(action)
+
+
+def canonical_actions(device: torch.device) -> Int[Tensor, "6 8"]:
+    """The canonical action of each operation, one row per operation."""
+    return torch.tensor([canonical_action(LifecycleOp(op)) for op in range(NUM_OPS)], device=device)
+
+
+def op_is_legal(legal: Bool[Tensor, "N 6 S"], op: Int[Tensor, " N"], slot: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:
+    """Whether each host's op is legal on its slot."""
+    return legal.flatten(1).gather(1, (op * legal.shape[2] + slot)[:, None]).squeeze(1)

@@ -1,0 +1,271 @@
+"""Scripted dynamics with a known best policy: no networks, no gradients, only the lifecycle.
+
+    host         a(t) = 50 (1 - e^{-t/10})
+    maturity     m = 1 - e^{-p/10}                       p = train passes of the seed
+    strength     v = alpha * m * q[blueprint] * c[algorithm]
+    coalition A  f(A) = clamp(a(t) + sum_{i in A} v_i + w sum_{i<j in A} v_i v_j + noise, 0, 100)
+    loss         ln(10) (1 - f / 100)
+
+`conv_small` harms, `conv_heavy` never passes the health check of its gate and blocks the next germination until it is
+pruned, `bottleneck` is best. Accuracies and strengths are percentage points.
+
+Shape legend: N = hosts, S = slots, K = coalitions, B = 13 blueprints.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.actions import CANONICAL_ACTION, NUM_BUILTIN_BLUEPRINTS, TEMPO_TICKS, Head, LifecycleOp
+from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.random import Stream, to_normal, words
+from esper.leyline.record import record
+from esper.leyline.stages import HAS_MODULE, AlphaMode, SeedStage, stages_mask
+
+NUM_CLASSES = 10
+TIME_CONSTANT = 10.0
+HOST_CEILING = 50.0
+GATE_PARAMS = 145  # of a gate network at 16 channels
+
+
+@dataclass(frozen=True)
+class ScriptedBlueprint:
+    """What a blueprint is worth: index in the blueprint head, quality (pp), gradient health, parameters (C = 16)."""
+
+    index: int
+    quality: float
+    health: float
+    params: int
+
+
+BLUEPRINTS = {
+    "conv_light": ScriptedBlueprint(1, 4.0, 1.0, 2_352),
+    "attention": ScriptedBlueprint(2, 2.0, 1.0, 144),
+    "norm": ScriptedBlueprint(3, 1.0, 1.0, 33),
+    "depthwise": ScriptedBlueprint(4, 3.0, 1.0, 448),
+    "bottleneck": ScriptedBlueprint(5, 6.0, 1.0, 880),
+    "conv_small": ScriptedBlueprint(6, -2.0, 1.0, 304),
+    "conv_heavy": ScriptedBlueprint(7, 8.0, 0.5, 4_688),
+}
+BEST_BLUEPRINT = "bottleneck"
+
+
+class Fault(NamedTuple):
+    """An injected validation loss: host `host` (global number) reports `loss` in step `t` of every episode."""
+
+    host: int
+    t: int
+    loss: float
+
+
+def _by_index(column: str) -> tuple[float, ...]:
+    values = {row.index: float(getattr(row, column)) for row in BLUEPRINTS.values()}
+    return tuple(values.get(i, 0.0) for i in range(NUM_BUILTIN_BLUEPRINTS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NullSpec:
+    """Constants of the script.
+
+    Attributes:
+        interaction: w, how much two seeds add to each other (per pp²). sigma: standard deviation of the noise (pp).
+        host_params: declared size of the host. max_slots: how many slots can be enabled.
+        quality: q of each blueprint index. health: gradient health of each blueprint index.
+        algorithm_factor: c of NONE, ADD, MULTIPLY, GATE. faults: injected validation losses.
+    """
+
+    interaction: float = 0.0
+    sigma: float = 0.0
+    host_params: int = 10_000
+    max_slots: int = 16
+    quality: tuple[float, ...] = _by_index("quality")
+    health: tuple[float, ...] = _by_index("health")
+    algorithm_factor: tuple[float, ...] = (0.0, 1.0, 0.5, 0.8)
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, length in (("quality", NUM_BUILTIN_BLUEPRINTS), ("health", NUM_BUILTIN_BLUEPRINTS),
+                             ("algorithm_factor", 4)):  # fmt: skip
+            if len(getattr(self, name)) != length:
+                raise ConfigError(f"null.{name} has {len(getattr(self, name))} values; it needs {length}.")
+        if self.sigma < 0.0 or not math.isfinite(self.sigma):
+            raise ConfigError(f"null.sigma is {self.sigma}; it must be a finite number, 0 for no noise.")
+
+    def with_quality(self, **quality: float) -> "NullSpec":
+        """Other qualities by blueprint name, e.g. `NullSpec().with_quality(norm=7.0)`."""
+        values = list(self.quality)
+        for name, value in quality.items():
+            if name not in BLUEPRINTS:
+                raise ConfigError(f"the null task has no blueprint {name!r}; {nearest(name, BLUEPRINTS)}")
+            values[BLUEPRINTS[name].index] = value
+        return replace(self, quality=tuple(values))
+
+
+@record
+class Tables:
+    """The constants as lookup tables on a device. `params` are those of the seed without its gate."""
+
+    quality: Float[Tensor, " B"]
+    health: Float[Tensor, " B"]
+    params: Int[Tensor, " B"]
+    algorithm_factor: Float[Tensor, " 4"]
+    has_module: Bool[Tensor, " 11"]
+    measured: Bool[Tensor, " 11"]
+
+
+@lru_cache(maxsize=64)
+def tables(spec: NullSpec, device: torch.device) -> Tables:
+    """The tables of `spec`, built once per device."""
+    return Tables(
+        quality=torch.tensor(spec.quality, device=device),
+        health=torch.tensor(spec.health, device=device),
+        params=torch.tensor([int(params) for params in _by_index("params")], device=device),
+        algorithm_factor=torch.tensor(spec.algorithm_factor, device=device),
+        has_module=torch.tensor(stages_mask(HAS_MODULE - {SeedStage.GERMINATED}), device=device),
+        measured=torch.tensor(stages_mask(frozenset({SeedStage.TRAINING, SeedStage.BLENDING})), device=device),
+    )
+
+
+def host_accuracy(t: int) -> float:
+    """Accuracy of every host alone after step t: 50 (1 - e^{-t/10}) pp."""
+    return HOST_CEILING * -math.expm1(-t / TIME_CONSTANT)
+
+
+def trained(spec: NullSpec, stage: Int[Tensor, "N S"], alpha_mode: Int[Tensor, "N S"]) -> Bool[Tensor, "N S"]:
+    """Slots whose seed gains a pass in a train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
+    return tables(spec, stage.device).has_module[stage] & (alpha_mode != AlphaMode.DOWN)
+
+
+def maturity(passes: Int[Tensor, "N S"]) -> Float[Tensor, "N S"]:
+    """How grown a seed is, in [0, 1): m = 1 - e^{-p/10}."""
+    return -torch.expm1(passes / -TIME_CONSTANT)
+
+
+def strengths(
+    spec: NullSpec,
+    alpha: Float[Tensor, "N S"],
+    passes: Int[Tensor, "N S"],
+    blueprint: Int[Tensor, "N S"],
+    algorithm: Int[Tensor, "N S"],
+) -> Float[Tensor, "N S"]:
+    """What each seed adds in pp, v = alpha m q[blueprint] c[algorithm]; 0 without a seed (blueprint -1, alpha 0)."""
+    table = tables(spec, alpha.device)
+    return alpha * maturity(passes) * table.quality[blueprint.clamp(min=0)] * table.algorithm_factor[algorithm]
+
+
+def scripted_noise(
+    spec: NullSpec, run_seed: int, hosts: Int[Tensor, " N"], episode: int | Tensor, t: int
+) -> Float[Tensor, " N"]:
+    """Noise sigma z(host, t) in pp, the same for all coalitions of a step."""
+    drawn = words(run_seed, Stream.SCRIPTED_NOISE, hosts, episode=episode, t=t)
+    return spec.sigma * to_normal(drawn[..., 0], drawn[..., 1])
+
+
+def coalition_accuracy(
+    spec: NullSpec,
+    t: int,
+    strength: Float[Tensor, "N S"],
+    sets: Bool[Tensor, "N K S"],
+    noise: Float[Tensor, " N"] | None = None,
+) -> Float[Tensor, "N K"]:
+    """f(A) of each coalition in pp.
+
+    The sum over pairs is ((sum v)² - sum v²) / 2.
+
+    Args:
+        spec: gives w.
+        t: step.
+        strength: v of each slot.
+        sets: slots that are switched on in each coalition.
+        noise: added to all coalitions of a host; None for none.
+    """
+    on_NKS = strength[:, None] * sets
+    sum_NK = on_NKS.sum(dim=-1)
+    accuracy_NK = sum_NK + host_accuracy(t)
+    if spec.interaction:
+        accuracy_NK = accuracy_NK + 0.5 * spec.interaction * (sum_NK.square() - on_NKS.square().sum(dim=-1))
+    if noise is not None:
+        accuracy_NK = accuracy_NK + noise[:, None]
+    return accuracy_NK.clamp(0.0, 100.0)
+
+
+def validation_loss(accuracy: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """ln(10) (1 - accuracy / 100) in nats."""
+    return math.log(NUM_CLASSES) * (1.0 - accuracy / 100.0)
+
+
+def inject_faults(spec: NullSpec, loss: Float[Tensor, " N"], hosts: Int[Tensor, " N"], t: int) -> Float[Tensor, " N"]:
+    """`loss` with the faults of step t in place; `hosts` are global numbers."""
+    for fault in spec.faults:
+        if fault.t == t:
+            loss = loss.masked_fill(hosts == fault.host, fault.loss)
+    return loss
+
+
+def gradient_health(
+    spec: NullSpec, stage: Int[Tensor, "N S"], alpha_mode: Int[Tensor, "N S"], blueprint: Int[Tensor, "N S"]
+) -> Float[Tensor, "N S"]:
+    """Health of each seed in TRAINING or BLENDING that is not frozen, NaN elsewhere.
+
+    Where it is not NaN the other statistics are constants: norm 1, ratio 1, neither vanishing nor exploding.
+    """
+    table = tables(spec, stage.device)
+    measured_NS = table.measured[stage] & (alpha_mode != AlphaMode.DOWN)
+    return table.health[blueprint.clamp(min=0)].masked_fill(~measured_NS, math.nan)
+
+
+def params(spec: NullSpec, blueprint: Int[Tensor, "*N"], has_gate: Bool[Tensor, "*N"]) -> Int[Tensor, "*N"]:
+    """Parameters of seed and gate at 16 channels; 0 for noop and for no seed (-1)."""
+    return tables(spec, blueprint.device).params[blueprint.clamp(min=0)] + GATE_PARAMS * has_gate
+
+
+class BestStep(NamedTuple):
+    """One line of the best schedule: from step `earliest` on, `action` (eight head values in table order)."""
+
+    earliest: int
+    action: tuple[int, ...]
+
+
+_TICKS = TEMPO_TICKS[CANONICAL_ACTION[Head.TEMPO]]
+
+
+def _germinations(episode_length: int, min_training_epochs: int, num_slots: int) -> list[int]:
+    """Steps 1 + i (M + 1) of the seeds that can be fossilized, and be measured so, within the episode."""
+    if min_training_epochs < 1:
+        raise ConfigError(f"min_training_epochs is {min_training_epochs}; it must be at least 1.")
+    steps = [1 + i * (min_training_epochs + 1) for i in range(num_slots)]
+    return [e for e in steps if e + min_training_epochs + _TICKS + 1 < episode_length]
+
+
+def best_schedule_value(episode_length: int, min_training_epochs: int, num_slots: int) -> float:
+    """Committed accuracy (pp) of `best_schedule` at the last step: F* = a(E) + 6 sum_i (1 - e^{-(E - e_i)/10}).
+
+    Holds for the built-in qualities without interaction and noise, under the sequential guard. It is optimal: strength
+    grows with age and quality, a step can start one seed, and the guard allows the next one M + 1 steps later.
+    """
+    germinations = _germinations(episode_length, min_training_epochs, num_slots)
+    grown = sum(-math.expm1(-(episode_length - e) / TIME_CONSTANT) for e in germinations)
+    return min(100.0, host_accuracy(episode_length) + BLUEPRINTS[BEST_BLUEPRINT].quality * grown)
+
+
+def best_schedule(episode_length: int, min_training_epochs: int, num_slots: int) -> tuple[BestStep, ...]:
+    """Germinate `bottleneck` in slot i at 1 + i (M + 1), fossilize it at its first legal step, else wait.
+
+    Where both fall on one step (M = 4) germination goes first: a seed gains by age, not by being fossilized.
+    """
+    steps = []
+    for slot, e in enumerate(_germinations(episode_length, min_training_epochs, num_slots)):
+        steps.append((e, 0, slot, LifecycleOp.GERMINATE, BLUEPRINTS[BEST_BLUEPRINT].index))
+        steps.append((e + min_training_epochs + _TICKS + 1, 1, slot, LifecycleOp.FOSSILIZE, 0))
+    return tuple(BestStep(e, _action(op, slot, blueprint)) for e, _, slot, op, blueprint in sorted(steps))
+
+
+def _action(op: LifecycleOp, slot: int, blueprint: int) -> tuple[int, ...]:
+    action = list(CANONICAL_ACTION)
+    action[Head.OP], action[Head.SLOT], action[Head.BLUEPRINT] = int(op), slot, blueprint
+    return tuple(action)

@@ -1,0 +1,125 @@
+"""Tasks by name. A task is data: what is trained, on what, and with which settings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.hosts.slots import enabled_points
+from esper.kasmina.optimizers import OptimizerSpec
+from esper.leyline.errors import ConfigError, RegistryError, nearest
+from esper.leyline.random import MAX_EPISODE_LENGTH
+from esper.leyline.stages import Topology
+from esper.tasks.datasets import Dataset
+from esper.tasks.null import NullSpec
+
+DatasetLoader = Callable[[Path | None, int], Dataset]
+"""(data folder, run seed) -> data set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """One task. A trained task has `host` and `load`; a scripted one has `script` instead.
+
+    Attributes:
+        name: what the user types. description: one sentence for lists.
+        topology: family of the host; decides which blueprints fit.
+        host: shape of the host, or None. script: constants of the scripted dynamics, or None.
+        load: gives the data set, or None. needs_data_dir: whether `load` reads files of a folder.
+        enabled: slots that a run uses unless told otherwise, in action order.
+        num_classes: number of classes; blind guessing has a loss of ln(num_classes).
+        episode_length: E, control steps. batch_train, batch_val: examples per batch (0 without data).
+        optimizer: how hosts and seeds are trained.
+        min_training_epochs: M, epochs that a seed trains before its gate may open.
+        baseline_loss, target_loss, typical_loss_delta_std, rent_weight: constants of the loss reward (nats).
+    """
+
+    name: str
+    description: str
+    topology: Topology
+    enabled: tuple[str, ...]
+    episode_length: int
+    min_training_epochs: int
+    num_classes: int
+    host: CNNHostSpec | None = None
+    script: NullSpec | None = None
+    load: DatasetLoader | None = None
+    needs_data_dir: bool = False
+    batch_train: int = 0
+    batch_val: int = 0
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    baseline_loss: float = 2.3
+    target_loss: float = 0.3
+    typical_loss_delta_std: float = 0.05
+    rent_weight: float = 0.05
+
+    def __post_init__(self) -> None:
+        if (self.host is None) == (self.script is None) or (self.host is None) != (self.load is None):
+            raise ConfigError(f"task {self.name!r} needs either a host and a loader, or a script.")
+        least = {"episode_length": 1, "min_training_epochs": 1, "num_classes": 2}
+        if self.host is not None:
+            least |= {"batch_train": 1, "batch_val": 1}
+        for setting, smallest in least.items():
+            if getattr(self, setting) < smallest:
+                raise ConfigError(f"task.{setting} is {getattr(self, setting)}; it must be at least {smallest}.")
+        if self.episode_length > MAX_EPISODE_LENGTH:
+            raise ConfigError(f"task.episode_length is {self.episode_length}; it can be at most {MAX_EPISODE_LENGTH}.")
+        if self.host is not None and self.host.classes != self.num_classes:
+            raise ConfigError(
+                f"the host of task {self.name!r} has {self.host.classes} logits but the task has {self.num_classes} "
+                "classes; make them equal."
+            )
+        if self.enabled != self._in_action_order():
+            raise ConfigError(
+                f"slots {', '.join(self.enabled)} are not in action order; "
+                f"list them as {', '.join(self._in_action_order())}."
+            )
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """All slots that a run may enable, in action order."""
+        if self.script is not None:
+            return tuple(f"r0c{i}" for i in range(self.script.max_slots))
+        assert self.host is not None
+        return tuple(point.slot_id for point in self.host.points())
+
+    def _in_action_order(self) -> tuple[str, ...]:
+        if self.host is not None:
+            return tuple(point.slot_id for point in enabled_points(self.host.points(), self.enabled))
+        for slot_id in self.enabled:
+            if slot_id not in self.offered:
+                raise ConfigError(f"task {self.name!r} has no slot {slot_id!r}; {nearest(slot_id, self.offered)}")
+        if not self.enabled:
+            raise ConfigError(f"task {self.name!r} enables no slot; choose at least one of {', '.join(self.offered)}.")
+        return tuple(slot_id for slot_id in self.offered if slot_id in self.enabled)
+
+
+_TASKS: dict[str, TaskSpec] = {}
+
+
+def register_task(task: TaskSpec) -> TaskSpec:
+    """Make `task` known by its name.
+
+    Raises:
+        RegistryError: the name is taken.
+    """
+    if task.name in _TASKS:
+        raise RegistryError(f"a task {task.name!r} is registered already; choose another name.")
+    _TASKS[task.name] = task
+    return task
+
+
+def task_by_name(name: str) -> TaskSpec:
+    """The task with that name.
+
+    Raises:
+        RegistryError: nobody registered it.
+    """
+    if name not in _TASKS:
+        raise RegistryError(f"unknown task {name!r}; {nearest(name, _TASKS)}")
+    return _TASKS[name]
+
+
+def task_names() -> tuple[str, ...]:
+    """All registered names, in the order of registration."""
+    return tuple(_TASKS)

@@ -1,0 +1,54 @@
+"""Precision of host training: autocast, and dynamic loss scaling that is decided on the device.
+
+bf16 needs no scaling. fp16 does: each host has its own scale; a step in which a host's gradient is not finite is left
+out for that host and halves its scale, 2,000 good steps in a row double it (Micikevicius et al. 2018).
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+_GROWTH_INTERVAL = 2000
+_START, _MAX = 2.0**14, 2.0**16
+
+AmpMode = Literal["off", "auto", "bf16", "fp16"]
+
+
+def amp_dtype(mode: AmpMode, device: torch.device) -> torch.dtype | None:
+    """The dtype that `mode` means on this device; None for float32.
+
+    "auto" is bf16 where a GPU supports it, fp16 on other GPUs, and float32 on CPUs.
+    """
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+        return None
+    if mode == "auto":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if mode == "bf16" else torch.float16
+
+
+@final
+class LossScaler:
+    """One loss scale per host, float32 [N]; idle unless the dtype is fp16."""
+
+    def __init__(self, dtype: torch.dtype | None, num_envs: int, device: torch.device) -> None:
+        self.dtype, self.device_type = dtype, device.type
+        self.enabled = dtype is torch.float16
+        self.scale = torch.full((num_envs,), _START if self.enabled else 1.0, device=device)
+        self.good_steps = torch.zeros(num_envs, dtype=torch.int64, device=device)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of host and seed forward passes."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def update(self, finite: Bool[Tensor, " N"]) -> None:
+        """Adapt the scales after a step; `finite` marks hosts whose gradients were."""
+        good = torch.where(finite, self.good_steps + 1, 0)
+        grown = good >= _GROWTH_INTERVAL
+        factor: Float[Tensor, " N"] = torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5)
+        self.scale.mul_(factor).clamp_(min=1.0, max=_MAX)
+        self.good_steps.copy_(torch.where(grown, 0, good))

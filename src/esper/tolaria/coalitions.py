@@ -1,0 +1,225 @@
+"""Coalitions: which sets of seeds are switched on to learn what each seed is worth, and what that tells.
+
+A coalition is a set of slots whose seeds are heard; the accuracy of the network with that set on is f(set).
+
+    L  live seeds that are heard            P  players: those of L whose worth is in question (not permanent ones)
+    R  background, L without P              f  accuracy of a set, in percentage points
+
+    name             set                evaluated
+    main             L                  always
+    leave-one-out i  L without i        each player i
+    all-off          R                  if there are players
+    single i         R + i              with 2 .. interaction_limit players
+    pair i, j        R + i + j          with 2 .. interaction_limit players
+    committed        fossils of L       always
+    subset j         j-th subset of L   for Shapley values, up to shapley_limit seeds in L
+
+Equal sets are evaluated once. One host with players in slots 0 and 2 of 3, nothing permanent:
+
+    name             main   without 0   without 2   all-off   single 0   single 2   pair 0,2   committed
+    set              {0,2}  {2}         {0}         {}        {0}        {2}        {0,2}      {}
+    coalition k      0      1           2           3         2          1          0          3
+
+Shape legend: N = hosts, S = slots, R = rank of a slot among the players (or members) of its host, M = names,
+K = distinct coalitions, J = subsets.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.record import record, tree_map
+from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
+from esper.tolaria.coalition_layout import Layout, Rules, layout_of, most_coalitions, numbers, word_weights
+from esper.tolaria.prefixes import PrefixPlan as PrefixPlan
+from esper.tolaria.prefixes import plan_prefixes as plan_prefixes
+
+
+@record
+class Coalitions:
+    """The distinct sets of each host, and where each named set is found among them.
+
+    `sets[n, k]` are the slots that are on; entries with `valid` False are padding and are never read. All other
+    fields are numbers k of coalitions, -1 where the named set was not asked for. Coalition 0 is always `main`.
+    `subset[n, j]` is the set whose bit r of j is the r-th seed of L in slot order.
+    """
+
+    sets: Bool[Tensor, "N K S"]
+    valid: Bool[Tensor, "N K"]
+    main: Int[Tensor, " N"]
+    leave_one_out: Int[Tensor, "N S"]
+    all_off: Int[Tensor, " N"]
+    single: Int[Tensor, "N S"]
+    pair: Int[Tensor, "N S S"]
+    committed: Int[Tensor, " N"]
+    subset: Int[Tensor, "N J"]
+
+
+@record
+class CoalitionMetrics:
+    """What the accuracies of coalitions tell, in percentage points; NaN where it was not evaluated."""
+
+    val_acc: Float[Tensor, " N"]
+    committed_acc: Float[Tensor, " N"]
+    cf_total: Float[Tensor, " N"]
+    contribution: Float[Tensor, "N S"]
+    interactions: Float[Tensor, "N S S"]
+    subset_acc: Float[Tensor, "N J"]
+
+
+def enumerate_coalitions(
+    stage: Int[Tensor, "N S"],
+    audible: Bool[Tensor, "N S"],
+    *,
+    interaction_limit: int = 4,
+    fossils_as_players: bool = False,
+    shapley: bool = False,
+    shapley_limit: int = 6,
+) -> Coalitions:
+    """The coalitions of N hosts, without a host read; the same on every device.
+
+    Args:
+        stage: stage of each slot.
+        audible: whether its alpha is above 0.
+        interaction_limit: with more players than this, singles and pairs are not evaluated.
+        fossils_as_players: whether the worth of permanent seeds is in question too.
+        shapley: whether to evaluate every subset of L.
+        shapley_limit: hosts with more seeds in L evaluate no subsets.
+    """
+    num_slots, device = stage.shape[1], stage.device
+    kind_NS = _kinds(device)[stage] * audible
+    rules = Rules(interaction_limit, fossils_as_players, shapley_limit if shapley else None)
+    if num_slots > _MAX_TABLE_SLOTS:
+        return _enumerate(kind_NS, rules)
+    code_N = (kind_NS * _kind_weights(num_slots, device)).sum(dim=1)
+    return tree_map(lambda rows: rows.index_select(0, code_N), _all_structures(num_slots, rules, device))
+
+
+def derive(coalitions: Coalitions, accuracy: Float[Tensor, "N K"]) -> CoalitionMetrics:
+    """What accuracies [N, K] (pp) of the coalitions tell. Differences are taken in float64.
+
+    contribution_i = f(main) - f(L without i),   cf_total = f(main) - f(all-off),
+    I_ij = f(R + i + j) - f(R + i) - f(R + j) + f(R)
+    """
+    num_slots, num_subsets = coalitions.single.shape[1], coalitions.subset.shape[1]
+    columns = (
+        coalitions.main[:, None],
+        coalitions.all_off[:, None],
+        coalitions.committed[:, None],
+        coalitions.leave_one_out,
+        coalitions.single,
+        coalitions.pair.flatten(1),
+        coalitions.subset,
+    )
+    column_NM = torch.cat(columns, dim=1)
+    known_NK = F.pad(accuracy.to(torch.float64), (0, 1), value=torch.nan)
+    # -1 (not evaluated) becomes the last column, which is NaN
+    read_NM = known_NK.gather(1, column_NM % known_NK.shape[1])
+    main, off, committed, without, single, pair, subset = torch.split(
+        read_NM, [1, 1, 1, num_slots, num_slots, num_slots * num_slots, num_subsets], dim=1
+    )
+    pair_NSS = pair.reshape(coalitions.pair.shape)
+    interactions = pair_NSS - single[:, :, None] - single[:, None, :] + off[:, :, None]
+    dtype = accuracy.dtype
+    return CoalitionMetrics(
+        val_acc=main.squeeze(1).to(dtype),
+        committed_acc=committed.squeeze(1).to(dtype),
+        cf_total=(main - off).squeeze(1).to(dtype),
+        contribution=(main - without).to(dtype),
+        interactions=interactions.to(dtype),
+        subset_acc=subset.to(dtype),
+    )
+
+
+_SILENT, _GROWING, _FOSSIL = 0, 1, 2
+"""Kinds of slots, which are all that coalitions depend on: not in L, in L and growing, in L for good."""
+
+_MAX_TABLE_SLOTS = 6
+"""Up to here every structure of a host is worked out once (3**6 = 729 rows) and looked up afterwards."""
+
+
+@lru_cache(maxsize=16)
+def _all_structures(num_slots: int, rules: Rules, device: torch.device) -> Coalitions:
+    """The coalitions of every possible host: row `code` has kind `code // 3**s % 3` in slot s."""
+    codes = torch.arange(3**num_slots, device=device)[:, None]
+    return _enumerate(codes // _kind_weights(num_slots, device) % 3, rules)
+
+
+@lru_cache(maxsize=64)
+def _kind_weights(num_slots: int, device: torch.device) -> Tensor:
+    return 3 ** torch.arange(num_slots, device=device)
+
+
+@lru_cache(maxsize=16)
+def _kinds(device: torch.device) -> Tensor:
+    """Kind of an audible slot by stage value."""
+    kinds = [
+        _FOSSIL if stage == SeedStage.FOSSILIZED else _GROWING * (stage in BLENDED) for stage in range(NUM_STAGE_VALUES)
+    ]
+    return torch.tensor(kinds, device=device)
+
+
+def _enumerate(kind_NS: Tensor, rules: Rules) -> Coalitions:
+    """The coalitions of hosts whose slots are of these kinds."""
+    num_slots = kind_NS.shape[1]
+    layout = layout_of(num_slots, rules, kind_NS.device)
+    member_NS, fossil_NS = kind_NS != _SILENT, kind_NS == _FOSSIL
+    player_NS = member_NS if rules.fossils_as_players else kind_NS == _GROWING
+    player_rank_NS, num_players_N = _ranks(player_NS)
+    member_rank_NS, num_members_N = _ranks(member_NS)
+    asked_NM = layout.players.asked[num_players_N]
+    by_player_NSM = layout.players.on[player_rank_NS] | (member_NS & ~player_NS)[:, :, None]
+    sets_NSM = torch.cat((by_player_NSM, fossil_NS[:, :, None], layout.subsets.on[member_rank_NS]), dim=2)
+    # `committed` is asked for like `main`: always
+    asked_NM = torch.cat((asked_NM, asked_NM[:, :1], layout.subsets.asked[num_members_N]), dim=1)
+    sets_NMS = sets_NSM.transpose(1, 2)
+    column_NM, count_N = _merge_equal(sets_NMS, asked_NM)
+    sets_NKS, valid_NK = _distinct(sets_NMS, column_NM, count_N, most_coalitions(num_slots, rules))
+    return _named(layout, sets_NKS, valid_NK, column_NM, player_rank_NS)
+
+
+def _ranks(among_NS: Tensor) -> tuple[Tensor, Tensor]:
+    """Place of each marked slot among the marked ones of its host (S if it is not marked), and their number."""
+    count_NS = among_NS.cumsum(dim=1)
+    return torch.where(among_NS, count_NS - 1, among_NS.shape[1]), count_NS[:, -1]
+
+
+def _merge_equal(sets_NMS: Tensor, asked_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of the coalition of each named set (-1: not asked for), by first occurrence, and how many there are."""
+    _, num_names, num_slots = sets_NMS.shape
+    weights_SW, order_M = word_weights(num_slots, sets_NMS.device), numbers(num_names, sets_NMS.device)
+    words_NMW = sets_NMS.to(torch.float64) @ weights_SW
+    same_NMM = (words_NMW[:, :, None] == words_NMW[:, None]).all(dim=3) & asked_NM[:, None]
+    first_NM = same_NMM.to(torch.uint8).argmax(dim=2)  # the first of equal maxima
+    rank_NM = (asked_NM & (first_NM == order_M)).cumsum(dim=1)
+    return torch.where(asked_NM, rank_NM.gather(1, first_NM) - 1, -1), rank_NM[:, -1]
+
+
+def _distinct(sets_NMS: Tensor, column_NM: Tensor, count_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The distinct sets [N, width, S], each at its number, and which of these places are taken."""
+    num_hosts, _, num_slots = sets_NMS.shape
+    # sets that were not asked for go to one more place at the end, which is cut off
+    place_NM = torch.where(column_NM < 0, width, column_NM)
+    spread_NMS = place_NM[:, :, None].expand(-1, -1, num_slots)
+    distinct_NKS = sets_NMS.new_zeros(num_hosts, width + 1, num_slots).scatter(1, spread_NMS, sets_NMS)
+    return distinct_NKS[:, :width], numbers(width, sets_NMS.device) < count_N[:, None]
+
+
+def _named(layout: Layout, sets_NKS: Tensor, valid_NK: Tensor, column_NM: Tensor, player_rank_NS: Tensor) -> Coalitions:
+    """Look up the number of every named set of every slot."""
+    column_NM = F.pad(column_NM, (0, 1), value=-1)
+    pair_NSS = layout.pair[player_rank_NS[:, :, None], player_rank_NS[:, None]]
+    return Coalitions(
+        sets=sets_NKS,
+        valid=valid_NK,
+        main=column_NM[:, 0],
+        leave_one_out=column_NM.gather(1, layout.leave_one_out[player_rank_NS]),
+        all_off=column_NM[:, layout.all_off],
+        single=column_NM.gather(1, layout.single[player_rank_NS]),
+        pair=column_NM.gather(1, pair_NSS.flatten(1)).view_as(pair_NSS),
+        committed=column_NM[:, layout.committed],
+        subset=column_NM[:, layout.committed + 1 : -1],
+    )

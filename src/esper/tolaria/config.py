@@ -1,0 +1,52 @@
+"""Settings of the engine."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from esper.kasmina.config import LifecycleConfig
+from esper.leyline.errors import ConfigError
+from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
+from esper.tolaria.governor import GovernorConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How N hosts are run for an episode.
+
+    Attributes:
+        run_seed: key of every random draw.
+        num_envs: N. host_offset: global number of the first host of this process.
+        episode_length: E, control steps per episode.
+        slots: enabled slots in action order.
+        time_limit: what the last step is to the learner: "truncate" bootstraps, "terminate" is a true end.
+        amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
+            that the device supports.
+    """
+
+    run_seed: int = 0
+    num_envs: int = 16
+    episode_length: int = 40
+    slots: tuple[str, ...] = ()
+    time_limit: Literal["truncate", "terminate"] = "truncate"
+    amp: Literal["off", "auto", "bf16", "fp16"] = "off"
+    host_offset: int = 0
+    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
+    governor: GovernorConfig = field(default_factory=GovernorConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_envs < 1:
+            raise ConfigError(f"num_envs is {self.num_envs}; at least 1 host is needed.")
+        if not 1 <= self.episode_length <= MAX_EPISODE_LENGTH:
+            raise ConfigError(
+                f"episode_length is {self.episode_length}; it must lie between 1 and {MAX_EPISODE_LENGTH} steps."
+            )
+        if not 1 <= len(self.slots) <= MAX_SLOTS:
+            raise ConfigError(f"{len(self.slots)} slots are enabled; between 1 and {MAX_SLOTS} are possible.")
+        if len(set(self.slots)) != len(self.slots):
+            raise ConfigError(f"slots {', '.join(self.slots)}: each slot may be named once.")
+        if not 0 <= self.run_seed < 2**63:
+            raise ConfigError(f"seed is {self.run_seed}; it must be a whole number from 0 to 2^63 - 1.")
+        if self.time_limit not in ("truncate", "terminate"):
+            raise ConfigError(f"time_limit is {self.time_limit!r}; it must be 'truncate' or 'terminate'.")
+        if self.amp not in ("off", "auto", "bf16", "fp16"):
+            raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")

@@ -1,0 +1,121 @@
+"""Gradient statistics of seeds: how healthy is what they learn from?
+
+Measured on the last batch of a train pass, on unscaled gradients before clipping, for seeds in TRAINING or BLENDING
+that are not frozen. Over the m tensors of a seed (and of its gate, where it is in use), in float64:
+
+    vanishing   tensors with norm < 1e-7              exploding   tensors with norm > 10 grad_clip, or not finite
+    health      clamp01(1 - 0.5 vanishing/m - 0.8 exploding/m), 0 where the norm of the whole seed is not finite
+    ratio       (|g_seed| / sqrt(n_seed)) / (|g_host| / sqrt(n_host) + 1e-8), 0 where either norm is below 1e-8
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from esper.kasmina.population import Population
+from esper.kasmina.stacking import FlatLayout
+from esper.leyline.record import record
+from esper.leyline.stages import SeedStage
+from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.running import TrainedRows
+
+_VANISHING = 1e-7
+_EXPLODING_CLIPS = 10.0
+_NO_GRADIENT = 1e-8
+
+
+@record
+class GradientStatistics:
+    """NaN (and False) where nothing was measured."""
+
+    norm: Float[Tensor, "N S"]
+    health: Float[Tensor, "N S"]
+    vanishing: Bool[Tensor, "N S"]
+    exploding: Bool[Tensor, "N S"]
+    ratio: Float[Tensor, "N S"]
+
+
+def not_measured(num_envs: int, num_slots: int, device: torch.device) -> GradientStatistics:
+    """Statistics of a pass in which no seed learned."""
+    missing = torch.full((num_envs, num_slots), torch.nan, device=device)
+    never = torch.zeros(num_envs, num_slots, dtype=torch.bool, device=device)
+    return GradientStatistics(
+        norm=missing, health=missing.clone(), vanishing=never, exploding=never.clone(), ratio=missing.clone()
+    )
+
+
+def gradient_statistics(
+    population: Population, structure: Structure, rows: TrainedRows, host_grad: Float[Tensor, "N P"]
+) -> GradientStatistics:
+    """Statistics of the gradients that lie in the working copies now."""
+    device = population.device
+    out = not_measured(population.num_envs, population.num_slots, device)
+    stage = structure.stage[rows.seed_host, rows.seed_slot]
+    measured = np.isin(stage, (SeedStage.TRAINING, SeedStage.BLENDING))
+    gate_row = np.full(len(stage), -1)
+    gate_row[rows.gate_of] = np.arange(len(rows.gate_of))
+    host_norm = torch.linalg.vector_norm(host_grad, dim=1, dtype=torch.float64)
+    for chosen in _same_kind(population, structure, rows, measured, gate_row):
+        first = chosen[0]
+        channels = population.points[rows.seed_slot[first]].channels
+        blueprint = int(structure.blueprint[rows.seed_host[first], rows.seed_slot[first]])
+        layout = population.seed_kinds[channels, blueprint].template.parameters
+        norms = tensor_norms(rows.seeds.grad[population.index(chosen)], layout)
+        num_params = layout.num_params
+        if gate_row[first] >= 0:
+            gate_layout = population.gate_kinds[channels].template.parameters
+            grad = rows.gates.grad[population.index(gate_row[chosen])]
+            norms = torch.cat((norms, tensor_norms(grad, gate_layout)), dim=1)
+            num_params += gate_layout.num_params
+        place = (population.index(rows.seed_host[chosen]), population.index(rows.seed_slot[chosen]))
+        host_rms = host_norm[place[0]] / population.host_kind.template.parameters.num_params**0.5
+        _write(out, place, norms, num_params, host_norm[place[0]], host_rms, population.optimizer_spec.grad_clip)
+    return out
+
+
+def _same_kind(
+    population: Population, structure: Structure, rows: TrainedRows, measured: np.ndarray, gate_row: np.ndarray
+) -> list[np.ndarray]:
+    """Rows to be measured, grouped by channels, blueprint and whether a gate is in use."""
+    channels = np.array([point.channels for point in population.points])[rows.seed_slot]
+    blueprint = structure.blueprint[rows.seed_host, rows.seed_slot]
+    kind = np.stack((channels, blueprint, gate_row >= 0), axis=1)
+    which = np.flatnonzero(measured)
+    if not which.size:
+        return []
+    _, group = np.unique(kind[which], axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    return [which[group == g] for g in range(group.max() + 1)]
+
+
+def tensor_norms(grad: Float[Tensor, "R W"], layout: FlatLayout) -> Float[Tensor, "R M"]:
+    """L2 norm of each of the M tensors in each row, float64; columns past the layout are not read."""
+    squares = grad[:, : layout.total].to(torch.float64).square()
+    sums = torch.zeros(grad.shape[0], layout.num_tensors + 1, dtype=torch.float64, device=grad.device)
+    return sums.index_add_(1, layout.segment_ids.to(grad.device), squares)[:, :-1].sqrt()
+
+
+def _write(
+    out: GradientStatistics,
+    place: tuple[Tensor, Tensor],
+    norms_RM: Tensor,
+    num_params: int,
+    host_norm_R: Tensor,
+    host_rms_R: Tensor,
+    grad_clip: float,
+) -> None:
+    count = norms_RM.shape[1]
+    norm_R = torch.linalg.vector_norm(norms_RM, dim=1)
+    vanishing_R = (norms_RM < _VANISHING).sum(dim=1)
+    exploding_R = ((norms_RM > _EXPLODING_CLIPS * grad_clip) | ~torch.isfinite(norms_RM)).sum(dim=1)
+    health_R = (1.0 - 0.5 * vanishing_R / count - 0.8 * exploding_R / count).clamp(0.0, 1.0)
+    health_R = torch.where(torch.isfinite(norm_R), health_R, 0.0)
+    silent_R = (norm_R < _NO_GRADIENT) | (host_norm_R < _NO_GRADIENT)
+    ratio_R = (norm_R / num_params**0.5) / (host_rms_R + 1e-8)
+    ratio_R = torch.where(silent_R, 0.0, torch.where(torch.isfinite(ratio_R), ratio_R, torch.nan))
+    out.norm[place] = norm_R.float()
+    out.health[place] = health_R.float()
+    out.vanishing[place] = vanishing_R > 0
+    out.exploding[place] = exploding_R > 0
+    out.ratio[place] = ratio_R.float()

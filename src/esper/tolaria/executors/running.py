@@ -1,0 +1,149 @@
+"""What runs in each slot of each host during a pass, worked out from the structure before the pass begins."""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from torch import Tensor
+
+from esper.kasmina.blending import blend, seed_input, straight_through
+from esper.kasmina.population import Population
+from esper.kasmina.slab import Working
+from esper.kasmina.stacking import Template
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tolaria.executors.protocol import Structure
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A skeleton and the row it runs on."""
+
+    template: Template
+    params: Tensor
+    buffers: Tensor
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """Run on `h`; binding is one split of the row."""
+        self.template.bind(self.params, self.buffers)
+        return self.template(h)
+
+
+@final
+@dataclass(frozen=True)
+class RunningSeed:
+    """One seed of one host in one pass.
+
+    `hidden` seeds learn by a straight-through gradient and are not heard; `isolated` ones send no gradient upstream
+    through their input.
+    """
+
+    seed: Bound
+    gate: Bound | None
+    algorithm: Algorithm
+    alpha: Tensor
+    hidden: bool
+    isolated: bool
+
+    def train(self, h: Tensor) -> Tensor:
+        """Features after the slot, in a train pass."""
+        if self.hidden:
+            return straight_through(h, self.seed, self.algorithm, self.gate)
+        return self.listen(h, self.isolated)
+
+    def listen(self, h: Tensor, isolated: bool = False) -> Tensor:
+        """Features with the seed's correction at its present alpha."""
+        x = seed_input(h, isolated)
+        gate = self.gate(x) if self.gate is not None else None
+        return blend(h, self.seed(x), self.algorithm, self.alpha, gate)
+
+
+SlotsOfHost = dict[str, RunningSeed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRows:
+    """Which seeds and gates a pass trains: hosts and slots of each row, and the compact copies that are trained."""
+
+    seed_host: np.ndarray
+    seed_slot: np.ndarray
+    gate_of: np.ndarray
+    """Row among the trained seeds of each trained gate."""
+    seeds: Working
+    gates: Working
+
+
+def trained_mask(structure: Structure) -> np.ndarray:
+    """[N, S]: seeds that learn in the next train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
+    learns = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+    learning: np.ndarray = np.isin(structure.stage, learns) & (structure.alpha_mode != AlphaMode.DOWN)
+    return learning
+
+
+def begin_training(population: Population, structure: Structure) -> TrainedRows:
+    """Copy the rows that will be trained; only as wide as the widest of them."""
+    hosts, slots = np.nonzero(trained_mask(structure))
+    flat = hosts * population.num_slots + slots
+    gated = (structure.algorithm == Algorithm.GATE) & structure.has_gate
+    gate_of = np.flatnonzero(gated[hosts, slots])
+    channels = [population.points[s].channels for s in slots]
+    blueprints = structure.blueprint[hosts, slots].tolist()
+    seed_kinds = [population.seed_kinds[c, b] for c, b in zip(channels, blueprints, strict=True)]
+    gate_kinds = [population.gate_kinds[channels[i]] for i in gate_of]
+    seed_widths = [kind.template.parameters.total for kind in seed_kinds]
+    gate_widths = [kind.template.parameters.total for kind in gate_kinds]
+    return TrainedRows(
+        seed_host=hosts,
+        seed_slot=slots,
+        gate_of=gate_of,
+        seeds=population.seeds.begin(population.index(flat), seed_widths),
+        gates=population.gates.begin(population.index(flat[gate_of]), gate_widths),
+    )
+
+
+def finish_training(population: Population, rows: TrainedRows) -> None:
+    """Write what was trained back."""
+    population.seeds.finish(rows.seeds)
+    population.gates.finish(rows.gates)
+
+
+def running_seeds(
+    population: Population, structure: Structure, alpha: Tensor, rows: TrainedRows | None
+) -> list[SlotsOfHost]:
+    """The seeds of each host that a pass must run; in a train pass (`rows` given) the trained ones run on copies.
+
+    `alpha` [N, S] is the device's; a slot whose seed is neither heard nor learning is left out.
+    """
+    leaf: dict[tuple[int, int], Tensor] = {}
+    gate_leaf: dict[tuple[int, int], Tensor] = {}
+    if rows is not None:
+        places = list(zip(rows.seed_host.tolist(), rows.seed_slot.tolist(), strict=True))
+        leaf = dict(zip(places, rows.seeds.leaves, strict=True))
+        gate_leaf = {places[i]: row for i, row in zip(rows.gate_of.tolist(), rows.gates.leaves, strict=True)}
+    heard = structure.alpha > 0.0
+    runs = heard if rows is None else heard | trained_mask(structure)
+    hosts: list[SlotsOfHost] = [{} for _ in range(population.num_envs)]
+    for n, s in zip(*np.nonzero(runs), strict=True):
+        point = population.points[s]
+        kind = population.seed_kinds[point.channels, int(structure.blueprint[n, s])]
+        algorithm = Algorithm(int(structure.algorithm[n, s]))
+        flat = n * population.num_slots + s
+        gate = None
+        if algorithm is Algorithm.GATE:
+            gate_kind = population.gate_kinds[point.channels]
+            row = gate_leaf.get((n, s), population.gates.params[flat])
+            gate = _bound(gate_kind.template, row, population.gates.buffers[flat])
+        hosts[n][point.slot_id] = RunningSeed(
+            seed=_bound(kind.template, leaf.get((n, s), population.seeds.params[flat]), population.seeds.buffers[flat]),
+            gate=gate,
+            algorithm=algorithm,
+            alpha=alpha[n, s],
+            hidden=not heard[n, s],
+            isolated=population.topology is Topology.CNN,
+        )
+    return hosts
+
+
+def _bound(template: Template, params: Tensor, buffers: Tensor) -> Bound:
+    """The row, cut to what this kind of module uses; a leaf has that length already."""
+    used = params if params.requires_grad else params[: template.parameters.total]
+    return Bound(template, used, buffers[: template.buffers.total])

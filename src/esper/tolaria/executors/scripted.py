@@ -1,0 +1,106 @@
+"""The scripted executor: hosts that follow the dynamics of the `null` task, all on the device, without networks."""
+
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SeedCosts
+from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
+from esper.leyline.messages import SlotState
+from esper.leyline.protocols import StateTree
+from esper.leyline.stages import SeedStage
+from esper.leyline.state_tree import copy_into
+from esper.tasks import null
+from esper.tasks.null import NullSpec
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+
+
+@final
+class ScriptedExecutor:
+    """N scripted hosts. Their whole state is how many train passes each seed has had.
+
+    Args:
+        script: constants of the dynamics.
+        num_envs, num_slots: N and S.
+        run_seed: key of the scripted noise.
+    """
+
+    def __init__(
+        self,
+        script: NullSpec,
+        *,
+        num_envs: int,
+        num_slots: int,
+        run_seed: int,
+        device: torch.device,
+        host_offset: int = 0,
+    ) -> None:
+        self.script, self.run_seed, self.device = script, run_seed, device
+        self.host_params = script.host_params
+        self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
+        self.passes = torch.zeros(num_envs, num_slots, dtype=torch.int64, device=device)
+        self._nan = torch.full((num_envs, num_slots), torch.nan, device=device)
+        self._never = torch.zeros(num_envs, num_slots, dtype=torch.bool, device=device)
+        self._episode, self._t = 0, 0
+        everything = torch.arange(NUM_BUILTIN_BLUEPRINTS, device=device)
+        params = null.params(script, everything, torch.zeros_like(everything, dtype=torch.bool))
+        self.costs = SeedCosts(
+            seed_params=params.expand(num_slots, -1).contiguous(),
+            gate_params=torch.full((num_slots,), null.GATE_PARAMS, device=device),
+            selectable=params > 0,
+        )
+
+    def reset(self, episode: int) -> None:
+        """Fresh hosts: no seed has been trained."""
+        self._episode, self._t = episode, 0
+        self.passes.zero_()
+
+    def settle(self, structure: Structure) -> None:
+        """Nothing to operate on: `train_epoch` reads the lifecycle on the device."""
+
+    def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
+        """One more pass for every seed that is trained; seeds that left are forgotten."""
+        self._t = t
+        live = null.trained(self.script, slots.stage, slots.alpha_mode)
+        frozen = (slots.stage == SeedStage.BLENDING) & ~live
+        self.passes = torch.where(live, self.passes + 1, torch.where(frozen, self.passes, 0))
+        health = null.gradient_health(self.script, slots.stage, slots.alpha_mode, slots.blueprint)
+        one = torch.where(torch.isnan(health), self._nan, 1.0)
+        acc = torch.full((len(self.host_ids),), null.host_accuracy(t), device=self.device)
+        return TrainPass(
+            acc=acc,
+            loss=null.validation_loss(acc),
+            grad_norm=one,
+            grad_health=health,
+            grad_vanishing=self._never,
+            grad_exploding=self._never,
+            grad_ratio=one,
+        )
+
+    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
+        """Accuracy of each coalition by formula; injected faults replace the loss."""
+        strength = null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm)
+        noise = None
+        if self.script.sigma > 0.0:
+            noise = null.scripted_noise(self.script, self.run_seed, self.host_ids, self._episode, t)
+        accuracy = null.coalition_accuracy(self.script, t, strength, coalitions.sets, noise)
+        loss = null.inject_faults(self.script, null.validation_loss(accuracy[:, 0]), self.host_ids, t)
+        return ValidationPass(accuracy=accuracy, loss=loss)
+
+    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
+        """Accuracy of the host with its fossilized seeds; the script has no data, so there is no other split."""
+        strength = null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm)
+        committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
+        return null.coalition_accuracy(self.script, self._t, strength, committed).squeeze(1)
+
+    def state_dict(self) -> StateTree:
+        """Passes of each seed."""
+        return {"passes": self.passes, "place": torch.tensor([self._episode, self._t])}
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        copy_into(self.state_dict(), state, "scripted hosts")
+        self._episode, self._t = (int(v) for v in state["place"])

@@ -1,0 +1,82 @@
+"""One optimizer step of all hosts, seeds and gates that a batch gave gradients to."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from esper.kasmina.optimizers import OptimizerSpec, step_rows
+from esper.kasmina.population import Population
+from esper.kasmina.slab import Working
+from esper.tolaria.amp import LossScaler
+from esper.tolaria.executors.running import TrainedRows
+
+_CLIP_EPS = 1e-6
+
+
+class StackedOptimizer:
+    """Unscales, clips and steps everything that a train pass trains; made once per pass.
+
+    Each host is clipped by its own norm, and each seed by its own, its gate included.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        hosts: Working,
+        rows: TrainedRows,
+        scaler: LossScaler,
+        decay_mask: Bool[Tensor, " P"],
+    ) -> None:
+        self._spec: OptimizerSpec = population.optimizer_spec
+        self._hosts, self._seeds, self._gates = hosts, rows.seeds, rows.gates
+        self._scaler, self._decay_mask = scaler, decay_mask
+        self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
+        self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last batch."""
+        for working in (self._hosts, self._seeds, self._gates):
+            working.grad.zero_()
+
+    @torch.no_grad()
+    def unscale(self) -> None:
+        """Undo the loss scale of fp16; nothing otherwise."""
+        if self._scaler.enabled:
+            inverse_N = 1.0 / self._scaler.scale
+            self._hosts.grad.mul_(inverse_N[:, None])
+            self._seeds.grad.mul_(inverse_N[self._seed_host][:, None])
+            self._gates.grad.mul_(inverse_N[self._seed_host[self._gate_of]][:, None])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip and step. Under fp16 hosts whose gradients are not finite stay as they are."""
+        host_norm = torch.linalg.vector_norm(self._hosts.grad, dim=1)
+        seed_square = self._seeds.grad.square().sum(dim=1)
+        seed_square.index_add_(0, self._gate_of, self._gates.grad.square().sum(dim=1))
+        seed_norm = seed_square.sqrt()
+        finite = self._finite(host_norm, seed_norm)
+        host_clip, seed_clip = self._factor(host_norm), self._factor(seed_norm)
+        gate_clip = seed_clip[self._gate_of]
+        spec = self._spec
+        self._step(self._hosts, host_clip, spec.host_lr, self._decay_mask, finite)
+        if len(self._seed_host):
+            active = None if finite is None else finite[self._seed_host]
+            self._step(self._seeds, seed_clip, spec.seed_lr, None, active)
+            if len(self._gate_of):
+                active = None if active is None else active[self._gate_of]
+                self._step(self._gates, gate_clip, spec.seed_lr, None, active)
+
+    def _factor(self, norm_R: Tensor) -> Tensor:
+        return (self._spec.grad_clip / (norm_R + _CLIP_EPS)).clamp_(max=1.0)
+
+    def _finite(self, host_norm_N: Tensor, seed_norm_R: Tensor) -> Tensor | None:
+        if not self._scaler.enabled:
+            return None
+        bad_seed = torch.zeros_like(host_norm_N).index_add_(0, self._seed_host, (~torch.isfinite(seed_norm_R)).float())
+        finite = torch.isfinite(host_norm_N) & (bad_seed == 0)
+        self._scaler.update(finite)
+        return finite
+
+    def _step(self, working: Working, factor_R: Tensor, lr: float, decay: Tensor | None, active: Tensor | None) -> None:
+        working.grad.mul_(factor_R[:, None])
+        step_rows(self._spec, working.params, working.grad, working.optimizer, lr, decay, active)

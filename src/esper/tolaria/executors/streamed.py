@@ -1,0 +1,243 @@
+"""The streamed executor: host by host, on rows of the stacked state. The obvious way, and the reference for others.
+
+train      for each batch: forward and backward of every host (on CUDA each on a stream of its own), then one
+           stacked clip and optimizer step for all hosts and seeds
+evaluate   for each host: all its coalitions in one pass that runs the network on distinct prefixes only
+"""
+
+from typing import final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from esper.kasmina.optimizers import host_decay_mask
+from esper.kasmina.population import Population
+from esper.leyline.messages import SlotState
+from esper.leyline.protocols import StateTree
+from esper.leyline.stages import SeedStage
+from esper.leyline.state_tree import below, check_same_shapes, with_prefix
+from esper.tasks.datasets import Dataset, SplitName
+from esper.tolaria.amp import LossScaler
+from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.gradients import gradient_statistics
+from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass, empty_structure
+from esper.tolaria.executors.running import SlotsOfHost, begin_training, finish_training, running_seeds
+from esper.tolaria.executors.stepping import StackedOptimizer
+from esper.tolaria.executors.streams import HostStreams
+from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+
+
+@final
+class StreamedExecutor:
+    """N hosts trained and measured one after another.
+
+    Args:
+        population: the hosts and their seeds.
+        dataset: on the device already.
+        batch_train, batch_val: examples per batch and host.
+        scaler: precision of training.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        dataset: Dataset,
+        *,
+        batch_train: int,
+        batch_val: int,
+        scaler: LossScaler,
+    ) -> None:
+        self.population, self.scaler = population, scaler
+        self.costs = population.costs()
+        self.host_params = population.host_kind.template.parameters.num_params
+        self._dataset, self._batch_val = dataset, batch_val
+        self._device = population.device
+        self._train = self._batches("train", batch_train)
+        self._val = self._batches("val", batch_val)
+        self._streams = HostStreams(population.num_envs, self._device)
+        self._column = {point.slot_id: s for s, point in enumerate(population.points)}
+        self._order = tuple(self._column[slot_id] for slot_id in population.host_module.execution_order())
+        layout = population.host_kind.template.parameters
+        self._decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(self._device))
+        self._episode = 0
+        self._structure = empty_structure(population.num_envs, population.num_slots)
+
+    def _batches(self, split: SplitName, size: int, *, run_finished: bool = False) -> SharedBatchIterator:
+        p = self.population
+        return SharedBatchIterator(
+            self._dataset, p.num_envs, size, split, p.run_seed, self._device, run_finished=run_finished
+        )
+
+    def reset(self, episode: int) -> None:
+        """N fresh hosts with empty slots."""
+        self._episode = episode
+        self.population.reset(episode)
+        self._structure = empty_structure(self.population.num_envs, self.population.num_slots)
+
+    def settle(self, structure: Structure) -> None:
+        """Restore, clear, draw and keep rows as the lifecycle decided in the step that ended."""
+        p = self.population
+        p.restore(structure.panicked, structure.stage)
+        p.release(structure.released)
+        p.germinate(structure.germinated, structure.blueprint, structure.has_gate, self._episode, structure.t)
+        p.keep_hosts(structure.snapshot)
+        p.keep_seeds(structure.keep)
+        self._structure = structure
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
+        """Every host over its whole train split, in its own order."""
+        p, structure = self.population, self._structure
+        everyone = torch.arange(p.num_envs, device=self._device)
+        hosts = p.host.begin(everyone, [p.host.params.shape[1]] * p.num_envs)
+        rows = begin_training(p, structure)
+        seeds = running_seeds(p, structure, slots.alpha, rows)
+        optimizer = StackedOptimizer(p, hosts, rows, self.scaler, self._decay_mask)
+        self._set_mode(True)
+        loss_sum = torch.zeros(p.num_envs, device=self._device)
+        correct = torch.zeros(p.num_envs, dtype=torch.int64, device=self._device)
+        self._train.begin(t, self._episode, p.host_ids)
+        count, last = 0, len(self._train) - 1
+        for i, (x_NB, y_NB) in enumerate(self._train):
+            optimizer.zero_grad()
+            losses, hits = self._train_batch(hosts.leaves, seeds, x_NB, y_NB)
+            optimizer.unscale()
+            if i == last:
+                gradients = gradient_statistics(p, structure, rows, hosts.grad)
+            optimizer.step()
+            loss_sum += losses * y_NB.shape[1]
+            correct += hits
+            count += y_NB.shape[1]
+        p.host.finish(hosts)
+        finish_training(p, rows)
+        return TrainPass(
+            acc=correct * (100.0 / count),
+            loss=loss_sum / count,
+            grad_norm=gradients.norm,
+            grad_health=gradients.health,
+            grad_vanishing=gradients.vanishing,
+            grad_exploding=gradients.exploding,
+            grad_ratio=gradients.ratio,
+        )
+
+    def _train_batch(
+        self, leaves: tuple[Tensor, ...], seeds: list[SlotsOfHost], x_NB: Tensor, y_NB: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward of every host; gradients arrive in the working copies. Returns loss and hits [N]."""
+        losses, logits = [], []
+        self._streams.fork()
+        for n, (leaf, slots) in enumerate(zip(leaves, seeds, strict=True)):
+            with self._streams.of(n):
+                with self.scaler.autocast():
+                    out = self._forward(leaf, n, slots, x_NB[n])
+                loss = F.cross_entropy(out.float(), y_NB[n])
+                (loss * self.scaler.scale[n] if self.scaler.enabled else loss).backward()
+            losses.append(loss.detach())
+            logits.append(out.detach())
+        self._streams.join()
+        hits = (torch.stack(logits).argmax(dim=-1) == y_NB).sum(dim=1)
+        return torch.stack(losses), hits
+
+    def _forward(self, leaf: Tensor, n: int, slots: SlotsOfHost, x: Tensor) -> Tensor:
+        template = self.population.host_kind.template
+        template.bind(leaf, self.population.host.buffers[n])
+
+        def apply(slot_id: str, h: Tensor) -> Tensor:
+            seed = slots.get(slot_id)
+            return h if seed is None else seed.train(h)
+
+        return template(x, apply)
+
+    def _set_mode(self, training: bool) -> None:
+        for kind in (self.population.host_kind, *self.population.seed_kinds.values()):
+            kind.template.train(training)
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
+        """All coalitions of every host on the same validation examples."""
+        p, structure = self.population, self._structure
+        sets = [structure.sets[n][structure.sets_valid[n]] for n in range(p.num_envs)]
+        correct, loss_sum, count = self._measure(self._val, slots.alpha, sets)
+        accuracy = torch.stack([F.pad(c, (0, coalitions.sets.shape[1] - len(c))) for c in correct]) * (100.0 / count)
+        return ValidationPass(accuracy=accuracy, loss=torch.stack(loss_sum) / count)
+
+    @torch.no_grad()
+    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds on the test split."""
+        committed = self._structure.stage == SeedStage.FOSSILIZED
+        batches = self._batches("test", self._batch_val, run_finished=True)
+        correct, _, count = self._measure(batches, slots.alpha, [row[None] for row in committed])
+        return torch.stack(correct)[:, 0] * (100.0 / count)
+
+    def _measure(
+        self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray]
+    ) -> tuple[list[Tensor], list[Tensor], int]:
+        """Correct answers [K] of each host's coalitions, summed loss of its first one, and the number of examples."""
+        p = self.population
+        seeds = running_seeds(p, self._structure, alpha, None)
+        plans = [plan_prefixes(rows, self._order) for rows in sets]
+        correct = [torch.zeros(len(rows), dtype=torch.int64, device=self._device) for rows in sets]
+        loss_sum = [torch.zeros((), device=self._device) for _ in sets]
+        count = 0
+        self._set_mode(False)
+        for x, y in batches:
+            self._streams.fork()
+            for n, plan in enumerate(plans):
+                with self._streams.of(n), self.scaler.autocast():
+                    logits = self._coalition_logits(n, plan, seeds[n], x).float()
+                    main = logits[plan.state_of_coalition[0]]
+                    loss_sum[n] += F.cross_entropy(main, y, reduction="sum")
+                    hits = (logits.argmax(dim=-1) == y).sum(dim=1)
+                    correct[n] += hits[self._states(plan)]
+            self._streams.join()
+            count += len(y)
+        return correct, loss_sum, count
+
+    def _coalition_logits(self, n: int, plan: PrefixPlan, slots: SlotsOfHost, x: Tensor) -> Tensor:
+        """Logits [states, B, classes] of the distinct final states of host `n`."""
+        template, batch = self.population.host_kind.template, len(x)
+        template.bind(self.population.host.params[n], self.population.host.buffers[n])
+        steps = {step.slot: step for step in plan.steps}
+
+        def apply(slot_id: str, h: Tensor) -> Tensor:
+            step = steps.get(self._column[slot_id])
+            if step is None:
+                return h
+            states = h.unflatten(0, (step.num_parents, batch))
+            off = [states[i] for i in step.off]
+            on = [states[i] for i in step.on]
+            heard = slots[slot_id].listen(on[0] if len(on) == 1 else torch.cat(on))
+            return torch.cat((*off, heard)) if off else heard
+
+        logits: Tensor = template(x, apply).unflatten(0, (plan.num_states, batch))
+        return logits
+
+    def _states(self, plan: PrefixPlan) -> Tensor:
+        """Final state of each coalition, as an index on the device."""
+        return torch.tensor(plan.state_of_coalition, device=self._device)
+
+    # -- persistence ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateTree:
+        """The population, and the precision scales."""
+        return {
+            **with_prefix("population", self.population.state_dict()),
+            "loss_scale": self.scaler.scale,
+            "good_steps": self.scaler.good_steps,
+            "episode": torch.tensor(self._episode),
+        }
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        check_same_shapes(state, self.state_dict(), "executor")
+        self.population.load_state_dict(below("population", state))
+        self.scaler.scale.copy_(state["loss_scale"])
+        self.scaler.good_steps.copy_(state["good_steps"])
+        self._episode = int(state["episode"])

@@ -1,0 +1,203 @@
+"""The governor: compares each host's validation loss with that host's own past, and says when to go back.
+
+    rule  asks                                                              answer
+    1     is the loss NaN or infinite?                                      panic: nan
+    2     did a host that had learned fall back to guessing?                panic: lobotomy
+    3     is there too little past to compare with?                         healthy, remember the loss
+    4     is the loss far above guessing, above the past, and above its noise?   a strike; three: panic, divergence
+    5     otherwise                                                         healthy, remember the loss, no strikes
+
+The first rule that answers decides. Everything is float64 and masked over hosts: no question to the device.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.record import record, replace
+
+
+class PanicReason(IntEnum):
+    """Why a host is rolled back; the value is what `GovernorVerdict.reason` holds."""
+
+    NONE = 0
+    NAN = 1
+    LOBOTOMY = 2
+    DIVERGENCE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class GovernorConfig:
+    """When a loss is an anomaly, and how often a healthy host is kept.
+
+    Attributes:
+        guess: loss of blind guessing, ln(number of classes); ln(vocabulary) for language tasks.
+        window: healthy losses that are remembered. min_history: how many of them a comparison needs.
+        max_strikes: consecutive anomalies that make a panic.
+        guess_factor, std_factor, mean_factor: a loss is an anomaly above `guess_factor * guess`, above
+            `mean + std_factor * std` and above `mean_factor * mean`, all at once.
+        learned_share: a host has learned if its mean loss is below this share of `guess`.
+        guess_band: a loss within this share of `guess` is that of a guessing network.
+        snapshot_every: steps between two snapshots of a healthy host.
+    """
+
+    guess: float = math.log(10.0)
+    window: int = 20
+    min_history: int = 10
+    max_strikes: int = 3
+    guess_factor: float = 5.0
+    std_factor: float = 6.0
+    mean_factor: float = 3.0
+    learned_share: float = 0.6
+    guess_band: float = 0.065
+    snapshot_every: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("guess", "guess_factor", "std_factor", "mean_factor", "learned_share", "guess_band"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0.0):
+                raise ConfigError(f"governor.{name} is {value}; it must be a finite number above 0.")
+        for name in ("max_strikes", "snapshot_every", "min_history"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"governor.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.window < self.min_history:
+            raise ConfigError(
+                f"governor.window is {self.window} but governor.min_history is {self.min_history}; "
+                "remember at least as many losses as a comparison needs."
+            )
+
+
+DEFAULT_CONFIG = GovernorConfig()
+
+
+@record
+class GovernorState:
+    """What is remembered of each host.
+
+    window   host 0 | 2.31  1.90  1.72  0.0  0.0 ...      count 3: the next loss goes to place 3
+             host 1 | 0.41  0.40  0.52  0.50  ...         count 22: places 0 and 1 were written a second time
+
+    `count` is the number of healthy losses so far; it is not capped, so that it also says where the ring goes on.
+    Places that were never written are 0. `strikes` are consecutive anomalies.
+    """
+
+    window: Float64[Tensor, "N W"]
+    count: Int[Tensor, " N"]
+    strikes: Int[Tensor, " N"]
+
+
+@record
+class GovernorVerdict:
+    """What the governor says of one step.
+
+    `healthy` hosts passed rule 3 or 5. `thresholds` are the three bounds of rule 4 in the order of the configuration;
+    the last two are NaN while nothing is remembered. `strikes` are those at the time of the check, before a rollback
+    clears them. `loss` is the loss that was judged.
+    """
+
+    panic: Bool[Tensor, " N"]
+    reason: Int[Tensor, " N"]
+    healthy: Bool[Tensor, " N"]
+    loss: Float64[Tensor, " N"]
+    thresholds: Float64[Tensor, "N 3"]
+    strikes: Int[Tensor, " N"]
+
+
+def initial(num_envs: int, device: torch.device, config: GovernorConfig = DEFAULT_CONFIG) -> GovernorState:
+    """N hosts without a past."""
+    zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
+    window = torch.zeros(num_envs, config.window, dtype=torch.float64, device=device)
+    return GovernorState(window=window, count=zeros, strikes=zeros)
+
+
+def check(
+    state: GovernorState, val_loss: Float[Tensor, " N"], config: GovernorConfig = DEFAULT_CONFIG
+) -> tuple[GovernorState, GovernorVerdict]:
+    """Judge the validation loss [N] of this step by the rules above.
+
+    Returns:
+        The state with healthy losses remembered and strikes counted (a panic does not clear them, `after_rollback`
+        does), and the verdict.
+    """
+    loss_N = val_loss.to(torch.float64)
+    mean_N, std_N = _statistics(state)
+    enough_N = state.count >= config.min_history
+    thresholds_N3 = torch.stack(
+        (
+            torch.full_like(mean_N, config.guess_factor * config.guess),
+            mean_N + config.std_factor * std_N,
+            config.mean_factor * mean_N,
+        ),
+        dim=1,
+    )
+    finite_N = torch.isfinite(loss_N)
+    guessing_N = (loss_N - config.guess).abs() < config.guess_band * config.guess
+    lobotomy_N = enough_N & (mean_N < config.learned_share * config.guess) & guessing_N
+    diverging_N = finite_N & enough_N & ~lobotomy_N & (loss_N[:, None] > thresholds_N3).all(dim=1)
+    healthy_N = finite_N & ~lobotomy_N & ~diverging_N
+    strikes_N = torch.where(healthy_N, 0, state.strikes + diverging_N)
+    struck_out_N = diverging_N & (strikes_N >= config.max_strikes)
+    reason_N = (
+        ~finite_N * int(PanicReason.NAN)
+        + lobotomy_N * int(PanicReason.LOBOTOMY)
+        + struck_out_N * int(PanicReason.DIVERGENCE)
+    )
+    verdict = GovernorVerdict(
+        panic=reason_N != PanicReason.NONE,
+        reason=reason_N,
+        healthy=healthy_N,
+        loss=loss_N,
+        thresholds=thresholds_N3,
+        strikes=strikes_N,
+    )
+    return replace(_remember(state, loss_N, healthy_N), strikes=strikes_N), verdict
+
+
+def after_rollback(state: GovernorState, panic: Bool[Tensor, " N"]) -> GovernorState:
+    """Hosts that went back start without strikes; what they remember was healthy and stays."""
+    return replace(state, strikes=torch.where(panic, 0, state.strikes))
+
+
+def snapshot_due(
+    state: GovernorState,
+    verdict: GovernorVerdict,
+    t: int,
+    fossilized: Bool[Tensor, " N"],
+    config: GovernorConfig = DEFAULT_CONFIG,
+) -> Bool[Tensor, " N"]:
+    """Hosts that are to be kept in step `t`: healthy now, and the turn has come or a seed fossilized in this step."""
+    sound_N = ~verdict.panic & (state.strikes == 0)
+    return sound_N if t % config.snapshot_every == 0 else sound_N & fossilized
+
+
+def fossil_patch_due(
+    state: GovernorState, verdict: GovernorVerdict, fossilized: Bool[Tensor, " N"]
+) -> Bool[Tensor, " N"]:
+    """Hosts whose new fossil joins the older snapshot alone, because the rest of the host is under suspicion."""
+    return fossilized & ~verdict.panic & (state.strikes > 0)
+
+
+@lru_cache(maxsize=16)
+def _places(window: int, device: torch.device) -> Tensor:
+    return torch.arange(window, device=device)
+
+
+def _statistics(state: GovernorState) -> tuple[Tensor, Tensor]:
+    """Mean and population standard deviation [N] of the remembered losses; NaN where there are none."""
+    places_W = _places(state.window.shape[1], state.window.device)
+    known_N = state.count.clamp(max=places_W.shape[0])
+    mean_N = state.window.sum(dim=1) / known_N
+    deviation_NW = (state.window - mean_N[:, None]) * (places_W < known_N[:, None])
+    return mean_N, (deviation_NW.square().sum(dim=1) / known_N).sqrt()
+
+
+def _remember(state: GovernorState, loss_N: Tensor, healthy_N: Tensor) -> GovernorState:
+    places_W = _places(state.window.shape[1], state.window.device)
+    next_NW = (places_W == (state.count % places_W.shape[0])[:, None]) & healthy_N[:, None]
+    return replace(state, window=torch.where(next_NW, loss_N[:, None], state.window), count=state.count + healthy_N)

@@ -1,0 +1,192 @@
+"""The one packed read of a control step: what goes in, and what comes out on the host."""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.kasmina.lifecycle import OpEffects, TickEffects
+from esper.leyline.messages import ActResult
+from esper.leyline.record import record
+from esper.leyline.stages import SeedStage
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.governor import GovernorVerdict
+from esper.tolaria.runtime import PendingRead, host_read, start_read
+from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@record
+class Ended:
+    """Everything of a step that ended from which the host is told something."""
+
+    state: ParallelEnvState
+    coalitions: Coalitions
+    act: ActResult
+    ops: OpEffects
+    ticks: TickEffects
+    effective_op: Int[Tensor, " N"]
+    verdict: GovernorVerdict
+    rolled_back: Bool[Tensor, "N S"]
+    snapshot: Bool[Tensor, " N"]
+    keep: Bool[Tensor, "N S"]
+
+
+def start(ended: Ended) -> PendingRead:
+    """Begin the read of the step that just ended. Tensors of one type and shape travel stacked."""
+    state, ops, ticks, verdict = ended.state, ended.ops, ended.ticks, ended.verdict
+    slots, hosts, readings = state.slots, state.hosts, ticks.readings
+    slot_ints = (
+        slots.stage,
+        slots.blueprint,
+        slots.algorithm,
+        slots.alpha_mode,
+        slots.serial,
+        *vars(ops.transitions).values(),
+        *vars(ticks.transitions).values(),
+        readings.gate,
+        readings.failed_checks,
+    )
+    slot_bools = (
+        slots.has_gate,
+        ops.germinated,
+        ops.released | ticks.released | ended.rolled_back,
+        ended.keep,
+        ended.rolled_back,
+        readings.passed,
+    )
+    host_floats = (
+        hosts.val_acc,
+        hosts.val_loss,
+        hosts.train_loss,
+        hosts.committed_acc,
+        state.tally.last_reward,
+    )
+    return start_read(
+        torch.stack(slot_ints),
+        torch.stack(slot_bools),
+        torch.stack((slots.alpha, slots.contribution, readings.score)),
+        torch.stack(host_floats),
+        torch.stack((ended.effective_op, verdict.reason, verdict.strikes)),
+        torch.stack((verdict.panic, ended.snapshot)),
+        ended.act.actions,
+        torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
+        ended.coalitions.sets,
+        ended.coalitions.valid,
+    )
+
+
+def structure(t: int, arrays: Arrays) -> Structure:
+    """What the executor must know for the next step."""
+    ints, bools, floats, _, _, marks, _, _, sets, sets_valid = arrays
+    return Structure(
+        t=t,
+        stage=ints[0],
+        blueprint=ints[1],
+        algorithm=ints[2],
+        alpha_mode=ints[3],
+        has_gate=bools[0],
+        alpha=floats[0],
+        germinated=bools[1],
+        released=bools[2],
+        keep=bools[3],
+        panicked=marks[0],
+        snapshot=marks[1],
+        sets=sets,
+        sets_valid=sets_valid,
+    )
+
+
+def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> Structure:
+    """The structure after step `t` without anything to be carried out, read at once; for a restored engine."""
+    slots = state.slots
+    ints = (slots.stage, slots.blueprint, slots.algorithm, slots.alpha_mode)
+    read = host_read(torch.stack(ints), slots.has_gate, slots.alpha, coalitions.sets, coalitions.valid)
+    (stage, blueprint, algorithm, alpha_mode), has_gate, alpha, sets, sets_valid = read
+    nothing, nobody = np.zeros_like(has_gate), np.zeros(len(has_gate), dtype=np.bool_)
+    return Structure(
+        t=t,
+        stage=stage,
+        blueprint=blueprint,
+        algorithm=algorithm,
+        alpha_mode=alpha_mode,
+        has_gate=has_gate,
+        alpha=alpha,
+        germinated=nothing,
+        released=nothing,
+        keep=nothing,
+        panicked=nobody,
+        snapshot=nobody,
+        sets=sets,
+        sets_valid=sets_valid,
+    )
+
+
+def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
+    """What listeners are told of the step."""
+    ints, bools, floats, host_floats, host_ints, _, actions, thresholds, _, _ = arrays
+    return StepReport(
+        episode=episode,
+        t=t,
+        stage=ints[0],
+        serial=ints[4],
+        blueprint=ints[1],
+        alpha=floats[0],
+        contribution=floats[1],
+        val_acc=host_floats[0],
+        val_loss=host_floats[1],
+        train_loss=host_floats[2],
+        committed_acc=host_floats[3],
+        reward=host_floats[4],
+        actions=actions,
+        effective_op=host_ints[0],
+        panic_reason=host_ints[1],
+        panic_strikes=host_ints[2],
+        panic_loss=thresholds[:, 0],
+        panic_thresholds=thresholds[:, 1:],
+        op_moves=ints[5:8],
+        tick_moves=ints[8:11],
+        gates=np.stack((ints[11], bools[5], floats[2], ints[12])),
+        rolled_back=bools[4],
+    )
+
+
+def rollout_stats(
+    episode: int, state: ParallelEnvState, subset_acc: Float[Tensor, "N J"], cost: RolloutCost
+) -> RolloutStats:
+    """Read the tally of an episode: the one read of a round."""
+    slots, hosts, tally = state.slots, state.hosts, state.tally
+    fossil_params = (slots.params * (slots.stage == SeedStage.FOSSILIZED)).sum(dim=1)
+    growth = (hosts.host_params + fossil_params) / hosts.host_params.clamp(min=1)
+    read = host_read(
+        tally.returns,
+        torch.stack((hosts.val_acc, hosts.committed_acc, growth)),
+        torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
+        torch.stack((tally.rollbacks, tally.refused)),
+        tally.ops,
+        torch.stack((slots.stage, slots.blueprint)),
+        slots.alpha,
+        subset_acc,
+    )
+    returns, floats, counts, mishaps, ops, end, alpha, subsets = read
+    return RolloutStats(
+        episode=episode,
+        returns=returns,
+        val_acc=floats[0],
+        committed_acc=floats[1],
+        growth=floats[2],
+        fossilized=counts[0],
+        contributing=counts[1],
+        germinated=counts[2],
+        pruned=counts[3],
+        rollbacks=mishaps[0],
+        refused=mishaps[1],
+        ops=ops,
+        stage=end[0],
+        blueprint=end[1],
+        alpha=alpha,
+        subset_acc=subsets,
+        cost=cost,
+    )

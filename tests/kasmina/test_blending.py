@@ -1,0 +1,199 @@
+"""Blending: values and gradients of every algorithm, at every weight."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from esper.kasmina.blending import blend, seed_input, straight_through
+from esper.kasmina.blueprints import GateNetwork, blueprint_by_name
+from esper.kasmina.initialization import deterministic_build
+from esper.leyline.stages import Algorithm, Topology
+
+ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
+GATE_VALUE = 0.25
+
+
+def image(*values: float) -> torch.Tensor:
+    """One example of one channel."""
+    return torch.tensor(values).view(1, 1, 1, -1)
+
+
+def random_image(seed: int, batch: int = 3, channels: int = 4) -> torch.Tensor:
+    return torch.randn(batch, channels, 5, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def conv_seed(channels: int = 4) -> nn.Module:
+    return deterministic_build(lambda: blueprint_by_name("conv_light", Topology.CNN).build(channels))
+
+
+def gate_network(channels: int = 4) -> nn.Module:
+    return deterministic_build(lambda: GateNetwork(channels))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (Algorithm.ADD, (1.0 + 0.5 * 0.2, -2.0 + 0.5 * 3.0)),
+        (Algorithm.MULTIPLY, (1.0 + 0.5 * math.tanh(0.2), -2.0 * (1.0 + 0.5 * math.tanh(3.0)))),
+        (Algorithm.GATE, (1.0 + 0.5 * 0.25 * 0.2, -2.0 + 0.5 * 0.25 * 3.0)),
+    ],
+)
+def test_values_are_those_worked_out_by_hand(algorithm, expected):
+    y = blend(image(1.0, -2.0), image(0.2, 3.0), algorithm, torch.tensor(0.5), image(GATE_VALUE))
+    torch.testing.assert_close(y, image(*expected))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_weight_per_example_equals_separate_passes(algorithm):
+    h, delta = random_image(0), random_image(1)
+    gate = torch.tensor([0.1, 0.6, 0.9]).view(3, 1, 1, 1)
+    alpha = torch.tensor([0.0, 0.3, 1.0])
+    together = blend(h, delta, algorithm, alpha.view(3, 1, 1, 1), gate)
+    for i in range(3):
+        one = slice(i, i + 1)
+        torch.testing.assert_close(together[one], blend(h[one], delta[one], algorithm, alpha[i], gate[one]))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_weight_zero_is_the_host_alone(algorithm):
+    h = random_image(0)
+    assert torch.equal(blend(h, random_image(1), algorithm, torch.tensor(0.0), torch.ones(3, 1, 1, 1)), h)
+
+
+@given(alpha=st.floats(0.0, 1.0, width=32), seed=st.integers(0, 10_000))
+def test_multiply_stays_within_one_plus_minus_alpha(alpha, seed):
+    h, delta = random_image(seed), 5.0 * random_image(seed + 1)
+    y = blend(h, delta, Algorithm.MULTIPLY, torch.tensor(alpha))
+    assert (y.abs() <= (1.0 + alpha) * h.abs() * (1 + 1e-6)).all()
+    assert (y.abs() >= (1.0 - alpha) * h.abs() * (1 - 1e-6) - 1e-6 * h.abs()).all()
+
+
+@given(alpha=st.floats(0.0, 1.0, width=32), algorithm=st.sampled_from([Algorithm.ADD, Algorithm.GATE]))
+def test_an_isolated_seed_leaves_the_gradient_of_the_identity_exactly_one(alpha, algorithm):
+    h = random_image(2).requires_grad_()
+    x = seed_input(h, isolated=True)
+    y = blend(h, conv_seed()(x), algorithm, torch.tensor(alpha), gate_network()(x))
+    (gradient,) = torch.autograd.grad(y.sum(), h)
+    assert torch.equal(gradient, torch.ones_like(h))
+
+
+def test_multiply_scales_the_gradient_of_the_identity_by_its_factor():
+    h = random_image(2).requires_grad_()
+    delta = random_image(3)
+    (gradient,) = torch.autograd.grad(blend(h, delta, Algorithm.MULTIPLY, torch.tensor(0.4)).sum(), h)
+    torch.testing.assert_close(gradient, 1.0 + 0.4 * torch.tanh(delta))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_seed_that_is_not_isolated_adds_its_own_gradient(algorithm):
+    """All partial derivatives against numerical ones, in float64, for seed, gate and host."""
+    torch.manual_seed(0)
+    h = torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 3, 1, 1, dtype=torch.float64, requires_grad=True)
+    gate_weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def network(h, weight, gate_weight):
+        x = seed_input(h, isolated=False)
+        gate = (x.mean((2, 3)) @ gate_weight).sigmoid().view(-1, 1, 1, 1)
+        return blend(h, torch.conv2d(x, weight), algorithm, torch.tensor(0.7), gate)
+
+    assert torch.autograd.gradcheck(network, (h, weight, gate_weight))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_of_seed_and_gate_have_the_tabulated_factors(algorithm):
+    alpha, h, delta, gate = torch.tensor(0.3), image(2.0, -1.0), image(0.5, -0.2), image(GATE_VALUE)
+    delta.requires_grad_()
+    gate.requires_grad_()
+    y = blend(h, delta, algorithm, alpha, gate)
+    to_delta, to_gate = torch.autograd.grad(y.sum(), (delta, gate), materialize_grads=True)
+    slope = 1.0 - torch.tanh(delta.detach()) ** 2
+    expected = {Algorithm.ADD: torch.full_like(h, 0.3), Algorithm.MULTIPLY: 0.3 * h * slope,
+                Algorithm.GATE: torch.full_like(h, 0.3 * GATE_VALUE)}  # fmt: skip
+    torch.testing.assert_close(to_delta, expected[algorithm])
+    torch.testing.assert_close(to_gate.sum(), torch.tensor(0.3 * 0.3 if algorithm is Algorithm.GATE else 0.0))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_training_seed_changes_no_bit_of_the_features(algorithm):
+    h = random_image(4)
+    h[0, 0, 0] = torch.tensor([0.0, -0.0, 1e-45, float("inf"), -3.0])
+    y = straight_through(h, conv_seed(), algorithm, gate_network())
+    assert torch.equal(y.view(torch.int32), h.view(torch.int32))
+
+
+def test_a_training_seed_that_overflows_does_not_reach_the_host():
+    h = random_image(4)
+    y = straight_through(h, lambda x: x * float("inf"), Algorithm.ADD)
+    assert torch.equal(y, h)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_host_learns_as_if_there_were_no_training_seed(algorithm):
+    host = nn.Conv2d(4, 4, 3)
+    x, pull = random_image(5), random_image(6)[:, :, :3, :3]
+    without = torch.autograd.grad((host(x) * pull).sum(), host.parameters())
+    with_seed = torch.autograd.grad(
+        (straight_through(host(x), conv_seed(), algorithm, gate_network()) * pull).sum(), host.parameters()
+    )
+    assert all(torch.equal(a, b) for a, b in zip(without, with_seed, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_training_seed_learns_as_if_it_were_heard_at_full_weight(algorithm):
+    h, pull, seed, gate = random_image(7), random_image(8), conv_seed(), gate_network()
+    weights = [*seed.parameters(), *(gate.parameters() if algorithm is Algorithm.GATE else ())]
+    hidden = torch.autograd.grad((straight_through(h, seed, algorithm, gate) * pull).sum(), weights)
+    heard = torch.autograd.grad((blend(h, seed(h), algorithm, torch.tensor(1.0), gate(h)) * pull).sum(), weights)
+    for a, b in zip(hidden, heard, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_everything_upstream_of_a_permanent_seed_has_a_gradient(algorithm):
+    """host layer -> seed in training -> host layer -> permanent, isolated seed -> loss."""
+    first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    upstream, permanent = conv_seed(), conv_seed()
+    h = straight_through(first(random_image(9)[:, :2]), upstream, Algorithm.ADD)
+    h = second(h)
+    x = seed_input(h, isolated=True)
+    y = blend(h, permanent(x), algorithm, torch.tensor(1.0), gate_network()(x))
+    (y * random_image(10)).sum().backward()
+    for module in (first, second, upstream, permanent):
+        for name, parameter in module.named_parameters():
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.count_nonzero() > 0, name
+
+
+def test_the_first_heard_step_has_the_gradient_that_alpha_zero_would_not():
+    h, seed = random_image(11), conv_seed()
+    dead = torch.autograd.grad(blend(h, seed(h), Algorithm.ADD, torch.tensor(0.0)).sum(), [*seed.parameters()])
+    alive = torch.autograd.grad((straight_through(h, seed, Algorithm.ADD) * h).sum(), [*seed.parameters()])
+    assert all(g.count_nonzero() == 0 for g in dead)
+    assert all(g.count_nonzero() > 0 for g in alive)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_result_has_the_dtype_of_the_features(algorithm):
+    h, delta, gate = random_image(0).bfloat16(), random_image(1), torch.full((3, 1, 1, 1), 0.5)
+    assert blend(h, delta, algorithm, torch.tensor(0.5), gate).dtype == torch.bfloat16
+    assert straight_through(h, lambda x: x.float(), algorithm, lambda x: gate).dtype == torch.bfloat16
+
+
+def test_sequences_blend_like_images():
+    h, delta = torch.ones(2, 3, 4), torch.full((2, 3, 4), 2.0)
+    y = blend(h, delta, Algorithm.GATE, torch.tensor([0.0, 1.0]).view(2, 1, 1), torch.full((2, 3, 1), 0.5))
+    assert torch.equal(y, torch.cat((torch.ones(1, 3, 4), torch.full((1, 3, 4), 2.0))))
+
+
+def test_an_algorithm_outside_the_set_is_refused():
+    h = random_image(0)
+    with pytest.raises(ValueError, match="expected ADD, MULTIPLY or GATE"):
+        blend(h, h, Algorithm.NONE, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="expected ADD, MULTIPLY or GATE"):
+        straight_through(h, nn.Identity(), Algorithm.NONE)

@@ -1,0 +1,152 @@
+"""Generalized advantage estimation, return accumulators and normalization against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.simic.agent.advantages import compute_gae, discounted_returns, normalize_advantages
+
+GAMMA, LAMBDA = 0.995, 0.98
+
+
+def rows(*lists: list[float]) -> torch.Tensor:
+    return torch.tensor(lists, dtype=torch.float64)
+
+
+def flags(length: int, *true_at: int) -> torch.Tensor:
+    out = torch.zeros(1, length, dtype=torch.bool)
+    out[0, list(true_at)] = True
+    return out
+
+
+def gae_of_row(r, v, *, terminal=(), truncated=None, invalid=()):
+    """One host; `truncated` maps the step to its bootstrap value."""
+    truncated = truncated or {}
+    length = len(r)
+    bootstrap = torch.zeros(1, length, dtype=torch.float64)
+    for t, value in truncated.items():
+        bootstrap[0, t] = value
+    valid = ~flags(length, *invalid)
+    cut = flags(length, *truncated)
+    return compute_gae(rows(r), rows(v), bootstrap, flags(length, *terminal), cut, valid, GAMMA, LAMBDA)[0].tolist()
+
+
+def scalar_gae(r, v, b, terminal, truncated, valid, gamma, lam):
+    """The recursion as one writes it down, for one host."""
+    out, after = [0.0] * len(r), 0.0
+    for t in reversed(range(len(r))):
+        if not valid[t]:
+            after = 0.0
+            continue
+        if terminal[t]:
+            value_after = 0.0
+        elif truncated[t]:
+            value_after = b[t]
+        else:
+            value_after = v[t + 1] if t + 1 < len(r) else 0.0
+        carry = 0.0 if terminal[t] or truncated[t] else 1.0
+        after = (r[t] + gamma * value_after - v[t]) + (carry * (gamma * lam)) * after
+        out[t] = after
+    return out
+
+
+def test_a_row_that_is_cut_off_by_the_time_limit_bootstraps_from_the_stored_value():
+    found = gae_of_row([1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2], truncated={3: 0.6})
+    assert found == pytest.approx([1.974540, 1.104030, 1.236315, 2.397000], abs=1e-6)
+
+
+def test_nothing_follows_a_terminal_step():
+    found = gae_of_row([1, 2, -10], [0.5, 0.4, 0.3], terminal=(2,))
+    assert found == pytest.approx([-7.044219, -8.145030, -10.3], abs=1e-6)
+
+
+def test_a_rollback_in_the_middle_separates_two_segments():
+    found = gae_of_row(
+        [1, -10, 7, 1, 0, 2], [0.5, 0.4, 9.0, 0.3, 0.2, 0.1], terminal=(1,), truncated={5: 0.6}, invalid=(2,)
+    )
+    assert found == pytest.approx([-9.24304, -10.4, 0.0, 3.1752, 2.334325, 2.497], abs=1e-6)
+
+
+def test_a_truncation_in_the_middle_of_a_row_cuts_the_trace_there():
+    found = gae_of_row([1, 0, -1, 2, 1, 0], [0.5, 0.4, 0.3, 0.2, 0.1, 0], truncated={2: 0.7}, terminal=(5,))
+    assert found == pytest.approx([0.225207, -0.689973, -0.6035, 2.77709, 0.9, 0.0], abs=1e-6)
+
+
+def test_a_step_that_is_both_terminal_and_truncated_counts_as_terminal():
+    assert gae_of_row([1.0], [0.25], terminal=(0,), truncated={0: 5.0}) == [0.75]
+
+
+number = st.floats(-100, 100, allow_nan=False, width=64)
+
+
+@st.composite
+def rollouts(draw):
+    hosts, steps = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+
+    def table(element):
+        return draw(st.lists(st.lists(element, min_size=steps, max_size=steps), min_size=hosts, max_size=hosts))
+
+    return [table(number) for _ in range(3)] + [table(st.booleans()) for _ in range(3)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(rollouts(), st.floats(0, 1), st.floats(0, 1))
+def test_the_batched_scan_equals_a_scalar_loop_bit_for_bit(rollout, gamma, lam):
+    r, v, b, terminal, truncated, valid = rollout
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in (r, v, b)]
+    masks = [torch.tensor(x, dtype=torch.bool) for x in (terminal, truncated, valid)]
+    found = compute_gae(*tensors, *masks, gamma, lam).tolist()
+    assert found == [scalar_gae(*host, gamma, lam) for host in zip(r, v, b, terminal, truncated, valid, strict=True)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(rollouts())
+def test_permuting_hosts_permutes_advantages(rollout):
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in rollout[:3]]
+    masks = [torch.tensor(x, dtype=torch.bool) for x in rollout[3:]]
+    order = torch.arange(tensors[0].shape[0]).flip(0)
+    found = compute_gae(*(x[order] for x in tensors), *(x[order] for x in masks), GAMMA, LAMBDA)
+    assert torch.equal(found, compute_gae(*tensors, *masks, GAMMA, LAMBDA)[order])
+
+
+def test_return_accumulators_run_forward_in_time():
+    rewards = rows([1, 0, -1, 2], [1, 2, -10, 0])
+    terminal = torch.cat((flags(4), flags(4, 2)))
+    valid = torch.cat((flags(4, 0, 1, 2, 3), flags(4, 0, 1, 2)))
+    none = torch.zeros_like(valid)
+    found = discounted_returns(rewards, terminal, none, none, valid, GAMMA)
+    want = [[1, 0.995, -0.009975, 1.990075], [1, 2.995, -7.019975, 0]]
+    torch.testing.assert_close(found, rows(*want), atol=1e-6, rtol=0)
+
+
+def test_return_accumulators_start_anew_after_ends_and_at_resets():
+    # terminal at 0, truncated at 2, row 4 not valid, reset at 5
+    found = discounted_returns(
+        rows([1, 2, 3, 4, 99, 5, 6]), flags(7, 0), flags(7, 2), flags(7, 5), ~flags(7, 4), gamma=0.5
+    )
+    assert found[0].tolist() == [1, 2, 4, 4, 0, 5, 8.5]
+
+
+def test_advantages_are_normalized_over_the_valid_steps_of_all_hosts():
+    advantages = rows([1.97454, 1.10403, 1.236315, 2.397], [-7.044219, -8.14503, -10.3, 1e6])
+    valid = torch.cat((~flags(4), ~flags(4, 3)))
+    found = normalize_advantages(advantages, valid, 0.1)
+    assert float(found.mean) == pytest.approx(-2.682481, abs=1e-6)
+    assert float(found.std) == pytest.approx(5.127996, abs=1e-6)
+    assert not found.floored
+    want = rows([0.908156, 0.7384, 0.764196, 0.990539], [-0.850574, -1.065241, -1.485477, 0])
+    torch.testing.assert_close(found.advantages, want, atol=1e-6, rtol=0)
+
+
+def test_a_small_deviation_is_raised_to_the_floor_and_flagged():
+    found = normalize_advantages(rows([0.01, -0.01]), ~flags(2), 0.1)
+    assert found.floored
+    assert found.advantages[0].tolist() == pytest.approx([0.1, -0.1], abs=1e-7)
+
+
+def test_a_rollout_without_a_valid_step_has_advantages_of_zero():
+    found = normalize_advantages(rows([math.nan, 3.0]), flags(2), 0.1)
+    assert found.advantages.tolist() == [[0.0, 0.0]]

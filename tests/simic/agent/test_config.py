@@ -1,0 +1,59 @@
+"""Hyper-parameters are checked when they are made; schedules move them over the run."""
+
+import dataclasses
+
+import pytest
+
+from esper.leyline.errors import ConfigError
+from esper.simic.agent.config import PPOConfig, entropy_coefficient, floor_scale, value_coefficient
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gamma", 1.01),
+        ("gae_lambda", -0.1),
+        ("clip", 0.0),
+        ("epochs", 0),
+        ("minibatches", 0),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("target_kl", -1.0),
+        ("grad_norm", float("inf")),
+        ("entropy_start", -0.01),
+        ("value_end", float("nan")),
+        ("value_warmup", -1),
+        ("return_momentum", 1.0),
+        ("adam_betas", (0.9, 1.0)),
+        ("hidden_width", 0),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=rf"ppo\.{name} is"):
+        PPOConfig(**{name: value})
+
+
+def test_a_configuration_is_never_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PPOConfig().lr = 1.0
+
+
+def test_the_entropy_coefficient_falls_linearly_over_the_run():
+    found = [entropy_coefficient(PPOConfig(), k, 101) for k in (0, 50, 100, 500)]
+    assert found == pytest.approx([0.05, 0.03, 0.01, 0.01])
+
+
+def test_the_value_coefficient_rises_over_ten_updates():
+    found = [value_coefficient(PPOConfig(), k) for k in (0, 5, 10, 11)]
+    assert found == pytest.approx([0.05, 0.275, 0.5, 0.5])
+    assert value_coefficient(PPOConfig(value_warmup=0), 0) == 0.5
+
+
+def test_the_entropy_floor_is_strong_early_and_weak_late():
+    found = [floor_scale(k, 101) for k in (0, 24, 25, 75, 80, 100)]
+    assert found == pytest.approx([1.5, 1.5, 1.0, 1.0, 0.9, 0.5])
+
+
+def test_a_run_of_one_update_has_schedules_too():
+    assert entropy_coefficient(PPOConfig(), 0, 1) == 0.05
+    assert floor_scale(0, 1) == 1.5

@@ -1,0 +1,162 @@
+"""The losses of PPO on four steps worked out by hand, and their masks one by one."""
+
+import math
+
+import pytest
+import torch
+
+from esper.leyline.actions import Head
+from esper.leyline.record import replace
+from esper.simic.agent.losses import (
+    LossInputs,
+    LossWeights,
+    entropy_loss,
+    floor_loss,
+    head_entropies,
+    policy_loss,
+    ppo_losses,
+    ratio_statistics,
+    value_loss,
+)
+
+OP, SLOT = Head.OP, Head.SLOT
+
+
+def heads(**columns: list[float]) -> torch.Tensor:
+    """`[1, 4, 8]` with the columns `op` and `slot`; zero elsewhere."""
+    out = torch.zeros(1, 4, 8)
+    out[0, :, OP], out[0, :, SLOT] = torch.tensor(columns["op"]), torch.tensor(columns["slot"])
+    return out
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values])
+
+
+def four_steps(**changes) -> LossInputs:
+    """Three decisions and a step without a choice; only the heads op and slot take part."""
+    fields = {
+        "log_prob": heads(op=[-0.5, -1.2, -0.9, -0.1], slot=[-1.0, -0.8, -1.1, 0.0]),
+        "old_log_prob": heads(op=[-0.7, -1.0, -1.3, -0.1], slot=[-1.1, -0.5, -1.1, 0.0]),
+        "entropy": heads(op=[0.6, 0.7, 0.5, 0.0], slot=[0.9, 0.8, 0.3, 0.0]),
+        "entropy_avail": torch.zeros(1, 4, 8),
+        "causal": heads(op=[1, 1, 1, 1], slot=[1, 1, 0, 0]).bool(),
+        "available": torch.zeros(1, 4, 8, dtype=torch.bool),
+        "advantages": row(1.0, -0.5, 0.8, -1.2),
+        "values": row(0.2, 0.1, 0.5, 0.4),
+        "returns": row(0.5, 0.0, 0.9, -0.2),
+        "valid": torch.ones(1, 4, dtype=torch.bool),
+        "forced": torch.tensor([[False, False, False, True]]),
+    }
+    return LossInputs(**fields | changes)
+
+
+def weights(*, value: float = 1.0, entropy: float = 0.05, floor: float = 1.0) -> LossWeights:
+    value_, entropy_, floor_ = (torch.tensor(x) for x in (value, entropy, floor))
+    return LossWeights(value=value_, entropy=entropy_, floor=floor_, clip=0.2, forced_value=0.2)
+
+
+def with_an_invalid_step(x: LossInputs) -> LossInputs:
+    """The same steps and one more that is not valid and holds nonsense."""
+
+    def grown(tensor: torch.Tensor, filler: float) -> torch.Tensor:
+        return torch.cat((tensor, torch.full_like(tensor[:, :1], filler)), dim=1)
+
+    names = ("log_prob", "old_log_prob", "entropy", "entropy_avail", "advantages", "values", "returns")
+    changes = {name: grown(getattr(x, name), 3.0 + i) for i, name in enumerate(names)}
+    changes |= {name: grown(getattr(x, name), True) for name in ("causal", "available", "forced")}
+    return replace(x, valid=grown(x.valid, False), **changes)
+
+
+def test_the_worked_example_of_all_terms():
+    losses = ppo_losses(four_steps(), weights())
+    assert float(losses.policy) == pytest.approx(-0.936130, abs=1e-5)  # -0.583545 - 0.352585
+    assert float(losses.value) == pytest.approx(0.051875, abs=1e-6)
+    assert float(losses.entropy) == pytest.approx(-1.45, abs=1e-6)
+    assert float(losses.floor) == 0.0
+    assert float(losses.total) == pytest.approx(-0.956755, abs=1e-5)
+
+
+def test_the_worked_example_of_ratios():
+    found = ratio_statistics(four_steps(), clip=0.2)
+    assert float(found.approx_kl) == pytest.approx(0.029658, abs=1e-5)
+    assert float(found.clip_fraction) == 0.75
+    assert float(found.ratio_max) == pytest.approx(1.491825, abs=1e-5)
+    assert float(found.ratio_min) == pytest.approx(0.606531, abs=1e-5)
+
+
+def test_a_step_that_is_not_valid_changes_nothing():
+    x = four_steps(available=heads(op=[1, 1, 1, 1], slot=[1, 1, 1, 1]).bool())
+    longer = with_an_invalid_step(x)
+    want, found = ppo_losses(x, weights()), ppo_losses(longer, weights())
+    for name in ("policy", "value", "entropy", "floor", "total"):
+        assert float(getattr(found, name)) == pytest.approx(float(getattr(want, name)), abs=1e-6), name
+    assert float(ratio_statistics(longer, 0.2).clip_fraction) == 0.75
+    assert float(ratio_statistics(longer, 0.2).ratio_max) == pytest.approx(1.491825, abs=1e-5)
+
+
+def test_the_clip_stops_the_gradient_on_the_side_of_the_advantage_only():
+    # step 0: ratio 1.22 above the clip with A > 0: flat.   step 1 (op): ratio 0.82 with A < 0: inside, has a gradient
+    # step 2: ratio 1.49 with A > 0: flat.                  step 1 (slot): ratio 0.74 with A < 0: clipped, flat
+    log_prob = four_steps().log_prob.requires_grad_()
+    policy_loss(four_steps(log_prob=log_prob), 0.2).backward()
+    assert log_prob.grad[0, :, OP].nonzero().flatten().tolist() == [1]
+    assert log_prob.grad[0, :, SLOT].nonzero().flatten().tolist() == [0]
+
+
+def test_refused_ops_and_canonical_heads_receive_no_policy_or_entropy_gradient():
+    log_prob, entropy = four_steps().log_prob.requires_grad_(), four_steps().entropy.requires_grad_()
+    x = four_steps(log_prob=log_prob, entropy=entropy, old_log_prob=log_prob.detach())
+    (policy_loss(x, 0.2) + entropy_loss(x)).backward()
+    for gradient in (log_prob.grad, entropy.grad):
+        assert gradient[0, 2, SLOT] == 0
+        assert gradient[0, 2, OP] != 0
+        assert not gradient[0, 3].any()
+
+
+def test_extreme_ratios_stay_finite():
+    found = ppo_losses(four_steps(log_prob=torch.full((1, 4, 8), 1e30)), weights())
+    assert math.isfinite(float(found.total))
+    assert math.isfinite(float(ratio_statistics(four_steps(log_prob=torch.full((1, 4, 8), -1e30)), 0.2).approx_kl))
+
+
+def test_forced_steps_weigh_a_fifth_in_the_value_loss():
+    # one free step with error 1 and one forced step with error 3: (1 + 0.2 * 9) / 1.2 / 2
+    x = four_steps(
+        values=row(1.0, 0.0, 0.0, 3.0), returns=torch.zeros(1, 4), valid=torch.tensor([[True, False, False, True]])
+    )
+    assert float(value_loss(x, 0.2)) == pytest.approx(2.8 / 1.2 / 2)
+
+
+def test_the_entropy_bonus_weighs_the_heads():
+    entropy, causal = torch.zeros(1, 4, 8), torch.zeros(1, 4, 8, dtype=torch.bool)
+    entropy[0, 0, Head.BLUEPRINT], causal[0, 0, Head.BLUEPRINT] = 0.5, True
+    entropy[0, 1, Head.STYLE], causal[0, 1, Head.STYLE] = 0.25, True
+    x = four_steps(entropy=entropy, causal=causal)
+    assert float(entropy_loss(x)) == pytest.approx(-(1.3 * 0.5 + 1.2 * 0.25))
+
+
+def test_the_floor_asks_for_entropy_where_a_head_is_available():
+    # op: open on steps 0 and 1 with mean 0.2, floor 0.30, coefficient 0.3;  slot: mean 0.5, above its floor of 0.15
+    entropy_avail = heads(op=[0.1, 0.3, 0.9, 0.9], slot=[0.5, 0.9, 0.9, 0.9])
+    available = heads(op=[1, 1, 0, 1], slot=[1, 0, 0, 0]).bool()
+    x = four_steps(entropy_avail=entropy_avail, available=available)
+    assert float(floor_loss(x)) == pytest.approx(0.3 * 0.1**2)
+    assert float(ppo_losses(x, weights(floor=1.5)).floor) == pytest.approx(1.5 * 0.3 * 0.1**2)
+
+
+def test_a_head_that_is_never_available_owes_no_entropy():
+    assert float(floor_loss(four_steps())) == 0.0
+
+
+def test_a_minibatch_without_a_valid_step_costs_nothing():
+    x = four_steps(valid=torch.zeros(1, 4, dtype=torch.bool))
+    assert float(ppo_losses(x, weights()).total) == 0.0
+    assert float(ratio_statistics(x, 0.2).approx_kl) == 0.0
+
+
+def test_reported_entropies_are_means_over_the_steps_that_used_the_head():
+    found = head_entropies(four_steps())
+    assert float(found.mean[OP]) == pytest.approx(0.6)
+    assert float(found.mean[SLOT]) == pytest.approx(0.85)
+    assert found.steps.tolist() == [2, 0, 0, 0, 0, 0, 0, 3]

@@ -1,0 +1,114 @@
+"""Running statistics: the first rollout is copied, later ones are blended in, nothing is read."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.leyline.errors import CheckpointError, ConfigError
+from esper.simic.agent.advantages import discounted_returns
+from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
+
+ALL = torch.ones(2, 2, dtype=torch.bool)
+
+
+def scalar_moments(*values: float) -> object:
+    x = torch.tensor([values])
+    return masked_moments(x, torch.ones_like(x, dtype=torch.bool))
+
+
+def test_moments_are_those_of_the_valid_rows():
+    rows = torch.tensor([[[1.0, 10.0], [3.0, 10.0]], [[float("nan"), 0.0], [8.0, 40.0]]])
+    found = masked_moments(rows, torch.tensor([[True, True], [False, True]]))
+    # 1, 3, 8: mean 4, variance (9 + 1 + 16) / 3;   10, 10, 40: mean 20, variance (100 + 100 + 400) / 3
+    assert found.count == 3
+    torch.testing.assert_close(found.mean, torch.tensor([4.0, 20.0], dtype=torch.float64))
+    torch.testing.assert_close(found.var, torch.tensor([26 / 3, 200.0], dtype=torch.float64))
+
+
+def test_the_first_rollout_is_copied_and_the_next_blended_in():
+    running = RunningMeanVar(0.75)
+    running.update(scalar_moments(1.0, 3.0))
+    assert (running.mean, running.var) == (2.0, 1.0)
+    running.update(scalar_moments(6.0, 6.0, 10.0, 14.0))  # mean 9, variance (9 + 9 + 1 + 25) / 4 = 11
+    assert float(running.mean) == pytest.approx(0.75 * 2 + 0.25 * 9)
+    assert float(running.var) == pytest.approx(0.75 * 1 + 0.25 * 11 + 0.75 * 0.25 * 49)
+
+
+def test_features_are_only_clipped_before_the_first_update():
+    running = RunningMeanVar(0.99, (2,))
+    found = running.normalize(torch.tensor([[0.3, -25.0], [12.0, 0.1]]))
+    assert torch.equal(found, torch.tensor([[0.3, -10.0], [10.0, 0.1]]))
+
+
+def test_features_are_centred_scaled_and_clipped_after_it():
+    running = RunningMeanVar(0.99, (1,))
+    running.update(masked_moments(torch.tensor([[1.0], [3.0]]), torch.ones(2, dtype=torch.bool)))
+    found = running.normalize(torch.tensor([[4.0], [2.0], [1e6]]))
+    assert found[:, 0].tolist() == pytest.approx([2.0 / 1.0001**0.5, 0.0, 10.0], abs=1e-6)
+
+
+def test_statistics_are_frozen_between_updates():
+    running = RunningMeanVar(0.99, (1,))
+    first = running.normalize(torch.tensor([[5.0]]))
+    running.normalize(torch.tensor([[500.0]]))
+    assert torch.equal(running.normalize(torch.tensor([[5.0]])), first)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_rollout_without_valid_or_with_non_finite_rows_changes_nothing(bad):
+    running = RunningMeanVar(0.9)
+    running.update(scalar_moments(1.0, 3.0))
+    before = running.state_dict()
+    running.update(masked_moments(torch.tensor([[5.0]]), torch.tensor([[False]])))
+    running.update(scalar_moments(1.0, bad))
+    assert all(torch.equal(value, before[name]) for name, value in running.state_dict().items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=30), st.randoms(use_true_random=False))
+def test_the_order_of_rows_is_immaterial(values, random):
+    shuffled = list(values)
+    random.shuffle(shuffled)
+    a, b = scalar_moments(*values), scalar_moments(*shuffled)
+    torch.testing.assert_close(a.mean, b.mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(a.var, b.var, rtol=1e-9, atol=1e-9)
+
+
+def test_the_first_rollout_of_rewards_is_scaled_by_its_own_returns():
+    rewards = torch.tensor([[1.0, 0, -1, 2], [1, 2, -10, 0]])
+    terminal = torch.tensor([[False] * 4, [False, False, True, False]])
+    valid = torch.tensor([[True] * 4, [True, True, True, False]])
+    none = torch.zeros_like(valid)
+    moments = masked_moments(discounted_returns(rewards, terminal, none, none, valid, 0.995), valid)
+    running = RunningMeanVar(0.9)
+    scale = running.scale_with(moments)
+    assert float(scale) == pytest.approx(3.048926, abs=1e-6)
+    want = torch.tensor([[0.327984, 0, -0.327984, 0.655969], [0.327984, 0.655969, -3.279844, 0]])
+    torch.testing.assert_close(scale_rewards(rewards, scale), want, atol=1e-6, rtol=0)
+    running.update(moments)
+    assert running.scale_with(scalar_moments(0.0, 100.0)) == scale  # later rollouts: by what came before them
+
+
+def test_rewards_are_clipped_and_a_constant_return_does_not_divide_by_zero():
+    scale = RunningMeanVar(0.9).scale_with(scalar_moments(2.0, 2.0))
+    assert float(scale) == pytest.approx(1e-4)
+    assert scale_rewards(torch.tensor([[2.0, -2.0, 0.0]]), scale).tolist() == [[10.0, -10.0, 0.0]]
+
+
+def test_restored_statistics_normalize_bit_for_bit_alike():
+    running, other = RunningMeanVar(0.99, (2,)), RunningMeanVar(0.99, (2,))
+    running.update(masked_moments(torch.randn(7, 2, generator=torch.Generator().manual_seed(0)), torch.ones(7) > 0))
+    other.load_state_dict(running.state_dict())
+    x = torch.tensor([[0.1, -0.7]])
+    assert torch.equal(other.normalize(x), running.normalize(x))
+
+
+def test_statistics_of_other_features_are_refused():
+    with pytest.raises(CheckpointError, match="mean"):
+        RunningMeanVar(0.99, (3,)).load_state_dict(RunningMeanVar(0.99, (2,)).state_dict())
+
+
+def test_an_impossible_momentum_is_refused():
+    with pytest.raises(ConfigError, match="momentum"):
+        RunningMeanVar(1.0)

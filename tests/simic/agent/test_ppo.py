@@ -1,0 +1,218 @@
+"""One update: what it changes, what it leaves, and that the device decides."""
+
+import math
+
+import pytest
+import torch
+
+from esper.leyline.errors import TrainingError
+from esper.leyline.random import Stream, permutation
+from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
+from esper.simic.telemetry.metrics import METRIC_NAMES
+
+HOSTS = [0, 1, 2, 3]
+PANICS = {1: [1], 3: [0], 4: [0, 2], 6: [3]}
+
+
+@pytest.fixture
+def rolled_out(make_client, make_engine):
+    """A client after one episode with rollbacks; keyword arguments go to the configuration."""
+
+    def build(**config):
+        client = make_client(HOSTS, **config)
+        make_engine(HOSTS).run(client, 0, PANICS)
+        return client
+
+    return build
+
+
+def learn(client, **changes):
+    return run_ppo_updates(client.agent, client.buffer, client.config, **{"update_index": 0, "run_seed": 7} | changes)
+
+
+def weights(client) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in client.agent.network.parameters()]
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def optimizer(client) -> list[torch.Tensor]:
+    state = client.agent.optimizer
+    return [state.exp_avg, state.exp_avg_sq, state.step]
+
+
+def test_before_the_first_step_the_update_sees_what_the_rollout_saw(rolled_out):
+    client = rolled_out()
+    batch = client.buffer.sequences(torch.arange(4))
+    assert batch.valid.sum() == 4 * 6 - 5
+    assert batch.reset.nonzero().tolist() == [[0, 3], [0, 4], [1, 1], [2, 4]]
+    x = evaluate_minibatch(client.agent, batch)
+    keep = batch.valid
+    torch.testing.assert_close(x.log_prob[keep], batch.log_probs[keep], atol=1e-5, rtol=0)
+    torch.testing.assert_close(x.values[keep], batch.values[keep], atol=1e-5, rtol=0)
+
+
+def test_the_first_ratio_of_an_update_is_one(rolled_out):
+    metrics = learn(rolled_out(epochs=1, minibatches=1))
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ratio_min"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_fraction"] == 0.0
+    assert abs(metrics["approx_kl"]) < 1e-6
+
+
+def test_an_update_moves_every_parameter_that_the_rollout_used(rolled_out):
+    client = rolled_out()
+    before = weights(client)
+    metrics = learn(client)
+    names = [name for name, _ in client.agent.network.named_parameters()]
+    unmoved = {n for n, a, b in zip(names, before, weights(client), strict=True) if torch.equal(a, b)}
+    assert not {name for name in unmoved if "head" not in name}, unmoved
+    assert metrics["optimizer_steps"] == 8
+    assert client.agent.optimizer.step == 8
+
+
+def test_every_metric_of_the_table_is_known_after_an_update(rolled_out):
+    client = rolled_out()
+    metrics = learn(client, hidden=client.hidden)
+    missing = {name for name, value in metrics.items() if math.isnan(value)}
+    assert set(metrics) == set(METRIC_NAMES)
+    # no op of the toy world reads these heads unless PRUNE was drawn and took effect
+    assert missing <= {"entropy_alpha_speed", "entropy_alpha_curve"}
+    assert metrics["forced_share"] == pytest.approx(3 / 19)
+
+
+def test_the_same_update_gives_the_same_weights_and_another_index_another_order(rolled_out):
+    a, b, c = rolled_out(), rolled_out(), rolled_out()
+    another = next(k for k in range(1, 50) if first_group(k) != first_group(0))
+    learn(a)
+    learn(b)
+    learn(c, update_index=another)
+    assert equal(weights(a), weights(b))
+    assert not equal(weights(a), weights(c))
+
+
+def first_group(update_index: int) -> set[int]:
+    """Hosts of the first minibatch of the first epoch."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return set(permutation(7, Stream.MINIBATCH_ORDER, zero, 4, episode=update_index, t=1)[0, :2].tolist())
+
+
+def test_a_minibatch_that_is_not_finite_changes_nothing(rolled_out):
+    client = rolled_out()
+    before, moments = weights(client), optimizer(client)
+    client.buffer.slabs.log_probs[:, 1] = float("nan")
+    metrics = learn(client)
+    assert equal(weights(client), before)
+    assert equal(optimizer(client), moments)
+    assert metrics["nonfinite_minibatches"] == 8
+    assert metrics["optimizer_steps"] == 0
+    assert math.isnan(metrics["policy_loss"])
+    assert client.agent.schedule_position == 0
+
+
+def test_a_poisoned_host_costs_only_its_own_minibatches(rolled_out):
+    client = rolled_out()
+    client.buffer.slabs.log_probs[2, 1] = float("nan")
+    metrics = learn(client)
+    assert metrics["nonfinite_minibatches"] == 4
+    assert metrics["optimizer_steps"] == 4
+    assert all(bool(w.isfinite().all()) for w in weights(client))
+    assert math.isfinite(metrics["policy_loss"])
+    assert client.agent.schedule_position == 1
+
+
+def test_infinite_rewards_do_not_poison_the_statistics(rolled_out):
+    client = rolled_out()
+    before = weights(client)
+    client.buffer.slabs.rewards[0, 1] = float("inf")
+    learn(client)
+    assert equal(weights(client), before)
+    assert not client.agent.returns.started
+
+
+def test_three_updates_without_a_finite_minibatch_raise(rolled_out, make_engine):
+    client = rolled_out()
+
+    def poisoned_episode(episode):
+        make_engine(HOSTS).run(client, episode)
+        client.buffer.slabs.log_probs[:, 1] = float("nan")
+
+    for episode in range(2):
+        poisoned_episode(episode)
+        learn(client)
+    poisoned_episode(2)
+    with pytest.raises(TrainingError, match="3 updates in a row"):
+        learn(client)
+
+
+def test_one_finite_update_starts_the_count_anew(rolled_out, make_engine):
+    client = rolled_out()
+    for episode, poisoned in enumerate((True, True, False, True, True)):
+        make_engine(HOSTS).run(client, episode)
+        if poisoned:
+            client.buffer.slabs.log_probs[:, 1] = float("nan")
+        learn(client)
+    assert client.agent.barren_updates == 2
+
+
+def test_the_divergence_stop_turns_later_epochs_into_no_ops(rolled_out):
+    stopped, single, free = rolled_out(target_kl=1e-12), rolled_out(epochs=1), rolled_out(target_kl=1e3)
+    metrics = learn(stopped)
+    learn(single)
+    free_metrics = learn(free)
+    assert metrics["epochs_done"] == 1
+    assert metrics["stopped_early"] == 1
+    assert metrics["optimizer_steps"] == 2
+    assert equal(weights(stopped), weights(single))
+    assert equal(optimizer(stopped), optimizer(single))
+    assert free_metrics["epochs_done"] == 4
+    assert free_metrics["stopped_early"] == 0
+
+
+def test_a_rollout_without_a_valid_step_teaches_nothing(make_client, make_engine):
+    client = make_client(HOSTS)
+    make_engine(HOSTS).run(client, 0, {t: HOSTS for t in range(1, 7)})
+    before = weights(client)
+    metrics = learn(client)
+    assert equal(weights(client), before)
+    assert metrics["optimizer_steps"] == 0
+    assert metrics["nonfinite_minibatches"] == 0
+    assert client.agent.barren_updates == 0
+
+
+def test_statistics_move_once_after_the_epochs_and_the_buffer_is_empty(rolled_out):
+    client = rolled_out()
+    raw, valid = client.buffer.slabs.raw_states.clone(), client.buffer.slabs.valid.clone()
+    learn(client)
+    torch.testing.assert_close(client.agent.observations.mean, raw[valid].double().mean(0))
+    assert client.agent.returns.started
+    assert client.buffer.num_steps == 0
+    assert not client.buffer.slabs.valid.any()
+
+
+def test_an_update_reads_once(rolled_out, monkeypatch):
+    client, tolist, calls = rolled_out(), torch.Tensor.tolist, []
+
+    def read(x):
+        calls.append("read")
+        return tolist(x)
+
+    def forbid(name):
+        original = getattr(torch.Tensor, name)
+
+        def recorded(*args, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, recorded)
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        forbid(name)
+    learn(client, read=read)
+    assert calls == ["read"]
+
+
+def test_more_minibatches_than_hosts_are_one_per_host(rolled_out):
+    assert learn(rolled_out(minibatches=50, epochs=1))["optimizer_steps"] == 4

@@ -1,0 +1,263 @@
+"""The rollout buffer: columns and rows, rollbacks, neutral rows."""
+
+import pytest
+import torch
+
+from esper.leyline.actions import CANONICAL_ACTION
+from esper.leyline.errors import CheckpointError
+from esper.leyline.record import named_tensors
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+
+N, T, D, S, H = 3, 5, 4, 2, 6
+
+
+def new_buffer(**changes) -> TamiyoRolloutBuffer:
+    return TamiyoRolloutBuffer(
+        **{"num_envs": N, "max_steps": T, "feature_dim": D, "num_slots": S, "hidden_dim": H} | changes
+    )
+
+
+def column(t: int, **changes) -> dict[str, torch.Tensor]:
+    """Distinct, reproducible numbers for one step of all hosts."""
+    g = torch.Generator().manual_seed(t)
+
+    def flag(*shape):
+        return torch.rand(N, *shape, generator=g) < 0.5
+
+    fields = {
+        "state": torch.randn(N, D, generator=g),
+        "raw_state": torch.randn(N, D, generator=g),
+        "blueprint_index": torch.randint(-1, 13, (N, S), generator=g),
+        "actions": torch.randint(0, 2, (N, 8), generator=g),
+        "effective_op": torch.randint(0, 6, (N,), generator=g),
+        "log_prob": -torch.rand(N, 8, generator=g),
+        "value": torch.randn(N, generator=g),
+        "reward": torch.randn(N, generator=g),
+        "bootstrap_value": torch.zeros(N),
+        "terminal": torch.zeros(N, dtype=torch.bool),
+        "truncated": torch.zeros(N, dtype=torch.bool),
+        "valid": torch.ones(N, dtype=torch.bool),
+        "reset": torch.zeros(N, dtype=torch.bool),
+        "forced": flag(),
+        "legal": flag(6, S),
+        "has_gate": flag(S),
+    }
+    return fields | changes
+
+
+def only(host: int) -> torch.Tensor:
+    return torch.arange(N) == host
+
+
+def same(a: TamiyoRolloutBuffer, b: TamiyoRolloutBuffer) -> bool:
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(named_tensors(a.slabs), named_tensors(b.slabs), strict=True))
+
+
+PENALTY = torch.tensor([-10.0, -20.0, -30.0])
+
+
+def test_a_column_is_written_as_it_is_given():
+    buffer, fields = new_buffer(), column(0)
+    buffer.store(2, **fields)
+    assert torch.equal(buffer.slabs.states[:, 2], fields["state"])
+    assert torch.equal(buffer.slabs.legal[:, 2], fields["legal"])
+    assert torch.equal(buffer.slabs.log_probs[:, 2], fields["log_prob"])
+    assert not buffer.slabs.valid[:, [0, 1, 3, 4]].any()
+
+
+def test_storing_a_column_equals_adding_a_row_per_host():
+    stored, added = new_buffer(), new_buffer()
+    for t in range(T):
+        fields = column(t, valid=~only(1) if t == 2 else ~only(-1), reset=only(1) if t == 3 else only(-1))
+        stored.store(t, **fields)
+        for n in range(N):
+            added.add(n, **{name: values[n] for name, values in fields.items()})
+    assert same(stored, added)
+    stored.mark_terminal(only(0), PENALTY)
+    added.mark_terminal(only(0), PENALTY)
+    assert same(stored, added)
+
+
+def test_a_row_takes_numbers_of_python_and_tensors_without_axes_alike():
+    numbers, tensors = new_buffer(), new_buffer()
+    fields = {name: values[0] for name, values in column(0).items()}
+    scalars = {"value": 0.25, "reward": -1.5, "bootstrap_value": 0.75, "effective_op": 3, "truncated": True}
+    numbers.add(0, **fields | scalars)
+    tensors.add(0, **fields | {name: torch.tensor(value) for name, value in scalars.items()})
+    assert same(numbers, tensors)
+    assert numbers.slabs.bootstrap_values[0, 0] == 0.75
+    assert numbers.slabs.truncated[0, 0]
+
+
+def test_writing_reads_nothing_from_the_device(monkeypatch):
+    buffer, reads = new_buffer(), []
+    for method in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, method, lambda *a, m=method, **k: reads.append(m))
+    buffer.store(0, **column(0))
+    buffer.add(1, **{name: values[1] for name, values in column(1).items()})
+    buffer.mark_terminal(only(1), PENALTY)
+    buffer.mark_truncated(only(0), PENALTY)
+    buffer.compute_advantages_and_returns()
+    buffer.normalize_advantages()
+    buffer.sequences(torch.tensor([0, 2]))
+    assert reads == []
+
+
+def test_rows_without_content_are_neutral():
+    buffer = new_buffer()
+    for t in range(3):
+        buffer.store(t, **column(t, valid=~only(1), reward=torch.full((N,), float("nan"))))
+    for t in (0, 4):  # not valid, and not written
+        assert buffer.slabs.actions[1, t].tolist() == list(CANONICAL_ACTION)
+        assert buffer.slabs.legal[1, t].nonzero().tolist() == [[0, 0]]
+        for name in ("states", "log_probs", "values", "rewards", "blueprint_index", "effective_op"):
+            assert not getattr(buffer.slabs, name)[1, t].any(), name
+
+
+def test_a_rollback_ends_the_last_row_with_the_penalty():
+    buffer = new_buffer()
+    for t in range(3):
+        buffer.store(t, **column(t, truncated=~only(-1), bootstrap_value=torch.ones(N)))
+    kept = buffer.slabs.rewards.clone()
+    buffer.mark_terminal(only(1), PENALTY)
+    assert buffer.slabs.terminal.nonzero().tolist() == [[1, 2]]
+    assert not buffer.slabs.truncated[1, 2]
+    assert buffer.slabs.bootstrap_values[1, 2] == 0
+    assert buffer.slabs.rewards[1, 2] == -20
+    kept[1, 2] = -20
+    assert torch.equal(buffer.slabs.rewards, kept)
+    assert buffer.slabs.truncated[0, 2]
+
+
+def test_a_rollback_in_the_first_step_finds_no_row():
+    buffer = new_buffer()
+    buffer.mark_terminal(~only(-1), PENALTY)
+    buffer.store(0, **column(0, valid=~only(1)))
+    assert not buffer.slabs.terminal.any()
+    assert buffer.slabs.valid[:, 0].tolist() == [True, False, True]
+
+
+def test_two_rollbacks_in_a_row_pay_one_penalty():
+    buffer = new_buffer()
+    buffer.store(0, **column(0))
+    for t in (1, 2):
+        buffer.mark_terminal(only(1), PENALTY)
+        buffer.store(t, **column(t, valid=~only(1)))
+    assert buffer.slabs.terminal.nonzero().tolist() == [[1, 0]]
+    assert (buffer.slabs.rewards == -20).sum() == 1
+
+
+def test_a_terminal_row_is_not_paid_a_second_time():
+    buffer = new_buffer()
+    buffer.store(0, **column(0, terminal=only(2)))
+    before = buffer.slabs.rewards.clone()
+    buffer.mark_terminal(only(2), PENALTY)
+    assert torch.equal(buffer.slabs.rewards, before)
+
+
+def test_the_time_limit_stores_the_bootstrap_of_open_rows_only():
+    buffer = new_buffer()
+    buffer.store(0, **column(0, terminal=only(0), valid=~only(1)))
+    buffer.mark_truncated(~only(-1), torch.tensor([0.1, 0.2, 0.3]))
+    assert buffer.slabs.truncated[:, 0].tolist() == [False, False, True]
+    assert buffer.slabs.bootstrap_values[:, 0].tolist() == pytest.approx([0, 0, 0.3])
+
+
+def test_advantages_and_returns_of_stored_or_of_other_rewards():
+    buffer = new_buffer(num_envs=1, max_steps=4, gae_lambda=0.98)
+    row = {name: x[0] for name, x in column(0).items()}
+    for r, v in zip([1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2], strict=True):
+        buffer.add(0, **row | {"reward": r, "value": v})
+    buffer.mark_truncated(torch.tensor([True]), torch.tensor([0.6]))
+    want = torch.tensor([[1.974540, 1.104030, 1.236315, 2.397000]])
+    advantages, returns = buffer.compute_advantages_and_returns()
+    torch.testing.assert_close(advantages, want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(returns, want + buffer.slabs.values)
+    advantages, _ = buffer.compute_advantages_and_returns(torch.zeros(1, 4))
+    assert float(advantages[0, 3]) == pytest.approx(0.995 * 0.6 - 0.2)
+
+
+def test_advantages_are_normalized_once():
+    buffer = new_buffer()
+    buffer.store(0, **column(0))
+    buffer.compute_advantages_and_returns()
+    buffer.normalize_advantages()
+    with pytest.raises(RuntimeError, match="already"):
+        buffer.normalize_advantages()
+    buffer.compute_advantages_and_returns()
+    buffer.normalize_advantages()
+
+
+def test_sequences_are_whole_rows_of_the_chosen_hosts():
+    buffer = new_buffer(num_layers=2)
+    for t in range(T):
+        buffer.store(t, **column(t))
+    batch = buffer.sequences(torch.tensor([2, 0]))
+    assert torch.equal(batch.states, buffer.slabs.states[[2, 0]])
+    assert torch.equal(batch.legal, buffer.slabs.legal[[2, 0]])
+    assert batch.hidden0.h.shape == batch.hidden0.c.shape == (2, 2, H)
+
+
+def test_overflow_is_an_index_error():
+    buffer = new_buffer()
+    with pytest.raises(IndexError, match="column 5"):
+        buffer.store(T, **column(0))
+    row = {name: values[0] for name, values in column(0).items()}
+    for _ in range(T):
+        buffer.add(0, **row)
+    with pytest.raises(IndexError, match="host 0"):
+        buffer.add(0, **row)
+
+
+def test_a_misspelled_field_is_named():
+    with pytest.raises(TypeError, match=r"rewrad.*did you mean 'reward'"):
+        new_buffer().store(0, **column(0), rewrad=torch.zeros(N))
+
+
+def test_reset_makes_every_row_neutral_again():
+    buffer = new_buffer()
+    for t in range(T):
+        buffer.store(t, **column(t))
+    buffer.compute_advantages_and_returns()
+    buffer.reset()
+    assert same(buffer, new_buffer())
+    assert buffer.num_steps == 0
+    buffer.mark_terminal(~only(-1), PENALTY)
+    assert not buffer.slabs.terminal.any()
+
+
+def test_validate_names_segments_without_an_end():
+    buffer = new_buffer()
+    buffer.store(0, **column(0, truncated=only(0), bootstrap_value=torch.ones(N)))
+    buffer.store(1, **column(1, valid=~only(1)))
+    with pytest.raises(ValueError, match=r"\[\[0, 1\], \[1, 0\], \[2, 1\]\]"):
+        buffer.validate()
+    buffer.mark_truncated(~only(-1), torch.ones(N))
+    with pytest.raises(ValueError, match=r"\[\[1, 0\]\]"):
+        buffer.validate()
+    buffer.slabs.terminal[1, 0] = True
+    buffer.validate()
+
+
+def test_a_reset_row_also_asks_for_an_end_before_it():
+    buffer = new_buffer()
+    buffer.store(0, **column(0))
+    buffer.store(1, **column(1, reset=only(2), terminal=~only(-1)))
+    assert buffer.open_ends().nonzero().tolist() == [[2, 0]]
+
+
+def test_a_half_filled_buffer_survives_a_restart():
+    buffer, other = new_buffer(), new_buffer()
+    for t in range(3):
+        buffer.store(t, **column(t))
+    other.load_state_dict(buffer.state_dict())
+    for b in (buffer, other):
+        b.mark_terminal(only(0), PENALTY)
+        b.store(3, **column(3))
+    assert same(buffer, other)
+    assert other.num_steps == 4
+
+
+def test_the_state_of_another_shape_is_refused():
+    with pytest.raises(CheckpointError, match="states"):
+        new_buffer().load_state_dict(new_buffer(feature_dim=D + 1).state_dict())

@@ -1,0 +1,230 @@
+"""The learner in front of a toy engine: decisions, rollbacks, restarts, and that it learns."""
+
+import pytest
+import torch
+
+from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.random import Stream, uniform
+from esper.simic.client import compute_batched_bootstrap, policy_uniforms
+from esper.tamiyo.features import observe
+from esper.tamiyo.heads import sample_heads
+
+HOSTS = [0, 1, 2, 3]
+
+
+def weights(client) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in client.agent.network.parameters()])
+
+
+def played(client, make_engine, episodes: int, hosts=HOSTS) -> list[dict[str, float]]:
+    return [(make_engine(hosts).run(client, k), client.update())[1] for k in range(episodes)]
+
+
+def test_every_random_number_is_that_of_its_host_step_and_head():
+    found = policy_uniforms(run_seed=11, hosts=torch.tensor([4, 9]), episode=3, steps=5)
+    want = uniform(11, Stream.POLICY_SAMPLING, torch.tensor(9), episode=3, t=2, block=int(Head.TEMPO))
+    assert found[1, 1, Head.TEMPO] == want
+    assert torch.equal(found[:, 1], policy_uniforms(11, torch.tensor([9]), 3, 5)[:, 0])
+    assert found.unique().numel() == found.numel()
+
+
+def test_a_decision_uses_the_random_numbers_of_its_own_step(make_client, make_engine):
+    client, engine = make_client(HOSTS, run_seed=3), make_engine(HOSTS)
+    hidden = client.initial_hidden(4)
+    for t, act in enumerate(engine.run(client, 2), start=1):
+        obs = engine.observation(t)
+        raw, blueprints = observe(obs)
+        with torch.no_grad():
+            out = client.agent.network.step(client.agent.observations.normalize(raw), blueprints, hidden)
+        u = policy_uniforms(3, torch.tensor(HOSTS), 2, 6)[t - 1]
+        want = sample_heads(out.logits, obs.legal, obs.has_gate, client.agent.selectable, u, False)
+        assert torch.equal(act.actions, want.actions)
+        hidden = act.hidden
+
+
+def test_actions_of_a_host_do_not_depend_on_the_others(make_client, make_engine):
+    hosts = [5, 2, 8]
+    together, panics = make_client(hosts), {3: [1]}
+    make_engine(hosts).run(together, 4, panics)
+    for n, host in enumerate(hosts):
+        alone = make_client([host])
+        make_engine([host]).run(alone, 4, {t: [0] for t, who in panics.items() if n in who})
+        for name in ("actions", "valid", "reset", "terminal", "truncated", "rewards"):
+            assert torch.equal(getattr(alone.buffer.slabs, name)[0], getattr(together.buffer.slabs, name)[n]), name
+        torch.testing.assert_close(alone.buffer.slabs.values[0], together.buffer.slabs.values[n], atol=1e-6, rtol=0)
+        torch.testing.assert_close(alone.buffer.slabs.log_probs[0], together.buffer.slabs.log_probs[n])
+
+
+def test_permuting_hosts_permutes_the_rollout(make_client, make_engine):
+    forwards, backwards = make_client([0, 1, 2]), make_client([2, 1, 0])
+    make_engine([0, 1, 2]).run(forwards, 0)
+    make_engine([2, 1, 0]).run(backwards, 0)
+    assert torch.equal(forwards.buffer.slabs.actions, backwards.buffer.slabs.actions.flip(0))
+    torch.testing.assert_close(forwards.buffer.slabs.values, backwards.buffer.slabs.values.flip(0), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_a_rollback_marks_the_row_before_it_and_resets_the_row_after_it(make_client, make_engine, step):
+    client = make_client(HOSTS)
+    make_engine(HOSTS).run(client, 0, {step: [2]})
+    slabs, row = client.buffer.slabs, step - 1
+    assert (~slabs.valid).nonzero().tolist() == [[2, row]]
+    assert slabs.reset.nonzero().tolist() == ([[2, row + 1]] if step < 6 else [])
+    assert slabs.terminal.nonzero().tolist() == ([[2, row - 1]] if step > 1 else [])
+    assert (slabs.rewards == -10).nonzero().tolist() == ([[2, row - 1]] if step > 1 else [])
+    assert slabs.truncated.nonzero().tolist() == [[n, 5] for n in HOSTS if step < 6 or n != 2]
+    assert bool((slabs.bootstrap_values[:, 5] != 0).sum() == slabs.truncated.sum())
+    client.buffer.validate()
+
+
+def test_two_rollbacks_in_a_row_pay_one_penalty(make_client, make_engine):
+    client = make_client(HOSTS)
+    make_engine(HOSTS).run(client, 0, {3: [1], 4: [1]})
+    slabs = client.buffer.slabs
+    assert (~slabs.valid).nonzero().tolist() == [[1, 2], [1, 3]]
+    assert slabs.terminal.nonzero().tolist() == [[1, 1]]
+    assert slabs.reset.nonzero().tolist() == [[1, 3], [1, 4]]
+    client.buffer.validate()
+
+
+def test_the_recurrent_state_is_zero_after_a_rollback_and_carried_otherwise(make_client, make_engine):
+    client = make_client(HOSTS)
+    make_engine(HOSTS).run(client, 0, {2: [1]}, last_step=2)
+    assert not client.hidden.h[:, 1].any()
+    assert not client.hidden.c[:, 1].any()
+    assert bool(client.hidden.h[:, [0, 2, 3]].any(-1).all())
+
+
+def test_the_bootstrap_is_the_value_after_the_last_step_and_leaves_the_state_alone(make_client, make_engine):
+    client, engine = make_client(HOSTS), make_engine(HOSTS)
+    engine.run(client, 0, last_step=5)
+    before = client.hidden
+    h = before.h.clone()
+    found = client.bootstrap(engine.observation(6))
+    assert client.hidden is before
+    assert torch.equal(before.h, h)
+    raw, blueprints = observe(engine.observation(6))
+    want = client.agent.network.step(client.agent.observations.normalize(raw), blueprints, before).value
+    assert torch.equal(found, want.detach())
+    forgetful = compute_batched_bootstrap(client.agent, engine.observation(6), client.initial_hidden(4))
+    assert not torch.equal(found, forgetful)
+    assert not found.requires_grad
+
+
+def test_statistics_are_frozen_during_a_rollout_and_used_after_it(make_client, make_engine):
+    client, engine = make_client(HOSTS), make_engine(HOSTS)
+    first = engine.run(client, 0)[0]
+    assert torch.equal(first.features, first.raw_features.clamp(-10, 10))
+    client.update()
+    mean = client.agent.observations.mean.clone()
+    second = engine.run(client, 1)[0]
+    assert torch.equal(client.agent.observations.mean, mean)
+    assert torch.equal(second.features, client.agent.observations.normalize(second.raw_features))
+    assert not torch.equal(second.features, first.features)
+
+
+def test_deterministic_decisions_repeat_and_need_no_random_numbers(make_client, make_engine):
+    a, b, engine = make_client(HOSTS), make_client(HOSTS), make_engine(HOSTS)
+    a.begin_rollout(0, torch.tensor(HOSTS))
+    b.begin_rollout(5, torch.tensor(HOSTS))
+    obs = engine.observation(1)
+    assert torch.equal(a.act(obs, deterministic=True).actions, b.act(obs, deterministic=True).actions)
+
+
+def test_a_step_reads_nothing(make_client, make_engine, monkeypatch):
+    client, engine, reads = make_client(HOSTS), make_engine(HOSTS), []
+    engine.run(client, 0, last_step=1)
+    obs = engine.observation(2)
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, m=name, **k: reads.append(m))
+    client.act(obs)
+    client.bootstrap(obs)
+    client.rollback(torch.zeros(4, dtype=torch.bool), torch.zeros(4))
+    assert reads == []
+
+
+def test_equal_runs_are_equal_bit_for_bit(make_client, make_engine):
+    a, b = make_client(HOSTS), make_client(HOSTS)
+    assert str(played(a, make_engine, 2)) == str(played(b, make_engine, 2))  # as text, because missing is NaN
+    assert torch.equal(weights(a), weights(b))
+
+
+def test_a_restored_client_goes_on_bit_for_bit(make_client, make_engine):
+    client, other = make_client(HOSTS), make_client(HOSTS, run_seed=7)
+    played(client, make_engine, 2)
+    state = {name: value.clone() for name, value in client.state_dict().items()}
+    assert not any(name.startswith("rollout.") for name in state)
+    other.load_state_dict(state)
+    for c in (client, other):
+        make_engine(HOSTS).run(c, 2, {2: [0]})
+    assert torch.equal(client.buffer.slabs.actions, other.buffer.slabs.actions)
+    assert str(client.update()) == str(other.update())
+    assert torch.equal(weights(client), weights(other))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in client.state_dict().items())
+
+
+def test_a_client_restored_inside_an_episode_goes_on_bit_for_bit(make_client, make_engine):
+    client, other, engine = make_client(HOSTS), make_client(HOSTS), make_engine(HOSTS)
+    played(client, make_engine, 1)
+    engine.run(client, 1, {3: [2]}, last_step=3)
+    other.load_state_dict({name: value.clone() for name, value in client.state_dict().items()})
+    for c in (client, other):
+        engine.run(c, 1, {5: [0]}, first_step=4)
+    assert torch.equal(client.buffer.slabs.rewards, other.buffer.slabs.rewards)
+    assert torch.equal(client.buffer.slabs.reset, other.buffer.slabs.reset)
+    client.update()
+    other.update()
+    assert torch.equal(weights(client), weights(other))
+
+
+def test_a_state_that_is_kept_does_not_change_with_the_client(make_client, make_engine):
+    client = make_client(HOSTS)
+    state = client.state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    played(client, make_engine, 1)
+    assert all(torch.equal(value, before[name]) for name, value in state.items())
+
+
+def test_a_state_with_other_names_or_shapes_is_refused(make_client):
+    client = make_client(HOSTS)
+    state = client.state_dict()
+    with pytest.raises(CheckpointError, match="counters"):
+        client.load_state_dict({name: value for name, value in state.items() if name != "counters"})
+    with pytest.raises(CheckpointError, match="surplus"):
+        client.load_state_dict(state | {"surplus": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"observations|network"):
+        client.load_state_dict(make_client(HOSTS, width=16).state_dict())
+
+
+def test_the_reward_is_handed_on(make_client):
+    client = make_client(HOSTS)
+    state = client.initial_state(3, 2, 5, torch.device("cpu"))
+    assert client.terms == ("paid",)
+    assert state.tolist() == [10.0] * 3
+    assert client.rollback_reward(state).tolist() == [-10.0] * 3
+    assert client.reset_hosts(state, torch.tensor([True, False, False])).tolist() == [0.0, 10.0, 10.0]
+
+
+def test_a_run_without_updates_is_refused(make_client):
+    with pytest.raises(ConfigError, match="total_updates"):
+        make_client(HOSTS, total_updates=0)
+
+
+def test_the_client_learns_the_best_decision_of_the_toy_world(make_client, make_engine):
+    hosts = list(range(16))
+    client, engine = make_client(hosts, total_updates=25, lr=3e-3), make_engine(hosts)
+
+    def share_of_favourites() -> float:
+        slabs = client.buffer.slabs
+        free = ~slabs.forced
+        chosen = (slabs.actions[..., Head.OP] == LifecycleOp.GERMINATE) & (slabs.actions[..., Head.SLOT] == 1)
+        return float(chosen[free].float().mean())
+
+    engine.run(client, 0)
+    assert share_of_favourites() < 0.4
+    for episode in range(25):
+        engine.run(client, episode)
+        client.update()
+    engine.run(client, 25)
+    assert share_of_favourites() > 0.9

@@ -1,0 +1,94 @@
+import gzip
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.errors import DataError
+from esper.tasks.datasets import fashion_mnist
+from esper.tasks.datasets.fashion_mnist import FILES, FOLDERS, find_files
+
+
+def touch_all(folder: Path, suffix: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (folder / (name + suffix)).touch()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_files_are_found_in_every_usual_folder(tmp_path, folder, suffix):
+    touch_all(tmp_path / folder, suffix)
+    assert [path.name for path in find_files(tmp_path)] == [name + suffix for name in FILES]
+
+
+def test_the_missing_file_is_named(tmp_path):
+    touch_all(tmp_path / "fashion-mnist")
+    gone = tmp_path / "fashion-mnist" / FILES[3]
+    gone.unlink()
+    with pytest.raises(DataError) as caught:
+        find_files(tmp_path)
+    assert str(gone) in str(caught.value)
+    assert str(tmp_path / "fashion-mnist" / FILES[0]) not in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(DataError, match="there is no such folder"):
+        fashion_mnist.load(tmp_path / "nowhere", run_seed=0)
+
+
+def test_without_a_folder_there_is_no_data():
+    with pytest.raises(DataError, match="no folder was named"):
+        fashion_mnist.load(None, run_seed=0)
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(header + array.tobytes())
+
+
+def write_lookalike(folder: Path, num_train: int = 60_000) -> None:
+    """Files of the official sizes; the first two pixels of an image are its number, the others are its label."""
+    for names, count in ((FILES[:2], num_train), (FILES[2:], 10_000)):
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        images = np.broadcast_to(labels[:, None, None], (count, 28, 28)).copy()
+        images[:, 0, 0], images[:, 0, 1] = np.arange(count) % 256, np.arange(count) // 256
+        write_idx(folder / names[0], images)
+        write_idx(folder / names[1], labels)
+
+
+def test_a_stratified_tenth_of_the_training_set_is_held_out(tmp_path):
+    write_lookalike(tmp_path)
+    data = fashion_mnist.load(tmp_path, run_seed=5)
+    assert data.train.x.shape == (54_000, 1, 28, 28)
+    assert data.val.y.bincount().tolist() == [600] * 10
+    assert data.test.y.bincount().tolist() == [1_000] * 10
+    pixel = (data.val.y[:4] / 255.0 - 0.2860) / 0.3530
+    torch.testing.assert_close(data.val.x[:4, 0, 9, 9], pixel)
+    numbers = torch.cat([split.x[:, 0, 0, :2] for split in (data.train, data.val)])
+    assert len(numbers.unique(dim=0)) == 60_000
+    assert data.identity["files"][0] == (FILES[0], 16 + 60_000 * 784)
+
+
+def test_a_data_set_of_another_size_is_refused(tmp_path):
+    write_lookalike(tmp_path, num_train=500)
+    with pytest.raises(DataError, match="found images of 500 x 28 x 28, expected 60000 x 28 x 28"):
+        fashion_mnist.load(tmp_path, run_seed=0)
+
+
+def test_a_damaged_download_is_refused(tmp_path):
+    touch_all(tmp_path, ".gz")
+    (tmp_path / (FILES[0] + ".gz")).write_bytes(gzip.compress(b"\0\0\x08\x03" + bytes(20))[:-6])
+    with pytest.raises(DataError, match="found a damaged one"):
+        fashion_mnist.load(tmp_path, run_seed=0)
+
+
+@pytest.mark.skipif("ESPER_DATA" not in os.environ, reason="ESPER_DATA does not name a folder with the data sets")
+def test_the_official_files_are_read():
+    data = fashion_mnist.load(Path(os.environ["ESPER_DATA"]), run_seed=0)
+    assert [len(data.split(name)) for name in ("train", "val", "test")] == [54_000, 6_000, 10_000]
+    assert abs(data.train.x.mean().item()) < 0.01
+    assert abs(data.train.x.std().item() - 1.0) < 0.01

@@ -1,0 +1,163 @@
+import math
+
+import pytest
+import torch
+
+from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import AlphaMode, SeedStage
+from esper.tasks import null
+from esper.tasks.null import BLUEPRINTS, Fault, NullSpec
+
+SPEC = NullSpec()
+HOLD, DOWN = AlphaMode.HOLD, AlphaMode.DOWN
+
+
+def col(*values: float) -> torch.Tensor:
+    return torch.tensor([values])
+
+
+def test_the_host_alone_approaches_50_points():
+    assert null.host_accuracy(0) == 0.0
+    assert null.host_accuracy(10) == pytest.approx(50 * (1 - math.exp(-1)))
+    assert null.host_accuracy(60) == pytest.approx(49.8761, abs=5e-5)
+
+
+def test_strength_is_alpha_times_maturity_times_quality_times_algorithm():
+    # p = 10: m = 1 - 1/e = .632121;  bottleneck 6, MULTIPLY .5, alpha .5 -> .948181;  no seed -> 0
+    v = null.strengths(
+        SPEC, col(0.5, 1.0, 0.0), torch.tensor([[10, 0, 10]]), torch.tensor([[5, 5, -1]]), torch.tensor([[2, 1, 0]])
+    )
+    torch.testing.assert_close(v, col(0.948181, 0.0, 0.0), atol=1e-5, rtol=0.0)
+
+
+def scalar_accuracy(base: float, v: list[float], on: list[bool], w: float) -> float:
+    total = base
+    for i, vi in enumerate(v):
+        if on[i]:
+            total += vi + w * sum(vi * v[j] for j in range(i + 1, len(v)) if on[j])
+    return min(100.0, max(0.0, total))
+
+
+@pytest.mark.parametrize("w", [0.0, 0.3, -2.0])
+def test_coalitions_agree_with_the_sum_over_pairs(w):
+    gen = torch.Generator().manual_seed(3)
+    v_NS = torch.rand(5, 4, generator=gen) * 10 - 3
+    sets_NKS = torch.rand(5, 7, 4, generator=gen) < 0.5
+    got = null.coalition_accuracy(NullSpec(interaction=w), 6, v_NS, sets_NKS)
+    want = [
+        [scalar_accuracy(null.host_accuracy(6), v_NS[n].tolist(), sets_NKS[n, k].tolist(), w) for k in range(7)]
+        for n in range(5)
+    ]
+    torch.testing.assert_close(got, torch.tensor(want))
+
+
+def test_an_additive_population_has_no_interaction_and_a_superadditive_one_has():
+    sets = torch.tensor([[[False, False], [True, False], [False, True], [True, True]]])
+    for w, interaction in ((0.0, 0.0), (0.5, 0.5 * 3 * 4)):
+        f = null.coalition_accuracy(NullSpec(interaction=w), 10, col(3.0, 4.0), sets)[0]
+        assert (f[3] - f[1] - f[2] + f[0]).item() == pytest.approx(interaction, abs=1e-5)
+
+
+def test_accuracy_stays_between_0_and_100():
+    sets = torch.ones(2, 1, 1, dtype=torch.bool)
+    assert null.coalition_accuracy(SPEC, 60, torch.tensor([[70.0], [-70.0]]), sets).tolist() == [[100.0], [0.0]]
+
+
+def test_noise_is_shared_by_the_coalitions_of_a_step_and_belongs_to_the_host():
+    spec = NullSpec(sigma=2.0)
+    z = null.scripted_noise(spec, 1, torch.arange(4_000), episode=0, t=3)
+    assert abs(z.std().item() - 2.0) < 0.1
+    assert z[7].item() == null.scripted_noise(spec, 1, torch.tensor([7]), episode=0, t=3).item()
+    assert z[7].item() != null.scripted_noise(spec, 1, torch.tensor([7]), episode=0, t=4).item()
+    sets = torch.tensor([[[True], [False]]])
+    f = null.coalition_accuracy(spec, 10, col(3.0), sets, z[:1])[0]
+    assert (f[0] - f[1]).item() == pytest.approx(3.0, abs=1e-5)
+
+
+def test_the_loss_of_zero_accuracy_is_that_of_guessing():
+    torch.testing.assert_close(null.validation_loss(torch.tensor([0.0, 50.0])), torch.tensor([2.302585, 1.151293]))
+
+
+def test_a_fault_hits_one_host_in_one_step():
+    spec = NullSpec(faults=(Fault(host=9, t=4, loss=float("nan")), Fault(host=8, t=5, loss=30.0)))
+    loss, hosts = torch.tensor([1.0, 1.0]), torch.tensor([8, 9])
+    at_4 = null.inject_faults(spec, loss, hosts, t=4)
+    assert at_4[0].item() == 1.0
+    assert math.isnan(at_4[1].item())
+    assert null.inject_faults(spec, loss, hosts, t=5).tolist() == [30.0, 1.0]
+    assert null.inject_faults(spec, loss, hosts, t=6).tolist() == [1.0, 1.0]
+
+
+STAGES = torch.tensor([[int(stage) for stage in SeedStage]])
+
+
+def test_seeds_train_from_training_on_unless_they_are_frozen():
+    for mode, expected in ((HOLD, {3, 4, 6, 7}), (DOWN, set())):
+        live = null.trained(SPEC, STAGES, torch.full_like(STAGES, mode))
+        assert set(STAGES[live].tolist()) == expected
+
+
+def test_health_is_measured_in_training_and_blending_only():
+    heavy = torch.full_like(STAGES, BLUEPRINTS["conv_heavy"].index)
+    health = null.gradient_health(SPEC, STAGES, torch.full_like(STAGES, HOLD), heavy)
+    assert set(STAGES[~health.isnan()].tolist()) == {3, 4}
+    assert set(health[~health.isnan()].tolist()) == {0.5}
+    assert null.gradient_health(SPEC, STAGES, torch.full_like(STAGES, DOWN), heavy).isnan().all()
+
+
+def test_parameters_are_those_of_the_formulas_at_16_channels():
+    c, index = 16, torch.tensor([-1, 0, 1, 2, 3, 4, 5, 6, 7])
+    formulas = [0, 0, 9 * c * c + 3 * c, 2 * c * 4 + c, 2 * c + 1, c * c + 12 * c,
+                2 * c * 8 + 9 * 64 + 3 * c, c * c + 3 * c, 18 * c * c + 5 * c]  # fmt: skip
+    none = torch.zeros(9, dtype=torch.bool)
+    assert null.params(SPEC, index, none).tolist() == formulas
+    assert (null.params(SPEC, index, ~none) - null.params(SPEC, index, none)).tolist() == [16 * 8 + 2 * 8 + 1] * 9
+
+
+def test_qualities_can_be_changed_by_name():
+    assert SPEC.with_quality(norm=7.5).quality[BLUEPRINTS["norm"].index] == 7.5
+    with pytest.raises(ConfigError, match="no blueprint 'norme'; did you mean 'norm'"):
+        SPEC.with_quality(norme=1.0)
+
+
+@pytest.mark.parametrize("broken", [{"quality": (1.0,)}, {"sigma": -1.0}, {"sigma": float("nan")}])
+def test_constants_that_cannot_be_are_refused(broken):
+    with pytest.raises(ConfigError, match="null"):
+        NullSpec(**broken)
+
+
+def test_the_best_schedule_is_worth_what_was_worked_out():
+    # 49.8761 + 6 * (3 - e^{-5.9} - e^{-4.8} - e^{-3.7})
+    assert null.best_schedule_value(60, 10, 3) == pytest.approx(67.6619, abs=5e-5)
+    assert null.best_schedule_value(60, 10, 0) == pytest.approx(49.8761, abs=5e-5)
+
+
+def test_the_best_schedule_germinates_as_early_as_possible_and_fossilizes_at_the_first_legal_step():
+    steps = null.best_schedule(60, 10, 3)
+    summary = [(step.earliest, step.action[Head.OP], step.action[Head.SLOT]) for step in steps]
+    grow, keep = LifecycleOp.GERMINATE, LifecycleOp.FOSSILIZE
+    assert summary == [(1, grow, 0), (12, grow, 1), (17, keep, 0), (23, grow, 2), (28, keep, 1), (39, keep, 2)]
+    assert steps[0].action == (0, 5, *CANONICAL_ACTION[2:7], grow)
+
+
+def test_seeds_that_could_not_be_fossilized_in_time_are_left_out():
+    # seed 1 germinates in step 12 and could be fossilized in step 28: too late to be measured if E = 28
+    assert len(null.best_schedule(28, 10, 3)) == 2
+    assert len(null.best_schedule(29, 10, 3)) == 4
+    assert null.best_schedule_value(28, 10, 3) == pytest.approx(null.host_accuracy(28) + 6 * (1 - math.exp(-2.7)))
+
+
+def test_germination_goes_first_where_both_fall_on_one_step():
+    # M = 4: germinations in steps 1, 6, 11; the seed of step 1 can be fossilized in step 11
+    ops = [(s.earliest, s.action[Head.OP]) for s in null.best_schedule(60, 4, 3) if s.earliest == 11]
+    assert ops == [(11, LifecycleOp.GERMINATE), (11, LifecycleOp.FOSSILIZE)]
+
+
+def test_fossils_of_the_best_schedule_reach_its_value_in_the_last_step():
+    # a seed that germinates in step e has had E - e passes in step E
+    passes = torch.tensor([[59, 48, 37]])
+    one = torch.ones(1, 3)
+    v = null.strengths(SPEC, one, passes, torch.full((1, 3), 5), torch.ones(1, 3, dtype=torch.int64))
+    f = null.coalition_accuracy(SPEC, 60, v, torch.ones(1, 1, 3, dtype=torch.bool))
+    assert f.item() == pytest.approx(null.best_schedule_value(60, 10, 3), abs=1e-4)

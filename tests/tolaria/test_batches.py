@@ -1,0 +1,131 @@
+import pytest
+import torch
+
+from esper.leyline.errors import ConfigError, DataError
+from esper.tasks.datasets import Dataset, Split
+from esper.tolaria.batches import SharedBatchIterator
+
+CPU = torch.device("cpu")
+
+
+def numbered(n_train: int = 10, n_val: int = 7, n_test: int = 5) -> Dataset:
+    """Example i of a split is an image of 1x2x2 whose pixels are all i, with the label i."""
+
+    def split(n: int) -> Split:
+        return Split(
+            torch.arange(n, dtype=torch.float32)[:, None, None, None].expand(-1, 1, 2, 2).clone(), torch.arange(n)
+        )
+
+    return Dataset(
+        identity={"name": "numbers"}, train=split(n_train), val=split(n_val), test=split(n_test), num_classes=10
+    )
+
+
+def train_iterator(num_envs: int = 3, batch_size: int = 4, run_seed: int = 1, **kwargs) -> SharedBatchIterator:
+    return SharedBatchIterator(numbered(), num_envs, batch_size, "train", run_seed, CPU, **kwargs)
+
+
+def orders(batches: SharedBatchIterator, t: int, episode: int, hosts: torch.Tensor) -> torch.Tensor:
+    batches.begin(t, episode, hosts)
+    return torch.cat([y for _, y in batches], dim=1)
+
+
+def test_a_training_pass_shows_every_example_once_to_every_host():
+    batches = train_iterator()
+    batches.begin(1, 0, torch.arange(3))
+    shapes = [(tuple(x.shape), tuple(y.shape)) for x, y in batches]
+    assert shapes == [((3, 4, 1, 2, 2), (3, 4)), ((3, 4, 1, 2, 2), (3, 4)), ((3, 2, 1, 2, 2), (3, 2))]
+    assert len(batches) == 3
+    seen = orders(batches, 1, 0, torch.arange(3))
+    assert torch.equal(seen.sort(dim=1).values, torch.arange(10).expand(3, -1))
+
+
+def test_images_come_with_their_own_labels():
+    batches = train_iterator()
+    batches.begin(1, 0, torch.arange(3))
+    for x, y in batches:
+        assert torch.equal(x, y[:, :, None, None, None].expand_as(x).float())
+
+
+def test_hosts_steps_episodes_and_runs_have_their_own_orders():
+    hosts = torch.arange(3)
+    seen = orders(train_iterator(), 1, 0, hosts)
+    assert len({tuple(row) for row in seen.tolist()}) == 3
+    for other in (
+        orders(train_iterator(), 2, 0, hosts),
+        orders(train_iterator(), 1, 1, hosts),
+        orders(train_iterator(run_seed=2), 1, 0, hosts),
+    ):
+        assert not torch.equal(other, seen)
+
+
+def test_the_order_of_a_host_depends_neither_on_the_others_nor_on_the_batch_size():
+    seen = orders(train_iterator(), 5, 2, torch.tensor([8, 4, 6]))
+    alone = orders(train_iterator(num_envs=1, batch_size=10), 5, 2, torch.tensor([4]))
+    assert torch.equal(seen[1], alone[0])
+
+
+def test_a_pass_can_be_repeated_and_restarted():
+    batches = train_iterator()
+    seen = orders(batches, 3, 0, torch.arange(3))
+    assert torch.equal(torch.cat([y for _, y in batches], dim=1), seen)
+    next(iter(batches))
+    assert torch.equal(orders(batches, 3, 0, torch.arange(3)), seen)
+
+
+def test_training_batches_are_memory_of_their_own():
+    batches = train_iterator()
+    batches.begin(1, 0, torch.arange(3))
+    next(iter(batches)).x.zero_()
+    assert orders(batches, 1, 0, torch.arange(3)).shape == (3, 10)
+    total = sum(x.sum().item() for x, _ in batches)
+    assert total == 3 * 45 * 4  # three hosts, numbers 0..9, four pixels
+
+
+@pytest.mark.parametrize(("split", "n"), [("val", 7), ("test", 5)])
+def test_validation_and_test_are_the_same_for_all_hosts_in_fixed_order_with_their_tail(split, n):
+    batches = SharedBatchIterator(numbered(), 3, 4, split, 1, CPU, run_finished=True)
+    for t in (1, 2):
+        batches.begin(t, 0, torch.arange(3))
+        ys = [y for _, y in batches]
+        assert len(ys) == len(batches) == 2
+        assert torch.cat(ys).tolist() == list(range(n))
+    assert next(iter(batches)).x.shape == (4, 1, 2, 2)
+
+
+def test_the_test_split_is_closed_until_the_run_has_finished():
+    with pytest.raises(ConfigError, match="at the end of a run only"):
+        SharedBatchIterator(numbered(), 1, 4, "test", 1, CPU)
+
+
+def test_a_split_without_examples_and_a_batch_without_any_are_refused():
+    with pytest.raises(DataError, match="the val split of numbers is empty"):
+        SharedBatchIterator(numbered(n_val=0), 1, 4, "val", 1, CPU)
+    with pytest.raises(ConfigError, match="batch size of the train split is 0"):
+        train_iterator(batch_size=0)
+
+
+def test_the_data_are_on_the_device_once():
+    data = numbered()
+    a, b = (SharedBatchIterator(data, 1, 4, "val", 1, CPU) for _ in range(2))
+    assert next(iter(a)).x.data_ptr() == next(iter(b)).x.data_ptr() == data.val.x.data_ptr()
+
+
+def add_address(x, *, run_seed, hosts, episode, t, example):
+    """Adds a number that tells host, episode, step and example apart."""
+    key = hosts[:, None] * 1000 + episode * 10_000 + t * 100 + example
+    return x + run_seed * 0 + key[:, :, None, None, None]
+
+
+def test_augmentation_is_told_host_episode_step_and_example():
+    batches = train_iterator(num_envs=2, augment=add_address)
+    batches.begin(3, 1, torch.tensor([5, 6]))
+    for x, y in batches:
+        host = torch.tensor([5, 6])[:, None]
+        expected = y + host * 1000 + 10_000 + 300 + y
+        assert torch.equal(x[:, :, 0, 0, 0], expected.float())
+
+
+def test_only_training_examples_are_augmented():
+    with pytest.raises(ConfigError, match="only the train split is augmented"):
+        SharedBatchIterator(numbered(), 1, 4, "val", 1, CPU, augment=add_address)

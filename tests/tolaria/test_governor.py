@@ -1,0 +1,213 @@
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from esper.leyline.errors import ConfigError
+from esper.tolaria.governor import (
+    GovernorConfig,
+    GovernorState,
+    PanicReason,
+    after_rollback,
+    check,
+    fossil_patch_due,
+    initial,
+    snapshot_due,
+)
+
+CPU = torch.device("cpu")
+GUESS = math.log(10.0)
+EPS = 1e-9
+
+
+@dataclass
+class ScalarGovernor:
+    """One host, written as the rules read."""
+
+    guess: float = GUESS
+    losses: list[float] = field(default_factory=list)
+    strikes: int = 0
+
+    def check(self, loss: float) -> PanicReason:
+        if not math.isfinite(loss):
+            return PanicReason.NAN
+        past = self.losses[-20:]
+        mean = math.fsum(past) / len(past) if past else math.nan
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in past) / len(past)) if past else math.nan
+        enough = len(self.losses) >= 10
+        if enough and mean < 0.6 * self.guess and abs(loss - self.guess) < 0.065 * self.guess:
+            return PanicReason.LOBOTOMY
+        if enough and loss > 5 * self.guess and loss > mean + 6 * std and loss > 3 * mean:
+            self.strikes += 1
+            return PanicReason.DIVERGENCE if self.strikes >= 3 else PanicReason.NONE
+        self.losses.append(loss)
+        self.strikes = 0
+        return PanicReason.NONE
+
+
+def losses(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def after(values: list[float], config: GovernorConfig | None = None) -> GovernorState:
+    """One host that has had these losses."""
+    config = config or GovernorConfig()
+    state = initial(1, CPU, config)
+    for value in values:
+        state, _ = check(state, losses(value), config)
+    return state
+
+
+def test_a_loss_that_is_not_finite_panics_at_once_and_is_not_remembered():
+    state, verdict = check(initial(4, CPU), losses(math.nan, math.inf, -math.inf, 2.0))
+    assert verdict.reason.tolist() == [1, 1, 1, 0]
+    assert verdict.panic.tolist() == [True, True, True, False]
+    assert verdict.healthy.tolist() == [False, False, False, True]
+    assert state.count.tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("guess", [math.log(10), math.log(256), math.log(50257)])
+@pytest.mark.parametrize(("share", "panics"), [(0.065 - EPS, True), (0.065 + EPS, False)])
+@pytest.mark.parametrize("side", [1.0, -1.0])
+def test_a_host_that_had_learned_and_falls_back_to_guessing_panics(guess, share, panics, side):
+    config = GovernorConfig(guess=guess)
+    _, verdict = check(after([0.59 * guess] * 10, config), losses(guess * (1 + side * share)), config)
+    assert verdict.reason.tolist() == [PanicReason.LOBOTOMY if panics else PanicReason.NONE]
+
+
+@pytest.mark.parametrize(("mean", "panics"), [(0.6 - EPS, True), (0.6 + EPS, False)])
+def test_a_host_that_had_not_learned_may_guess(mean, panics):
+    _, verdict = check(after([mean * GUESS] * 10), losses(GUESS))
+    assert verdict.panic.tolist() == [panics]
+
+
+def test_nine_losses_are_too_little_past_to_compare_with():
+    state, verdict = check(after([0.5] * 9), losses(1e6))
+    assert verdict.healthy.tolist() == [True]
+    assert state.count.tolist() == [10]
+    assert state.window[0, 9] == 1e6
+
+
+@pytest.mark.parametrize(("excess", "strikes"), [(EPS, 1), (-EPS, 0)])
+@pytest.mark.parametrize(
+    ("past", "bound"),
+    [
+        # binding bound: five times guessing (10 classes)
+        ([1.0] * 10, 11.512925464970229),
+        # mean 3, std 2: mean + 6 std = 15
+        ([1.0, 5.0] * 5, 15.0),
+        # mean 5, std 0: three times the mean = 15
+        ([5.0] * 10, 15.0),
+    ],
+)
+def test_an_anomaly_lies_above_all_three_bounds(past, bound, excess, strikes):
+    state, verdict = check(after(past), losses(bound + excess))
+    assert state.strikes.tolist() == [strikes]
+    assert verdict.healthy.tolist() == [strikes == 0]
+    assert state.count.tolist() == [11 - strikes]
+
+
+def test_the_report_holds_all_three_bounds():
+    _, verdict = check(after([1.0, 5.0] * 5), losses(2.0))
+    torch.testing.assert_close(verdict.thresholds, torch.tensor([[5 * GUESS, 15.0, 9.0]], dtype=torch.float64))
+
+
+def test_bounds_of_a_host_without_a_past_are_missing():
+    _, verdict = check(initial(1, CPU), losses(2.0))
+    assert verdict.thresholds.isnan().tolist() == [[False, True, True]]
+
+
+def test_the_third_strike_in_a_row_panics():
+    state = after([1.0] * 10)
+    for strikes in (1, 2):
+        state, verdict = check(state, losses(50.0))
+        assert (verdict.panic.item(), verdict.strikes.item(), state.strikes.item()) == (False, strikes, strikes)
+    state, verdict = check(state, losses(50.0))
+    assert (verdict.reason.item(), verdict.strikes.item()) == (PanicReason.DIVERGENCE, 3)
+    assert state.count.item() == 10
+
+
+def test_a_healthy_loss_between_two_anomalies_clears_the_strikes():
+    state = after([1.0] * 10 + [50.0, 50.0, 1.1])
+    assert state.strikes.tolist() == [0]
+    assert after([1.0] * 10 + [50.0, 50.0, 1.1, 50.0]).strikes.tolist() == [1]
+
+
+def test_a_rollback_clears_strikes_and_keeps_what_is_remembered():
+    state, verdict = check(after([1.0] * 10 + [50.0, 50.0]), losses(50.0))
+    cleared = after_rollback(state, verdict.panic)
+    assert cleared.strikes.tolist() == [0]
+    assert verdict.strikes.tolist() == [3]
+    assert torch.equal(cleared.window, state.window)
+    assert after_rollback(state, ~verdict.panic).strikes.tolist() == [3]
+
+
+def test_the_ring_forgets_the_oldest_loss_first():
+    state = after([float(i) / 100 for i in range(23)])
+    assert state.window[0, :4].tolist() == [0.20, 0.21, 0.22, 0.03]
+    assert state.count.tolist() == [23]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_hosts_agree_with_one_host_at_a_time(seed):
+    generator = torch.Generator().manual_seed(seed)
+    num_hosts, steps = 16, 60
+    kinds = torch.tensor([0.2, 1.0, 2.3, 40.0, math.nan])
+    weights = torch.tensor([0.5, 0.1, 0.05, 0.32, 0.03])
+    twins = [ScalarGovernor() for _ in range(num_hosts)]
+    state, seen = initial(num_hosts, CPU), set()
+    for t in range(steps):
+        # ten quiet steps first, because a past full of anomalies would make everything look normal
+        kind = torch.multinomial(weights if t >= 10 else weights[:2], num_hosts, replacement=True, generator=generator)
+        loss = kinds[kind] * (1 + 0.1 * torch.rand(num_hosts, generator=generator))
+        state, verdict = check(state, loss)
+        want = [twin.check(value) for twin, value in zip(twins, loss.tolist(), strict=True)]
+        assert verdict.reason.tolist() == want
+        assert state.strikes.tolist() == [twin.strikes for twin in twins]
+        assert state.count.tolist() == [len(twin.losses) for twin in twins]
+        state = after_rollback(state, verdict.panic)
+        for twin, reason in zip(twins, want, strict=True):
+            twin.strikes = 0 if reason else twin.strikes
+        seen |= set(want)
+    assert seen == set(PanicReason)
+
+
+def test_a_host_is_judged_the_same_alone_and_among_others():
+    history = torch.rand(30, 5, generator=torch.Generator().manual_seed(0)) * 40
+    together, alone = initial(5, CPU), initial(1, CPU)
+    for loss in history:
+        together, many = check(together, loss)
+        alone, one = check(alone, loss[3:4])
+        assert torch.equal(many.reason[3:4], one.reason)
+        assert torch.equal(many.thresholds[3:4].nan_to_num(-1), one.thresholds.nan_to_num(-1))
+
+
+def test_a_healthy_host_is_kept_every_fifth_step_and_when_a_seed_fossilizes():
+    state, verdict = check(initial(2, CPU), losses(1.0, 1.0))
+    fossilized = torch.tensor([True, False])
+    assert snapshot_due(state, verdict, 4, fossilized).tolist() == [True, False]
+    assert snapshot_due(state, verdict, 5, fossilized).tolist() == [True, True]
+
+
+def test_a_suspect_host_is_not_kept_but_its_new_fossil_is():
+    state, verdict = check(after([1.0] * 10), losses(50.0))
+    fossilized, nothing = torch.tensor([True]), torch.tensor([False])
+    assert not snapshot_due(state, verdict, 5, fossilized).item()
+    assert fossil_patch_due(state, verdict, fossilized).item()
+    assert not fossil_patch_due(state, verdict, nothing).item()
+
+
+def test_a_host_that_was_rolled_back_keeps_nothing_in_that_step():
+    state, verdict = check(after([1.0] * 10), losses(math.nan))
+    state, fossilized = after_rollback(state, verdict.panic), torch.tensor([True])
+    assert not snapshot_due(state, verdict, 5, fossilized).item()
+    assert not fossil_patch_due(state, verdict, fossilized).item()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"guess": 0.0}, {"guess": math.nan}, {"max_strikes": 0}, {"window": 9}, {"snapshot_every": 0}]
+)
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(ConfigError, match=f"governor.{next(iter(wrong))}"):
+        GovernorConfig(**wrong)

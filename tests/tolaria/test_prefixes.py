@@ -1,0 +1,92 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+
+
+def execute(plan: PrefixPlan) -> tuple[list[frozenset[int]], int]:
+    """A toy network whose state is the set of seeds that were added so far, and how often a seed was run."""
+    states, runs = [frozenset[int]()], 0
+    for step in plan.steps:
+        assert len(states) == step.num_parents
+        added = []
+        for parent in step.on:
+            runs += 1
+            added.append(states[parent] | {step.slot})
+        states = [states[parent] for parent in step.off] + added
+    assert len(states) == plan.num_states
+    return [states[i] for i in plan.state_of_coalition], runs
+
+
+def table(num_slots: int, sets: list[set[int]]) -> np.ndarray:
+    return np.array([[slot in on for slot in range(num_slots)] for on in sets], dtype=np.bool_).reshape(-1, num_slots)
+
+
+def test_two_seeds_and_all_their_coalitions_run_three_seed_passes():
+    plan = plan_prefixes(table(2, [{0, 1}, {1}, {0}, set()]), (0, 1))
+    assert [(step.off, step.on) for step in plan.steps] == [((0,), (0,)), ((0, 1), (0, 1))]
+    assert plan.state_of_coalition == (3, 2, 1, 0)
+    assert plan.seed_evaluations == 3
+
+
+def test_a_slot_that_is_off_everywhere_takes_no_step():
+    plan = plan_prefixes(table(3, [{2}, set()]), (0, 1, 2))
+    assert [step.slot for step in plan.steps] == [2]
+
+
+def test_a_slot_that_is_on_everywhere_does_not_part_states():
+    plan = plan_prefixes(table(2, [{0, 1}, {0}]), (0, 1))
+    assert (plan.steps[0].off, plan.steps[0].on) == ((), (0,))
+    assert plan.num_states == 2
+
+
+def test_a_host_without_seeds_is_one_state_and_no_step():
+    plan = plan_prefixes(table(3, [set()]), (0, 1, 2))
+    assert (plan.steps, plan.state_of_coalition, plan.num_states) == ((), (0,), 1)
+
+
+def test_the_order_of_execution_decides_what_is_shared():
+    sets = table(2, [{0, 1}, {1}])
+    # slot 1 first: it is on in both and runs once; slot 0 first: the two part before slot 1, which then runs twice
+    assert plan_prefixes(sets, (1, 0)).seed_evaluations == 2
+    assert plan_prefixes(sets, (0, 1)).seed_evaluations == 3
+
+
+def test_equal_coalitions_share_a_state():
+    plan = plan_prefixes(table(2, [{0}, {1}, {0}]), (0, 1))
+    assert plan.state_of_coalition[0] == plan.state_of_coalition[2]
+    assert plan.num_states == 2
+
+
+def test_a_slot_that_the_order_does_not_pass_is_an_error():
+    with pytest.raises(AssertionError, match=r"slots \[1\] are on"):
+        plan_prefixes(table(2, [{0, 1}]), (0,))
+
+
+def test_equal_requests_share_one_plan():
+    assert plan_prefixes(table(2, [{0}, {1}]), (0, 1)) is plan_prefixes(table(2, [{0}, {1}]), (0, 1))
+
+
+@given(st.data())
+def test_a_plan_reproduces_every_coalition_with_the_fewest_seed_passes(data):
+    num_slots = data.draw(st.integers(1, 5))
+    subsets = st.sets(st.integers(0, num_slots - 1))
+    sets = data.draw(st.lists(subsets, min_size=1, max_size=12))
+    order = tuple(data.draw(st.permutations(range(num_slots))))
+    plan = plan_prefixes(table(num_slots, sets), order)
+    reached, runs = execute(plan)
+    assert reached == [frozenset(on) for on in sets]
+    # a seed runs once for each distinct set of seeds that were added before it
+    before = [(slot, frozenset(order[:i]) & on) for i, slot in enumerate(order) for on in sets if slot in on]
+    assert runs == plan.seed_evaluations == len(set(before))
+    assert plan.num_states == len({frozenset(on) for on in sets})
+
+
+def test_all_subsets_of_three_seeds_run_each_prefix_once():
+    subsets = [set(c) for n in range(4) for c in itertools.combinations(range(3), n)]
+    # slot 0 on one state, slot 1 on two, slot 2 on four
+    assert plan_prefixes(table(3, subsets), (0, 1, 2)).seed_evaluations == 1 + 2 + 4

@@ -1,0 +1,175 @@
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.leyline.errors import ConfigError
+from esper.tolaria.runtime import CUDATimer, HostReadCounter, PhaseTimer, choose_device, host_read, start_read
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bool, torch.int64, torch.float32, torch.float64, torch.int32, torch.int8)
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=8))
+def test_a_read_returns_each_tensor_with_its_type_shape_and_values(kinds):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randint(0, 2, shape, generator=generator).to(dtype) for dtype, shape in kinds]
+    arrays = host_read(*tensors)
+    assert len(arrays) == len(tensors)
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert array.shape == tuple(tensor.shape)
+        assert array.flags.aligned
+        np.testing.assert_array_equal(array, tensor.numpy(), strict=True)
+
+
+def test_special_values_survive():
+    values = torch.tensor([float("nan"), float("inf"), -0.0, 1e-300], dtype=torch.float64)
+    (array,) = host_read(values)
+    assert array.tobytes() == values.numpy().tobytes()
+
+
+def test_a_transposed_tensor_and_one_with_a_gradient_are_read_by_value():
+    x = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    a, b, c = host_read(x.T, x[:, 1], x[1:, 1])
+    assert a.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert b.tolist() == [1.0, 4.0]
+    assert c.tolist() == [4.0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_writing_after_the_start_of_a_read_does_not_change_it(count):
+    x = torch.ones(4)
+    pending = start_read(*[x] * count)
+    x.zero_()
+    assert all(array.tolist() == [1.0] * 4 for array in pending.wait())
+
+
+def test_waiting_twice_gives_the_same_and_counts_one_read():
+    with HostReadCounter() as reads:
+        pending = start_read(torch.arange(3))
+        assert pending.wait()[0].tolist() == pending.wait()[0].tolist() == [0, 1, 2]
+    assert (reads.intended, reads.unintended) == (1, [])
+
+
+def test_a_type_that_numpy_does_not_know_is_refused():
+    with pytest.raises(AssertionError, match="bfloat16"):
+        host_read(torch.zeros(2, dtype=torch.bfloat16))
+
+
+def test_tensors_of_two_devices_are_refused():
+    with pytest.raises(AssertionError, match="one device"):
+        host_read(torch.zeros(2), torch.zeros(2, device="meta"))
+
+
+def test_a_timer_measures_what_happens_between_start_and_stop():
+    with CUDATimer(CPU) as timer:
+        time.sleep(0.02)
+    time.sleep(0.02)
+    assert 20.0 <= timer.elapsed_ms() < 40.0 + 1000.0
+    first = timer.elapsed_ms()
+    assert timer.elapsed_ms() == first
+
+
+def test_a_timer_can_be_used_again():
+    timer = CUDATimer(CPU)
+    timer.start()
+    time.sleep(0.05)
+    timer.stop()
+    long = timer.elapsed_ms()
+    with timer:
+        pass
+    assert timer.elapsed_ms() < long
+
+
+def test_a_timer_that_measured_nothing_says_so():
+    with pytest.raises(AssertionError, match="nothing was measured"):
+        CUDATimer(CPU).elapsed_ms()
+    with pytest.raises(AssertionError, match="start"):
+        CUDATimer(CPU).stop()
+
+
+def test_phases_are_summed_by_name_and_forgotten_after_reading():
+    timer = PhaseTimer(CPU, enabled=True)
+    for _ in range(2):
+        with timer.span("train"):
+            time.sleep(0.01)
+        with timer.span("see"):
+            pass
+    spent = timer.read()
+    assert list(spent) == ["train", "see"]
+    assert spent["train"] >= 20.0 > spent["see"] >= 0.0
+    assert timer.read() == {}
+
+
+def test_a_phase_that_raises_is_still_measured():
+    timer = PhaseTimer(CPU, enabled=True)
+    with pytest.raises(ZeroDivisionError), timer.span("train"):
+        raise ZeroDivisionError
+    assert list(timer.read()) == ["train"]
+
+
+def test_a_timer_that_is_off_keeps_nothing():
+    timer = PhaseTimer(CPU, enabled=False)
+    with timer.span("train"), timer.span("nested"):
+        pass
+    assert timer.read() == {}
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def two_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_without_cuda_auto_is_the_cpu_and_cuda_is_an_error():
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match=f"device is '{name}' but PyTorch finds no CUDA"):
+            choose_device(name)
+
+
+@pytest.mark.usefixtures("two_cuda_devices")
+def test_a_cuda_device_comes_with_its_number():
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert choose_device("cpu") == CPU
+    with pytest.raises(ConfigError, match="cuda:0 to cuda:1"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "", "meta", "auto:1", "CPU"])
+def test_another_name_is_an_error(name):
+    with pytest.raises(ConfigError, match="must be 'auto', 'cpu', 'cuda'"):
+        choose_device(name)
+
+
+@pytest.mark.gpu
+def test_a_read_from_cuda_gives_the_values_and_waits_only_once():
+    device = choose_device("cuda")
+    tensors = (torch.arange(5, device=device), torch.ones(2, 2, device=device), torch.tensor(True, device=device))
+    with HostReadCounter() as reads:
+        pending = start_read(*tensors)
+        tensors[1].zero_()
+        ints, floats, flag = pending.wait()
+    assert (ints.tolist(), floats.tolist(), flag.item()) == ([0, 1, 2, 3, 4], [[1.0, 1.0], [1.0, 1.0]], True)
+    assert (reads.intended, reads.unintended) == (1, [])
+
+
+@pytest.mark.gpu
+def test_a_timer_on_cuda_measures_the_work_of_the_device():
+    device = choose_device("cuda")
+    x = torch.ones(2048, 2048, device=device)
+    with CUDATimer(device) as timer:
+        for _ in range(10):
+            x = x @ x * 1e-4
+    assert timer.elapsed_ms() > 0.0

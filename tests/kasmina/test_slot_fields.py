@@ -1,6 +1,7 @@
 """Empty values, and writing many fields under one mask."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ def same(a, b):
     return torch.allclose(a.double(), b.double(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
+@functools.cache
 def full_slots():
     """Slots in the middle of their lives, with every field filled somewhere."""
     config = LifecycleConfig(min_training_epochs=1, min_prune_age=1, embargo_epochs=1, sequential=False)

@@ -1,12 +1,14 @@
 """The learner in front of a toy engine: decisions, rollbacks, restarts, and that it learns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import Stream, uniform
-from esper.simic.client import compute_batched_bootstrap, policy_uniforms
+from esper.simic.client import SimicClient, compute_batched_bootstrap, policy_uniforms
 from esper.tamiyo.features import observe
 from esper.tamiyo.heads import sample_heads
 
@@ -209,6 +211,13 @@ def test_the_reward_is_handed_on(make_client):
 def test_a_run_without_updates_is_refused(make_client):
     with pytest.raises(ConfigError, match="total_updates"):
         make_client(HOSTS, total_updates=0)
+
+
+def test_a_network_of_another_size_is_refused(make_client):
+    client = make_client(HOSTS)
+    config = replace(client.config, hidden_width=64)
+    with pytest.raises(ConfigError, match="64"):
+        SimicClient(client.agent.network, client.reward, config, client.spec, read=list, device="cpu", total_updates=1)
 
 
 def test_the_client_learns_the_best_decision_of_the_toy_world(make_client, make_engine):

@@ -108,11 +108,18 @@ def test_number_of_coalitions_by_number_of_players(players, count, fossils):
 
 @pytest.mark.parametrize("fossils_as_players", [False, True])
 @pytest.mark.parametrize("shapley", [False, True])
+@pytest.mark.parametrize("interaction_limit", [0, 4])
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 5, 6, 7])
-def test_the_width_is_that_of_the_host_with_most_coalitions(num_slots, shapley, fossils_as_players):
+def test_the_width_is_that_of_the_host_with_most_coalitions(num_slots, interaction_limit, shapley, fossils_as_players):
     every = torch.cartesian_prod(*[torch.tensor([1, 6, 7])] * num_slots).reshape(-1, num_slots)
     heard = torch.ones_like(every, dtype=torch.bool)
-    found = enumerate_coalitions(every, heard, shapley=shapley, fossils_as_players=fossils_as_players)
+    found = enumerate_coalitions(
+        every,
+        heard,
+        interaction_limit=interaction_limit,
+        shapley=shapley,
+        fossils_as_players=fossils_as_players,
+    )
     assert found.valid.shape[1] == found.valid.sum(dim=1).max()
 
 

@@ -199,10 +199,11 @@ def test_a_suspect_host_is_not_kept_but_its_new_fossil_is():
 
 
 def test_a_host_that_was_rolled_back_keeps_nothing_in_that_step():
-    state, verdict = check(after([1.0] * 10), losses(math.nan))
-    state, fossilized = after_rollback(state, verdict.panic), torch.tensor([True])
-    assert not snapshot_due(state, verdict, 5, fossilized).item()
-    assert not fossil_patch_due(state, verdict, fossilized).item()
+    state, verdict = check(after([1.0] * 10 + [50.0]), losses(math.nan))
+    fossilized = torch.tensor([True])
+    for guards in (state, after_rollback(state, verdict.panic)):
+        assert not snapshot_due(guards, verdict, 5, fossilized).item()
+        assert not fossil_patch_due(guards, verdict, fossilized).item()
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,9 @@ def test_tensors_of_two_devices_are_refused():
 def test_a_timer_measures_what_happens_between_start_and_stop():
     with CUDATimer(CPU) as timer:
         time.sleep(0.02)
-    time.sleep(0.02)
-    assert 20.0 <= timer.elapsed_ms() < 40.0 + 1000.0
     first = timer.elapsed_ms()
-    assert timer.elapsed_ms() == first
+    time.sleep(0.02)
+    assert timer.elapsed_ms() == first >= 20.0
 
 
 def test_a_timer_can_be_used_again():
@@ -100,7 +99,8 @@ def test_phases_are_summed_by_name_and_forgotten_after_reading():
             pass
     spent = timer.read()
     assert list(spent) == ["train", "see"]
-    assert spent["train"] >= 20.0 > spent["see"] >= 0.0
+    assert spent["train"] >= 20.0
+    assert spent["train"] > spent["see"] >= 0.0
     assert timer.read() == {}
 
 

@@ -59,6 +59,7 @@ class SimicClient:
     ) -> None:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
+        _require_fit(network, ppo_config, spec)
         self.spec, self.config, self.reward = spec, ppo_config, reward
         self.device = torch.device(device)
         self._read = read
@@ -88,8 +89,7 @@ class SimicClient:
 
     def initial_hidden(self, n: int) -> Hidden:
         """Zeros, each [L, n, H]."""
-        shape = (self.config.num_layers, n, self.config.hidden_width)
-        return Hidden(h=torch.zeros(shape, device=self.device), c=torch.zeros(shape, device=self.device))
+        return self.agent.network.initial_hidden(n, self.device)
 
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Empty buffer, zero recurrent state, and all random numbers of the episode in one draw."""
@@ -257,6 +257,18 @@ def policy_uniforms(run_seed: int, hosts: Int[Tensor, " N"], episode: int, steps
     t_T11 = torch.arange(1, steps + 1, device=hosts.device)[:, None, None]
     block_h = torch.arange(NUM_HEADS, device=hosts.device)
     return uniform(run_seed, Stream.POLICY_SAMPLING, hosts[None, :, None], episode=episode, t=t_T11, block=block_h)
+
+
+def _require_fit(network: TamiyoNetwork, config: PPOConfig, spec: EngineSpec) -> None:
+    """Raise ConfigError unless the network has the heads of the engine and the sizes of the configuration."""
+    sizes = network.config
+    found = (*network.head_sizes, sizes.feature_width, sizes.hidden_width, sizes.num_layers)
+    wanted = (*spec.head_sizes, config.feature_width, config.hidden_width, config.num_layers)
+    if found != wanted:
+        raise ConfigError(
+            f"the network has head sizes, feature width, hidden width and layers {found}, but engine and ppo ask for "
+            f"{wanted}; build the network from the spec of the engine and the configuration of the run."
+        )
 
 
 def _selectable(spec: EngineSpec, device: torch.device) -> Bool[Tensor, " B"]:

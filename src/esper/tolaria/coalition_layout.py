@@ -37,11 +37,11 @@ def most_coalitions(num_slots: int, rules: Rules) -> int:
 
     def most(n: int) -> int:
         if rules.shapley_limit is not None and n <= rules.shapley_limit:
-            return 2**n
+            return 1 << n
         asked = 1 + n + 1 + rules.fossils_as_players
         if 2 <= n <= rules.interaction_limit:
             asked += n + comb(n, 2)
-        return min(asked, 2**n)
+        return min(asked, 1 << n)
 
     return max(most(n) for n in range(num_slots + 1))
 

@@ -139,15 +139,13 @@ def check(
     finite_N = torch.isfinite(loss_N)
     guessing_N = (loss_N - config.guess).abs() < config.guess_band * config.guess
     lobotomy_N = enough_N & (mean_N < config.learned_share * config.guess) & guessing_N
-    diverging_N = finite_N & enough_N & ~lobotomy_N & (loss_N[:, None] > thresholds_N3).all(dim=1)
-    healthy_N = finite_N & ~lobotomy_N & ~diverging_N
+    calm_N = finite_N & ~lobotomy_N
+    diverging_N = calm_N & enough_N & (loss_N[:, None] > thresholds_N3).all(dim=1)
+    healthy_N = calm_N & ~diverging_N
     strikes_N = torch.where(healthy_N, 0, state.strikes + diverging_N)
     struck_out_N = diverging_N & (strikes_N >= config.max_strikes)
-    reason_N = (
-        ~finite_N * int(PanicReason.NAN)
-        + lobotomy_N * int(PanicReason.LOBOTOMY)
-        + struck_out_N * int(PanicReason.DIVERGENCE)
-    )
+    reason_N = torch.where(lobotomy_N, int(PanicReason.LOBOTOMY), struck_out_N * int(PanicReason.DIVERGENCE))
+    reason_N = torch.where(finite_N, reason_N, int(PanicReason.NAN))
     verdict = GovernorVerdict(
         panic=reason_N != PanicReason.NONE,
         reason=reason_N,

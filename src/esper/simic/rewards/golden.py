@@ -114,7 +114,7 @@ def _case(case: Mapping[str, Any], config: RewardConfig) -> GoldenCase:
     return GoldenCase(row=row, config=config, reward=case["reward"], terms=terms, info=info, drip_opened=opened)
 
 
-def _number(value: float | None) -> float:
+def _number(value: float | int | None) -> float | int:
     return NAN if value is None else value
 
 

@@ -47,11 +47,9 @@ def basic_reward(x: HostRow, w: RewardConfig) -> RowReward:
         terms["terminal"] = w.basic_acc_delta_weight * x.acc_delta / 100
     if w.mode == "basic_plus":
         most = w.max_drip_per_epoch
-        terms["drip"] = sum(
-            clip(pool.scale * pool.contribution, -w.negative_drip_ratio * most, most)
-            for pool in x.drip_pools
-            if ok(pool.contribution)
-        )
+        measured = [pool for pool in x.drip_pools if ok(pool.contribution)]
+        instalments = [clip(pool.scale * pool.contribution, -w.negative_drip_ratio * most, most) for pool in measured]
+        terms["drip"] = sum(instalments, start=0.0)
     paid = _plain(x, terms)
     return RowReward(terms=terms, escrow_next=paid.escrow_next, drip_opened=opened, flags=paid.flags)
 

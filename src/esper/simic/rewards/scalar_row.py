@@ -83,7 +83,7 @@ class RowReward:
     @property
     def total(self) -> float:
         """Sum of the terms."""
-        return sum(self.terms.values())
+        return sum(self.terms.values(), start=0.0)
 
 
 def ok(x: float) -> bool:

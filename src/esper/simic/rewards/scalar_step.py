@@ -130,17 +130,17 @@ def row_of_step(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> Ho
         interaction_sum=slot.interaction_sum,
         stable_val_acc=min([x.val_acc, *known]),
         escrow_credit=memory.slots[x.target].escrow,
-        total_params=x.host_params + sum(s.params for s in live),
-        host_params=x.host_params,
+        total_params=float(x.host_params + sum(s.params for s in live)),
+        host_params=float(x.host_params),
         effective_seed_params=sum(
-            w.base_slot_rent_ratio * x.host_params + s.alpha * s.params for s in live if s.stage in BLENDED
+            (w.base_slot_rent_ratio * x.host_params + s.alpha * s.params for s in live if s.stage in BLENDED), start=0.0
         ),
         alpha_delta_sq_sum=alpha_movement(x, memory, w),
         num_active=sum(s.stage in GROWING for s in live),
         num_fossilized=sum(s.stage == SeedStage.FOSSILIZED for s in live),
         num_contributing=x.n_contributing,
         committed_acc=x.committed_acc,
-        fossilized_params=sum(s.params for s in live if s.stage == SeedStage.FOSSILIZED),
+        fossilized_params=float(sum(s.params for s in live if s.stage == SeedStage.FOSSILIZED)),
         drip_pools=tuple(
             DripPool(scale=memo.drip_scale, contribution=s.contribution)
             for s, memo in zip(x.slots, memory.slots, strict=True)
@@ -164,7 +164,7 @@ def hindsight(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> floa
     """Write the ledgers of this step; thank a seed that is fossilized for the help it gave."""
     for slot, memo in zip(x.slots, memory.slots, strict=True):
         if slot.stage in HAS_MODULE:
-            memo.ledger[x.epoch] = sum(max(i, 0.0) for i in slot.interactions if ok(i))
+            memo.ledger[x.epoch] = sum((max(i, 0.0) for i in slot.interactions if ok(i)), start=0.0)
         else:
             memo.ledger.clear()
     if op != LifecycleOp.FOSSILIZE:
@@ -172,10 +172,8 @@ def hindsight(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> floa
     u, ledger = x.slots[x.target].contribution, memory.slots[x.target].ledger
     thanks = 0.0
     if u > 0:
-        thanks = sum(
-            w.hindsight_weight * math.tanh(HINDSIGHT_SLOPE * help_given * u) * w.gamma ** (x.epoch - step)
-            for step, help_given in ledger.items()
-        )
+        for step, help_given in ledger.items():
+            thanks += w.hindsight_weight * math.tanh(HINDSIGHT_SLOPE * help_given * u) * w.gamma ** (x.epoch - step)
     ledger.clear()
     return min(w.hindsight_cap, thanks)
 
@@ -183,8 +181,6 @@ def hindsight(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> floa
 def clawback(x: HostStep, w: RewardConfig, op: int) -> float:
     """Potential that was lent at germination to seeds that never came to be blended."""
     lent = w.pbrs_weight * STAGE_POTENTIAL[SeedStage.GERMINATED]
-    return sum(
-        lent * w.gamma ** (1 - slot.age)
-        for index, slot in enumerate(x.slots)
-        if slot.stage in _YOUNG and not (op == LifecycleOp.PRUNE and index == x.target)
-    )
+    pruned = x.target if op == LifecycleOp.PRUNE else -1
+    young = [slot for index, slot in enumerate(x.slots) if slot.stage in _YOUNG and index != pruned]
+    return sum((lent * w.gamma ** (1 - slot.age) for slot in young), start=0.0)

@@ -232,10 +232,10 @@ def _hindsight(
     ages_E = torch.arange(now, -1, -1, device=op_N.device, dtype=torch.float64)
     thanks_NE = torch.tanh(HINDSIGHT_SLOPE * row_NE * gain_N[:, None]) * torch.pow(config.gamma, ages_E)
     thanks_N = torch.clamp(config.hindsight_weight * thanks_NE.sum(-1), max=config.hindsight_cap)
-    fossilized_N = op_N == int(LifecycleOp.FOSSILIZE)
+    fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & at_target(live_NS, inputs.target)
     target_NS = torch.zeros_like(live_NS).scatter(1, inputs.target[:, None], fossilized_N[:, None])
     keep_NS = live_NS & ~target_NS
-    ledger_NSE = torch.where(keep_NS[..., None], state.ledger, 0.0)
+    ledger_NSE = state.ledger * keep_NS[..., None]
     ledger_NSE[..., now] = torch.where(keep_NS, helped_NS, 0.0)
     return torch.where(fossilized_N & (gain_N > 0), thanks_N, 0.0), ledger_NSE
 

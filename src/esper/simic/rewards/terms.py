@@ -98,7 +98,7 @@ def fossilization(x: CreditFacts) -> Tensor:
     quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
     quality = torch.where(w["disable_terminal_reward"] == 0, quality, 0.0)
     bonus = (w["fossilize_base_bonus"] + w["fossilize_contribution_scale"] * c + quality) * x.legitimacy
-    ransom = torch.where((c > 0.1) & (g < -0.2), 0.3, 0.0)
+    ransom = torch.where((c > 0.1) & (g < -0.2), 0.3, x.zero)
     harm = -0.5 - torch.clamp(-0.2 * g, max=1.0) - ransom
     value = torch.where(c >= MIN_CONTRIBUTION, bonus, w["fossilize_noncontributing_penalty"])
     value = torch.where(g < 0, harm, value)

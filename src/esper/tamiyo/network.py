@@ -1,0 +1,232 @@
+"""The policy network: what was observed, in the light of what came before, as logits of eight heads and a value.
+
+    features, blueprint embeddings --> Linear, LayerNorm, ReLU (--> Linear if the widths differ)
+                                            |
+                        per layer:  x + LayerNorm(LSTM(x))          the only part that knows of time
+                                            |
+    trunk: one Linear holding the first layer of all nine outputs
+         |- slot, style, tempo, alpha_target, alpha_speed, alpha_curve, op    ReLU, Linear
+         |- blueprint                                                         ReLU, Linear, ReLU, Linear
+         `- value V(s)                                                        (LayerNorm, ReLU, Linear) ...
+
+`step` decides for N hosts at one time, `unroll` repeats it for [N, T] with gradient; in `unroll` everything but the
+recurrence runs over all N * T rows at once.
+
+Shape legend: N = hosts, T = steps, R = any leading axes, D = features, S = slots, F = feature width, H = recurrent
+width, L = recurrent layers, G = 4H (gates i, f, g, o).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from esper.leyline.actions import Head
+from esper.leyline.messages import Hidden
+from esper.leyline.random import Stream, local_generator
+from esper.leyline.record import record
+from esper.tamiyo.features import feature_dim
+from esper.tamiyo.policy import PolicyConfig
+
+EMBEDDING_WIDTH = 4
+EMBEDDING_STD = 0.02
+GAIN = math.sqrt(2.0)
+HEAD_OUTPUT_GAIN = 0.01
+VALUE_OUTPUT_GAIN = 0.1
+FORGET_BIAS = 1.0
+
+
+@record
+class NetworkOutput:
+    """One decision's worth of numbers: logits of each head `[N, size]` in the order of `HEADS`, value, next state."""
+
+    logits: tuple[Float[Tensor, "N _"], ...]
+    value: Float[Tensor, " N"]
+    hidden: Hidden
+
+
+@final
+class RecurrentLayer(nn.Module):
+    """Parameters of one layer of the core; `lstm_cell` is its arithmetic."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.input_weight = nn.Parameter(torch.zeros(4 * width, width))
+        self.recurrent_weight = nn.Parameter(torch.zeros(4 * width, width))
+        self.bias = nn.Parameter(torch.zeros(4 * width))
+        self.norm = nn.LayerNorm(width)
+
+    def input_gates(self, x: Float[Tensor, "*R H"]) -> Float[Tensor, "*R G"]:
+        """`W_x x + b`."""
+        return F.linear(x, self.input_weight, self.bias)
+
+
+def lstm_cell(
+    gates_x: Float[Tensor, "N G"],
+    h: Float[Tensor, "N H"],
+    c: Float[Tensor, "N H"],
+    recurrent_weight: Float[Tensor, "G H"],
+) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
+    """One step of an LSTM (Hochreiter and Schmidhuber, 1997, with the forget gate of Gers et al., 2000); (h', c').
+
+    (i, f, g, o) = gates_x + W_h h;  c' = sigmoid(f) c + sigmoid(i) tanh(g);  h' = sigmoid(o) tanh(c').
+    """
+    i, f, g, o = torch.addmm(gates_x, h, recurrent_weight.t()).chunk(4, dim=-1)
+    c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
+    return o.sigmoid() * c.tanh(), c
+
+
+@final
+class TamiyoNetwork(nn.Module):
+    """The policy network. All weights are zero until `initialize`; nothing is drawn from a global generator.
+
+    Args:
+        num_slots: S.
+        head_sizes: values of each head, in the order of `HEADS`; the blueprint head also sizes the embedding.
+        feature_width, hidden_width, num_layers: see `PolicyConfig`.
+
+    Raises:
+        ConfigError: a size that cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        head_sizes: Sequence[int],
+        feature_width: int = 128,
+        hidden_width: int = 128,
+        num_layers: int = 1,
+    ) -> None:
+        super().__init__()
+        self.config = PolicyConfig(feature_width=feature_width, hidden_width=hidden_width, num_layers=num_layers)
+        self.head_sizes = tuple(head_sizes)
+        width, half = hidden_width, hidden_width // 2
+        inputs = feature_dim(num_slots) + EMBEDDING_WIDTH * num_slots
+        # The last row is that of -1, an empty slot.
+        self.embedding = nn.Parameter(torch.zeros(self.head_sizes[Head.BLUEPRINT] + 1, EMBEDDING_WIDTH))
+        self.feature_net = nn.Sequential(_linear(inputs, feature_width), nn.LayerNorm(feature_width), nn.ReLU())
+        self.projection = _linear(feature_width, width) if feature_width != width else nn.Identity()
+        self.core = nn.ModuleList(RecurrentLayer(width) for _ in range(num_layers))
+        self._trunk_sizes = [*(width if head == Head.BLUEPRINT else half for head in Head), half]
+        self.trunk = _linear(width, sum(self._trunk_sizes))
+        self.head_blueprint = _linear(width, half)
+        self.head_outputs = nn.ModuleList(_linear(half, size) for size in self.head_sizes)
+        self.value_net = nn.Sequential(
+            nn.LayerNorm(half), nn.ReLU(), _linear(half, width // 4),
+            nn.LayerNorm(width // 4), nn.ReLU(), _linear(width // 4, width // 8),
+            nn.ReLU(), _linear(width // 8, 1),
+        )  # fmt: skip
+
+    def initial_hidden(self, n: int, device: torch.device) -> Hidden:
+        """Zeros, each [L, n, H]."""
+        shape = (self.config.num_layers, n, self.config.hidden_width)
+        return Hidden(h=torch.zeros(shape, device=device), c=torch.zeros(shape, device=device))
+
+    def step(
+        self, features: Float[Tensor, "N D"], blueprint_index: Int[Tensor, "N S"], hidden: Hidden
+    ) -> NetworkOutput:
+        """One step of all hosts."""
+        x = self._encode(features, blueprint_index)
+        states = []
+        for layer, h, c in zip(self._layers(), hidden.h.unbind(0), hidden.c.unbind(0), strict=True):
+            states.append(lstm_cell(layer.input_gates(x), h, c, layer.recurrent_weight))
+            x = x + layer.norm(states[-1][0])
+        logits, value = self._decode(x)
+        h_L, c_L = zip(*states, strict=True)
+        return NetworkOutput(logits=logits, value=value, hidden=Hidden(h=torch.stack(h_L), c=torch.stack(c_L)))
+
+    def unroll(
+        self,
+        features: Float[Tensor, "N T D"],
+        blueprint_index: Int[Tensor, "N T S"],
+        hidden0: Hidden,
+        reset: Bool[Tensor, "N T"],
+    ) -> tuple[tuple[Float[Tensor, "N T _"], ...], Float[Tensor, "N T"]]:
+        """Logits and values of whole sequences; the state of hosts with `reset[n, t]` is zeroed before step t."""
+        x = self._encode(features, blueprint_index)
+        for layer, h0, c0 in zip(self._layers(), hidden0.h.unbind(0), hidden0.c.unbind(0), strict=True):
+            x = x + layer.norm(_recur(layer, x, h0, c0, reset))
+        return self._decode(x)
+
+    def trunk_slices(self) -> tuple[slice, ...]:
+        """Rows of `trunk` that belong to each head in the order of `HEADS`, and last those of the value."""
+        ends = torch.tensor(self._trunk_sizes).cumsum(0).tolist()
+        return tuple(slice(end - size, end) for end, size in zip(ends, self._trunk_sizes, strict=True))
+
+    def _layers(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.core if isinstance(layer, RecurrentLayer)]
+
+    def _encode(self, features: Tensor, blueprint_index: Tensor) -> Float[Tensor, "*R H"]:
+        """Feature net and projection. A blueprint that is none of the head's and not -1 is an IndexError."""
+        # Shifted by one, -1 is row 0, and whatever lies outside the table is refused by the look-up.
+        rows = F.embedding(blueprint_index + 1, self.embedding.roll(1, dims=0))
+        x: Tensor = self.projection(self.feature_net(torch.cat((features, rows.flatten(-2)), dim=-1)))
+        return x
+
+    def _decode(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Logits of each head, and the value, which depends on the state alone."""
+        *head_sizes, value_size = self._trunk_sizes
+        heads, value_input = self.trunk(x).split((sum(head_sizes), value_size), dim=-1)
+        hidden = list(heads.relu().split(head_sizes, dim=-1))
+        hidden[Head.BLUEPRINT] = self.head_blueprint(hidden[Head.BLUEPRINT]).relu()
+        logits = tuple(output(h) for output, h in zip(self.head_outputs, hidden, strict=True))
+        return logits, self.value_net(value_input).squeeze(-1)
+
+
+def _recur(layer: RecurrentLayer, x: Tensor, h: Tensor, c: Tensor, reset: Tensor) -> Float[Tensor, "N T H"]:
+    """The LSTM over all steps of `x` [N, T, H] from the state (h, c)."""
+    outputs = []
+    for gates, fresh in zip(layer.input_gates(x).unbind(1), reset[..., None].unbind(1), strict=True):
+        h, c = h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0)
+        h, c = lstm_cell(gates, h, c, layer.recurrent_weight)
+        outputs.append(h)
+    return torch.stack(outputs, dim=1)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer of zeros; the usual constructor would draw from the global generator."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+@torch.no_grad()
+def initialize(network: TamiyoNetwork, run_seed: int) -> None:
+    """Draw all weights anew, the same for the same seed on every device.
+
+    Linear weights are orthogonal (Saxe et al., 2014) with gain sqrt(2), those of the last layers with a small gain, so
+    that the first policy is nearly uniform and the first value nearly zero; each gate of the LSTM is orthogonal, and
+    its forget gate starts open (Jozefowicz et al., 2015). Biases are zero, LayerNorms the identity.
+    """
+    generator = local_generator(run_seed, Stream.POLICY_INIT)
+    for parameter in network.parameters():
+        nn.init.zeros_(parameter)
+    for module in network.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+    def orthogonal(weight: Tensor, gain: float) -> None:
+        _fill(weight, lambda fresh: nn.init.orthogonal_(fresh, gain, generator=generator))
+
+    _fill(network.embedding, lambda fresh: nn.init.normal_(fresh, std=EMBEDDING_STD, generator=generator))
+    small_gains = dict.fromkeys(network.head_outputs, HEAD_OUTPUT_GAIN) | {network.value_net[-1]: VALUE_OUTPUT_GAIN}
+    for module in network.modules():
+        if isinstance(module, RecurrentLayer):
+            for gate in (*module.input_weight.chunk(4), *module.recurrent_weight.chunk(4)):
+                orthogonal(gate, gain=1.0)
+            module.bias.chunk(4)[1].fill_(FORGET_BIAS)
+        elif isinstance(module, nn.Linear):
+            blocks = network.trunk_slices() if module is network.trunk else (slice(None),)
+            for rows in blocks:
+                orthogonal(module.weight[rows], small_gains.get(module, GAIN))
+
+
+def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
+    """Draw on the CPU, so that the numbers are the same wherever the weight lives."""
+    weight.copy_(draw(torch.empty(weight.shape)))

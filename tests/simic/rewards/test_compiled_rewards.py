@@ -1,0 +1,222 @@
+"""The kernel: parity with the scalar reference on arbitrary rows, and the promises of its interface."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from reward_toys import host_row, pay, random_rows, replace_rows, seed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esper.leyline.actions import LifecycleOp as Op
+from esper.leyline.errors import ConfigError
+from esper.simic.rewards import (
+    MODES,
+    REWARD_INFO,
+    REWARD_TERMS,
+    RewardConfig,
+    compute_reward_batched,
+    reward_of_row,
+)
+from esper.simic.rewards.compiled_rewards import check_arguments, check_static
+from esper.simic.rewards.golden import kernel_arguments, pay_rows
+from esper.simic.rewards.thresholds import near_threshold
+
+OTHER_NUMBERS = RewardConfig(
+    attribution="minimum", contribution_weight=0.7, escrow_delta_clip=0.0, pbrs_weight=0.2, epoch_progress_bonus=0.5,
+    rent_host_params_floor=1000.0, alpha_shock_coef=0.4, prune_good_seed_penalty=-0.5, free_slots=2,
+    hacking_ratio_threshold=2.0, attribution_sigmoid_steepness=1.5, germination_warmup_epochs=0, drip_fraction=0.0,
+    fossilize_quality_ceiling=2.0, max_rent=0.3, param_budget=1000.0, sparse_reward_scale=2.0, min_prune_bonus_age=8,
+)  # fmt: skip
+SWITCHED_OFF = RewardConfig(
+    disable_pbrs=True, disable_terminal_reward=True, disable_anti_gaming=True, disable_timing_discount=True
+)
+
+
+def assert_parity(rows, config, tolerance):
+    out = pay_rows(rows, config)
+    for row, total, terms, info, following, opened, flags in zip(
+        rows, out.total.tolist(), out.breakdown.tolist(), out.info.tolist(), out.escrow_next.tolist(),
+        out.drip_opened.tolist(), out.flags.tolist(), strict=True,
+    ):  # fmt: skip
+        want = reward_of_row(row, config)
+        assert abs(total - want.total) < tolerance, (row, want.terms, dict(zip(REWARD_TERMS, terms, strict=True)))
+        for name, value in zip(REWARD_TERMS, terms, strict=True):
+            assert abs(value - want.terms.get(name, 0.0)) < tolerance, (name, row)
+        for name, value in zip(REWARD_INFO, info, strict=True):
+            expected = want.info.get(name, value)
+            assert abs(value - expected) < tolerance or (math.isnan(value) and math.isnan(expected)), (name, row)
+        assert abs(following - want.escrow_next) < tolerance
+        assert abs(opened - want.drip_opened) < tolerance
+        assert tuple(flags) == want.flags, row
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernel_and_scalar_reference_agree_on_ten_thousand_arbitrary_rows(mode):
+    assert_parity(random_rows(10_000, 1), RewardConfig(mode=mode), 1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("numbers", [OTHER_NUMBERS, SWITCHED_OFF], ids=["other numbers", "switched off"])
+def test_kernel_and_scalar_reference_agree_for_other_configurations(mode, numbers):
+    assert_parity(random_rows(300, 2), numbers.with_mode(mode), 1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_inputs_pay_the_same_to_five_digits(mode):
+    config = RewardConfig(mode=mode)
+    rows = [row for row in random_rows(1000, 3) if not near_threshold(row, config)]
+    single, double = pay_rows(rows, config, torch.float32), pay_rows(rows, config)
+    assert single.total.dtype == single.breakdown.dtype == single.info.dtype == torch.float32
+    torch.testing.assert_close(single.total.double(), double.total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_total_is_the_sum_of_finite_terms_for_every_pattern_of_missing_values(mode):
+    optional = ("seed_contribution", "total_improvement", "counterfactual_improvement", "stage_improvement",
+                "interaction_sum", "stable_val_acc", "escrow_credit", "effective_seed_params", "alpha_delta_sq_sum",
+                "committed_acc", "val_loss", "loss_delta", "acc_delta", "val_acc", "total_params")  # fmt: skip
+    rows = list(random_rows(300, 4))
+    for missing in itertools.chain(itertools.combinations(optional, 2), [(), optional]):
+        rows += replace_rows(rows[:2], **dict.fromkeys(missing, math.nan))
+    out = pay_rows(rows, RewardConfig(mode=mode))
+    torch.testing.assert_close(out.breakdown.sum(-1), out.total, rtol=0, atol=1e-12)
+    for name in ("total", "breakdown", "escrow_next", "drip_opened"):
+        assert torch.isfinite(getattr(out, name)).all(), name
+    others = [index for index, name in enumerate(REWARD_INFO) if name != "progress"]
+    assert torch.isfinite(out.info[:, others]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_is_paid_the_same_bit_for_bit_in_any_company(mode):
+    rows, config = list(random_rows(301, 5)), RewardConfig(mode=mode)
+    whole = pay_rows(rows, config)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    shuffled = pay_rows([rows[i] for i in order.tolist()], config)
+    parts = [pay_rows(rows[a:b], config) for a, b in itertools.pairwise((0, 1, 2, 9, 77, 301))]
+    for index, value in enumerate(whole):
+        torch.testing.assert_close(shuffled[index], value[order], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(torch.cat([part[index] for part in parts]), value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_seed_fields_of_rows_without_a_seed_are_never_read(mode):
+    config = RewardConfig(mode=mode)
+    blank = replace_rows(random_rows(300, 6), has_seed=False, stage=1)
+    noise = [
+        dataclasses.replace(
+            row, stage=other.stage, epochs_in_stage=other.epochs_in_stage, seed_age=other.seed_age,
+            previous_stage=other.previous_stage, previous_epochs=other.previous_epochs,
+            counterfactual_improvement=math.nan, stage_improvement=other.stage_improvement,
+            interaction_sum=other.interaction_sum,
+        )
+        for row, other in zip(blank, random_rows(300, 7), strict=True)
+    ]  # fmt: skip
+    for left, right in zip(pay_rows(blank, config), pay_rows(noise, config), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+def fourteen_arguments(rows):
+    names = ("actions", "seed_contributions", "val_accs", "acc_deltas", "has_seed_mask", "stages",
+             "total_improvements", "epochs_in_stage", "seed_ages", "previous_stages", "previous_epochs")  # fmt: skip
+    given = kernel_arguments(rows)
+    return [given[name] for name in names]
+
+
+def test_the_first_fourteen_arguments_are_enough_for_shaped():
+    rows = [host_row(action=int(Op.WAIT), epoch=3, max_epochs=9, val_acc=50, seed_contribution=2, total_improvement=4,
+                     **seed(4, 3, 3, 10, 3))]  # fmt: skip
+    out = compute_reward_batched(*fourteen_arguments(rows), 3, 9, RewardConfig().pack())
+    # attribution 2 * timing(0) = 0.8, potential 0.0834; without a gate signal no discount and no ratio penalty
+    assert dict(zip(REWARD_TERMS, out.breakdown[0].tolist(), strict=True)) == pytest.approx(
+        dict.fromkeys(REWARD_TERMS, 0.0) | {"attribution": 0.8, "potential": 0.0834}
+    )
+
+
+def test_missing_arguments_mean_missing_in_every_row():
+    rows = replace_rows(
+        random_rows(200, 8), counterfactual_improvement=math.nan, stage_improvement=math.nan,
+        interaction_sum=math.nan, stable_val_acc=math.nan, escrow_credit=math.nan, total_params=0.0, host_params=0.0,
+        effective_seed_params=math.nan, alpha_delta_sq_sum=math.nan, num_active=0, num_fossilized=0,
+        num_contributing=0, committed_acc=math.nan, fossilized_params=0.0, potential_prev=0.0, epoch=4,
+    )  # fmt: skip
+    for mode in MODES:
+        if mode == "loss":
+            continue
+        weights = RewardConfig(mode=mode).pack()
+        short = compute_reward_batched(*fourteen_arguments(rows), 4, 30, weights, mode=mode)
+        full = kernel_arguments(rows) | {"drip_scales": None, "drip_contributions": None}
+        long = compute_reward_batched(**full, config_weights=weights, mode=mode)
+        torch.testing.assert_close(short.breakdown, long.breakdown, rtol=0, atol=0)
+
+
+def test_suspicions_are_flagged_and_never_paid():
+    toxic = host_row(action=0, epoch=20, max_epochs=60, val_acc=60, seed_contribution=4, total_improvement=5,
+                     counterfactual_improvement=-1, **seed(6, 1, 4, 5, 18))  # fmt: skip
+    leaning = dataclasses.replace(toxic, seed_contribution=6.0, counterfactual_improvement=0.8)
+    honest = dataclasses.replace(toxic, counterfactual_improvement=4.0)
+    out = pay_rows([toxic, leaning, honest], RewardConfig())
+    assert out.flags.tolist() == [[False, True], [True, False], [False, False]]
+    assert pay(toxic, "objective").flags.tolist() == [[False, True]]
+
+
+def test_unknown_modes_and_foreign_weights_are_refused():
+    weights = RewardConfig().pack()
+    with pytest.raises(ConfigError, match="did you mean 'shaped'"):
+        check_static("shapd", "harmonic", weights)
+    with pytest.raises(ConfigError, match="attribution"):
+        check_static("shaped", "geometric", weights)
+    with pytest.raises(ValueError, match=r"LossRewardConfig\.pack"):
+        check_static("loss", "harmonic", weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("val_accs", torch.zeros(3), ValueError),
+        ("val_accs", torch.zeros(2, 1), ValueError),
+        ("drip_scales", torch.zeros(2), ValueError),
+        ("stages", torch.zeros(2, dtype=torch.int32), TypeError),
+        ("has_seed_mask", torch.zeros(2, dtype=torch.int64), TypeError),
+        ("num_active", torch.zeros(2), TypeError),
+        ("val_losses", torch.zeros(2, dtype=torch.int64), TypeError),
+    ],
+)
+def test_arguments_of_a_wrong_shape_or_dtype_are_refused_by_name(name, value, error):
+    given = kernel_arguments(list(random_rows(2, 9)))
+    given = {key: column for key, column in given.items() if key not in ("epoch", "max_epochs")}
+    check_arguments(given)
+    with pytest.raises(error, match=name):
+        check_arguments(given | {name: value})
+
+
+class NoHostRead(TorchDispatchMode):
+    """Fails when a value is brought to the host, or a shape depends on one."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.FORBIDDEN, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kernel_never_reads_a_value_back(mode):
+    config = RewardConfig(mode=mode)
+    weights = config.loss.pack() if mode == "loss" else config.pack()
+    given = kernel_arguments(list(random_rows(16, 10)))
+    with NoHostRead():
+        compute_reward_batched(**given, config_weights=weights, mode=mode)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kernel_compiles_to_one_graph_with_the_same_answer(mode):
+    config = RewardConfig(mode=mode)
+    weights = config.loss.pack() if mode == "loss" else config.pack()
+    given = kernel_arguments(list(random_rows(64, 11)))
+    whole = torch.compile(compute_reward_batched, fullgraph=True)
+    eager = compute_reward_batched(**given, config_weights=weights, mode=mode)
+    for got, want in zip(whole(**given, config_weights=weights, mode=mode), eager, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -1,0 +1,49 @@
+"""Both implementations against an excerpt of recorded rewards (`scripts/check_golden_rewards.py --excerpt`)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper.leyline.errors import DataError
+from esper.simic.rewards.golden import batched_rewards, check_golden, error_of, load_golden
+from esper.simic.rewards.thresholds import near_threshold
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+MODES = ("shaped", "escrow", "basic", "basic_plus", "sparse", "minimal", "simplified", "loss")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recorded_rewards_are_paid_by_kernel_and_scalar_reference(mode):
+    report = check_golden(GOLDEN / f"reward_{mode}.json")
+    assert report.mode == mode
+    assert report.cases >= 40
+    assert report.scalar <= 1e-6
+    assert report.batched <= 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_measurements_are_paid_to_float32_accuracy_away_from_thresholds(mode):
+    cases = load_golden(GOLDEN / f"reward_{mode}.json")
+    compared = 0
+    for case, got in zip(cases, batched_rewards(cases, torch.float32), strict=True):
+        if not near_threshold(case.row, case.config):
+            compared += 1
+            assert got.total == pytest.approx(case.reward, rel=1e-5, abs=1e-5)
+    assert compared > len(cases) / 2
+
+
+def test_a_changed_recording_is_noticed():
+    case = load_golden(GOLDEN / "reward_shaped.json")[0]
+    got = batched_rewards([case])[0]
+    assert error_of(case, got) < 1e-9
+    got.terms["rent"] += 0.25
+    assert error_of(case, got) == pytest.approx(0.25)
+
+
+def test_a_file_without_cases_is_refused_with_its_path(tmp_path):
+    path = tmp_path / "reward.json"
+    path.write_text(json.dumps({"mode": "shaped"}))
+    with pytest.raises(DataError, match=r"reward\.json"):
+        load_golden(path)

@@ -135,7 +135,7 @@ def test_the_output_depends_on_the_input_even_on_a_1x1_map(name, channels):
     template, row = new_seed(name, channels)
     row = row.detach()
     for tensor, value in template.parameters.unpack(row).items():
-        if tensor in ("excite.weight", "strength"):  # zero at birth, where the answer to any input is zero
+        if tensor in ("excite.weight", "gain.strength"):  # zero at birth, where the answer to any input is zero
             value.fill_(0.5)
     template.bind(row, NO_BUFFERS)
     delta = template(features(channels, 1))
@@ -186,7 +186,7 @@ def test_attention_multiplies_each_channel_by_a_bounded_factor():
 def test_norm_moves_towards_the_normalized_features():
     seed = blueprint_by_name("norm", Topology.CNN).build(2)
     with torch.no_grad():
-        seed.strength.fill_(100.0)  # tanh = 1: all the way
+        seed.gain.strength.fill_(100.0)  # tanh = 1: all the way
     h = torch.tensor([3.0, 7.0]).view(1, 2, 1, 1)
     torch.testing.assert_close((h + seed(h)).flatten(), torch.tensor([-1.0, 1.0]), atol=1e-4, rtol=0)
 

@@ -70,6 +70,16 @@ def test_ages_and_clocks_are_not_moved_by_measurements_or_ops(name):
         assert torch.equal(step.slots.epochs_in_stage[still], step.began.epochs_in_stage[still])
 
 
+def test_every_field_of_a_host_is_filled_and_changes_in_the_course_of_an_episode():
+    steps = episode("automatic")
+    idle = {
+        name
+        for name, value in named_tensors(steps[0].hosts)
+        if all(same(getattr(step.hosts_after, name), value) for step in steps)
+    }
+    assert idle == {"host_params"}
+
+
 # -- who writes the clocks --------------------------------------------------------------------------------------------
 
 

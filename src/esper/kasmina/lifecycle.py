@@ -75,11 +75,11 @@ class TickEffects:
 
 
 @lru_cache(maxsize=64)
-def _values(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _values(values: tuple[float | int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 
-def _look_up(values: tuple[float, ...] | tuple[int, ...], index: Tensor) -> Tensor:
+def _look_up(values: tuple[float | int, ...], index: Tensor) -> Tensor:
     """Value of each index, as a column [N, 1]."""
     return _values(values, index.device)[index][:, None]
 

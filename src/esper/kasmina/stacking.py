@@ -201,6 +201,48 @@ class Template:
         return out
 
 
+@final
+class StackedTemplate:
+    """The twin of a module for many hosts (see `lowering`), run on several rows of a slab at once.
+
+    `module` has the paths of the original, and its layers expect weights [G, *shape]; rows of examples come as
+    [B * G, ...] with the host as the fastest index.
+    """
+
+    def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
+        """`parameters` and `buffers` are the layouts of the original."""
+        self.module = module
+        self.parameters, self.buffers = parameters, buffers
+        self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
+        self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
+
+    def bind(self, rows: Float[Tensor, "G P"], buffer_rows: Float[Tensor, "G Q"]) -> None:
+        """Let the module use these rows until the next call of `bind`; views, as in `Template.bind`."""
+        _assign_rows(rows, self._parameter_sizes, self._parameter_sites)
+        _assign_rows(buffer_rows, self._buffer_sizes, self._buffer_sites)
+
+    def train(self, mode: bool) -> None:
+        """Set train or eval mode; costs nothing where it is set already."""
+        if self.module.training != mode:
+            self.module.train(mode)
+
+    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
+        """Run the module on what is bound."""
+        out: Tensor = self.module(*args)
+        return out
+
+
+def _assign_rows(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:
+    if not sites:
+        return
+    pieces = rows.split_with_sizes(sizes, dim=1)
+    for site in sites:
+        piece = pieces[site.piece]
+        stacked = piece if site.shape is None else piece.view(rows.shape[0], *site.shape)
+        for table, leaf in site.owners:
+            table[leaf] = stacked
+
+
 def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:
     if not sites:
         return

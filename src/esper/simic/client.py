@@ -261,8 +261,7 @@ def policy_uniforms(run_seed: int, hosts: Int[Tensor, " N"], episode: int, steps
 
 def _require_fit(network: TamiyoNetwork, config: PPOConfig, spec: EngineSpec) -> None:
     """Raise ConfigError unless the network has the heads of the engine and the sizes of the configuration."""
-    sizes = network.config
-    found = (*network.head_sizes, sizes.feature_width, sizes.hidden_width, sizes.num_layers)
+    found = (*network.head_sizes, network.feature_width, network.hidden_width, network.num_layers)
     wanted = (*spec.head_sizes, config.feature_width, config.hidden_width, config.num_layers)
     if found != wanted:
         raise ConfigError(

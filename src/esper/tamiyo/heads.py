@@ -177,6 +177,7 @@ def _decide(rows: Tensor, choices: Tensor, legal: Tensor, has_gate: Tensor, unif
     slot = _draw(rows[..., Head.SLOT, :num_slots], mask[..., Head.SLOT, :num_slots], u[Head.SLOT])
     mask = mask_given_slot(mask, has_gate, op, slot)
     actions = _draw(rows, mask, uniforms)
+    # The masks belong to these; a draw among padded values might round the same probabilities another way.
     actions[..., Head.OP], actions[..., Head.SLOT] = op, slot
     return _Decision(actions=actions, mask=mask)
 

@@ -83,7 +83,11 @@ def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor) -> Bool[Te
 
 @record
 class HeadTables:
-    """Constants of one head layout: see `choices_given_op`; index of each padded logit; 1 / ln(count), 0 below two choices."""
+    """Constants of one layout of the heads.
+
+    `sizes` of the heads; `choices` of each head given the op; `padding`, the place of each padded logit among all
+    logits; `inverse_log[n]`, 1 / ln n, and 0 below two choices.
+    """
 
     sizes: Int[Tensor, " 8"]
     choices: Bool[Tensor, "6 8 V"]

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from esper.leyline.actions import Head
+from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, local_generator
 from esper.leyline.record import record
 from esper.tamiyo.features import feature_dim
-from esper.tamiyo.policy import PolicyConfig
 
 EMBEDDING_WIDTH = 4
 EMBEDDING_STD = 0.02
@@ -38,6 +38,10 @@ GAIN = math.sqrt(2.0)
 HEAD_OUTPUT_GAIN = 0.01
 VALUE_OUTPUT_GAIN = 0.1
 FORGET_BIAS = 1.0
+INITIAL_WAIT_LOGIT = 2.0
+"""The first policy prefers WAIT by this much: a uniform one prunes nearly every seed before it can be heard."""
+WIDTH_MULTIPLE = 8
+"""The value head narrows the recurrent width to an eighth."""
 
 
 @record
@@ -87,7 +91,9 @@ class TamiyoNetwork(nn.Module):
     Args:
         num_slots: S.
         head_sizes: values of each head, in the order of `HEADS`; the blueprint head also sizes the embedding.
-        feature_width, hidden_width, num_layers: see `PolicyConfig`.
+        feature_width: width of the feature net.
+        hidden_width: width of the recurrent state and of what the heads read; a multiple of 8.
+        num_layers: recurrent layers.
 
     Raises:
         ConfigError: a size that cannot be.
@@ -103,7 +109,8 @@ class TamiyoNetwork(nn.Module):
         num_layers: int = 1,
     ) -> None:
         super().__init__()
-        self.config = PolicyConfig(feature_width=feature_width, hidden_width=hidden_width, num_layers=num_layers)
+        _require_sizes(feature_width, hidden_width, num_layers)
+        self.feature_width, self.hidden_width, self.num_layers = feature_width, hidden_width, num_layers
         self.head_sizes = tuple(head_sizes)
         width, half = hidden_width, hidden_width // 2
         inputs = feature_dim(num_slots) + EMBEDDING_WIDTH * num_slots
@@ -124,7 +131,7 @@ class TamiyoNetwork(nn.Module):
 
     def initial_hidden(self, n: int, device: torch.device) -> Hidden:
         """Zeros, each [L, n, H]."""
-        shape = (self.config.num_layers, n, self.config.hidden_width)
+        shape = (self.num_layers, n, self.hidden_width)
         return Hidden(h=torch.zeros(shape, device=device), c=torch.zeros(shape, device=device))
 
     def step(
@@ -188,6 +195,20 @@ def _recur(layer: RecurrentLayer, x: Tensor, h: Tensor, c: Tensor, reset: Tensor
     return torch.stack(outputs, dim=1)
 
 
+def _require_sizes(feature_width: int, hidden_width: int, num_layers: int) -> None:
+    """Raise ConfigError for a size that cannot be."""
+    sizes = {"feature_width": feature_width, "hidden_width": hidden_width, "num_layers": num_layers}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} of the policy network is {size}, expected at least 1; raise ppo.{name}.")
+    if hidden_width % WIDTH_MULTIPLE:
+        nearest = max(WIDTH_MULTIPLE, round(hidden_width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+        raise ConfigError(
+            f"hidden_width of the policy network is {hidden_width}, expected a multiple of {WIDTH_MULTIPLE}, because "
+            f"the value head narrows it to an eighth; set ppo.hidden_width to {nearest}, the nearest that fits."
+        )
+
+
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     """A linear layer of zeros; the usual constructor would draw from the global generator."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
@@ -201,8 +222,10 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
     """Draw all weights anew, the same for the same seed on every device.
 
     Linear weights are orthogonal (Saxe et al., 2014) with gain sqrt(2), those of the last layers with a small gain, so
-    that the first policy is nearly uniform and the first value nearly zero; each gate of the LSTM is orthogonal, and
-    its forget gate starts open (Jozefowicz et al., 2015). Biases are zero, LayerNorms the identity.
+    that the first policy hardly depends on the state and the first value is nearly zero; each gate of the LSTM is
+    orthogonal, and its forget gate starts open (Jozefowicz et al., 2015). LayerNorms are the identity, other biases
+    zero but that of WAIT: a seed must survive a dozen decisions before it pays, so that under a uniform policy one in
+    hundreds is ever fossilized; where waiting comes first, the heads are uniform otherwise.
     """
     generator = local_generator(run_seed, Stream.POLICY_INIT)
     for parameter in network.parameters():
@@ -225,6 +248,7 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
             blocks = network.trunk_slices() if module is network.trunk else (slice(None),)
             for rows in blocks:
                 orthogonal(module.weight[rows], small_gains.get(module, GAIN))
+    network.head_outputs[Head.OP].bias[LifecycleOp.WAIT] = INITIAL_WAIT_LOGIT
 
 
 def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:

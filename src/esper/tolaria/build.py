@@ -9,15 +9,21 @@ from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.initialization import deterministic_build
 from esper.kasmina.population import Population
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
+from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.twins import can_fuse
+
+_FUSED_PIXELS = 256
+"""Images up to this size run fused unless told otherwise: there the time goes into small operations."""
 
 
 def load_dataset(task: TaskSpec, run_seed: int, device: torch.device, data_dir: Path | None) -> Dataset | None:
@@ -78,10 +84,22 @@ def _executor(config: EngineConfig, task: TaskSpec, dataset: Dataset | None, dev
         device=device,
         host_offset=config.host_offset,
     )
-    return StreamedExecutor(
+    streamed = StreamedExecutor(
         population,
         dataset,
         batch_train=task.batch_train,
         batch_val=task.batch_val,
         scaler=LossScaler(amp_dtype(config.amp, device), config.num_envs, device),
+    )
+    fits = can_fuse(population)
+    if config.executor == "fused" and not fits:
+        raise ConfigError(
+            "executor is 'fused', but the host has layers with weights that no stacking rule knows; "
+            "use executor 'streamed', or add a rule to kasmina.lowering.STACKED."
+        )
+    small = height * width <= _FUSED_PIXELS
+    return (
+        FusedExecutor(streamed)
+        if config.executor == "fused" or (config.executor == "auto" and fits and small)
+        else streamed
     )

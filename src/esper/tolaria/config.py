@@ -19,6 +19,7 @@ class EngineConfig:
         episode_length: E, control steps per episode.
         slots: enabled slots in action order.
         time_limit: what the last step is to the learner: "truncate" bootstraps, "terminate" is a true end.
+        executor: how the hosts are run: "fused" all at once, "streamed" one after another, "auto" whichever suits.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
             that the device supports.
     """
@@ -28,6 +29,7 @@ class EngineConfig:
     episode_length: int = 40
     slots: tuple[str, ...] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
+    executor: Literal["auto", "fused", "streamed"] = "auto"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     host_offset: int = 0
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
@@ -48,5 +50,7 @@ class EngineConfig:
             raise ConfigError(f"seed is {self.run_seed}; it must be a whole number from 0 to 2^63 - 1.")
         if self.time_limit not in ("truncate", "terminate"):
             raise ConfigError(f"time_limit is {self.time_limit!r}; it must be 'truncate' or 'terminate'.")
+        if self.executor not in ("auto", "fused", "streamed"):
+            raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'fused' or 'streamed'.")
         if self.amp not in ("off", "auto", "bf16", "fp16"):
             raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")

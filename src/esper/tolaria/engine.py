@@ -12,42 +12,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from esper.kasmina import lifecycle
-from esper.kasmina.guards import legal_ops
-from esper.kasmina.ingest import ingest
-from esper.kasmina.rollback import remember, rollback
-from esper.leyline.actions import Head
-from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, StepRecord
+from esper.leyline.errors import CheckpointError
 from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
-from esper.leyline.record import record, replace
 from esper.leyline.state_tree import below, record_tree, restored, with_prefix
-from esper.tolaria import governor, reading
-from esper.tolaria.coalitions import Coalitions, derive, enumerate_coalitions
+from esper.tolaria import governor, phases, reading
+from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.protocol import Executor, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import PendingRead, PhaseTimer
-from esper.tolaria.state import (
-    ParallelEnvState,
-    RolloutCost,
-    RolloutStats,
-    StepReport,
-    count_rollback,
-    count_step,
-    initial_state,
-)
+from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
 
 StepListener = Callable[[StepReport], None]
-
-
-@record
-class _Executed:
-    """What became of the actions of one step."""
-
-    ops: lifecycle.OpEffects
-    ticks: lifecycle.TickEffects
-    success: Tensor
-    effective_op: Tensor
 
 
 class VectorizedEngine:
@@ -57,7 +33,8 @@ class VectorizedEngine:
         config: how many hosts, for how long, under which rules.
         executor: how they are run.
         spec: what controllers are told of this engine.
-        on_step: called with the report of every step; must not raise into the loop.
+        on_step: called with the report of each step, when the next one begins. It changes nothing; an exception of it
+            surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine could go on.
     """
 
     def __init__(
@@ -146,40 +123,42 @@ class VectorizedEngine:
     def step(self, client: ClientProtocol) -> None:
         """One control step of all hosts."""
         self.settle()
+        assert self.t < self.spec.episode_length, "the episode is over; reset() begins the next one"
         self.t += 1
-        state, coalitions = self.state, self._coalitions
+        t, config, state, coalitions = self.t, self.config, self.state, self._coalitions
         assert coalitions is not None
         with self.timer.span("train"):
-            trained = self.executor.train_epoch(self.t, state.slots)
+            trained = self.executor.train_epoch(t, state.slots)
         with self.timer.span("measure"):
-            validated = self.executor.evaluate(self.t, state.slots, coalitions)
+            validated = self.executor.evaluate(t, state.slots, coalitions)
         with self.timer.span("guard"):
-            state, verdict, rolled_back = self._guard(state, validated.loss, client)
-            seen = _measurements(trained, validated, coalitions)
-            self._subset_acc = seen.subset_acc
+            state, verdict, rolled_back = phases.guard(state, validated.loss, client, config)
+            healthy = ~verdict.panic
         with self.timer.span("see"):
-            state, obs = self._see(state, seen, ~verdict.panic)
+            seen = phases.measurements(trained, validated, coalitions)
+            self._subset_acc = seen.subset_acc
+            state, obs = phases.see(state, seen, healthy, t, config)
         with self.timer.span("decide"):
-            act = client.act(obs)
+            decided = client.act(obs)
         with self.timer.span("act"):
-            state, done = self._act(state, obs, act, verdict, rolled_back)
+            state, done = phases.act(state, obs, decided, healthy, rolled_back, self.executor.costs, config)
         with self.timer.span("pay"):
-            state = self._pay_and_store(client, state, obs, act, done, seen, verdict)
+            state = phases.pay_and_store(client, state, obs, decided, done, seen, healthy, config)
         with self.timer.span("keep"):
-            state, snapshot, keep = self._keep(state, verdict, done)
-        self._state, self._coalitions = state, self._enumerate(state, self.t + 1)
+            state, kept = phases.keep(state, verdict, done, t, config)
+        self._state, self._coalitions = state, self._enumerate(state, t + 1)
         self._pending = reading.start(
             reading.Ended(
                 state=state,
                 coalitions=self._coalitions,
-                act=act,
+                act=decided,
                 ops=done.ops,
                 ticks=done.ticks,
                 effective_op=done.effective_op,
                 verdict=verdict,
                 rolled_back=rolled_back,
-                snapshot=snapshot,
-                keep=keep,
+                snapshot=kept.hosts,
+                keep=kept.fossils,
             )
         )
 
@@ -198,8 +177,6 @@ class VectorizedEngine:
         self.settle()
         return self.executor.test(self.state.slots)
 
-    # -- the phases of a step -----------------------------------------------------------------------------------
-
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
         """The coalitions that step `t` will measure: the structure cannot change any more before it does."""
         rules = self.config.lifecycle
@@ -212,145 +189,33 @@ class VectorizedEngine:
             shapley_limit=rules.shapley_limit,
         )
 
-    def _guard(
-        self, state: ParallelEnvState, loss_N: Tensor, client: ClientProtocol
-    ) -> tuple[ParallelEnvState, governor.GovernorVerdict, Tensor]:
-        """Compare each host's loss with its own history; hosts in panic go back to their snapshot."""
-        guards, verdict = governor.check(state.governor, loss_N, self.config.governor)
-        panic = verdict.panic
-        slots, hosts, rolled_back = rollback(state.slots, state.hosts, panic, state.memory)
-        penalty = client.rollback_reward(state.reward)
-        client.rollback(panic, penalty)
-        tally = count_rollback(state.tally, panic, penalty)
-        guards = governor.after_rollback(guards, panic)
-        return replace(state, slots=slots, hosts=hosts, governor=guards, tally=tally), verdict, rolled_back
-
-    def _see(
-        self, state: ParallelEnvState, seen: Measurements, healthy_N: Tensor
-    ) -> tuple[ParallelEnvState, Observation]:
-        slots, hosts = ingest(state.slots, state.hosts, seen, self.t, healthy_N)
-        state = replace(state, slots=slots, hosts=hosts)
-        return state, self._observation(state)
-
-    def _observation(self, state: ParallelEnvState) -> Observation:
-        return Observation(
-            t=self.t,
-            episode_length=self.spec.episode_length,
-            slots=state.slots,
-            hosts=state.hosts,
-            legal=legal_ops(state.slots, self.config.lifecycle),
-        )
-
-    def _act(
-        self,
-        state: ParallelEnvState,
-        obs: Observation,
-        act: ActResult,
-        verdict: governor.GovernorVerdict,
-        rolled_back_NS: Tensor,
-    ) -> tuple[ParallelEnvState, _Executed]:
-        rules, healthy = self.config.lifecycle, ~verdict.panic
-        slots, hosts, ops = lifecycle.apply_ops(
-            obs.slots, obs.hosts, act.actions, obs.legal, healthy, self.t, self.executor.costs, rules
-        )
-        slots, hosts, ticks = lifecycle.tick(slots, hosts, ops, rolled_back_NS, rules)
-        hosts, success, effective = lifecycle.feedback(hosts, act.actions, ops, ticks, healthy)
-        done = _Executed(ops=ops, ticks=ticks, success=success, effective_op=effective)
-        return replace(state, slots=slots, hosts=hosts), done
-
-    def _pay_and_store(
-        self,
-        client: ClientProtocol,
-        state: ParallelEnvState,
-        obs: Observation,
-        act: ActResult,
-        done: _Executed,
-        seen: Measurements,
-        verdict: governor.GovernorVerdict,
-    ) -> ParallelEnvState:
-        """Reward of the step from the state before the op; the transition goes to the client."""
-        healthy, last = ~verdict.panic, self.t == self.spec.episode_length
-        inputs = RewardInputs(
-            epoch=self.t,
-            max_epochs=self.spec.episode_length,
-            slots=obs.slots,
-            hosts=obs.hosts,
-            interactions=seen.interactions,
-            ops=act.actions[:, Head.OP],
-            target=done.ops.target,
-            success=done.success,
-            auto_pruned=done.ticks.auto_pruned,
-        )
-        paid, carried = client.step(inputs, state.reward)
-        carried = client.reset_hosts(carried, verdict.panic)
-        truncate = last and self.config.time_limit == "truncate"
-        never = torch.zeros_like(healthy)
-        zeros = torch.zeros_like(paid.total)
-        step = StepRecord(
-            t=self.t,
-            obs=obs,
-            act=act,
-            effective_op=done.effective_op,
-            reward=paid.total,
-            terminal=healthy if last and not truncate else never,
-            truncated=healthy if truncate else never,
-            bootstrap_value=client.bootstrap(self._observation(state)) * healthy if truncate else zeros,
-            valid=healthy,
-        )
-        client.store(step)
-        return replace(
-            state, reward=carried, tally=count_step(state.tally, act.actions, done.effective_op, paid, healthy)
-        )
-
-    def _keep(
-        self, state: ParallelEnvState, verdict: governor.GovernorVerdict, done: _Executed
-    ) -> tuple[ParallelEnvState, Tensor, Tensor]:
-        """Which hosts are kept as a snapshot now, and which new fossils join an older one."""
-        fossilized = done.ops.fossilized
-        any_fossil = fossilized.any(dim=1)
-        snapshot = governor.snapshot_due(state.governor, verdict, self.t, any_fossil, self.config.governor)
-        patch = governor.fossil_patch_due(state.governor, verdict, any_fossil)
-        keep = fossilized & patch[:, None]
-        memory = remember(state.memory, state.slots, snapshot[:, None] | keep)
-        return replace(state, memory=memory), snapshot, keep
-
     # -- persistence --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
-        """The engine in the middle of an episode: control plane, executor, place in the episode."""
+        """The engine in the middle of an episode: control plane, executor, place in the episode; all copies."""
         self.settle()
-        place = torch.tensor([self.episode, self.t])
-        return {
-            "place": place,
+        tree = {
+            "place": torch.tensor([self.episode, self.t]),
             **with_prefix("control", record_tree(self.state)),
             **with_prefix("executor", self.executor.state_dict()),
         }
+        # whoever owns the memory goes on writing into it, and loading begins with a reset
+        return {name: value.clone() for name, value in tree.items()}
 
     def load_state_dict(self, state: StateTree, client: ClientProtocol) -> None:
-        """Continue where `state_dict` was taken; raises CheckpointError where names or shapes differ."""
+        """Continue where `state_dict` was taken; `client` begins the episode anew and is restored after this.
+
+        Raises:
+            CheckpointError: names or shapes differ from those of this engine.
+        """
+        if "place" not in state:
+            raise CheckpointError(
+                "the state of the engine misses 'place', the step it was taken in; load a checkpoint taken inside "
+                "an episode, or start the round anew."
+            )
         episode, t = (int(v) for v in state["place"])
         self.reset(client, episode)
         self._state = restored(self.state, below("control", state), "engine")
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
         self.executor.settle(reading.structure_now(t, self._state, self._coalitions))
-
-
-def _measurements(trained: TrainPass, validated: ValidationPass, coalitions: Coalitions) -> Measurements:
-    told = derive(coalitions, validated.accuracy)
-    return Measurements(
-        train_acc=trained.acc,
-        train_loss=trained.loss,
-        val_acc=told.val_acc,
-        val_loss=validated.loss,
-        committed_acc=told.committed_acc,
-        cf_total=told.cf_total,
-        contribution=told.contribution,
-        interactions=told.interactions,
-        grad_norm=trained.grad_norm,
-        grad_health=trained.grad_health,
-        grad_vanishing=trained.grad_vanishing,
-        grad_exploding=trained.grad_exploding,
-        grad_ratio=trained.grad_ratio,
-        subset_acc=told.subset_acc,
-    )

@@ -109,23 +109,35 @@ ACTORS = {
 }
 
 NOT_SHAPED = tuple(mode for mode in DENSE if mode != "shaped")
+PAYING_POTENTIAL = ("basic", "basic_plus", "simplified")
 FARMS = tuple(name for name in ACTORS if name.startswith("toxic farm"))
-CONTRACTS = (
-    # exploiters, must not exceed, closed in, known open in
-    (("churn",), "idle", tuple(mode for mode in DENSE if mode != "simplified"), ("simplified",)),
-    (FARMS, "idle", ("escrow", "basic", "basic_plus", "sparse", "minimal", "objective"), ()),
-    (("parking", "turntable", "last minute"), "honest", NOT_SHAPED, ("shaped",)),
-    (("drift rider",), "idle with drift", ("shaped", "escrow", "sparse", "minimal", "objective"),
-     ("basic", "basic_plus", "simplified")),
-    (("hoarding",), "idle", ("shaped", "escrow", "objective"), ("basic", "basic_plus", "simplified")),
-    (("ransom kept", "ransom fossilized"), "idle", ("shaped", "escrow", "sparse", "minimal", "objective"), ()),
-    (("refusal spam",), "no spam", DENSE, ()),
-    (tuple(name for name in ACTORS if name.startswith("last op ")), "last op WAIT", ("objective", "sparse"), ()),
-)  # fmt: skip
+PAYING_FARMS = ("toxic farm, early, aimed at the seed", "toxic farm, late, aimed elsewhere")
+LAST_OPS = tuple(name for name in ACTORS if name.startswith("last op "))
+
+
+def cells(exploiters, limit, modes):
+    return [(name, limit, mode) for name in exploiters for mode in modes]
+
+
+CLOSED = [
+    *cells(("churn",), "idle", ("shaped", "escrow", "basic", "basic_plus", "sparse", "minimal", "objective")),
+    *cells(FARMS, "idle", ("escrow", "basic", "basic_plus", "sparse", "minimal", "objective")),
+    *cells(("parking", "turntable", "last minute"), "honest", NOT_SHAPED),
+    *cells(("drift rider",), "idle with drift", ("shaped", "escrow", "sparse", "minimal", "objective")),
+    *cells(("hoarding",), "idle", ("shaped", "escrow", "objective")),
+    *cells(("ransom kept", "ransom fossilized"), "idle", ("shaped", "escrow", "sparse", "minimal", "objective")),
+    *cells(("refusal spam",), "no spam", DENSE),
+    *cells(LAST_OPS, "last op WAIT", ("objective", "sparse")),
+]
 KNOWN_OPEN = [
-    (name, limit, mode) for names, limit, _, modes in CONTRACTS for name in names for mode in modes
-]  # fmt: skip
-CLOSED = [(name, limit, mode) for names, limit, modes, _ in CONTRACTS for name in names for mode in modes]
+    *cells(("churn",), "idle", ("simplified",)),
+    *cells(PAYING_FARMS, "idle", ("shaped",)),
+    *cells(FARMS, "idle", ("simplified",)),
+    *cells(("parking", "turntable", "last minute"), "honest", ("shaped",)),
+    *cells(("drift rider",), "idle with drift", PAYING_POTENTIAL),
+    *cells(("hoarding",), "idle", PAYING_POTENTIAL),
+    *cells(("ransom kept", "ransom fossilized"), "idle", PAYING_POTENTIAL),
+]
 
 
 @functools.cache

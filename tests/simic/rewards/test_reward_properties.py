@@ -17,7 +17,7 @@ from esper.simic.rewards.scalar_step import HostStep, SlotRow
 GAMMA = 0.995
 CPU = torch.device("cpu")
 POTENTIAL, ACTION = REWARD_TERMS.index("potential"), REWARD_TERMS.index("action")
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 stays = st.lists(st.tuples(st.sampled_from([2, 3, 4, 6, 7]), st.integers(1, 12)), min_size=1, max_size=5)
 """Stages in the order a seed goes through them, and the observations made in each."""

@@ -51,15 +51,13 @@ class ToySlot:
         self.prev_stage, self.prev_epochs = self.stage, self.epochs
         self.stage, self.epochs, self.entered_at = stage, -1, accuracy
 
-    def tick(self, accuracy: float) -> None:
-        """End of a step; a stage entered in this step is observed with 0 in the next."""
+    def tick(self, accuracy: float) -> "ToySlot":
+        """The slot after a step; a stage entered in this step is observed with 0 in the next."""
         if self.cooling:
             self.cooling -= 1
-            if not self.cooling:
-                self.__init__()
-            return
+            return self if self.cooling else ToySlot()
         if self.stage == 1:
-            return
+            return self
         self.age += 1
         ready = self.stage == 3 and self.epochs + 1 >= TRAINING_STEPS
         if self.stage == 4:
@@ -70,6 +68,7 @@ class ToySlot:
         if ready:
             self.enter({3: 4, 4: 6}[self.stage], accuracy)
         self.epochs += 1
+        return self
 
 
 Script = Callable[[int, list[ToySlot]], tuple[Op, int]]
@@ -143,8 +142,7 @@ class Actor:
         elif step.success and step.op == Op.FOSSILIZE:
             self.contributing += slot.kind.contribution >= 1
             slot.enter(7, accuracy)
-        for each in self.slots:
-            each.tick(accuracy)
+        self.slots = [each.tick(accuracy) for each in self.slots]
 
 
 def play(actors: dict[str, Actor], config: RewardConfig) -> dict[str, float]:

@@ -11,11 +11,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, TanhScale
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.stages import Topology
-
-BIRTH_SCALE = 0.01
-"""Start of every layer scale: small against normalized activations, large enough for gradients to pass."""
 
 _MAX_GROUPS = 32
 _MIN_GROUP = 16
@@ -40,19 +38,6 @@ def _conv(inputs: int, outputs: int, kernel: int, groups: int = 1) -> nn.Conv2d:
 
 def _chain(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
-
-
-@final
-class LayerScale(nn.Module):
-    """gamma * h with one learnable factor per channel; ReLU comes before it, so a correction may have either sign."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((channels,), BIRTH_SCALE))
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        return h * self.gamma.view(-1, 1, 1)
 
 
 @final
@@ -117,12 +102,12 @@ class NormShift(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = _group_norm(channels)
-        self.strength = nn.Parameter(torch.zeros(()))
+        self.gain = TanhScale()
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        normed: Tensor = self.norm(h)
-        return torch.tanh(self.strength) * (normed - h)
+        shifted: Tensor = self.gain(self.norm(h) - h)
+        return shifted
 
 
 @final
@@ -131,7 +116,7 @@ class Norm(AbstractBlueprint):
 
     name = "norm"
     topology = Topology.CNN
-    birth = {"strength": 0.0}  # noqa: RUF012
+    birth = {"gain.strength": 0.0}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
         """See `NormShift`."""

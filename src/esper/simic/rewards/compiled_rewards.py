@@ -137,7 +137,7 @@ def _pay(x: CreditFacts, dtype: torch.dtype) -> RewardOutput:
     """Evaluate the mode's row of the table; everything is float64 until the last cast."""
     terms = TERMS[x.mode]
     columns = {name: term(x) for name, term in terms.items()}
-    breakdown_NM = torch.stack([columns.get(name, x.zero) for name in REWARD_TERMS], dim=-1)
+    breakdown_NM = torch.stack([columns.get(name, x.zero) for name in REWARD_TERMS]).T  # columns are contiguous
     total_N = sum(columns.values(), start=x.zero)
     escrow_next_N = x.account + x.escrow_delta
     opened_N = drip_opened(x) if "drip" in terms else x.zero
@@ -156,14 +156,13 @@ def _info(x: CreditFacts, escrow_next_N: Tensor) -> Tensor:
     if x.mode in ("shaped", "escrow"):
         credit = (x.discount, x.ratio_penalty, x.attribution_timing, x.progress)
     else:
-        one = torch.ones_like(x.zero)
-        credit = (one, x.zero, one, x.number("total_improvements", torch.nan))
+        credit = (x.one, x.zero, x.one, x.number("total_improvements", torch.nan))
     potential = objective_potential(x) if x.mode == "objective" else x.zero
     growth = x.zero if x.mode == "loss" else x.growth
     account = (x.account, x.escrow_target, x.escrow_delta, escrow_next_N)
     columns = (*credit, growth, *account, potential)
     assert len(columns) == len(REWARD_INFO)
-    return torch.stack(columns, dim=-1)
+    return torch.stack(columns).T
 
 
 def _clock(value: int | Tensor, like: Tensor) -> Tensor:

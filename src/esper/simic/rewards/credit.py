@@ -42,22 +42,22 @@ class CreditFacts(Facts):
     def discount(self) -> Tensor:
         """Discount d = sigmoid(steepness * g) where a live seed is harmful in spite of a contribution; 1 elsewhere."""
         if self.escrow:
-            return torch.ones_like(self.val_acc)
+            return self.one
         odds = torch.exp(torch.clamp(self.gate_signal, max=0.0) * self.weights["attribution_sigmoid_steepness"])
-        return torch.where(self.measured_seed & (self.gate_signal < 0), odds / (1 + odds), 1.0)
+        return torch.where(self.harmful & self.has_contribution, odds / (1 + odds), self.one)
 
     @derived
     def ratio_penalty(self) -> Tensor:
         """Penalty rho <= 0: a contribution that the gate signal does not support (others lean on the seed)."""
         w, c, g = self.weights, self.contribution, self.gate_signal
         suspicious = self.measured_seed & (c > SUSPICIOUS_CONTRIBUTION) & (self.discount >= 0.5)
-        suspicious = suspicious & (w["disable_anti_gaming"] == 0)
+        suspicious = suspicious & self.anti_gaming_on
         supported = g > w["improvement_safe_threshold"]
-        ratio = c / torch.where(supported, g, 1.0)
+        ratio = c / torch.where(supported, g, self.one)
         excess = torch.clamp(ratio / w["hacking_ratio_threshold"] - 1, min=0.0)
         of_ratio = torch.clamp(RATIO_PENALTY_STEP * excess, max=RATIO_PENALTY_CAP)
         unsupported = RATIO_PENALTY_CAP * torch.clamp(c / UNSUPPORTED_CONTRIBUTION_SCALE, max=1.0)
-        return -torch.where(suspicious, torch.where(supported, of_ratio, unsupported), 0.0)
+        return -torch.where(suspicious, torch.where(supported, of_ratio, unsupported), self.zero)
 
     @derived
     def progress(self) -> Tensor:
@@ -69,18 +69,27 @@ class CreditFacts(Facts):
     def raw_attribution(self) -> Tensor:
         """Contribution moderated by progress (host drift can make progress, but no contribution)."""
         c = self.contribution
-        unknown = torch.isnan(self.progress)
         p = torch.nan_to_num(self.progress, nan=0.0)
         moderated = torch.where(c >= p, self.combine(p, c), c)
-        return torch.where(unknown, UNKNOWN_PROGRESS_SHARE * c, torch.where(p > 0, moderated, 0.0))
+        moderated = torch.where(p > 0, moderated, self.zero)
+        return torch.where(self.progress == self.progress, moderated, UNKNOWN_PROGRESS_SHARE * c)
 
     def timing(self, epochs: Tensor) -> Tensor:
         """Factor of what starts at `epochs`: early germinations learn from a host that has learned nothing yet."""
-        w = self.weights
-        floor, warmup = w["germination_discount_floor"], w["germination_warmup_epochs"]
-        off = (warmup <= 0) | (w["disable_timing_discount"] != 0)
-        ramp = floor + (1 - floor) * (epochs / torch.clamp(warmup, min=1.0))
-        return torch.where((epochs >= warmup) | off, 1.0, ramp)
+        floor = self.weights["germination_discount_floor"]
+        return torch.where(epochs >= self.warmup, self.one, floor + self.timing_slope * epochs)
+
+    @derived
+    def warmup(self) -> Tensor:
+        """Steps of the discount of early germinations; minus infinity where it is switched off. A scalar."""
+        warmup = self.weights["germination_warmup_epochs"]
+        off = (warmup <= 0) | (self.weights["disable_timing_discount"] != 0)
+        return torch.where(off, -torch.inf, warmup)
+
+    @derived
+    def timing_slope(self) -> Tensor:
+        """What a step of warm-up adds to the timing factor. A scalar."""
+        return (1 - self.weights["germination_discount_floor"]) / torch.clamp(self.warmup, min=1.0)
 
     @derived
     def credited(self) -> Tensor:
@@ -91,8 +100,8 @@ class CreditFacts(Facts):
     def attribution_timing(self) -> Tensor:
         """Timing factor of the target seed's birth; 1 where no contribution is paid, and in escrow."""
         if self.escrow:
-            return torch.ones_like(self.val_acc)
-        return torch.where(self.credited & self.seed, self.timing(self.epoch - self.age), 1.0)
+            return self.one
+        return torch.where(self.credited & self.seed, self.timing(self.epoch - self.age), self.one)
 
     @derived
     def harmful_fossilize(self) -> Tensor:
@@ -110,12 +119,12 @@ class CreditFacts(Facts):
         w, c = self.weights, self.contribution
         improvement = self.known("stage_improvements")
         blended = self.seed & (self.stage >= int(SeedStage.BLENDING)) & (improvement > 0)
-        proxy = torch.where(blended, w["proxy_confidence_factor"] * improvement, 0.0)
+        proxy = torch.where(blended, w["proxy_confidence_factor"] * improvement, self.zero)
         helpful = self.raw_attribution * self.discount * self.attribution_timing
         earned = torch.where(c < 0, c, torch.where(self.has_contribution, helpful, proxy))
-        earned = torch.where(self.fossil | self.harmful_fossilize, 0.0, earned * w["contribution_weight"])
+        earned = torch.where(self.fossil | self.harmful_fossilize, self.zero, earned * w["contribution_weight"])
         earned = torch.where(self.prune, -earned, earned)
-        return earned + torch.where(self.fossil, 0.0, self.ratio_penalty)
+        return earned + torch.where(self.fossil, self.zero, self.ratio_penalty)
 
     @derived
     def account(self) -> Tensor:
@@ -128,8 +137,8 @@ class CreditFacts(Facts):
         if not self.escrow:
             return self.zero
         deserved = self.weights["contribution_weight"] * self.raw_attribution + self.ratio_penalty
-        target = torch.where(self.credited, torch.clamp(deserved, min=0.0), 0.0)
-        return torch.where(self.prune, 0.0, torch.where(self.fossil, self.account, target))
+        target = torch.where(self.credited, torch.clamp(deserved, min=0.0), self.zero)
+        return torch.where(self.prune, self.zero, torch.where(self.fossil, self.account, target))
 
     @derived
     def escrow_delta(self) -> Tensor:
@@ -140,26 +149,26 @@ class CreditFacts(Facts):
         clip = self.weights["escrow_delta_clip"]
         bound = torch.where(clip > 0, clip, torch.inf)
         bounded = torch.minimum(torch.maximum(gap, -bound), bound)
-        change = torch.where(self.credited, bounded, torch.where(self.has_contribution, gap, 0.0))
-        return torch.where(self.prune, -self.account, torch.where(self.fossil, 0.0, change))
+        change = torch.where(self.credited, bounded, torch.where(self.has_contribution, gap, self.zero))
+        return torch.where(self.prune, -self.account, torch.where(self.fossil, self.zero, change))
 
     @derived
     def escrow_attribution(self) -> Tensor:
         """Mode escrow: the change of the account, and the harm of a harmful seed."""
-        harm = torch.where(self.prune | self.fossil, 0.0, torch.clamp(self.contribution, max=0.0))
+        harm = torch.where(self.prune | self.fossil, self.zero, torch.clamp(self.contribution, max=0.0))
         earned = self.escrow_delta + self.weights["contribution_weight"] * harm
-        return torch.where(self.harmful_fossilize, 0.0, earned)
+        return torch.where(self.harmful_fossilize, self.zero, earned)
 
     @derived
     def flags(self) -> Tensor:
         """Suspicions for telemetry, bool [N,2]: `FLAGS`. They never change the reward."""
-        w, c, g = self.weights, self.contribution, self.gate_signal
-        ransom = self.measured_seed & (c > 0.1) & (g < -0.2)
+        c, g = self.contribution, self.gate_signal
+        ransom = self.seed & self.ransoming
         if self.mode not in ("shaped", "escrow"):  # only these two impose the penalty
             return torch.stack((torch.zeros_like(ransom), ransom), dim=-1)
         positive = self.measured_seed & (g > 0) & (c > 0)
-        ratio = c / torch.where(positive, g, 1.0)
-        extreme = positive & (self.ratio_penalty != 0) & (ratio >= w["hacking_ratio_threshold"])
+        ratio = c / torch.where(positive, g, self.one)
+        extreme = positive & (self.ratio_penalty != 0) & (ratio >= self.weights["hacking_ratio_threshold"])
         return torch.stack((extreme, ransom), dim=-1)
 
 

@@ -18,6 +18,9 @@ from esper.simic.rewards.config import LEGITIMATE_HOLD
 
 T = TypeVar("T")
 
+RANSOM_CONTRIBUTION, RANSOM_GATE_SIGNAL = 0.1, -0.2
+"""Points beyond which a seed that helps on its own and harms in company is taken for a hostage taker."""
+
 _POTENTIAL_TABLES: dict[torch.device, Tensor] = {}
 
 
@@ -95,6 +98,26 @@ class Facts:
         return torch.zeros_like(self.val_acc)
 
     @derived
+    def one(self) -> Tensor:
+        """1 in every row."""
+        return torch.ones_like(self.val_acc)
+
+    @derived
+    def shaping_on(self) -> Tensor:
+        """Stage shaping is not switched off; a scalar, like the next two."""
+        return self.weights["disable_pbrs"] == 0
+
+    @derived
+    def terminal_on(self) -> Tensor:
+        """The reward of the last step is not switched off."""
+        return self.weights["disable_terminal_reward"] == 0
+
+    @derived
+    def anti_gaming_on(self) -> Tensor:
+        """Penalties against gaming are not switched off."""
+        return self.weights["disable_anti_gaming"] == 0
+
+    @derived
     def val_acc(self) -> Tensor:
         """Accuracy of the whole model, points; 0 where missing."""
         value = self.arguments["val_accs"]
@@ -157,29 +180,44 @@ class Facts:
         return self.number("seed_ages", 0.0)
 
     @derived
+    def raw_contribution(self) -> Tensor:
+        """Leave-one-out contribution with its NaN."""
+        return self.number("seed_contributions", torch.nan)
+
+    @derived
     def contribution(self) -> Tensor:
         """Leave-one-out contribution c of the target slot, points; 0 where not measured (`has_contribution`)."""
-        return self.known("seed_contributions")
+        return torch.nan_to_num(self.raw_contribution, nan=0.0)
 
     @derived
     def has_contribution(self) -> Tensor:
         """The contribution was measured in this step."""
-        return ~torch.isnan(self.number("seed_contributions", torch.nan))
+        return self.raw_contribution == self.raw_contribution  # NaN alone differs from itself
+
+    @derived
+    def raw_gate_signal(self) -> Tensor:
+        """Gain of all players with its NaN."""
+        return self.number("counterfactual_improvements", torch.nan)
 
     @derived
     def gate_signal(self) -> Tensor:
         """Gain g of all players together, points; 0 where not measured (`has_gate_signal`)."""
-        return self.known("counterfactual_improvements")
+        return torch.nan_to_num(self.raw_gate_signal, nan=0.0)
 
     @derived
     def has_gate_signal(self) -> Tensor:
         """The gate signal was measured in this step."""
-        return ~torch.isnan(self.number("counterfactual_improvements", torch.nan))
+        return self.raw_gate_signal == self.raw_gate_signal
 
     @derived
     def harmful(self) -> Tensor:
-        """A live seed without which the model would be better: g < 0 (a missing g is 0 here, hence not negative)."""
-        return self.seed & (self.gate_signal < 0)
+        """A live seed without which the model would be better: g < 0, which NaN is not."""
+        return self.seed & (self.raw_gate_signal < 0)
+
+    @derived
+    def ransoming(self) -> Tensor:
+        """Removing the seed alone hurts, although the model would be better without any."""
+        return (self.contribution > RANSOM_CONTRIBUTION) & (self.gate_signal < RANSOM_GATE_SIGNAL)
 
     @derived
     def stage_potentials(self) -> Tensor:
@@ -208,7 +246,7 @@ class Facts:
     @derived
     def shaped_seed(self) -> Tensor:
         """Rows in which stage shaping applies."""
-        return self.seed & (self.weights["disable_pbrs"] == 0)
+        return self.seed & self.shaping_on
 
     @derived
     def shaping(self) -> Tensor:
@@ -242,7 +280,7 @@ class Facts:
         if self.arguments["effective_seed_params"] is None:
             return self.added_params
         measured = self.number("effective_seed_params", torch.nan)
-        return torch.where(torch.isnan(measured), self.added_params, measured)
+        return torch.where(measured == measured, measured, self.added_params)
 
     @derived
     def growth(self) -> Tensor:
@@ -250,11 +288,9 @@ class Facts:
         return self.occupancy / self.host_floor
 
     def combine(self, progress: Tensor, contribution: Tensor) -> Tensor:
-        """Mean of two non-negative signals that is small where either is; 0 where neither is positive."""
+        """Mean of two positive signals that is small where either is; finite and without meaning elsewhere."""
         if self.mode == "escrow":
             return torch.sqrt(torch.clamp(progress * contribution, min=0.0))
         if self.attribution_formula == "minimum":
-            merged = torch.minimum(progress, contribution)
-        else:
-            merged = 2 * progress * contribution / torch.clamp(progress + contribution, min=1e-8)
-        return torch.where((progress > 0) | (contribution > 0), merged, 0.0)
+            return torch.minimum(progress, contribution)
+        return 2 * progress * contribution / torch.clamp(progress + contribution, min=1e-8)

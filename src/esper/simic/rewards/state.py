@@ -8,8 +8,6 @@ Pure: nothing is remembered outside the state, nothing is emitted, and the host 
 Shape legend: N = hosts, S = slots, E = steps of an episode, M = terms.
 """
 
-from functools import lru_cache
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.record import record, replace, where
-from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
+from esper.leyline.stages import SeedStage
 from esper.simic.rewards import compiled_rewards as kernel
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.gather import (
@@ -31,13 +29,15 @@ from esper.simic.rewards.gather import (
     stable_accuracy,
     target_slot,
 )
-from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS
+from esper.simic.rewards.terms import NEW_SEED_POTENTIAL, REWARD_INFO, REWARD_TERMS
 
 _COLUMN = {name: index for index, name in enumerate(REWARD_TERMS)}
 _POTENTIAL_INFO = REWARD_INFO.index("objective_potential")
 CONTRIBUTION_MODES = ("shaped", "escrow")
 """Modes with clawback, automatic-prune penalty and hindsight credit."""
 HINDSIGHT_SLOPE = 0.1
+
+_PACKED: dict[tuple[RewardConfig, torch.device], Tensor] = {}
 
 
 @record
@@ -107,10 +107,14 @@ def rollback_reward(state: RewardState, config: RewardConfig) -> Float[Tensor, "
     return rollback_breakdown(state, config).sum(-1).to(torch.float32)
 
 
-@lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, " W"]:
     """The numbers of the mode on `device`, copied there once."""
-    return (config.loss.pack() if config.mode == "loss" else config.pack()).to(device)
+    weights = _PACKED.get((config, device))
+    if weights is None:
+        packed = config.loss.pack() if config.mode == "loss" else config.pack()
+        weights = _PACKED[config, device] = packed.to(device)
+    return weights
 
 
 def reward_step(inputs: RewardInputs, state: RewardState, config: RewardConfig) -> tuple[RewardOutput, RewardState]:
@@ -252,7 +256,7 @@ def _at_the_end(
         young_NS = (stage_NS == int(SeedStage.GERMINATED)) | (stage_NS == int(SeedStage.TRAINING))
         pruned_N = op_N == int(LifecycleOp.PRUNE)
         gone_NS = torch.zeros_like(young_NS).scatter(1, inputs.target[:, None], pruned_N[:, None])
-        lent = config.pbrs_weight * STAGE_POTENTIAL[SeedStage.GERMINATED]
+        lent = config.pbrs_weight * NEW_SEED_POTENTIAL
         due_NS = lent * torch.pow(config.gamma, 1.0 - age_NS)
         extra["germination_clawback"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)
     return extra

@@ -13,6 +13,9 @@ from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.credit import CreditFacts
 
+NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
+"""What GERMINATE is paid for, before weight, discount and timing."""
+
 REWARD_TERMS = (
     "attribution", "blending_warning", "holding_warning", "potential", "synergy", "rent", "alpha_shock",
     "occupancy", "fossil_upkeep", "action", "terminal", "drip", "loss_delta",
@@ -39,38 +42,38 @@ def attribution(x: CreditFacts) -> Tensor:
 def blending_warning(x: CreditFacts) -> Tensor:
     """A harmful seed that is being blended in costs more with every step."""
     warned = x.harmful & (x.stage == int(SeedStage.BLENDING))
-    return torch.where(warned, -0.1 - torch.clamp(0.05 * x.dwell_epochs, max=0.3), 0.0)
+    return torch.where(warned, -0.1 - torch.clamp(0.05 * x.dwell_epochs, max=0.3), x.zero)
 
 
 def holding_warning(x: CreditFacts) -> Tensor:
     """A paying seed must be decided upon; parking it in HOLDING costs."""
     waiting = x.holding & (x.dwell_epochs >= 2) & (x.attribution > 0) & ~(x.fossilize | x.prune)
-    return torch.where(waiting, -torch.clamp(0.1 + 0.05 * (x.dwell_epochs - 2), max=0.3), 0.0)
+    return torch.where(waiting, -torch.clamp(0.1 + 0.05 * (x.dwell_epochs - 2), max=0.3), x.zero)
 
 
 def stage_shaping(x: CreditFacts) -> Tensor:
     """Potential-based shaping along the stages of the target seed."""
-    return torch.where(x.shaped_seed, x.shaping, 0.0)
+    return torch.where(x.shaped_seed, x.shaping, x.zero)
 
 
 def synergy(x: CreditFacts) -> Tensor:
     """A seed that helps others is paid a little for it."""
     interaction = x.known("interaction_sums")
     helps = x.seed & (x.discount >= 0.5) & (x.attribution > 0) & (interaction > 0)
-    return torch.where(helps, 0.1 * torch.tanh(0.5 * interaction), 0.0)
+    return torch.where(helps, 0.1 * torch.tanh(0.5 * interaction), x.zero)
 
 
 def growth_rent(x: CreditFacts) -> Tensor:
     """Occupied parameters pay rent, so that a seed must earn its place."""
     price = torch.minimum(x.weights["rent_weight"] * torch.log1p(x.growth), x.weights["max_rent"])
-    return torch.where((x.host_params > 0) & (x.occupancy > 0), -price, 0.0)
+    return torch.where((x.host_params > 0) & (x.occupancy > 0), -price, x.zero)
 
 
 def alpha_shock(x: CreditFacts) -> Tensor:
     """Sudden changes of alpha disturb the host in proportion to the parameters that are moved."""
     w, moved = x.weights, x.known("alpha_delta_sq_sums")
     shock = torch.maximum(-w["alpha_shock_coef"] * moved, -w["alpha_shock_cap"])
-    return torch.where((moved > 0) & (w["disable_anti_gaming"] == 0), shock, 0.0)
+    return torch.where((moved > 0) & x.anti_gaming_on, shock, x.zero)
 
 
 def occupancy(x: CreditFacts) -> Tensor:
@@ -87,8 +90,8 @@ def fossil_upkeep(x: CreditFacts) -> Tensor:
 def germination(x: CreditFacts) -> Tensor:
     """GERMINATE: its cost, plus the potential of the new seed, discounted to the next observation."""
     w = x.weights
-    worth = w["pbrs_weight"] * w["gamma"] * STAGE_POTENTIAL[SeedStage.GERMINATED]
-    worth = torch.where((x.epoch < x.max_epochs) & (w["disable_pbrs"] == 0), worth * x.timing(x.epoch), 0.0)
+    worth = w["pbrs_weight"] * w["gamma"] * NEW_SEED_POTENTIAL
+    worth = torch.where((x.epoch < x.max_epochs) & x.shaping_on, worth * x.timing(x.epoch), x.zero)
     return w["germinate_cost"] + torch.where(x.seed, w["germinate_with_seed_penalty"], worth)
 
 
@@ -96,10 +99,9 @@ def fossilization(x: CreditFacts) -> Tensor:
     """FOSSILIZE: a bonus that grows with contribution and time in HOLDING; penalties where it was not earned."""
     w, c, g = x.weights, x.contribution, x.gate_signal
     quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
-    quality = torch.where(w["disable_terminal_reward"] == 0, quality, 0.0)
-    bonus = (w["fossilize_base_bonus"] + w["fossilize_contribution_scale"] * c + quality) * x.legitimacy
-    ransom = torch.where((c > 0.1) & (g < -0.2), 0.3, x.zero)
-    harm = -0.5 - torch.clamp(-0.2 * g, max=1.0) - ransom
+    base = w["fossilize_base_bonus"] + quality * x.terminal_on
+    bonus = (base + w["fossilize_contribution_scale"] * c) * x.legitimacy
+    harm = -0.5 - torch.clamp(-0.2 * g, max=1.0) - torch.where(x.ransoming, 0.3, x.zero)
     value = torch.where(c >= MIN_CONTRIBUTION, bonus, w["fossilize_noncontributing_penalty"])
     value = torch.where(g < 0, harm, value)
     return w["fossilize_cost"] + torch.where(x.holding & x.has_gate_signal, value, w["invalid_fossilize_penalty"])
@@ -112,10 +114,10 @@ def pruning(x: CreditFacts) -> Tensor:
     hurting = torch.where(x.age < w["min_prune_bonus_age"], -0.1, w["prune_hurting_bonus"])
     judged = torch.where(clearly_harmful, hurting, w["prune_acceptable_bonus"])
     judged = torch.where(c < 0, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
-    judged = torch.where(x.has_contribution, judged, 0.0)
+    judged = torch.where(x.has_contribution, judged, x.zero)
     judged = torch.where(x.age < MIN_PRUNE_AGE, worst * (MIN_PRUNE_AGE - x.age), judged)
     judged = torch.where(x.fossil, w["prune_fossilized_penalty"], judged)
-    repaid = torch.where(x.shaped_seed, w["pbrs_weight"] * x.potential_now, 0.0)
+    repaid = torch.where(x.shaped_seed, w["pbrs_weight"] * x.potential_now, x.zero)
     return w["prune_cost"] - repaid + torch.where(x.seed, judged, -0.2)
 
 
@@ -123,7 +125,7 @@ def action(x: CreditFacts) -> Tensor:
     """Price or bonus of the operation."""
     w = x.weights
     hasty = x.is_op(LifecycleOp.ADVANCE) & x.seed & (x.stage == int(SeedStage.TRAINING))
-    value = torch.where(hasty, w["advance_from_training_penalty"], 0.0)
+    value = torch.where(hasty, w["advance_from_training_penalty"], x.zero)
     value = torch.where(x.is_op(LifecycleOp.SET_ALPHA_TARGET), w["set_alpha_target_cost"], value)
     value = torch.where(x.germinate, germination(x), value)
     value = torch.where(x.fossilize, fossilization(x), value)
@@ -131,7 +133,7 @@ def action(x: CreditFacts) -> Tensor:
 
 
 def _at_the_end(x: CreditFacts, value: Tensor) -> Tensor:
-    return torch.where(x.last_step & (x.weights["disable_terminal_reward"] == 0), value, 0.0)
+    return torch.where(x.last_step & x.terminal_on, value, x.zero)
 
 
 def final_accuracy(x: CreditFacts) -> Tensor:
@@ -145,7 +147,7 @@ def final_accuracy(x: CreditFacts) -> Tensor:
 def repaid_shaping(x: CreditFacts) -> Tensor:
     """Stage shaping in which PRUNE pays the potential back in the place of the shaping of its step."""
     repaid = -x.weights["pbrs_weight"] * x.potential_now
-    return torch.where(x.shaped_seed, torch.where(x.prune, repaid, x.shaping), 0.0)
+    return torch.where(x.shaped_seed, torch.where(x.prune, repaid, x.shaping), x.zero)
 
 
 def budget_rent(x: CreditFacts) -> Tensor:
@@ -173,7 +175,7 @@ def basic_fossilization(x: CreditFacts) -> Tensor:
         unearned | ~x.holding, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"]
     )
     value = torch.where(earns_basic_bonus(x), (1 - w["drip_fraction"]) * full_basic_bonus(x), wrong)
-    return torch.where(x.fossilize & x.seed, value, 0.0)
+    return torch.where(x.fossilize & x.seed, value, x.zero)
 
 
 def last_gain(x: CreditFacts) -> Tensor:
@@ -195,7 +197,7 @@ def drip_opened(x: CreditFacts) -> Tensor:
     """Scale of the pool that this step opens; 0 where none."""
     w = x.weights
     steps = torch.maximum(x.max_epochs - x.epoch, w["min_drip_epochs"])
-    return torch.where(earns_basic_bonus(x), w["drip_fraction"] * full_basic_bonus(x) / steps, 0.0)
+    return torch.where(earns_basic_bonus(x), w["drip_fraction"] * full_basic_bonus(x) / steps, x.zero)
 
 
 # Sparse, minimal, simplified
@@ -206,13 +208,13 @@ def frugal_accuracy(x: CreditFacts) -> Tensor:
     w = x.weights
     price = w["param_penalty_weight"] * x.known("fossilized_params") / w["param_budget"]
     value = torch.clamp(x.known("committed_accs") / 100 - price, min=-1.0, max=1.0)
-    return torch.where(x.last_step, w["sparse_reward_scale"] * value, 0.0)
+    return torch.where(x.last_step, w["sparse_reward_scale"] * value, x.zero)
 
 
 def early_prune(x: CreditFacts) -> Tensor:
     """Pruning a seed that had no time to show its value."""
     early = x.prune & x.seed & (x.age < x.weights["early_prune_threshold"])
-    return torch.where(early, x.weights["early_prune_penalty"], 0.0)
+    return torch.where(early, x.weights["early_prune_penalty"], x.zero)
 
 
 def flat_price(x: CreditFacts) -> Tensor:
@@ -243,13 +245,13 @@ def loss_rent(x: CreditFacts) -> Tensor:
     added = x.added_params
     price = torch.log1p(added / torch.where(x.host_params > 0, x.host_params, 1.0))
     due = (added > 0) & (x.host_params > 0) & ~(x.seed & (x.age < w["grace_epochs"]))
-    return torch.where(due, -torch.minimum(w["compute_rent_weight"] * price, w["max_rent_penalty"]), 0.0)
+    return torch.where(due, -torch.minimum(w["compute_rent_weight"] * price, w["max_rent_penalty"]), x.zero)
 
 
 def loss_potential(x: CreditFacts) -> Tensor:
     """Shaping by stage alone, without the time spent in it."""
     now, before = x.stage_potentials.unbind()
-    return torch.where(x.seed, x.weights["stage_potential_weight"] * (GAMMA * now - before), 0.0)
+    return torch.where(x.seed, x.weights["stage_potential_weight"] * (GAMMA * now - before), x.zero)
 
 
 def final_loss(x: CreditFacts) -> Tensor:
@@ -258,7 +260,7 @@ def final_loss(x: CreditFacts) -> Tensor:
     span = w["baseline_loss"] - w["target_loss"]
     loss = x.number("val_losses", torch.nan)
     share = torch.clamp((w["baseline_loss"] - loss) / torch.where(span == 0, 1.0, span), min=0.0, max=1.0)
-    return torch.where(x.last_step & ~torch.isnan(loss), w["terminal_loss_weight"] * share, 0.0)
+    return torch.where(x.last_step & (loss == loss), w["terminal_loss_weight"] * share, x.zero)
 
 
 # Objective
@@ -273,7 +275,7 @@ def worth(x: CreditFacts, accuracy: Tensor, params: Tensor) -> Tensor:
 
 def objective_potential(x: CreditFacts) -> Tensor:
     """The model as it stands, estimated before the end; 0 at the end, so that the shaping telescopes."""
-    return torch.where(x.last_step, 0.0, worth(x, x.val_acc, x.added_params))
+    return torch.where(x.last_step, x.zero, worth(x, x.val_acc, x.added_params))
 
 
 def objective_shaping(x: CreditFacts) -> Tensor:
@@ -283,7 +285,7 @@ def objective_shaping(x: CreditFacts) -> Tensor:
 
 def objective_success(x: CreditFacts) -> Tensor:
     """J: committed accuracy minus growth, paid in the last step."""
-    return torch.where(x.last_step, worth(x, x.known("committed_accs"), x.known("fossilized_params")), 0.0)
+    return torch.where(x.last_step, worth(x, x.known("committed_accs"), x.known("fossilized_params")), x.zero)
 
 
 Term = Callable[[CreditFacts], Tensor]

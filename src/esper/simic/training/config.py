@@ -9,23 +9,24 @@ the resolved tree: reading it gives the same run again.
 import dataclasses
 import math
 import os
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Literal
 
 from esper.kasmina.config import LifecycleConfig
 from esper.kasmina.hosts.slots import enabled_points
 from esper.kasmina.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.random import MAX_EPISODES
 from esper.simic.agent.config import PPOConfig
-from esper.simic.rewards.config import MODES, RewardConfig
+from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
+from esper.simic.training.values import Values, plain
 from esper.tasks.registry import TaskSpec, task_by_name
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
+
+DATA_VARIABLE = "ESPER_DATA"
+"""Environment variable that names the data folder where nothing else does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,11 @@ class RunConfig:
     """"auto", "cpu", "cuda" or "cuda:N"."""
     data_dir: str = ""
     """Folder of the task's files; not needed by tasks with embedded data."""
+    plugins: tuple[str, ...] = ()
+    """Modules or .py files that register tasks, blueprints or rewards; imported before their names are looked up."""
+    custom_reward: str = ""
+    """Name of a registered reward that pays instead of the formula of `reward.mode`; it is handed the numbers in
+    `reward`."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
@@ -67,22 +73,38 @@ class RunConfig:
         for name in ("rounds", "schedule_rounds", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.rounds > MAX_EPISODES:
+            raise ConfigError(f"rounds is {self.rounds}; it can be at most {MAX_EPISODES}.")
         task = task_by_name(self.task)
         self._check_slots(task)
+        self._check_batches(task)
+        self._check_reward()
+        if self.amp == "fp16" and self.device == "cpu":
+            raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
+        self.engine()
+
+    def _check_batches(self, task: TaskSpec) -> None:
+        for name in ("batch_train", "batch_val"):
+            size, least = getattr(self, name), 0 if task.host is None else 1
+            if size < least:
+                raise ConfigError(f"{name} is {size}; it must be at least {least}.")
+
+    def _check_reward(self) -> None:
+        if self.custom_reward in MODES:
+            raise ConfigError(
+                f"custom_reward is {self.custom_reward!r}, which is built in; set reward.mode to it and leave "
+                "custom_reward out."
+            )
+        if self.reward_traits.fossils_as_players and not self.lifecycle.fossils_as_players:
+            raise ConfigError(
+                f"reward {self.reward_name!r} pays by what fossilized seeds contribute, which is not measured; "
+                "set lifecycle.fossils_as_players = true, or leave it out."
+            )
         if self.ppo.gamma != self.reward.gamma:
             raise ConfigError(
                 f"ppo.gamma is {self.ppo.gamma} but the reward's shaping uses {self.reward.gamma}; "
                 "they must be equal, or shaping would pay: leave ppo.gamma out."
             )
-        traits = MODES[self.reward.mode]
-        if traits.fossils_as_players and not self.lifecycle.fossils_as_players:
-            raise ConfigError(
-                f"reward mode {self.reward.mode!r} pays by what fossilized seeds contribute, which is not measured; "
-                "set lifecycle.fossils_as_players = true, or leave it out."
-            )
-        if self.amp == "fp16" and self.device == "cpu":
-            raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
-        self.engine()
 
     def _check_slots(self, task: TaskSpec) -> None:
         if task.host is not None:
@@ -95,9 +117,19 @@ class RunConfig:
         if ordered != self.slots:
             raise ConfigError(f"slots are {', '.join(self.slots)}; list each once, in the order {', '.join(ordered)}.")
 
+    @property
+    def reward_name(self) -> str:
+        """Who pays: a built-in mode or a registered reward."""
+        return self.custom_reward or self.reward.mode
+
+    @property
+    def reward_traits(self) -> ModeTraits:
+        """What the reward asks of the rest; raises RegistryError where nobody registered it."""
+        return reward_traits(self.reward_name)
+
     def engine(self, *, run_seed: int | None = None, num_envs: int | None = None) -> EngineConfig:
         """The engine's part; evaluation asks for other seeds and numbers of hosts."""
-        limit = MODES[self.reward.mode].time_limit if self.time_limit == "mode" else self.time_limit
+        limit = self.reward_traits.time_limit if self.time_limit == "mode" else self.time_limit
         return EngineConfig(
             run_seed=self.seed if run_seed is None else run_seed,
             num_envs=self.num_envs if num_envs is None else num_envs,
@@ -111,7 +143,7 @@ class RunConfig:
 
     def data_path(self) -> Path | None:
         """Folder of the task's files: `data_dir`, else the environment's ESPER_DATA, else None."""
-        told = self.data_dir or os.environ.get("ESPER_DATA", "")
+        told = self.data_dir or os.environ.get(DATA_VARIABLE, "")
         return Path(told).expanduser() if told else None
 
     def task_spec(self) -> TaskSpec:
@@ -152,66 +184,28 @@ def task_values(task: TaskSpec, reward_mode: str) -> dict[str, Any]:
     return values
 
 
-def plain(config: object) -> dict[str, Any]:
-    """A configuration as nested dictionaries of plain values, without the keys whose value is None."""
-    tree: dict[str, Any] = {}
-    for f in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, f.name)
-        if value is not None:
-            tree[f.name] = plain(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
-    return tree
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over` in their place, table by table."""
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge(merged[key], value) if both else value
-    return merged
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a configuration file; raises ConfigError where it is missing or no TOML."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"the configuration file {path} cannot be read ({error.strerror}); check the path."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} is not valid TOML: {error}. Mend that line.") from error
-
-
-def validated(values: Mapping[str, Any]) -> RunConfig:
-    """A complete configuration; raises ConfigError that names the first wrong key."""
-    _refuse_unknown(values, RunConfig, "")
-    try:
-        return TypeAdapter(RunConfig).validate_python(dict(values))
-    except ValidationError as error:
-        raise ConfigError(_first_problem(error)) from None
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return str(cause)
-    name = ".".join(str(part) for part in problem["loc"])
-    return f"{name} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}. Correct {name}."
-
-
-def _refuse_unknown(values: Mapping[str, Any], cls: type, path: str) -> None:
-    known = {f.name: f for f in fields(cls)}
-    for key, value in values.items():
-        if key not in known:
-            raise ConfigError(f"unknown key {path}{key}; {nearest(key, known)}")
-        nested = _nested_type(known[key])
-        if nested is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{path}{key} is {value!r}, but it is a table; write its keys under [{path}{key}].")
-            _refuse_unknown(value, nested, f"{path}{key}.")
-
-
-def _nested_type(f: "dataclasses.Field[Any]") -> type | None:
-    return f.type if isinstance(f.type, type) and is_dataclass(f.type) else None
+def task_values(task: TaskSpec, reward: str) -> Values:
+    """What a task and a reward (a registered name) decide unless told otherwise."""
+    values: Values = {
+        "task": task.name,
+        "episode_length": task.episode_length,
+        "slots": list(task.enabled),
+        "batch_train": task.batch_train,
+        "batch_val": task.batch_val,
+        "lifecycle": {
+            "min_training_epochs": task.min_training_epochs,
+            "fossils_as_players": reward_traits(reward).fossils_as_players,
+        },
+        "optimizer": plain(task.optimizer),
+        "governor": {"guess": math.log(task.num_classes)},
+    }
+    if reward == "loss" or reward not in MODES:
+        values["reward"] = {
+            "loss": {
+                "baseline_loss": task.baseline_loss,
+                "target_loss": task.target_loss,
+                "typical_loss_delta_std": task.typical_loss_delta_std,
+                "compute_rent_weight": task.rent_weight,
+            }
+        }
+    return values

@@ -5,17 +5,24 @@ small        a run that learns: 100 rounds of 16 hosts, network of width 128
 paper        the published size: 200 rounds of 12 hosts, network of width 512
 """
 
+import json
+import os
 from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.errors import ConfigError
 from esper.simic.agent.config import PPOConfig
-from esper.simic.rewards.config import RewardConfig
-from esper.simic.training.config import RunConfig, merge, plain, read_toml, task_values, validated
+from esper.simic.rewards import MODES, RewardConfig, reward_names
+from esper.simic.training.config import DATA_VARIABLE, RunConfig, task_values
+from esper.simic.training.plugins import is_file, load_plugins
+from esper.simic.training.values import Values, merge, parse, plain, read_toml, suggest
+from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name
 
-Values = dict[str, Any]
+assert _presets
+DEFAULT_PRESET = "quickstart"
 
 
 def quickstart() -> Values:
@@ -59,17 +66,82 @@ PRESETS: Mapping[str, Callable[[], Values]] = {"quickstart": quickstart, "small"
 
 
 def resolve(overrides: Mapping[str, Any], file: Path | None = None) -> RunConfig:
-    """The configuration of a run from a file and the command line, complete and checked.
+    """The configuration of a run from a file and the command line, complete and checked; plugins are imported.
+
+    Paths in a file are relative to its folder, those of the command line to the working directory. `reward.mode` may
+    be any registered reward: one that is not built in becomes `custom_reward`.
 
     Raises:
-        ConfigError, RegistryError: unknown task, preset or key, a value out of range, or a combination that cannot be.
+        ConfigError, RegistryError: unknown task, preset or key, a value out of range, a combination that cannot be, or
+            a plugin that fails.
     """
-    told = merge(read_toml(file) if file else {}, overrides)
-    preset = told.get("preset", "quickstart")
+    layers = [_with_absolute_paths(read_toml(file), file.parent)] if file else []
+    layers.append(_with_absolute_paths(overrides, Path()))
+    load_plugins(plugin_names(reduce(merge, layers, {})))
+    told = reduce(merge, map(_with_custom_reward, layers), {})
+    preset = _name(told, "preset", DEFAULT_PRESET)
     if preset not in PRESETS:
-        raise ConfigError(f"unknown preset {preset!r}; {nearest(str(preset), PRESETS)}")
+        raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
     base = PRESETS[preset]()
-    task = task_by_name(str(told.get("task", base["task"])))
-    reward = told.get("reward", {})
-    mode = reward.get("mode", base["reward"]["mode"]) if isinstance(reward, Mapping) else ""
-    return validated(merge(merge(base, task_values(task, str(mode))), told))
+    task = task_by_name(_name(told, "task", base["task"]))
+    if task.needs_data_dir and (folder := os.environ.get(DATA_VARIABLE)):
+        base["data_dir"] = os.path.abspath(folder)
+    mode = _name(_table(told, "reward"), "mode", base["reward"]["mode"])
+    reward = _name(told, "custom_reward", "") or mode
+    return parse(RunConfig, merge(merge(base, task_values(task, reward)), told))
+
+
+def recorded(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that a run directory records; its plugins are imported. Raises as `resolve`."""
+    load_plugins(plugin_names(values))
+    return parse(RunConfig, values)
+
+
+def plugin_names(values: Mapping[str, Any]) -> list[str]:
+    """The plugins that `values` name; raises ConfigError unless they are a list of names."""
+    names = values.get("plugins", [])
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"plugins is {json.dumps(names, default=str)}; it must be a list of modules or .py files.")
+    return list(names)
+
+
+def _name(values: Mapping[str, Any], key: str, default: str) -> str:
+    name = values.get(key, default)
+    if not isinstance(name, str):
+        raise ConfigError(f"{key} is {json.dumps(name, default=str)}; it must be a name, such as {default!r}.")
+    return name
+
+
+def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    table = values.get(key, {})
+    return table if isinstance(table, Mapping) else {}
+
+
+def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
+    """Run directories are resumed from anywhere."""
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(folder / Path(path).expanduser())
+
+    changed: Values = {}
+    if isinstance(values.get("data_dir"), str) and values["data_dir"]:
+        changed["data_dir"] = absolute(values["data_dir"])
+    if "plugins" in values:
+        changed["plugins"] = [absolute(name) if is_file(name) else name for name in plugin_names(values)]
+    return {**values, **changed}
+
+
+def _with_custom_reward(values: Mapping[str, Any]) -> Values:
+    """Who names a built-in mode does not want a reward that was named before, and the other way round."""
+    reward = _table(values, "reward")
+    mode = reward.get("mode")
+    if not isinstance(mode, str):
+        return dict(values)
+    if mode in MODES:
+        return {"custom_reward": "", **values}
+    if mode not in reward_names():
+        raise ConfigError(
+            f"unknown reward {mode!r}; {suggest(mode, reward_names())} "
+            "One of your own is registered by a module in plugins."
+        )
+    return {**values, "custom_reward": mode, "reward": {k: v for k, v in reward.items() if k != "mode"}}

@@ -80,8 +80,14 @@ def trained_mask(structure: Structure) -> np.ndarray:
 
 
 def begin_training(population: Population, structure: Structure) -> TrainedRows:
-    """Copy the rows that will be trained; only as wide as the widest of them."""
+    """Copy the rows that will be trained; only as wide as the widest of them.
+
+    Seeds that run alike (slot, blueprint, algorithm, heard or not) come one after another, ordered by host.
+    """
     hosts, slots = np.nonzero(trained_mask(structure))
+    alike = (structure.alpha > 0.0, structure.algorithm, structure.blueprint)
+    order = np.lexsort((hosts, *(of[hosts, slots] for of in alike), slots))
+    hosts, slots = hosts[order], slots[order]
     flat = hosts * population.num_slots + slots
     gated = (structure.algorithm == Algorithm.GATE) & structure.has_gate
     gate_of = np.flatnonzero(gated[hosts, slots])

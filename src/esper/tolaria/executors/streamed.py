@@ -40,6 +40,8 @@ class StreamedExecutor:
         dataset: on the device already.
         batch_train, batch_val: examples per batch and host.
         scaler: precision of training.
+        max_examples: most examples, each once per distinct state of the network, that one measuring pass holds; bounds
+            the memory, not the result.
     """
 
     def __init__(
@@ -50,21 +52,22 @@ class StreamedExecutor:
         batch_train: int,
         batch_val: int,
         scaler: LossScaler,
+        max_examples: int = 32_768,
     ) -> None:
         self.population, self.scaler = population, scaler
         self.costs = population.costs()
         self.host_params = population.host_kind.template.parameters.num_params
-        self._dataset, self._batch_val = dataset, batch_val
+        self._dataset, self._batch_val, self._max_examples = dataset, batch_val, max_examples
         self._device = population.device
         self._train = self._batches("train", batch_train)
         self._val = self._batches("val", batch_val)
         self._streams = HostStreams(population.num_envs, self._device)
         self._column = {point.slot_id: s for s, point in enumerate(population.points)}
-        self._order = tuple(self._column[slot_id] for slot_id in population.host_module.execution_order())
+        self.execution_order = tuple(self._column[slot_id] for slot_id in population.host_module.execution_order())
         layout = population.host_kind.template.parameters
-        self._decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(self._device))
+        self.decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(self._device))
         self._episode = 0
-        self._structure = empty_structure(population.num_envs, population.num_slots)
+        self.structure = empty_structure(population.num_envs, population.num_slots)
 
     def _batches(self, split: SplitName, size: int, *, run_finished: bool = False) -> SharedBatchIterator:
         p = self.population
@@ -76,7 +79,7 @@ class StreamedExecutor:
         """N fresh hosts with empty slots."""
         self._episode = episode
         self.population.reset(episode)
-        self._structure = empty_structure(self.population.num_envs, self.population.num_slots)
+        self.structure = empty_structure(self.population.num_envs, self.population.num_slots)
 
     def settle(self, structure: Structure) -> None:
         """Restore, clear, draw and keep rows as the lifecycle decided in the step that ended."""
@@ -86,24 +89,50 @@ class StreamedExecutor:
         p.germinate(structure.germinated, structure.blueprint, structure.has_gate, self._episode, structure.t)
         p.keep_hosts(structure.snapshot)
         p.keep_seeds(structure.keep)
-        self._structure = structure
+        self.structure = structure
+
+    @property
+    def largest_activation(self) -> int:
+        """Floats of the largest activation of one example in a host."""
+        spec = self.population.host_module.spec
+        height, width = self._dataset.train.x.shape[-2:]
+        halvings = [min(i, spec.pools) for i in range(spec.blocks)]
+        sizes = [c * (height >> k) * (width >> k) for c, k in zip(spec.channels(), halvings, strict=True)]
+        return max(sizes)
+
+    def begin_epoch(self, t: int) -> SharedBatchIterator:
+        """The train split in each host's order of step `t`."""
+        self._train.begin(t, self._episode, self.population.host_ids)
+        return self._train
+
+    def validation(self) -> SharedBatchIterator:
+        """The validation split."""
+        return self._val
+
+    def test_batches(self) -> SharedBatchIterator:
+        """The test split; for the end of a run."""
+        return self._batches("test", self._batch_val, run_finished=True)
+
+    def committed_sets(self) -> list[np.ndarray]:
+        """The one coalition [1, S] of each host that its fossilized seeds are."""
+        return [row[None] for row in self.structure.stage == SeedStage.FOSSILIZED]
 
     # -- training ---------------------------------------------------------------------------------------------------
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
-        p, structure = self.population, self._structure
+        p, structure = self.population, self.structure
         everyone = torch.arange(p.num_envs, device=self._device)
         hosts = p.host.begin(everyone, [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, structure)
         seeds = running_seeds(p, structure, slots.alpha, rows)
-        optimizer = StackedOptimizer(p, hosts, rows, self.scaler, self._decay_mask)
+        optimizer = StackedOptimizer(p, hosts, rows, self.scaler, self.decay_mask)
         self._set_mode(True)
         loss_sum = torch.zeros(p.num_envs, device=self._device)
         correct = torch.zeros(p.num_envs, dtype=torch.int64, device=self._device)
-        self._train.begin(t, self._episode, p.host_ids)
-        count, last = 0, len(self._train) - 1
-        for i, (x_NB, y_NB) in enumerate(self._train):
+        batches = self.begin_epoch(t)
+        count, last = 0, len(batches) - 1
+        for i, (x_NB, y_NB) in enumerate(batches):
             optimizer.zero_grad()
             losses, hits = self._train_batch(hosts.leaves, seeds, x_NB, y_NB)
             optimizer.unscale()
@@ -116,7 +145,7 @@ class StreamedExecutor:
         p.host.finish(hosts)
         finish_training(p, rows)
         return TrainPass(
-            acc=correct * (100.0 / count),
+            acc=100.0 * correct / count,  # in this order, so that all correct is 100 exactly
             loss=loss_sum / count,
             grad_norm=gradients.norm,
             grad_health=gradients.health,
@@ -162,40 +191,41 @@ class StreamedExecutor:
     @torch.no_grad()
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples."""
-        p, structure = self.population, self._structure
+        p, structure = self.population, self.structure
         sets = [structure.sets[n][structure.sets_valid[n]] for n in range(p.num_envs)]
         correct, loss_sum, count = self._measure(self._val, slots.alpha, sets)
-        accuracy = torch.stack([F.pad(c, (0, coalitions.sets.shape[1] - len(c))) for c in correct]) * (100.0 / count)
-        return ValidationPass(accuracy=accuracy, loss=torch.stack(loss_sum) / count)
+        correct_NK = torch.stack([F.pad(c, (0, coalitions.sets.shape[1] - len(c))) for c in correct])
+        return ValidationPass(accuracy=100.0 * correct_NK / count, loss=torch.stack(loss_sum) / count)
 
     @torch.no_grad()
     def test(self, slots: SlotState) -> Float[Tensor, " N"]:
         """Each host with its fossilized seeds on the test split."""
-        committed = self._structure.stage == SeedStage.FOSSILIZED
-        batches = self._batches("test", self._batch_val, run_finished=True)
-        correct, _, count = self._measure(batches, slots.alpha, [row[None] for row in committed])
-        return torch.stack(correct)[:, 0] * (100.0 / count)
+        correct, _, count = self._measure(self.test_batches(), slots.alpha, self.committed_sets())
+        return 100.0 * torch.stack(correct)[:, 0] / count
 
     def _measure(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray]
     ) -> tuple[list[Tensor], list[Tensor], int]:
         """Correct answers [K] of each host's coalitions, summed loss of its first one, and the number of examples."""
         p = self.population
-        seeds = running_seeds(p, self._structure, alpha, None)
-        plans = [plan_prefixes(rows, self._order) for rows in sets]
+        seeds = running_seeds(p, self.structure, alpha, None)
+        plans = [plan_prefixes(rows, self.execution_order) for rows in sets]
         correct = [torch.zeros(len(rows), dtype=torch.int64, device=self._device) for rows in sets]
         loss_sum = [torch.zeros((), device=self._device) for _ in sets]
+        states = [self.population.index(np.array(plan.state_of_coalition)) for plan in plans]
         count = 0
         self._set_mode(False)
         for x, y in batches:
             self._streams.fork()
             for n, plan in enumerate(plans):
+                chunk = max(1, self._max_examples // plan.num_states)
                 with self._streams.of(n), self.scaler.autocast():
-                    logits = self._coalition_logits(n, plan, seeds[n], x).float()
-                    main = logits[plan.state_of_coalition[0]]
-                    loss_sum[n] += F.cross_entropy(main, y, reduction="sum")
-                    hits = (logits.argmax(dim=-1) == y).sum(dim=1)
-                    correct[n] += hits[self._states(plan)]
+                    for some_x, some_y in zip(x.split(chunk), y.split(chunk), strict=True):
+                        logits = self._coalition_logits(n, plan, seeds[n], some_x).float()
+                        main = logits[plan.state_of_coalition[0]]
+                        loss_sum[n] += F.cross_entropy(main, some_y, reduction="sum")
+                        hits = (logits.argmax(dim=-1) == some_y).sum(dim=1)
+                        correct[n] += hits[states[n]]
             self._streams.join()
             count += len(y)
         return correct, loss_sum, count
@@ -218,10 +248,6 @@ class StreamedExecutor:
 
         logits: Tensor = template(x, apply).unflatten(0, (plan.num_states, batch))
         return logits
-
-    def _states(self, plan: PrefixPlan) -> Tensor:
-        """Final state of each coalition, as an index on the device."""
-        return torch.tensor(plan.state_of_coalition, device=self._device)
 
     # -- persistence ------------------------------------------------------------------------------------------------
 

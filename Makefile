@@ -1,0 +1,49 @@
+# Each target sets up what it needs: Python >= 3.11, git and make are enough, no compiler.
+#
+#   make train                        train a controller with the preset quickstart, in a new folder under runs/
+#   make train ARGS="--rounds 2"      options of `esper train` follow in ARGS
+#   make test                         the default tests
+#   make check                        format, lint, types, import order
+#   make PYTHON=python3.12 setup      another interpreter
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+ARGS ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+.PHONY: setup train test test-slow test-compiled check bench
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "make: there is no $(PYTHON); name a Python of version 3.11 or later with PYTHON=/path/to/python3." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is $$("$(PYTHON)" --version 2>&1), but esper needs Python 3.11 or later;" \
+			"name one with PYTHON=/path/to/python3.11." >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/esper train --preset quickstart $(ARGS)
+
+test: $(STAMP)
+	$(PYTEST) $(ARGS)
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow $(ARGS)
+
+test-compiled: $(STAMP)
+	$(PYTEST) -m compiled $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/null_control_step.py $(ARGS)

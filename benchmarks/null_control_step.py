@@ -1,0 +1,192 @@
+"""Cost of a control step on the `null` task: everything of a run except networks that are trained.
+
+    measured      train and validation by formula, coalitions, governor, features, policy, masks, sampling, lifecycle,
+                  reward, rollout buffer, the one read of the step
+    not measured  reset of the hosts, the update of the policy, records on the disk
+
+Every repetition runs one episode at each number of hosts, in alternating order, so that a busy machine slows all of
+them alike; the ratio is the median over repetitions of the ratio within each.
+
+    python benchmarks/null_control_step.py --json null_control_step.json
+    python benchmarks/null_control_step.py --min-steps-per-second 50 --max-ratio 5      # exit code 1 if it is slower
+"""
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from esper.simic.client import SimicClient
+from esper.simic.training.build import device_of, engine_of, learner_of
+from esper.simic.training.presets import resolve
+from esper.tasks import presets as _presets  # registers the built-in tasks
+from esper.tolaria.engine import VectorizedEngine
+
+assert _presets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure the control step of the null task."""
+
+    hosts: tuple[int, ...] = (16, 128, 1024)
+    """Numbers of hosts, ascending."""
+    repetitions: int = 5
+    """Episodes at each number of hosts; one more is run before and not counted."""
+    episode_length: int = 60
+    """Control steps per episode."""
+    threads: tuple[int, ...] = (1,)
+    """Settings of torch.set_num_threads to compare. Most operators are too small to be worth a second thread."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    json: Path | None = None
+    """Also write the numbers to this file."""
+    min_steps_per_second: float = 0.0
+    """Least control steps per second at the smallest number of hosts on one thread."""
+    max_ratio: float = float("inf")
+    """Most that a step at the largest number of hosts may cost, relative to the smallest, on one thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Cost at one number of hosts under one number of threads; medians over the repetitions."""
+
+    threads: int
+    hosts: int
+    steps_per_second: float
+    env_steps_per_second: float
+    ms_per_step: float
+    ms_per_step_best: float
+    ratio: float
+    """Cost of a step relative to the smallest number of hosts."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: an engine with its learner."""
+
+    engine: VectorizedEngine
+    client: SimicClient
+
+    @classmethod
+    def build(cls, num_envs: int, options: Options) -> "Subject":
+        """The preset `small` on the null task, paid by the objective."""
+        told = {"task": "null", "preset": "small", "num_envs": num_envs, "episode_length": options.episode_length}
+        config = resolve(told | {"device": options.device})
+        engine = engine_of(config, None, device_of(config))
+        return cls(engine, learner_of(config, engine.spec))
+
+    def seconds_per_step(self, episode: int) -> float:
+        """One episode; the read of its last step is waited for."""
+        self.engine.reset(self.client, episode)
+        stats = self.engine.rollout(self.client)
+        assert stats is not None
+        return stats.cost.seconds / stats.cost.steps
+
+
+def measure(options: Options, threads: int) -> list[Row]:
+    """One row per number of hosts."""
+    torch.set_num_threads(threads)
+    subjects = [Subject.build(num_envs, options) for num_envs in options.hosts]
+    for subject in subjects:
+        subject.seconds_per_step(0)
+    costs: list[list[float]] = [[] for _ in subjects]
+    for repetition in range(1, options.repetitions + 1):
+        order = range(len(subjects)) if repetition % 2 else reversed(range(len(subjects)))
+        for i in order:
+            costs[i].append(subjects[i].seconds_per_step(repetition))
+    return [
+        Row(
+            threads=threads,
+            hosts=num_envs,
+            steps_per_second=1.0 / statistics.median(own),
+            env_steps_per_second=num_envs / statistics.median(own),
+            ms_per_step=1e3 * statistics.median(own),
+            ms_per_step_best=1e3 * min(own),
+            ratio=statistics.median(a / b for a, b in zip(own, costs[0], strict=True)),
+        )
+        for num_envs, own in zip(options.hosts, costs, strict=True)
+    ]
+
+
+def environment(options: Options) -> dict[str, str]:
+    """Where the numbers come from."""
+    device = torch.device(options.device)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": f"task null, preset small, reward objective, {options.episode_length} steps per episode, "
+        f"{options.repetitions} repetitions",
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(names) or '?'} cores"
+
+
+def shown(rows: Sequence[Row], where: dict[str, str]) -> Table:
+    """The rows as a table."""
+    page = Table(title="control step of the null task", caption=", ".join(where.values()))
+    for column in ("threads", "hosts", "steps/s", "env-steps/s", "ms/step", "best", "ratio"):
+        page.add_column(column, justify="right")
+    for row in rows:
+        speed = (f"{row.steps_per_second:.1f}", f"{row.env_steps_per_second:,.0f}")
+        cost = (f"{row.ms_per_step:.2f}", f"{row.ms_per_step_best:.2f}", f"{row.ratio:.2f}")
+        page.add_row(str(row.threads), str(row.hosts), *speed, *cost)
+    return page
+
+
+def complaints(rows: Sequence[Row], options: Options) -> list[str]:
+    """What is slower than was asked for, on one thread."""
+    own = [row for row in rows if row.threads == 1]
+    if not own:
+        return ["nothing was measured on one thread, to which the limits apply; leave --threads out or list 1."]
+    first, last = own[0], own[-1]
+    found = []
+    if first.steps_per_second < options.min_steps_per_second:
+        found.append(
+            f"{first.steps_per_second:.1f} control steps per second at {first.hosts} hosts; "
+            f"at least {options.min_steps_per_second:g} are asked for."
+        )
+    if last.ratio > options.max_ratio:
+        found.append(
+            f"a step at {last.hosts} hosts costs {last.ratio:.2f} times one at {first.hosts}; "
+            f"at most {options.max_ratio:g} is asked for."
+        )
+    return found
+
+
+def main(options: Options) -> int:
+    """Measure, print, compare with the limits; returns the exit code."""
+    rows: list[Row] = []
+    where = environment(options)
+    for threads in options.threads:
+        rows += measure(options, threads)
+    Console(width=120).print(shown(rows, where))
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"environment": where, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
+        )
+    limited = options.min_steps_per_second > 0.0 or options.max_ratio < float("inf")
+    found = complaints(rows, options) if limited else []
+    for line in found:
+        print(f"too slow: {line}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

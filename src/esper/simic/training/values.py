@@ -1,0 +1,121 @@
+"""Trees of plain values: what configuration files and command lines say, before it is a configuration.
+
+Nothing is converted that could hide a mistake: `rounds = "3"` and `rounds = true` are refused, `lr = 1` is a float.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from esper.leyline.errors import ConfigError
+
+C = TypeVar("C")
+Values = dict[str, Any]
+_MOST_NAMES = 16
+"""Longer lists are not printed: nobody reads them in an error."""
+
+
+def plain(config: object) -> Values:
+    """A configuration as nested dictionaries of plain values, without the keys whose value is None."""
+    tree: Values = {}
+    for f in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, f.name)
+        if value is not None:
+            tree[f.name] = plain(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+    return tree
+
+
+def flat(values: Mapping[str, Any], path: str = "") -> Values:
+    """Every value by its dotted name, e.g. {"ppo.lr": 5e-4}."""
+    leaves: Values = {}
+    for key, value in values.items():
+        leaves |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
+    return leaves
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
+    """`base` with the keys of `over` in their place, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def read_toml(path: Path) -> Values:
+    """The tables of a configuration file; raises ConfigError where it is missing or no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration file {path} cannot be read ({error.strerror}); check the path."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} is not valid TOML: {error}. Mend that line.") from error
+
+
+def parse(cls: type[C], values: Mapping[str, Any]) -> C:
+    """An instance of the dataclass `cls`, checked without conversions; raises ConfigError that names the first wrong key."""
+    _refuse_unknown(values, cls, "")
+    try:
+        # as JSON, where a list is a tuple and a table a dataclass, but a string is never a number
+        return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_first_problem(error)) from None
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The nearest known name, and all of them where they are few."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(found) for found in close)}? " if close else ""
+    if len(names) <= _MOST_NAMES:
+        return f"{hint}Known names: {', '.join(names)}."
+    return f"{hint}There are {len(names)} names; the config.toml of any run lists them."
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"{name} is missing; add it, or start from a preset, which has a value for everything."
+    wish = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return f"{name} is {json.dumps(problem['input'])}; it must be {_KINDS.get(problem['type'], wish)}."
+
+
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": 'text in quotation marks, such as "cpu"',
+    "tuple_type": 'a list, such as ["r0c0", "r0c1"]',
+}
+
+
+def _refuse_unknown(values: Mapping[str, Any], cls: type, path: str) -> None:
+    known = {f.name: f for f in fields(cls)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"unknown key {path}{key}; {suggest(key, known)}")
+        nested = _nested_type(known[key])
+        if nested is not None:
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{path}{key} is {json.dumps(value, default=str)}, but it is a table; "
+                    f"set its keys, such as {path}{key}.{fields(nested)[0].name}."
+                )
+            _refuse_unknown(value, nested, f"{path}{key}.")
+
+
+def _nested_type(f: "dataclasses.Field[Any]") -> type | None:
+    return f.type if isinstance(f.type, type) and is_dataclass(f.type) else None

@@ -1,0 +1,240 @@
+"""The fused executor: all hosts in one forward and one backward, whatever grows in them.
+
+    train      rows of all hosts are one batch (host = fastest index); the gradient of the *sum* of the hosts' losses
+               with respect to stacked weights is each host's own gradient
+    evaluate   all coalitions of all hosts; hosts with as many distinct states travel together
+
+It gives what the streamed executor gives, up to rounding; the streamed one stays its reference, and does for it
+whatever has nothing to do with running networks.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SeedCosts
+from esper.kasmina.slab import Block
+from esper.leyline.messages import SlotState
+from esper.leyline.protocols import StateTree
+from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.fused_prefixes import Bucket, buckets
+from esper.tolaria.executors.fused_slots import SlotGroup, apply_groups, slot_groups
+from esper.tolaria.executors.gradients import gradient_statistics
+from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.running import begin_training, finish_training
+from esper.tolaria.executors.stepping import StackedOptimizer
+from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.twins import Twins
+from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+
+_CHUNK_FLOATS = 2**24
+"""Most floats of one activation in a measuring pass (64 MiB); more examples go in several pieces."""
+
+
+@final
+class FusedExecutor:
+    """N hosts at once. `streamed` owns the population and its data."""
+
+    def __init__(self, streamed: StreamedExecutor) -> None:
+        self.streamed, self.population = streamed, streamed.population
+        self.costs: SeedCosts = streamed.costs
+        self.host_params = streamed.host_params
+        self.twins = Twins(self.population)
+        self._everyone = np.arange(self.population.num_envs)
+        self._num_classes = self.population.host_module.spec.classes
+        self._floats_per_example = self.streamed.largest_activation
+        self._column = {point.slot_id: s for s, point in enumerate(self.population.points)}
+
+    def reset(self, episode: int) -> None:
+        """N fresh hosts with empty slots."""
+        self.streamed.reset(episode)
+
+    def settle(self, structure: Structure) -> None:
+        """Operate on the rows as the lifecycle decided."""
+        self.streamed.settle(structure)
+
+    def state_dict(self) -> StateTree:
+        """The population."""
+        return self.streamed.state_dict()
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        self.streamed.load_state_dict(state)
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
+        """Every host over its whole train split, in its own order."""
+        p, s = self.population, self.streamed
+        hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
+        rows = begin_training(p, s.structure)
+        optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
+        host_block = hosts.block(0, p.num_envs, hosts.params.shape[1])
+        groups = slot_groups(p, self.twins, s.structure, slots.alpha, rows, self._everyone)
+        learned = [host_block, *(b for of_slot in groups.values() for group in of_slot for b in group.learned)]
+        self.twins.train(True)
+        loss_sum = torch.zeros(p.num_envs, device=p.device)
+        correct = torch.zeros(p.num_envs, dtype=torch.int64, device=p.device)
+        batches = s.begin_epoch(t)
+        count, last = 0, len(batches) - 1
+        for i, (x_NB, y_NB) in enumerate(batches):
+            losses, hits = self._train_batch(learned, groups, x_NB, y_NB)
+            optimizer.unscale()
+            if i == last:
+                gradients = gradient_statistics(p, s.structure, rows, hosts.grad)
+            optimizer.step()
+            loss_sum += losses * y_NB.shape[1]
+            correct += hits
+            count += y_NB.shape[1]
+        p.host.finish(hosts)
+        finish_training(p, rows)
+        for group in (g for of_slot in groups.values() for g in of_slot):
+            group.keep_buffers(p)
+        return TrainPass(
+            acc=correct * (100.0 / count),
+            loss=loss_sum / count,
+            grad_norm=gradients.norm,
+            grad_health=gradients.health,
+            grad_vanishing=gradients.vanishing,
+            grad_exploding=gradients.exploding,
+            grad_ratio=gradients.ratio,
+        )
+
+    def _train_batch(
+        self, learned: list[Block], groups: dict[str, list[SlotGroup]], x_NB: Tensor, y_NB: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One forward and one backward of all hosts; `learned[0]` are the hosts. Returns loss and hits [N]."""
+        num_hosts, batch = y_NB.shape
+        x = x_NB.transpose(0, 1).flatten(0, 1)
+        y_BN = y_NB.t()
+
+        def apply(slot_id: str, h: Tensor) -> Tensor:
+            of_slot = groups.get(slot_id)
+            return h if of_slot is None else apply_groups(of_slot, h, num_hosts)
+
+        with self.streamed.scaler.autocast():
+            self.twins.host.bind(learned[0].leaf, self.population.host.buffers)
+            logits = self.twins.host(x, apply).float()
+        loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)
+        loss_N = loss_BN.mean(dim=0)
+        slopes = torch.autograd.grad((loss_N * self.streamed.scaler.scale).sum(), [block.leaf for block in learned])
+        for block, slope in zip(learned, slopes, strict=True):
+            block.grad.copy_(slope)
+        hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
+        return loss_N.detach(), hits
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
+        """All coalitions of every host on the same validation examples."""
+        s, num_columns = self.streamed, coalitions.sets.shape[1]
+        sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
+        correct, loss_sum, count = self._measure(s.validation(), slots.alpha, sets, num_columns)
+        return ValidationPass(accuracy=correct * (100.0 / count), loss=loss_sum / count)
+
+    @torch.no_grad()
+    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds on the test split."""
+        batches, sets = self.streamed.test_batches(), self.streamed.committed_sets()
+        correct, _, count = self._measure(batches, slots.alpha, sets, 1)
+        return correct[:, 0] * (100.0 / count)
+
+    def _measure(
+        self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Correct answers [N, K] of each host's coalitions, summed loss [N] of its first one, number of examples."""
+        p, order = self.population, self.streamed.execution_order
+        plans = [plan_prefixes(rows, order) for rows in sets]
+        correct = torch.zeros(p.num_envs, num_columns, dtype=torch.int64, device=p.device)
+        loss_sum = torch.zeros(p.num_envs, device=p.device)
+        self.twins.train(False)
+        runs = [self._bucket_run(bucket, plans, alpha, num_columns) for bucket in buckets(plans, order)]
+        count = 0
+        for x, y in batches:
+            for run in runs:
+                for start in range(0, len(y), step := self._chunk(run.bucket, x)):
+                    hits, loss = self._measure_part(run, x[start : start + step], y[start : start + step])
+                    correct[run.index] += hits
+                    loss_sum[run.index] += loss
+            count += len(y)
+        return correct, loss_sum, count
+
+    def _bucket_run(self, bucket: Bucket, plans: list[PrefixPlan], alpha: Tensor, num_columns: int) -> "_BucketRun":
+        p = self.population
+        state_of = np.zeros((len(bucket.hosts), num_columns), dtype=np.int64)
+        for i, n in enumerate(bucket.hosts):
+            states = plans[n].state_of_coalition
+            state_of[i, : len(states)] = states
+        index = p.index(bucket.hosts)
+        steps = {
+            slot: (p.index(step.parent), torch.from_numpy(step.on).to(p.device)) for slot, step in bucket.steps.items()
+        }
+        return _BucketRun(
+            bucket=bucket,
+            groups=slot_groups(p, self.twins, self.streamed.structure, alpha, None, bucket.hosts),
+            index=index,
+            state_of=p.index(state_of),
+            steps=steps,
+            params=p.host.params[index],
+            buffers=p.host.buffers[index],
+            column=torch.arange(len(bucket.hosts), device=p.device),
+        )
+
+    def _chunk(self, bucket: Bucket, x: Tensor) -> int:
+        """Examples per piece, so that an activation of all states of the bucket stays below the limit."""
+        floats = self._floats_per_example * len(bucket.hosts) * bucket.num_states
+        return max(1, min(len(x), _CHUNK_FLOATS // floats))
+
+    def _measure_part(self, run: "_BucketRun", x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Hits [g, K] of the coalitions and summed loss [g] of coalition 0 on some examples."""
+        with self.streamed.scaler.autocast():
+            logits_BPg = self._logits(run, x).float()
+        hits_Pg = (logits_BPg.argmax(dim=-1) == y[:, None, None]).sum(dim=0)
+        main_Bg = logits_BPg[:, run.state_of[:, 0], run.column]
+        labels = y.repeat_interleave(len(run.column))
+        loss_Bg = F.cross_entropy(main_Bg.flatten(0, 1), labels, reduction="none").view(len(y), -1)
+        return hits_Pg.t().gather(1, run.state_of), loss_Bg.sum(dim=0)
+
+    def _logits(self, run: "_BucketRun", x: Tensor) -> Tensor:
+        """Logits [B, P, g, classes] of the distinct final states of the bucket's hosts."""
+        batch, num_hosts = len(x), len(run.column)
+        self.twins.host.bind(run.params, run.buffers)
+
+        def apply(slot_id: str, h: Tensor) -> Tensor:
+            step = run.steps.get(self._column[slot_id])
+            return h if step is None else _part_ways(h, step, run.groups.get(slot_id, []), run.column, batch)
+
+        rows = x[:, None].expand(batch, num_hosts, *x.shape[1:]).flatten(0, 1)
+        return self.twins.host(rows, apply).view(batch, -1, num_hosts, self._num_classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BucketRun:
+    """A bucket, ready to run: `state_of` [g, K] is the final state of each coalition, the rest by its name."""
+
+    bucket: Bucket
+    groups: dict[str, list[SlotGroup]]
+    index: Tensor
+    state_of: Tensor
+    steps: dict[int, tuple[Tensor, Tensor]]
+    params: Tensor
+    buffers: Tensor
+    column: Tensor
+
+
+def _part_ways(h: Tensor, step: tuple[Tensor, Tensor], groups: list[SlotGroup], column: Tensor, batch: int) -> Tensor:
+    """The states after a slot: each child is its parent, with the seed heard or not."""
+    parent, on = step
+    h_BPg = h.view(batch, -1, len(column), *h.shape[1:])
+    heard_BPg = apply_groups(groups, h, len(column)).view(h_BPg.shape)
+    children = torch.where(
+        on.view(*on.shape, *(1,) * (h.dim() - 1)), heard_BPg[:, parent, column], h_BPg[:, parent, column]
+    )
+    return children.flatten(0, 2)

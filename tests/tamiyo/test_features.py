@@ -1,0 +1,267 @@
+"""What the policy sees: every column by hand, by a scalar twin, and within its range on hostile states."""
+
+import math
+
+import pytest
+import torch
+from states import everywhere, hostile_observation, random_observation, with_hosts, with_slots
+
+from esper.leyline.messages import Observation
+from esper.leyline.record import row, tree_map
+from esper.leyline.stages import COOLDOWN, STAGE_CLASS, AlphaMode, SeedStage
+from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim, feature_names, observe
+
+SLOT = {feature.name: 23 + i for i, feature in enumerate(SLOT_FEATURES)}
+"""Place of each column of slot 0."""
+
+
+def bounds(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = (*HOST_FEATURES, *SLOT_FEATURES * num_slots)
+    return torch.tensor([f.low for f in columns]), torch.tensor([f.high for f in columns])
+
+
+# A scalar twin: one number at a time, as one would say it. -----------------------------------------------------------
+
+
+def c1(x: float) -> float:
+    return max(-1.0, min(1.0, x))
+
+
+def sl(x: float) -> float:
+    return math.copysign(math.log1p(abs(x)) / 7, x)
+
+
+def known(x: float, missing: float, encode) -> float:
+    return missing if math.isnan(x) else encode(x)
+
+
+def host_block(obs: Observation, n: int) -> list[float]:
+    host = {name: getattr(obs.hosts, name)[n].tolist() for name in vars(obs.hosts)}
+    stages = obs.slots.stage[n].tolist()
+    share = [sum(stage in which for stage in stages) / len(stages) for which in ((3,), (4,), (6, 7))]
+    return [
+        min(obs.t / obs.episode_length, 1),
+        known(host["val_loss"], -1, lambda x: c1(sl(x))),
+        known(host["val_acc"], -1, lambda x: x / 100),
+        *(known(loss, -1, lambda x: c1(sl(x))) for loss in host["loss_hist"]),
+        *(known(acc, -1, lambda x: x / 100) for acc in host["acc_hist"]),
+        *share,
+        float(host["last_success"]),
+        *(float(host["last_op"] == op) for op in range(6)),
+    ]
+
+
+def slot_block(obs: Observation, n: int, s: int) -> list[float]:
+    x = {name: getattr(obs.slots, name)[n, s].item() for name in vars(obs.slots)}
+    if x["stage"] == SeedStage.DORMANT:
+        return [0.0] * 31
+    steps = {k: min(x[k], obs.episode_length) / obs.episode_length for k in ("epochs_in_stage", "age")}
+    total, done = x["alpha_total"], x["alpha_done"]
+    moving = x["alpha_mode"] != AlphaMode.HOLD and total > 0
+    graded = not math.isnan(x["grad_health"])
+    fresh = -1.0 if x["contribution_step"] < 0 else 0.995 ** (obs.t - x["contribution_step"])
+    return [
+        1.0,
+        *(float(STAGE_CLASS[x["stage"]] == k) for k in range(10)),
+        x["alpha"],
+        known(x["contribution"], 0, lambda v: c1(v / 10)),
+        known(x["contribution_velocity"], 0, lambda v: c1(v / 10)),
+        x["tempo"] / 12,
+        x["alpha_target"],
+        x["alpha_mode"] / 2,
+        min(total, obs.episode_length) / obs.episode_length,
+        min(done, obs.episode_length) / obs.episode_length,
+        min(max(total - done, 0), obs.episode_length) / obs.episode_length,
+        c1((x["alpha_target"] - x["alpha_start"]) / total) if moving else 0.0,
+        (x["algorithm"] - 1) / 2,
+        known(x["interaction_sum"], 0, lambda v: c1(v / 10)),
+        min(sl(x["grad_norm"]), 1) if math.isfinite(x["grad_norm"]) else 0.0,
+        x["grad_health"] if graded else 0.0,
+        float(graded and x["grad_vanishing"]),
+        float(graded and x["grad_exploding"]),
+        known(x["grad_health_prev"], -1, lambda v: v),
+        steps["epochs_in_stage"],
+        fresh,
+        steps["age"],
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_slots", [1, 3, 6])
+def test_every_column_agrees_with_its_scalar_twin(seed, num_slots):
+    obs = random_observation(seed, n=16, s=num_slots)
+    want = [host_block(obs, n) + [v for s in range(num_slots) for v in slot_block(obs, n, s)] for n in range(16)]
+    torch.testing.assert_close(observe(obs)[0], torch.tensor(want), atol=1e-6, rtol=0)
+
+
+def test_states_of_the_twin_test_hold_every_stage():
+    stages = torch.cat([random_observation(seed, n=16, s=3).slots.stage.flatten() for seed in range(4)])
+    assert stages.unique().tolist() == [stage for stage in SeedStage if stage is not SeedStage.UNKNOWN]
+
+
+@pytest.mark.parametrize(("num_slots", "width"), [(1, 54), (3, 116), (4, 147), (6, 209), (10, 333)])
+def test_the_width_is_that_of_the_host_and_31_per_slot(num_slots, width):
+    features, index = observe(random_observation(0, n=2, s=num_slots))
+    assert feature_dim(num_slots) == width == features.shape[1] == len(feature_names(num_slots))
+    assert features.dtype == torch.float32
+    assert index.dtype == torch.int64
+    assert len(set(feature_names(num_slots))) == width
+
+
+def test_a_blending_seed_by_hand():
+    obs = everywhere(
+        random_observation(1, n=1, s=1, t=30, episode_length=60), SeedStage.BLENDING,
+        alpha=0.4, contribution=-2.5, contribution_velocity=30.0, tempo=3, alpha_start=0.0, alpha_target=0.7,
+        alpha_total=5, alpha_done=2, algorithm=3, interaction_sum=5.0, grad_norm=math.e - 1, grad_health=0.8,
+        grad_vanishing=1, grad_exploding=0, grad_health_prev=0.9, epochs_in_stage=6, contribution_step=28, age=18,
+        alpha_mode=AlphaMode.UP,
+    )  # fmt: skip
+    got = {feature.name: value for feature, value in zip(SLOT_FEATURES, observe(obs)[0][0, 23:].tolist(), strict=True)}
+    want = {
+        "occupied": 1, "stage_blending": 1, "alpha": 0.4, "contribution": -0.25, "contribution_velocity": 1,
+        "tempo": 0.25, "alpha_target": 0.7, "alpha_mode": 0.5, "alpha_total": 5 / 60, "alpha_done": 2 / 60,
+        "time_to_target": 3 / 60, "alpha_velocity": 0.14, "algorithm": 1, "interaction_sum": 0.5, "grad_norm": 1 / 7,
+        "grad_health": 0.8, "grad_vanishing": 1, "grad_health_prev": 0.9, "epochs_in_stage": 0.1,
+        "freshness": 0.990025, "age": 0.3,
+    }  # fmt: skip
+    assert got == pytest.approx({name: 0.0 for name in got} | want, abs=1e-6)
+
+
+def test_the_host_block_by_hand():
+    obs = random_observation(1, n=1, s=4, t=90, episode_length=60)
+    obs = with_hosts(
+        obs,
+        val_loss=torch.tensor([math.e - 1]), val_acc=torch.tensor([62.5]),
+        loss_hist=torch.tensor([[math.nan, math.inf, -math.inf, 0.0, math.e - 1]]),
+        acc_hist=torch.tensor([[math.nan, math.nan, 50.0, 0.0, 62.5]]),
+        last_success=torch.tensor([True]), last_op=torch.tensor([3]),
+    )  # fmt: skip
+    obs = with_slots(obs, stage=torch.tensor([[3, 6, 7, 1]]))
+    want = [1, 1 / 7, 0.625, -1, 1, -1, 0, 1 / 7, -1, -1, 0.5, 0, 0.625, 0.25, 0, 0.5, 1, 0, 0, 0, 1, 0, 0]
+    assert observe(obs)[0][0, :23].tolist() == pytest.approx(want, abs=1e-6)
+
+
+def test_a_missing_measurement_is_told_apart_from_every_measured_value():
+    live = random_observation(3, n=4, s=2)
+    names = ("contribution", "contribution_velocity", "interaction_sum", "grad_norm", "grad_health", "grad_health_prev")
+    missing = dict.fromkeys(names, math.nan)
+    obs = everywhere(live, SeedStage.TRAINING, contribution_step=-1, grad_vanishing=1, grad_exploding=1, **missing)
+    obs = with_hosts(obs, **{k: torch.full_like(getattr(obs.hosts, k), math.nan) for k in ("val_loss", "val_acc")})
+    features = observe(obs)[0]
+    for name in ("grad_health_prev", "freshness"):
+        assert (features[:, SLOT[name]] == -1).all()
+    for name in (*names[:5], "grad_vanishing", "grad_exploding"):
+        assert (features[:, SLOT[name]] == 0).all(), name
+    assert (features[:, 1:3] == -1).all()
+
+
+def test_freshness_is_one_in_the_step_of_a_measurement_and_never_without_one():
+    for t in range(1, 61):
+        obs = everywhere(random_observation(t, n=2, s=1, t=t), SeedStage.HOLDING)
+        never = with_slots(obs, contribution_step=torch.full((2, 1), -1))
+        assert (observe(never)[0][:, SLOT["freshness"]] == -1).all()
+        now = with_slots(obs, contribution_step=torch.full((2, 1), t))
+        assert (observe(now)[0][:, SLOT["freshness"]] == 1).all()
+
+
+CHANGES = {
+    "alpha": ("alpha", 0.25), "contribution": ("contribution", 3.0), "tempo": ("tempo", 8),
+    "contribution_velocity": ("contribution_velocity", 3.0), "interaction_sum": ("interaction_sum", 3.0),
+    "algorithm": ("algorithm", 3), "grad_norm": ("grad_norm", 3.0), "grad_health": ("grad_health", 0.25),
+    "grad_vanishing": ("grad_vanishing", True), "grad_exploding": ("grad_exploding", True),
+    "grad_health_prev": ("grad_health_prev", 0.25), "epochs_in_stage": ("epochs_in_stage", 7), "age": ("age", 9),
+    "contribution_step": ("freshness", 11), "alpha_start": ("alpha_velocity", 0.3),
+    "alpha_target": ("alpha_target alpha_velocity", 0.9),
+    "alpha_total": ("alpha_total time_to_target alpha_velocity", 8),
+    "alpha_done": ("alpha_done time_to_target", 3), "alpha_mode": ("alpha_mode alpha_velocity", 0),
+}  # fmt: skip
+"""Field of a slot -> the columns it may change, and a new value."""
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_field_of_a_slot_changes_its_own_columns_and_no_other(field):
+    before = everywhere(
+        random_observation(5, n=1, s=3), SeedStage.BLENDING,
+        alpha=0.5, contribution=1.0, contribution_velocity=1.0, tempo=3, alpha_start=0.0, alpha_target=0.7,
+        alpha_total=5, alpha_done=2, algorithm=1, interaction_sum=1.0, grad_norm=1.0, grad_health=0.5,
+        grad_vanishing=0, grad_exploding=0, grad_health_prev=0.5, epochs_in_stage=2, contribution_step=30, age=5,
+        alpha_mode=1,
+    )  # fmt: skip
+    columns, value = CHANGES[field]
+    changed = getattr(before.slots, field).clone()
+    changed[:, 1] = value
+    difference = observe(before)[0] != observe(with_slots(before, **{field: changed}))[0]
+    assert difference[0].nonzero().flatten().tolist() == sorted(SLOT[name] + 31 for name in columns.split())
+
+
+@pytest.mark.parametrize("field", ["serial", "params", "germ_curve", "boost_received", "grad_ratio_ema", "has_gate"])
+def test_what_the_policy_shall_not_see_changes_nothing(field):
+    obs = random_observation(2)
+    other = with_slots(obs, **{field: getattr(random_observation(3).slots, field)})
+    assert torch.equal(observe(obs)[0], observe(other)[0])
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45])
+def test_every_feature_stays_in_its_declared_range(value):
+    low, high = bounds(3)
+    for seed in range(5):
+        features = observe(hostile_observation(seed, value))[0]
+        assert features.isfinite().all()
+        assert (features >= low).all()
+        assert (features <= high).all()
+
+
+@pytest.mark.parametrize("norm", [math.inf, -math.inf, math.nan])
+def test_a_gradient_norm_that_overflowed_counts_as_not_taken(norm):
+    obs = everywhere(random_observation(0), SeedStage.TRAINING, grad_norm=norm)
+    assert (observe(obs)[0][:, SLOT["grad_norm"]] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_states_stay_in_range_and_later_than_the_episode_too(seed):
+    low, high = bounds(3)
+    features = observe(random_observation(seed, t=500, episode_length=60))[0]
+    assert (features >= low).all()
+    assert (features <= high).all()
+
+
+def test_a_dormant_slot_is_all_zero_with_index_minus_one_whatever_it_holds():
+    obs = everywhere(hostile_observation(0, math.nan), SeedStage.DORMANT, alpha=1.0, age=5, tempo=3)
+    features, index = observe(obs)
+    assert (features[:, 23:] == 0).all()
+    assert (index == -1).all()
+
+
+def test_a_slot_in_cooldown_keeps_its_blueprint_and_shows_only_what_it_was():
+    kept = {"occupied", "tempo", "algorithm", "epochs_in_stage", "age"}
+    shown = {i for i, f in enumerate(SLOT_FEATURES) if f.name in kept or f.name.startswith("stage")}
+    obs = random_observation(0, n=64)
+    features, index = observe(obs)
+    cooling = torch.isin(obs.slots.stage, torch.tensor(sorted(COOLDOWN)))
+    assert cooling.any()
+    blocks = features[:, 23:].unflatten(1, (3, 31))[cooling]
+    assert torch.equal(index[cooling], obs.slots.blueprint[cooling])
+    for i in set(range(31)) - shown:
+        want = -1.0 if SLOT_FEATURES[i].name in ("grad_health_prev", "freshness") else 0.0
+        assert (blocks[:, i] == want).all(), SLOT_FEATURES[i].name
+
+
+def test_a_host_is_seen_the_same_alone_and_among_others():
+    obs = random_observation(7, n=9)
+    together, index = observe(obs)
+    for n in range(9):
+        alone, alone_index = observe(row(obs, n))
+        assert torch.equal(alone[0], together[n])
+        assert torch.equal(alone_index[0], index[n])
+
+
+def test_observing_changes_nothing_and_asks_the_device_nothing(monkeypatch):
+    obs = random_observation(1)
+    observe(obs)
+    copy, reads = tree_map(torch.clone, obs), []
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, m=name, **k: reads.append(m))
+    observe(obs)
+    monkeypatch.undo()
+    assert reads == []
+    assert all(torch.equal(getattr(copy.slots, k).nan_to_num(7), v.nan_to_num(7)) for k, v in vars(obs.slots).items())

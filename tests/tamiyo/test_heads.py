@@ -1,0 +1,433 @@
+"""Eight heads as one distribution: masks by enumeration, sampling, entropies, exact zeros, and how errors show."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from states import generator, random_legal
+
+from esper.leyline.actions import (
+    CANONICAL_ACTION,
+    HEADS,
+    NUM_BUILTIN_BLUEPRINTS,
+    Head,
+    LifecycleOp,
+    Style,
+    head_sizes,
+)
+from esper.tamiyo.heads import (
+    check_logits,
+    check_stored_actions,
+    evaluate_heads,
+    forced,
+    relevance,
+    sample_heads,
+)
+
+SELECTABLE = torch.tensor([index in (1, 2, 3, 4, 5, 6, 7) for index in range(NUM_BUILTIN_BLUEPRINTS)])
+NUM_SLOTS = 3
+OP, SLOT = Head.OP, Head.SLOT
+
+
+def random_logits(g: torch.Generator, *shape: int, num_slots: int = NUM_SLOTS, scale: float = 1.5):
+    return tuple(scale * torch.randn(*shape, size, generator=g) for size in head_sizes(num_slots))
+
+
+class Case:
+    """Random states and logits of `shape`, and uniform numbers to decide with."""
+
+    def __init__(self, seed: int, *shape: int, num_slots: int = NUM_SLOTS) -> None:
+        g = generator(seed)
+        n = math.prod(shape)
+        self.legal = random_legal(g, n, num_slots).unflatten(0, shape)
+        self.has_gate = torch.rand(*shape, num_slots, generator=g) < 0.5
+        self.logits = random_logits(g, *shape, num_slots=num_slots)
+        self.uniforms = torch.rand(*shape, 8, generator=g)
+
+    @property
+    def state(self):
+        return self.legal, self.has_gate, SELECTABLE
+
+    def sample(self):
+        return sample_heads(self.logits, *self.state, self.uniforms)
+
+    def evaluate(self, actions, logits=None):
+        return evaluate_heads(self.logits if logits is None else logits, *self.state, actions)
+
+
+# The rules once more, one value at a time. ---------------------------------------------------------------------------
+
+
+def allowed_values(head: Head, op: int, slot: int, legal, has_gate) -> set[int]:
+    """Values of `head` once op and slot are chosen; `legal` and `has_gate` are nested lists of one host."""
+    reads = {
+        Head.BLUEPRINT: {1}, Head.STYLE: {1, 2}, Head.TEMPO: {1}, Head.ALPHA_TARGET: {1, 2},
+        Head.ALPHA_SPEED: {2, 3}, Head.ALPHA_CURVE: {2, 3},
+    }  # fmt: skip
+    canonical = {
+        Head.BLUEPRINT: 0, Head.STYLE: 2, Head.TEMPO: 1, Head.ALPHA_TARGET: 2, Head.ALPHA_SPEED: 0, Head.ALPHA_CURVE: 0,
+    }  # fmt: skip
+    if head is OP:
+        return {o for o in range(6) if any(legal[o])}
+    if head is SLOT:
+        return {0} if op == 0 else {s for s, ok in enumerate(legal[op]) if ok}
+    if op not in reads[head]:
+        return {canonical[head]}
+    if head is Head.BLUEPRINT:
+        return set(range(1, 8))
+    if head is Head.STYLE and op == 2 and not has_gate[slot]:
+        return {0, 1, 2}
+    return set(range({Head.STYLE: 4, Head.TEMPO: 3, Head.ALPHA_TARGET: 3, Head.ALPHA_SPEED: 4}.get(head, 5)))
+
+
+def every_decision(legal, has_gate) -> list[tuple[int, ...]]:
+    decisions = []
+    for op in allowed_values(OP, 0, 0, legal, has_gate):
+        for slot in allowed_values(SLOT, op, 0, legal, has_gate):
+            middle = [sorted(allowed_values(h, op, slot, legal, has_gate)) for h in Head if h not in (OP, SLOT)]
+            decisions += [(slot, *values, op) for values in itertools.product(*middle)]
+    return decisions
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_probabilities_of_all_legal_decisions_and_of_no_other_sum_to_one(seed):
+    case = Case(seed, 1)
+    decisions = torch.tensor(every_decision(case.legal[0].tolist(), case.has_gate[0].tolist()))
+    count = len(decisions)
+    assert count == len(decisions.unique(dim=0))
+    state = case.legal.expand(count, -1, -1), case.has_gate.expand(count, -1), SELECTABLE
+    logits = tuple(head.expand(count, -1) for head in case.logits)
+    log_prob = evaluate_heads(logits, *state, decisions).log_prob.double()
+    assert check_stored_actions(decisions, *state)
+    assert log_prob.sum(-1).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_value_is_accepted_exactly_where_the_rules_allow_it():
+    # one head of a legal decision is exchanged for every value, in range or not
+    case = Case(1, 40)
+    drawn = case.sample().actions
+    verdicts = {True: 0, False: 0}
+    for n in range(40):
+        legal, has_gate = case.legal[n].tolist(), case.has_gate[n].tolist()
+        for head in Head:
+            op, slot = drawn[n, OP].item(), drawn[n, SLOT].item()
+            for value in range(-1, head_sizes(NUM_SLOTS)[head] + 1):
+                changed = drawn[n : n + 1].clone()
+                changed[0, head] = value
+                if head not in (OP, SLOT):
+                    want = value in allowed_values(head, op, slot, legal, has_gate)
+                else:
+                    want = tuple(changed[0].tolist()) in every_decision(legal, has_gate)
+                got = check_stored_actions(changed, case.legal[n : n + 1], case.has_gate[n : n + 1], SELECTABLE)
+                assert bool(got) == want, (head, value)
+                verdicts[want] += 1
+    assert min(verdicts.values()) > 500
+
+
+def test_no_decision_of_a_million_is_illegal():
+    total = 0
+    for seed in range(20):
+        case = Case(seed, 50_000)
+        actions = case.sample().actions
+        op, slot = actions[:, OP], actions[:, SLOT]
+        rows = torch.arange(50_000)
+        assert case.legal[rows, op, slot].all()
+        germinates, retargets = op == LifecycleOp.GERMINATE, op == LifecycleOp.SET_ALPHA_TARGET
+        assert (SELECTABLE[actions[:, Head.BLUEPRINT]] == germinates).all()
+        gate_style = actions[:, Head.STYLE] == Style.GATED_GATE
+        assert not (gate_style & retargets & ~case.has_gate[rows, slot]).any()
+        assert (gate_style & retargets).any()
+        for head in Head:
+            read = torch.zeros(50_000, dtype=torch.bool)
+            for o in HEADS[head].used_by:
+                read |= op == o
+            assert (read | (actions[:, head] == CANONICAL_ACTION[head])).all()
+            assert (actions[:, head] >= 0).all()
+            assert (actions[:, head] < head_sizes(NUM_SLOTS)[head]).all()
+        total += len(actions)
+    assert total == 1_000_000
+
+
+@pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-24])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0, 5000.0, 1e6])
+def test_extreme_numbers_and_extreme_logits_stay_legal(u, scale):
+    case = Case(3, 500)
+    logits = tuple(scale * head for head in case.logits)
+    actions = sample_heads(logits, *case.state, torch.full((500, 8), u)).actions
+    assert check_stored_actions(actions, *case.state)
+    assert check_stored_actions(sample_heads(logits, *case.state, deterministic=True).actions, *case.state)
+
+
+def softmax(logits: list[float], valid: list[bool]) -> list[float]:
+    top = max(x for x, ok in zip(logits, valid, strict=True) if ok)
+    weights = [math.exp(x - top) if ok else 0.0 for x, ok in zip(logits, valid, strict=True)]
+    return [w / sum(weights) for w in weights]
+
+
+def scalar_draw(p: list[float], u: float) -> int:
+    cumulative = 0.0
+    for index, share in enumerate(p):
+        cumulative += share
+        if cumulative > u:
+            return index
+    return max(index for index, share in enumerate(p) if share > 0)
+
+
+def scalar_decision(case: Case, n: int) -> tuple[list[int], list[float], list[float]]:
+    """Actions, log-probabilities and normalized entropies of one host, head after head."""
+    legal, has_gate = case.legal[n].tolist(), case.has_gate[n].tolist()
+    actions, log_prob, entropy = [0] * 8, [0.0] * 8, [0.0] * 8
+    for head in (OP, SLOT, *(h for h in Head if h not in (OP, SLOT))):
+        allowed = allowed_values(head, actions[OP], actions[SLOT], legal, has_gate)
+        logits = case.logits[head][n].tolist()
+        p = softmax(logits, [value in allowed for value in range(len(logits))])
+        actions[head] = scalar_draw(p, case.uniforms[n, head].item())
+        log_prob[head] = math.log(p[actions[head]])
+        if len(allowed) > 1:
+            entropy[head] = -sum(q * math.log(q) for q in p if q > 0) / math.log(len(allowed))
+    return actions, log_prob, entropy
+
+
+def test_decisions_agree_with_a_scalar_twin():
+    case = Case(11, 300)
+    out = evaluate_heads(case.logits, *case.state, uniforms=case.uniforms)
+    actions, log_prob, entropy = (
+        torch.tensor(column) for column in zip(*(scalar_decision(case, n) for n in range(300)), strict=True)
+    )
+    assert torch.equal(out.actions, actions)
+    torch.testing.assert_close(out.log_prob, log_prob, atol=2e-6, rtol=0)
+    torch.testing.assert_close(out.entropy, entropy, atol=2e-6, rtol=0)
+
+
+def test_the_available_entropy_is_that_of_the_union_over_all_legal_ops_and_slots():
+    case = Case(12, 200)
+    out = case.evaluate(case.sample().actions)
+    for n in range(200):
+        legal, has_gate = case.legal[n].tolist(), case.has_gate[n].tolist()
+        for head in Head:
+            union: set[int] = set()
+            for op, slot in itertools.product(range(6), range(NUM_SLOTS)):
+                if legal[op][slot] and op in HEADS[head].used_by:
+                    union |= allowed_values(head, op, slot, legal, has_gate)
+            logits, want = case.logits[head][n].tolist(), 0.0
+            if len(union) > 1:
+                p = softmax(logits, [value in union for value in range(len(logits))])
+                want = -sum(q * math.log(q) for q in p if q > 0) / math.log(len(union))
+            assert out.entropy_avail[n, head].item() == pytest.approx(want, abs=2e-6), (n, head)
+            assert bool(out.available[n, head]) == (len(union) > 1)
+
+
+def test_the_available_entropy_does_not_depend_on_the_decision():
+    case = Case(13, 100)
+    a, b = case.evaluate(case.sample().actions), evaluate_heads(case.logits, *case.state, deterministic=True)
+    assert not torch.equal(a.actions, b.actions)
+    assert torch.equal(a.entropy_avail, b.entropy_avail)
+    assert torch.equal(a.available, b.available)
+
+
+def test_entropies_are_between_zero_and_one_and_one_for_equal_logits():
+    case = Case(14, 500)
+    flat = tuple(torch.zeros_like(head) for head in case.logits)
+    out = case.evaluate(case.sample().actions, flat)
+    for entropy in (out.entropy, out.entropy_avail):
+        assert ((entropy == 0) | ((entropy - 1).abs() < 1e-6)).all()
+    assert torch.equal(out.entropy_avail > 0.5, out.available)
+    out = case.evaluate(case.sample().actions)
+    assert out.entropy.min() >= 0
+    assert out.entropy.max() <= 1 + 1e-6
+
+
+def test_sampling_frequencies_are_the_masked_probabilities():
+    draws = 200_000
+    legal = torch.zeros(6, 2, dtype=torch.bool)
+    for op, slot in ((0, 0), (0, 1), (1, 1), (2, 0), (4, 0)):
+        legal[op, slot] = True
+    g = generator(5)
+    logits = random_logits(g, num_slots=2, scale=1.0)
+    actions = sample_heads(
+        tuple(head.expand(draws, -1) for head in logits),
+        legal.expand(draws, -1, -1),
+        torch.zeros(draws, 2, dtype=torch.bool),
+        SELECTABLE,
+        torch.rand(draws, 8, generator=g),
+    ).actions
+
+    def compare(values: torch.Tensor, head: Head, allowed: set[int]) -> None:
+        want = softmax(logits[head].tolist(), [v in allowed for v in range(len(logits[head]))])
+        for value, p in enumerate(want):
+            spread = 4.5 * math.sqrt(p * (1 - p) / len(values))
+            assert abs((values == value).float().mean().item() - p) <= spread, (head, value)
+
+    compare(actions[:, OP], OP, {0, 1, 2, 4})
+    germinate, retarget = (actions[actions[:, OP] == op] for op in (1, 2))
+    compare(germinate[:, Head.BLUEPRINT], Head.BLUEPRINT, {1, 2, 3, 4, 5, 6, 7})
+    compare(germinate[:, Head.STYLE], Head.STYLE, {0, 1, 2, 3})
+    compare(germinate[:, Head.TEMPO], Head.TEMPO, {0, 1, 2})
+    compare(retarget[:, Head.STYLE], Head.STYLE, {0, 1, 2})
+    compare(retarget[:, Head.ALPHA_CURVE], Head.ALPHA_CURVE, {0, 1, 2, 3, 4})
+    # heads are drawn independently of each other, given the op
+    joint = (germinate[:, Head.TEMPO] == 0) & (germinate[:, Head.ALPHA_TARGET] == 0)
+    apart = (germinate[:, [Head.TEMPO, Head.ALPHA_TARGET]] == 0).float().mean(0).prod()
+    assert joint.float().mean().item() == pytest.approx(apart.item(), abs=0.01)
+
+
+def test_the_inverse_cdf_takes_the_first_value_whose_cumulative_probability_exceeds_u():
+    # op probabilities 1/4, 1/4, 1/2 for WAIT, GERMINATE, FOSSILIZE: cumulative 0.25, 0.5, 1
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, 0.9999])
+    n = len(u)
+    legal = torch.zeros(n, 6, 1, dtype=torch.bool)
+    legal[:, [0, 1, 4]] = True
+    logits = [torch.zeros(n, size) for size in head_sizes(1)]
+    logits[OP][:, 4] = math.log(2.0)
+    uniforms = u[:, None].expand(-1, 8).contiguous()
+    actions = sample_heads(tuple(logits), legal, torch.zeros(n, 1, dtype=torch.bool), SELECTABLE, uniforms).actions
+    assert actions[:, OP].tolist() == [0, 0, 1, 1, 4, 4]
+
+
+def test_the_deterministic_decision_is_the_most_probable_and_the_lowest_of_equals():
+    legal = torch.ones(1, 6, 3, dtype=torch.bool)
+    logits = [torch.zeros(1, size) for size in head_sizes(3)]
+    logits[OP][0] = torch.tensor([0.0, 2.0, 2.0, 1.0, 0.0, 0.0])
+    logits[Head.BLUEPRINT][0, 0] = 9.0  # not selectable
+    logits[Head.BLUEPRINT][0, 5] = 1.0
+    logits[SLOT][0] = torch.tensor([0.0, 3.0, 3.0])
+    state = legal, torch.ones(1, 3, dtype=torch.bool), SELECTABLE
+    want = [1, 5, 0, 0, 0, 0, 0, LifecycleOp.GERMINATE]
+    assert sample_heads(tuple(logits), *state, deterministic=True).actions[0].tolist() == want
+    assert evaluate_heads(tuple(logits), *state, deterministic=True).actions[0].tolist() == want
+
+
+def test_equal_numbers_give_equal_decisions_for_any_sharding():
+    case = Case(17, 60)
+    together = case.sample()
+    for rows in (slice(0, 1), slice(7, 40), torch.arange(59, -1, -1)):
+        alone = sample_heads(
+            tuple(head[rows] for head in case.logits),
+            case.legal[rows],
+            case.has_gate[rows],
+            SELECTABLE,
+            case.uniforms[rows],
+        )
+        assert torch.equal(alone.actions, together.actions[rows])
+        torch.testing.assert_close(alone.log_prob, together.log_prob[rows], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(24,), (4, 6)])
+def test_what_was_sampled_is_evaluated_to_the_same_numbers_bit_for_bit(shape):
+    case = Case(18, 24)
+    sampled = case.sample()
+    for name in ("legal", "has_gate"):
+        setattr(case, name, getattr(case, name).unflatten(0, shape))
+    case.logits = tuple(head.unflatten(0, shape) for head in case.logits)
+    evaluated = case.evaluate(sampled.actions.unflatten(0, shape))
+    assert evaluated.log_prob.shape == (*shape, 8)
+    assert torch.equal(evaluated.log_prob.reshape(24, 8), sampled.log_prob)
+
+
+def test_heads_that_the_op_does_not_read_are_exactly_zero_in_value_and_gradient():
+    case = Case(19, 400)
+    sampled = case.sample()
+    logits = tuple(head.requires_grad_() for head in case.logits)
+    out = case.evaluate(sampled.actions, logits)
+    read = relevance(sampled.actions[:, OP])
+    assert (~read).any(dim=0)[:OP].all()
+    for values in (sampled.log_prob, out.log_prob, out.entropy):
+        assert (values[~read] == 0).all()
+    weights = torch.randn(400, 8, generator=generator(1))
+    gradients = torch.autograd.grad((weights * (out.log_prob + out.entropy)).sum(), logits)
+    for head, gradient in enumerate(gradients):
+        assert gradient.isfinite().all()
+        assert (gradient[~read[:, head]] == 0).all()
+        assert (gradient[read[:, head]] != 0).any()
+
+
+def test_a_state_with_one_choice_only_teaches_nothing():
+    case = Case(20, 10)
+    case.legal[:, LifecycleOp.WAIT + 1 :] = False
+    logits = tuple(head.requires_grad_() for head in case.logits)
+    actions = case.sample().actions
+    assert actions.unique(dim=0).tolist() == [list(CANONICAL_ACTION)]
+    out = case.evaluate(actions, logits)
+    assert (out.log_prob == 0).all()
+    assert (out.entropy_avail == 0).all()
+    assert not out.available.any()
+    total = out.log_prob.sum() + out.entropy.sum() + out.entropy_avail.sum()
+    assert all((gradient == 0).all() for gradient in torch.autograd.grad(total, logits))
+    assert forced(case.legal).all()
+
+
+def test_gradients_of_log_probability_and_entropy_agree_with_finite_differences():
+    case = Case(21, 2)
+    actions = case.sample().actions
+    sizes = head_sizes(NUM_SLOTS)
+    coefficients = torch.randn(3, 2, 8, generator=generator(2))
+
+    def loss(flat: torch.Tensor) -> torch.Tensor:
+        out = case.evaluate(actions, flat.split(sizes, dim=-1))
+        return (coefficients * torch.stack((out.log_prob, out.entropy, out.entropy_avail))).sum()
+
+    flat = torch.cat(case.logits, dim=-1).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(flat), flat)
+    direction = torch.randn(flat.shape, generator=generator(3))
+    step = 1e-2 * direction
+    difference = (loss(flat + step) - loss(flat - step)) / 2e-2
+    assert difference.item() == pytest.approx((gradient * direction).sum().item(), rel=2e-2)
+
+
+def test_relevance_and_forced_have_the_shape_of_their_arguments():
+    op = torch.tensor([[0, 1], [2, 3], [4, 5]])
+    assert relevance(op).shape == (3, 2, 8)
+    assert relevance(op)[0, 0].tolist() == [False] * 7 + [True]
+    assert relevance(op)[1, 1].tolist() == [True, False, False, False, False, True, True, True]
+    legal = torch.zeros(3, 2, 6, 4, dtype=torch.bool)
+    legal[..., LifecycleOp.WAIT, :] = True
+    legal[0, 1, LifecycleOp.ADVANCE, 3] = True
+    assert forced(legal).tolist() == [[True, False], [True, True], [True, True]]
+
+
+def test_a_stored_action_outside_its_mask_makes_the_log_probability_missing():
+    case = Case(22, 30)
+    actions = case.sample().actions
+    wrong = actions.clone()
+    wrong[4, Head.BLUEPRINT] = 12  # of another topology
+    assert check_stored_actions(actions, *case.state)
+    assert not check_stored_actions(wrong, *case.state)
+    log_prob = case.evaluate(wrong).log_prob
+    assert log_prob.isnan().nonzero().tolist() == [[4, int(Head.BLUEPRINT)]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_shows_in_the_log_probability_and_still_draws_a_legal_value(bad):
+    case = Case(23, 50)
+    assert check_logits(case.logits)
+    case.logits[OP][7, LifecycleOp.WAIT] = bad
+    assert not check_logits(case.logits)
+    sampled = case.sample()
+    assert check_stored_actions(sampled.actions, *case.state)
+    assert sampled.log_prob.isfinite().all(dim=1).logical_not().nonzero().tolist() == [[7]]
+
+
+def test_a_network_for_other_heads_is_refused():
+    case = Case(24, 2)
+    with pytest.raises(AssertionError, match="other heads"):
+        sample_heads(random_logits(generator(0), 2, num_slots=4), *case.state, case.uniforms)
+
+
+def test_sampling_without_numbers_is_refused():
+    case = Case(25, 2)
+    with pytest.raises(AssertionError, match="uniform"):
+        sample_heads(case.logits, *case.state)
+
+
+def test_deciding_and_evaluating_ask_the_device_nothing(monkeypatch):
+    case, reads = Case(26, 8), []
+    actions = case.sample().actions
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, m=name, **k: reads.append(m))
+    case.sample()
+    case.evaluate(actions)
+    check_stored_actions(actions, *case.state)
+    check_logits(case.logits)
+    monkeypatch.undo()
+    assert reads == []

@@ -1,0 +1,214 @@
+"""A task that trains in milliseconds, and a bench on which seeds are put into any stage by hand.
+
+40 + 30 + 20 random images of 6x6 with three classes; a host of 4-8 channels with slots r0c0, r0c1, r1c0 (action
+order), which the network passes in the order r0c0, r1c0, r0c1. The last of three training batches is short.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace as data_replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina.blueprints import registry
+from esper.kasmina.config import LifecycleConfig
+from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
+from esper.kasmina.initialization import deterministic_build
+from esper.kasmina.optimizers import OptimizerSpec
+from esper.kasmina.population import Population
+from esper.kasmina.slot_fields import empty_slots
+from esper.leyline.record import replace
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tasks.datasets import Dataset, Split
+from esper.tasks.registry import TaskSpec
+from esper.tolaria.amp import LossScaler
+from esper.tolaria.build import build_engine
+from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.streamed import StreamedExecutor
+
+CPU = torch.device("cpu")
+SLOTS = ("r0c0", "r0c1", "r1c0")
+EXECUTION_ORDER = ("r0c0", "r1c0", "r0c1")
+CHANNELS = {"r0c0": 4, "r0c1": 8, "r1c0": 4}
+HOST = CNNHostSpec(in_channels=1, base=4, blocks=2, kernel=3, pools=1, classes=3)
+SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03)
+BATCH, VAL_BATCH, IMAGE, CLASSES = 16, 16, 6, 3
+
+
+def dataset(train: int = 40, val: int = 30, test: int = 20) -> Dataset:
+    """One blurred pattern per class, and noise; the same images in every call."""
+    generator = torch.Generator().manual_seed(4)
+    patterns = torch.randn(CLASSES, 1, IMAGE, IMAGE, generator=generator)
+
+    def split(n: int) -> Split:
+        y = torch.arange(n) % CLASSES
+        return Split(patterns[y] + 1.5 * torch.randn(n, 1, IMAGE, IMAGE, generator=generator), y)
+
+    return Dataset(identity={"name": "tiny"}, train=split(train), val=split(val), test=split(test), num_classes=CLASSES)
+
+
+def task(**changes: object) -> TaskSpec:
+    """The tiny task; three epochs of training before a seed may blend."""
+    fields: dict[str, object] = {
+        "name": "tiny", "description": "Random images.", "topology": Topology.CNN, "enabled": SLOTS,
+        "episode_length": 12, "min_training_epochs": 1, "num_classes": CLASSES, "host": HOST,
+        "load": lambda folder, seed: dataset(), "batch_train": BATCH, "batch_val": VAL_BATCH, "optimizer": SGD,
+    }  # fmt: skip
+    return TaskSpec(**{**fields, **changes})
+
+
+def engine(
+    num_envs: int = 2,
+    episode_length: int = 12,
+    *,
+    of: TaskSpec | None = None,
+    rules: Mapping[str, object] | None = None,
+    on_step: StepListener | None = None,
+    **config: object,
+) -> VectorizedEngine:
+    """An engine of the tiny task (or `of`); seeds train for one epoch and may be pruned at any age."""
+    chosen = task() if of is None else of
+    lifecycle = LifecycleConfig(**{"min_training_epochs": 1, "min_prune_age": 1, **(rules or {})})
+    settings = {"num_envs": num_envs, "episode_length": episode_length, "slots": chosen.enabled, "lifecycle": lifecycle}
+    data = None if chosen.host is None else dataset()
+    return build_engine(EngineConfig(**{**settings, **config}), chosen, data, CPU, on_step=on_step)
+
+
+def population(
+    num_envs: int = 2, *, host_offset: int = 0, run_seed: int = 5, optimizer: OptimizerSpec = SGD
+) -> Population:
+    """Hosts of the tiny task, not yet reset."""
+    host = deterministic_build(lambda: CNNHost(HOST, SLOTS, image_size=(IMAGE, IMAGE)))
+    assert isinstance(host, CNNHost)
+    return Population(
+        host, optimizer, num_envs=num_envs, run_seed=run_seed, device=CPU, host_offset=host_offset
+    )  # fmt: skip
+
+
+class Bench:
+    """A streamed executor at the start of episode 3, whose slots are set by hand.
+
+    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)       a new seed, born in the last step
+    bench.set("r0c0", alpha=0.4, alpha_mode=AlphaMode.DOWN)              the same seed in another condition
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        data: Dataset | None = None,
+        scaler_dtype: torch.dtype | None = None,
+        max_examples: int = 32_768,
+        **population_settings: object,
+    ) -> None:
+        self.population = population(num_envs, **population_settings)
+        self.data = dataset() if data is None else data
+        self.executor = StreamedExecutor(
+            self.population, self.data, batch_train=BATCH, batch_val=VAL_BATCH,
+            scaler=LossScaler(scaler_dtype, num_envs, CPU), max_examples=max_examples,
+        )  # fmt: skip
+        self.slots = empty_slots(num_envs, len(SLOTS), CPU)
+        self.episode, self.t = 3, 0
+        self.executor.reset(self.episode)
+
+    def coalitions(self, **rules: object) -> Coalitions:
+        return enumerate_coalitions(self.slots.stage, self.slots.alpha > 0.0, **rules)
+
+    def structure(self, coalitions: Coalitions | None = None, **events: np.ndarray) -> Structure:
+        """What the engine would have read, with `events` such as `germinated` [N, S] or `snapshot` [N]."""
+        sets = self.coalitions() if coalitions is None else coalitions
+        nothing = np.zeros(self.slots.stage.shape, dtype=np.bool_)
+        none = {"germinated": nothing, "released": nothing, "keep": nothing}
+        nobody = {"panicked": nothing[:, 0], "snapshot": nothing[:, 0]}
+        known = ("stage", "blueprint", "algorithm", "has_gate", "alpha", "alpha_mode")
+        fields = {name: getattr(self.slots, name).numpy() for name in known}
+        found = {"sets": sets.sets.numpy(), "sets_valid": sets.valid.numpy()}
+        return Structure(**{"t": self.t, **fields, **none, **nobody, **found, **events})
+
+    def set(self, slot_id: str, hosts: object = slice(None), *, settle: bool = True, **fields: object) -> None:
+        """Write slot fields of some hosts."""
+        s = SLOTS.index(slot_id)
+        changes = {}
+        for name, value in fields.items():
+            changes[name] = getattr(self.slots, name).clone()
+            changes[name][hosts, s] = value
+        self.slots = replace(self.slots, **changes)
+        if settle:
+            self.executor.settle(self.structure())
+
+    def marked(self, slot_id: str, hosts: object = slice(None)) -> np.ndarray:
+        """[N, S]: this slot of these hosts."""
+        mask = np.zeros(self.slots.stage.shape, dtype=np.bool_)
+        mask[hosts, SLOTS.index(slot_id)] = True
+        return mask
+
+    def grow(
+        self,
+        slot_id: str,
+        blueprint: str,
+        stage: SeedStage = SeedStage.TRAINING,
+        *,
+        alpha: float = 0.0,
+        algorithm: Algorithm = Algorithm.ADD,
+        hosts: object = slice(None),
+    ) -> None:
+        """Germinate a seed in step `self.t` and put it into `stage` at once."""
+        index = registry.names().index(blueprint)
+        self.set(
+            slot_id, hosts, settle=False, stage=int(stage), blueprint=index, algorithm=int(algorithm), alpha=alpha,
+            has_gate=algorithm is Algorithm.GATE, alpha_mode=int(AlphaMode.HOLD),
+        )  # fmt: skip
+        self.executor.settle(self.structure(germinated=self.marked(slot_id, hosts)))
+
+    def train(self, epochs: int = 1) -> TrainPass:
+        for _ in range(epochs):
+            self.t += 1
+            told = self.executor.train_epoch(self.t, self.slots)
+        return told
+
+    def measure(self, **rules: object) -> tuple[Coalitions, ValidationPass]:
+        found = self.coalitions(**rules)
+        self.executor.settle(self.structure(found))
+        return found, self.executor.evaluate(self.t, self.slots, found)
+
+    def seed_row(self, slot_id: str, host: int = 0) -> int:
+        return host * len(SLOTS) + SLOTS.index(slot_id)
+
+    def seed_params(self, slot_id: str, host: int = 0) -> dict[str, Tensor]:
+        """Parameters of a seed by name; copies."""
+        s, kinds = SLOTS.index(slot_id), self.population.seed_kinds
+        layout = kinds[CHANNELS[slot_id], int(self.slots.blueprint[host, s])].template.parameters
+        flat = self.population.seeds.params[self.seed_row(slot_id, host), : layout.total]
+        return {name: value.clone() for name, value in layout.unpack(flat).items()}
+
+    def gate_params(self, slot_id: str, host: int = 0) -> dict[str, Tensor]:
+        layout = self.population.gate_kinds[CHANNELS[slot_id]].template.parameters
+        flat = self.population.gates.params[self.seed_row(slot_id, host), : layout.total]
+        return {name: value.clone() for name, value in layout.unpack(flat).items()}
+
+    def host_params(self, host: int = 0) -> dict[str, Tensor]:
+        """Parameters and buffers of a host by name; copies."""
+        kind, rows = self.population.host_kind.template, self.population.host
+        both = {**kind.parameters.unpack(rows.params[host]), **kind.buffers.unpack(rows.buffers[host])}
+        return {name: value.clone() for name, value in both.items()}
+
+
+def bit_equal(a: Tensor, b: Tensor) -> bool:
+    """Same type, shape and contents; NaN equals NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def same_tree(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Equal names and bit-equal tensors."""
+    return a.keys() == b.keys() and all(bit_equal(a[name], b[name]) for name in a)
+
+
+def adamw() -> OptimizerSpec:
+    """The other kind of optimizer."""
+    return data_replace(SGD, kind="adamw", host_lr=1e-3, seed_lr=1e-3)

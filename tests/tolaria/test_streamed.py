@@ -1,0 +1,272 @@
+"""The streamed executor against plain PyTorch: what it trains, and what it leaves alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
+from plain import PlainTraining, assert_close
+from tiny import BATCH, SLOTS, Bench, bit_equal, dataset, same_tree
+
+S = SeedStage
+ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
+
+CONDITIONS = {
+    "host alone": None,
+    "straight-through": ("r1c0", "conv_light", S.TRAINING, 0.0, ADD),
+    "straight-through product": ("r0c0", "conv_small", S.TRAINING, 0.0, MULTIPLY),
+    "straight-through gate in the first blending pass": ("r0c1", "depthwise", S.BLENDING, 0.0, GATE),
+    "half-blended gate": ("r0c0", "bottleneck", S.BLENDING, 0.3, GATE),
+    "held": ("r1c0", "norm", S.HOLDING, 1.0, ADD),
+    "held product": ("r0c1", "conv_light", S.HOLDING, 1.0, MULTIPLY),
+    "permanent": ("r0c0", "attention", S.FOSSILIZED, 1.0, ADD),
+}
+
+
+def check_two_epochs(condition: tuple[str, str, SeedStage, float, Algorithm] | None) -> None:
+    bench = Bench(2)
+    if condition is not None:
+        slot, blueprint, stage, alpha, algorithm = condition
+        bench.grow(slot, blueprint, stage, alpha=alpha, algorithm=algorithm)
+    plain = [PlainTraining(bench, host) for host in (0, 1)]
+    for t in (1, 2):
+        told = bench.train()
+        for twin in plain:
+            twin.epoch(t)
+    for host, twin in enumerate(plain):
+        assert_close(bench.host_params(host), twin.model.give())
+        if condition is not None:
+            assert_close(bench.seed_params(slot, host), dict(twin.seeds[slot].named_parameters()))
+        assert told.loss[host].item() == pytest.approx(twin.loss / twin.examples, abs=1e-5)
+        assert told.acc[host].item() == pytest.approx(100.0 * twin.correct / 40)  # 16 + 16 + 8 examples
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_two_epochs_equal_plain_training(name):
+    check_two_epochs(CONDITIONS[name])
+
+
+def test_two_epochs_equal_plain_training_with_two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_two_epochs(CONDITIONS["straight-through gate in the first blending pass"])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_seeds_in_all_slots_train_side_by_side_like_plain_modules():
+    bench = Bench(1)
+    bench.grow("r0c0", "conv_light", S.FOSSILIZED, alpha=1.0)
+    bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.5, algorithm=MULTIPLY)  # the skeleton of r0c0 once more
+    bench.grow("r0c1", "conv_small", S.TRAINING, algorithm=GATE)
+    plain = PlainTraining(bench)
+    for t in (1, 2):
+        bench.train()
+        plain.epoch(t)
+    assert_close(bench.host_params(), plain.model.give())
+    for slot in SLOTS:
+        assert_close(bench.seed_params(slot), dict(plain.seeds[slot].named_parameters()))
+    gate = plain.model.grown["r0c1"][1]
+    assert gate is not None
+    assert_close(bench.gate_params("r0c1"), dict(gate.named_parameters()))
+
+
+def test_a_hidden_seed_does_not_change_the_training_of_its_host():
+    alone, with_seed = Bench(1), Bench(1)
+    with_seed.grow("r1c0", "conv_heavy")
+    alone.train(2)
+    with_seed.train(2)
+    for name, value in alone.host_params().items():
+        assert bit_equal(with_seed.host_params()[name], value), name
+
+
+# -- who gets a gradient --------------------------------------------------------------------------------------------
+
+
+def moved(bench: Bench, slot: str | None = None, host: int = 0) -> dict[str, bool]:
+    """Which tensors of the host (or of a seed) one epoch changes; decay alone is no change."""
+    read = (lambda: bench.host_params(host)) if slot is None else (lambda: bench.seed_params(slot, host))
+    before = read()
+    bench.train()
+    after = read()
+    if slot is None:  # without a gradient only the decay would act, which shrinks by a factor near 1
+        return {n: not torch.allclose(after[n], before[n], rtol=1e-3, atol=0) for n in before if "running" not in n}
+    return {n: not torch.equal(after[n], before[n]) for n in before}
+
+
+def test_below_a_fossil_every_parameter_of_host_and_seeds_learns():
+    bench = Bench(1)
+    bench.grow("r0c1", "conv_heavy", S.FOSSILIZED, alpha=1.0)  # the last slot of the network
+    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "conv_light", S.TRAINING)
+    bench.train()
+    assert all(moved(bench).values()), moved(bench)
+    for slot in SLOTS:
+        assert all(moved(bench, slot).values()), slot
+
+
+@pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
+def test_a_falling_seed_is_frozen_to_the_bit_while_its_host_goes_on_learning(algorithm):
+    bench = Bench(2)
+    bench.grow("r1c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=algorithm)
+    bench.train()
+    row = bench.seed_row("r1c0")
+    population = bench.population
+    frozen = {name: x[row].clone() for slab in (population.seeds, population.gates)
+              for name, x in ((f"{id(slab)}.{n}", x) for n, x in slab.tensors().items())}  # fmt: skip
+    assert bool(population.seeds.optimizer.momentum[row].any())
+    for alpha in (0.8, 0.6, 0.4, 0.2):  # host 0 prunes its seed, host 1 keeps it
+        bench.set("r1c0", 0, stage=int(S.BLENDING), alpha=alpha, alpha_mode=int(AlphaMode.DOWN))
+        other = population.seeds.params[bench.seed_row("r1c0", 1)].clone()
+        assert all(moved(bench).values())
+        assert not torch.equal(population.seeds.params[bench.seed_row("r1c0", 1)], other)
+        now = {name: x[row] for slab in (population.seeds, population.gates)
+               for name, x in ((f"{id(slab)}.{n}", x) for n, x in slab.tensors().items())}  # fmt: skip
+        assert same_tree(now, frozen)
+
+
+def test_the_host_of_a_frozen_seed_trains_as_plain_pytorch_with_that_seed_fixed():
+    bench = Bench(1)
+    bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.6)
+    bench.set("r1c0", alpha_mode=int(AlphaMode.DOWN))
+    plain = PlainTraining(bench, frozen=("r1c0",))
+    bench.train()
+    plain.epoch(1)
+    assert_close(bench.host_params(), plain.model.give())
+
+
+def test_seeds_that_are_not_trained_yet_or_any_more_are_left_alone():
+    bench = Bench(1)
+    bench.grow("r0c0", "conv_light", S.GERMINATED)
+    before = bench.seed_params("r0c0")
+    alone = Bench(1)
+    bench.train()
+    alone.train()
+    assert same_tree(bench.seed_params("r0c0"), before)
+    assert same_tree(bench.host_params(), alone.host_params())
+
+
+def test_a_gate_that_is_not_in_use_is_not_stepped():
+    bench = Bench(1)
+    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=GATE)
+    bench.train()
+    before = bench.gate_params("r0c0")
+    bench.set("r0c0", algorithm=int(ADD))
+    bench.train()
+    assert same_tree(bench.gate_params("r0c0"), before)
+
+
+def test_momentum_lives_through_fossilization_and_ends_with_the_release():
+    bench = Bench(1)
+    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=GATE)
+    bench.train()
+    momentum = bench.population.seeds.optimizer.momentum
+    before = momentum[0].clone()
+    assert bool(before.any())
+    bench.set("r0c0", stage=int(S.FOSSILIZED))
+    assert torch.equal(momentum[0], before)
+    bench.set("r0c0", settle=False, stage=int(S.PRUNED), alpha=0.0, has_gate=False)
+    bench.executor.settle(bench.structure(released=bench.marked("r0c0")))
+    for slab in (bench.population.seeds, bench.population.gates):
+        for name, tensor in slab.tensors().items():
+            assert not tensor[0].any(), name
+
+
+# -- gradient statistics --------------------------------------------------------------------------------------------
+
+
+def scalar_statistics(tensors: list[Tensor], host: list[Tensor]) -> tuple[float, float, float]:
+    """Norm, health and ratio from the gradients of the last batch, by the definition, in float64."""
+    norms = [g.double().norm().item() for g in tensors]
+    norm = sum(x * x for x in norms) ** 0.5
+    bad = sum(x < 1e-7 for x in norms), sum(x > 10.0 for x in norms)
+    health = min(1.0, max(0.0, 1.0 - 0.5 * bad[0] / len(norms) - 0.8 * bad[1] / len(norms)))
+    host_norm = sum(g.double().square().sum().item() for g in host) ** 0.5
+    n_seed, n_host = sum(g.numel() for g in tensors), sum(g.numel() for g in host)
+    if norm < 1e-8 or host_norm < 1e-8:
+        return norm, health, 0.0
+    return norm, health, (norm / n_seed**0.5) / (host_norm / n_host**0.5 + 1e-8)
+
+
+def test_gradient_statistics_are_those_of_the_last_batch_before_clipping():
+    bench = Bench(2)
+    bench.grow("r0c0", "conv_heavy", S.TRAINING)
+    bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.5, algorithm=GATE)
+    bench.grow("r0c1", "attention", S.HOLDING, alpha=1.0)
+    plain = PlainTraining(bench, 1)
+    want = {}
+
+    def look() -> None:
+        host = [p.grad for p in plain.optimizers[0][0]]
+        for slot in ("r0c0", "r1c0"):
+            seed, gate, _, _ = plain.model.grown[slot]
+            tensors = [p.grad for p in (*seed.parameters(), *(gate.parameters() if gate else ()))]
+            want[slot] = scalar_statistics(tensors, host)
+
+    told = bench.train()
+    plain.epoch(1, look)
+    for slot, (norm, health, ratio) in want.items():
+        s = SLOTS.index(slot)
+        assert told.grad_norm[1, s].item() == pytest.approx(norm, rel=1e-4)
+        assert told.grad_health[1, s].item() == pytest.approx(health)
+        assert told.grad_ratio[1, s].item() == pytest.approx(ratio, rel=1e-4)
+    holding = SLOTS.index("r0c1")
+    for name in ("grad_norm", "grad_health", "grad_ratio"):
+        assert bool(getattr(told, name)[:, holding].isnan().all()), name
+    assert not told.grad_vanishing[:, holding].any()
+    assert not told.grad_exploding.any()
+
+
+def test_a_layer_that_gets_no_gradient_lowers_the_health_of_its_seed():
+    bench = Bench(1)
+    bench.grow("r0c0", "attention")  # its last layer is zero at birth, so the first one has no gradient yet
+    bench.data = dataset(train=BATCH)  # a single batch: still at birth when it is measured
+    first = Bench(1, data=bench.data)
+    first.grow("r0c0", "attention")
+    told = first.train()
+    # tensors: W1, W2, b2; W1 sees nothing through W2 = 0
+    assert told.grad_health[0, 0].item() == pytest.approx(1.0 - 0.5 / 3.0)
+    assert bool(told.grad_vanishing[0, 0])
+
+
+def test_without_seeds_no_statistic_is_measured():
+    told = Bench(2).train()
+    assert bool(told.grad_norm.isnan().all() & told.grad_health.isnan().all() & told.grad_ratio.isnan().all())
+
+
+# -- hosts do not know each other -----------------------------------------------------------------------------------
+
+
+def test_a_host_trains_to_the_same_bit_alone_and_among_others():
+    together = Bench(3)
+    together.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5, hosts=2)
+    together.grow("r1c0", "conv_heavy", S.TRAINING, hosts=[0, 2], algorithm=GATE)
+    alone = Bench(1, host_offset=2)
+    alone.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
+    alone.grow("r1c0", "conv_heavy", S.TRAINING, algorithm=GATE)
+    for bench in (together, alone):
+        bench.train(2)
+    assert same_tree(together.host_params(2), alone.host_params(0))
+    for slot in ("r0c0", "r1c0"):
+        assert same_tree(together.seed_params(slot, 2), alone.seed_params(slot))
+    coalitions, found = together.measure()
+    _, want = alone.measure()
+    valid = coalitions.valid[2]
+    assert torch.equal(found.accuracy[2][valid], want.accuracy[0, : valid.sum()])
+    assert found.loss[2] == want.loss[0]
+
+
+def test_a_host_that_breaks_leaves_the_others_alone():
+    broken, whole = Bench(2), Bench(2)
+    for bench in (broken, whole):
+        bench.grow("r0c0", "conv_light", S.TRAINING)
+    broken.population.host.params[0, :4] = torch.nan
+    told = broken.train()
+    whole.train()
+    assert bool(told.loss[0].isnan())
+    assert told.grad_health[0, 0].item() == 0.0
+    assert bool(told.grad_exploding[0, 0])
+    assert same_tree(broken.host_params(1), whole.host_params(1))
+    _, measured = broken.measure()
+    assert bool(measured.loss[0].isnan() & measured.loss[1].isfinite())

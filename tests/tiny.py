@@ -73,7 +73,10 @@ def engine(
     """An engine of the tiny task (or `of`); seeds train for one epoch and may be pruned at any age."""
     chosen = task() if of is None else of
     lifecycle = LifecycleConfig(**{"min_training_epochs": 1, "min_prune_age": 1, **(rules or {})})
-    settings = {"num_envs": num_envs, "episode_length": episode_length, "slots": chosen.enabled, "lifecycle": lifecycle}
+    settings = {
+        "num_envs": num_envs, "episode_length": episode_length, "slots": chosen.enabled, "lifecycle": lifecycle,
+        "run_seed": 5, "executor": "streamed",
+    }  # fmt: skip
     data = None if chosen.host is None else dataset()
     return build_engine(EngineConfig(**{**settings, **config}), chosen, data, CPU, on_step=on_step)
 

@@ -17,7 +17,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.leyline.record import record, replace
 from esper.leyline.state_tree import copy_into
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import Executor, Structure, TrainPass, ValidationPass
 
 PENALTY = -7.0
 NUM_BLUEPRINTS = 13
@@ -225,6 +225,23 @@ class ToyExecutor:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         copy_into(self.state_dict(), state, "toy executor")
+
+
+class WithFaults:
+    """Another executor whose validation losses are replaced: `faults[t]` is {local host: loss}."""
+
+    def __init__(self, executor: Executor, faults: Mapping[int, Mapping[int, float]]) -> None:
+        self.executor, self.faults = executor, faults
+        self.costs, self.host_params = executor.costs, executor.host_params
+        self.reset, self.settle, self.train_epoch = executor.reset, executor.settle, executor.train_epoch
+        self.test, self.state_dict, self.load_state_dict = executor.test, executor.state_dict, executor.load_state_dict
+
+    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
+        told = self.executor.evaluate(t, slots, coalitions)
+        loss = told.loss.clone()
+        for host, value in self.faults.get(t, {}).items():
+            loss[host] = value
+        return replace(told, loss=loss)
 
 
 def action(op: LifecycleOp, **heads: int) -> tuple[int, ...]:

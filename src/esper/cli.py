@@ -3,82 +3,115 @@
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
 """
 
+import io
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
-from rich.console import Console
 
 from esper.leyline.errors import ConfigError, EsperError
 
 EXIT_ERROR = 2
 EXIT_STOPPED = 130
 
+T = TypeVar("T")
+
+
+def _placeholder(metavar: str) -> object:
+    """What stands for the value in the help; `None` is no default worth telling."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+_Text = Annotated[str | None, _placeholder("NAME")]
+_Number = Annotated[int | None, _placeholder("N")]
+_Path = Annotated[Path | None, _placeholder("PATH")]
+_Names = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a controller that grows networks."""
+    """Train a controller that grows networks.
 
-    config: Path | None = None
+    A run is recorded in its own folder: the configuration, one line per round, one line per event, checkpoints, and a
+    summary at its end. Ctrl-C ends it after the current step; --resume continues it as if it had never ended.
+    """
+
+    config: _Path = None
     """Configuration file (TOML); options of the command line win over it."""
-    task: str | None = None
-    """What is trained; `esper tasks` lists the names."""
-    preset: str | None = None
-    """Set of values to start from: quickstart, small or paper."""
-    rounds: int | None = None
-    """Rounds in all, those before a resume included."""
-    num_envs: int | None = None
-    """Hosts that train in parallel."""
-    episode_length: int | None = None
-    """Control steps (host epochs) per round."""
-    seed: int | None = None
-    """Run seed: the same seed gives the same run."""
-    reward: str | None = None
-    """Reward mode, e.g. objective or shaped."""
-    device: str | None = None
-    """auto, cpu, cuda or cuda:N."""
-    data_dir: Path | None = None
-    """Folder of the task's data files; the environment variable ESPER_DATA is used otherwise."""
-    amp: str | None = None
-    """Precision of host training: off, auto, bf16 or fp16."""
-    checkpoint_every: int | None = None
-    """Rounds between two checkpoints."""
-    set: tuple[str, ...] = ()
+    task: _Text = None
+    """What is trained; `esper tasks` lists the names. (digits)"""
+    preset: _Text = None
+    """Set of values to start from: quickstart, small or paper. (quickstart)"""
+    rounds: _Number = None
+    """Rounds in all, those before a resume included. (by the preset)"""
+    num_envs: _Number = None
+    """Hosts that train in parallel. (by the preset)"""
+    episode_length: _Number = None
+    """Control steps (host epochs) per round. (by the task)"""
+    seed: _Number = None
+    """Run seed: the same seed gives the same run. (0)"""
+    reward: _Text = None
+    """Reward by name: a built-in mode such as objective or shaped, or one that a plugin registers. (objective)"""
+    device: _Text = None
+    """auto, cpu, cuda or cuda:N. (auto)"""
+    data_dir: _Path = None
+    """Folder of the task's data files. (the environment variable ESPER_DATA)"""
+    amp: _Text = None
+    """Precision of host training: off, auto, bf16 or fp16. (off)"""
+    checkpoint_every: _Number = None
+    """Rounds between two checkpoints. (1)"""
+    plugins: Annotated[_Names, _placeholder("MODULE|FILE.py ...")] = ()
+    """Your own code that registers tasks, blueprints, rewards or listeners."""
+    set: Annotated[_Names, _placeholder("NAME=VALUE ...")] = ()
     """Any other value by its name in config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
-    run_dir: Path | None = None
-    """Where the run is recorded; a new folder under runs/ unless given."""
-    resume: Path | None = None
-    """Run directory to continue; only --rounds and --device may be given with it."""
+    run_dir: _Path = None
+    """Where the run is recorded. (a new folder under runs/)"""
+    resume: _Path = None
+    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir and
+    --checkpoint-every may be given with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Compare a trained controller and baselines on fresh hosts with equal seeds."""
+    """Compare a trained controller and baselines on fresh hosts with equal seeds.
 
-    controllers: tyro.conf.Positional[tuple[str, ...]]
-    """Run directories (one at most) and baselines; a run alone is compared with all baselines."""
-    task: str | None = None
-    """Task, where no run is given."""
-    preset: str | None = None
-    """Preset, where no run is given."""
-    num_envs: int = 16
-    """Hosts per controller."""
-    seed: int | None = None
-    """Seed of the evaluation hosts; the training seed plus 1,000,000 unless given."""
-    device: str | None = None
-    """auto, cpu, cuda or cuda:N."""
-    data_dir: Path | None = None
-    """Folder of the task's data files."""
-    json: Path | None = None
-    """Also write the table to this file."""
+    A run alone is compared with the baselines wait_only, random, fixed_schedule and heuristic. Nobody learns, and
+    nothing in the run directory is changed.
+    """
+
+    controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], _placeholder("RUN|BASELINE ...")] = ()
+    """A run directory and names of baselines, in any order."""
+    task: _Text = None
+    """Task, where no run is given. (digits)"""
+    preset: _Text = None
+    """Preset, where no run is given. (quickstart)"""
+    reward: _Text = None
+    """Reward, where no run is given. (objective)"""
+    num_envs: Annotated[int, _placeholder("N")] = 16
+    """Hosts per controller. (16)"""
+    episode_length: _Number = None
+    """Control steps per host, where no run is given. (by the task)"""
+    seed: _Number = None
+    """Seed of the evaluation hosts. (the training seed plus 1,000,000)"""
+    device: _Text = None
+    """auto, cpu, cuda or cuda:N. (that of the run)"""
+    data_dir: _Path = None
+    """Folder of the task's data files. (that of the run)"""
+    plugins: Annotated[_Names, _placeholder("MODULE|FILE.py ...")] = ()
+    """Your own code that registers tasks, blueprints or rewards, where no run is given."""
+    json: _Path = None
+    """Also write the comparison, with the numbers of every host, to this file; - writes it instead of the table."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tasks:
     """List the tasks."""
+
+    plugins: Annotated[_Names, _placeholder("MODULE|FILE.py ...")] = ()
+    """Your own code that registers tasks."""
 
 
 Command = (
@@ -90,38 +123,57 @@ Command = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 2 refused, 130 ended early by a signal)."""
-    command = tyro.cli(Command, prog="esper", args=arguments)
-    from esper import commands
-
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no box characters is no reason to fail
+    command: Train | Evaluate | Tasks = tyro.cli(
+        Command,
+        prog="esper",
+        args=arguments,
+        description="Neural networks that grow while they train, and a controller that learns to grow them.",
+        config=(tyro.conf.DisallowNone,),
+    )
     try:
+        from esper import commands
+
         if isinstance(command, Train):
             return commands.train(command)
         if isinstance(command, Evaluate):
             return commands.evaluate(command)
-        return commands.tasks()
+        return commands.tasks(command)
     except EsperError as error:
-        Console(stderr=True, soft_wrap=True).print(f"esper: {error}", markup=False, highlight=False)
+        print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("esper: ended at once", file=sys.stderr)
+        return EXIT_STOPPED
 
 
-def overrides(train: Train) -> dict[str, Any]:
-    """What the command line says, as nested tables; raises ConfigError for a malformed --set."""
+def overrides(command: Train | Evaluate) -> dict[str, Any]:
+    """What the command line says of a configuration, as nested tables; raises ConfigError for a malformed --set."""
     names = ("task", "preset", "rounds", "num_envs", "episode_length", "seed", "device", "amp", "checkpoint_every")
-    told: dict[str, Any] = {name: getattr(train, name) for name in names if getattr(train, name) is not None}
-    if train.data_dir is not None:
-        told["data_dir"] = str(train.data_dir)
-    if train.reward is not None:
-        told["reward"] = {"mode": train.reward}
-    for assignment in train.set:
+    told: dict[str, Any] = {name: value for name in names if (value := getattr(command, name, None)) is not None}
+    if command.data_dir is not None:
+        told["data_dir"] = str(command.data_dir)
+    if command.plugins:
+        told["plugins"] = joined(command.plugins)
+    if command.reward is not None:
+        told["reward"] = {"mode": command.reward}
+    for assignment in joined(command.set) if isinstance(command, Train) else ():
         _assign(told, assignment)
     return told
+
+
+def joined(groups: tuple[tuple[T, ...], ...]) -> list[T]:
+    """The values of an option that was given several times, several at a time."""
+    return [value for group in groups for value in group]
 
 
 def _assign(told: dict[str, Any], assignment: str) -> None:
     import tomllib
 
     name, separator, text = assignment.partition("=")
-    if not separator or not name:
+    if not separator or not all(name.split(".")):
         raise ConfigError(f"--set {assignment!r} is no assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -131,7 +183,7 @@ def _assign(told: dict[str, Any], assignment: str) -> None:
     for part in path:
         table = told.setdefault(part, {})
         if not isinstance(table, Mapping):
-            raise ConfigError(f"--set {assignment!r}: {part} is a value, not a table.")
+            raise ConfigError(f"--set {assignment!r}: {part} is a value, not a table; it has no {leaf}.")
         told = told[part]
     told[leaf] = value
 

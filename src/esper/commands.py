@@ -1,36 +1,42 @@
 """What the commands do; `esper.cli` says how they are called."""
 
-import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from esper.cli import EXIT_STOPPED, Evaluate, Train, overrides
-from esper.leyline.errors import ConfigError, nearest
+from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
+from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.simic.client import SimicClient
+from esper.simic.training import evaluate as comparison
 from esper.simic.training.build import dataset_of, device_of, engine_of, learner_of
-from esper.simic.training.checkpoint import Header, load_newest
-from esper.simic.training.config import RunConfig, plain, read_toml, validated
-from esper.simic.training.evaluate import SEED_OFFSET, Row, all_baselines, table
-from esper.simic.training.evaluate import evaluate as run_evaluation
-from esper.simic.training.presets import resolve
-from esper.simic.training.runner import Runner, restore, run_shape
+from esper.simic.training.checkpoint import Checkpoint, Header, load_newest, set_aside
+from esper.simic.training.config import RunConfig
+from esper.simic.training.plugins import load_plugins
+from esper.simic.training.presets import recorded, resolve
+from esper.simic.training.runner import CHANGEABLE, Runner, require_same_config, restore, run_shape
+from esper.simic.training.values import plain, read_toml
 from esper.tamiyo.baselines import BASELINES
-from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name, task_names
-from esper.telemetry.progress import RunProgress
-from esper.telemetry.run_directory import CHECKPOINTS, CONFIG, RunDirectory, plain_json, require_run
+from esper.telemetry.hub import Hub
+from esper.telemetry.progress import RunConsole, RunProgress, counts
+from esper.telemetry.run_directory import (
+    CHECKPOINTS,
+    CONFIG,
+    SUMMARY,
+    RunDirectory,
+    missing_records,
+    plain_json,
+    require_free,
+    require_run,
+)
 from esper.tolaria.engine import VectorizedEngine
 
-assert _presets
 _RUNS = Path("runs")
 
 
@@ -39,33 +45,55 @@ def train(command: Train) -> int:
     if command.resume is not None:
         return _resume(command, command.resume)
     config = resolve(overrides(command), command.config)
+    path = command.run_dir or _free_name(config)
+    require_free(path)
     parts = _Parts.of(config)
-    directory = RunDirectory.create(command.run_dir or _free_name(config), plain(config))
-    return _run(parts, directory, None)
+    with RunDirectory.create(path, plain(config)) as directory:
+        return _run(parts, directory, None)
 
 
 def _resume(command: Train, path: Path) -> int:
     require_run(path)
+    config = _continued(command, path)
+    checkpoint, damaged, complaints = load_newest(path / CHECKPOINTS)
+    start = checkpoint.header if checkpoint else None
+    if checkpoint and start:
+        _warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
+        require_same_config(start.config, config)
+        _require_something_to_do(path, checkpoint, config)
+        _warn(missing_records(path, start.cursor))
+    parts = _Parts.of(config)
+    if checkpoint:
+        restore(parts.engine, parts.client, checkpoint, parts.shape)
+    with RunDirectory.reopen(path, start.cursor if start else {}, plain(config)) as directory:
+        set_aside(damaged)
+        return _run(parts, directory, start)
+
+
+def _continued(command: Train, path: Path) -> RunConfig:
+    """The configuration of a run with what may be changed of it."""
     given = overrides(command)
-    extra = sorted(given.keys() - {"rounds", "device"})
+    extra = sorted(given.keys() - set(CHANGEABLE))
     extra += [name for name in ("config", "run_dir") if getattr(command, name) is not None]
     if extra:
         raise ConfigError(
-            f"{', '.join(extra)} cannot be changed when a run is resumed; only rounds and device can. "
-            "Start a new run for other settings."
+            f"{', '.join(extra)} cannot be changed when a run is resumed, only {', '.join(CHANGEABLE)} can; "
+            "leave it out, or start a new run for other settings."
         )
-    config = validated(read_toml(path / CONFIG) | given)
-    checkpoint, complaints = load_newest(path / CHECKPOINTS)
-    _warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
-    header = checkpoint.header
-    if header.rounds_done >= config.rounds:
+    if command.data_dir is not None:
+        given["data_dir"] = str(command.data_dir.expanduser().absolute())
+    return recorded(read_toml(path / CONFIG) | given)
+
+
+def _require_something_to_do(path: Path, checkpoint: Checkpoint, config: RunConfig) -> None:
+    done = checkpoint.header.rounds_done
+    at_the_end = any(name.startswith("engine.") for name in checkpoint.state)  # its hosts are there to be tested
+    only_summary_missing = done == config.rounds and at_the_end and not (path / SUMMARY).exists()
+    if done >= config.rounds and not only_summary_missing:
         raise ConfigError(
-            f"{path} has done {header.rounds_done} of {config.rounds} rounds; "
-            f"ask for more with --rounds {header.rounds_done + 10}."
+            f"{path} has done {done} rounds and {config.rounds} are asked for; go on with more, such as "
+            f"--resume {path} --rounds {done + 10}."
         )
-    parts = _Parts.of(config)
-    restore(parts.engine, parts.client, checkpoint, parts.shape)
-    return _run(parts, RunDirectory.reopen(path, header.cursor, plain(config)), header)
 
 
 @dataclass(frozen=True)
@@ -80,35 +108,51 @@ class _Parts:
     @classmethod
     def of(cls, config: RunConfig) -> "_Parts":
         device = device_of(config)
+        _announce(config)
         dataset = dataset_of(config, device)
         engine = engine_of(config, dataset, device)
         identity = dict(dataset.identity) if dataset else {}
         return cls(config, engine, learner_of(config, engine.spec), run_shape(config, engine.spec, identity))
 
 
-def _run(parts: _Parts, directory: RunDirectory, start: Header | None) -> int:
-    config, console = parts.config, Console()
-    done = start.rounds_done if start else 0
+def _announce(config: RunConfig) -> None:
+    """The first line: data may take a while to load."""
     hosts = f"{config.num_envs} hosts x {config.episode_length} steps x {config.rounds} rounds"
-    tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    tell(f"esper: {config.task}, {hosts}, reward {config.reward.mode}, seed {config.seed}")
-    tell(f"recorded in {directory.path}")
+    RunConsole().say(f"esper: {config.task}, {hosts}, reward {config.reward_name}, seed {config.seed}")
+
+
+def _run(parts: _Parts, directory: RunDirectory, start: Header | None) -> int:
+    config, console = parts.config, RunConsole()
+    console.say(f"recorded in {directory.path}, on {parts.engine.spec.device}")
     if start is not None:
-        tell(f"continuing after {done} rounds" + (f" and {start.step} steps" if start.step else ""))
+        inside = f" and {start.step} steps" if start.step else ""
+        console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")
+    done = start.rounds_done * config.episode_length + start.step if start else 0
     progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
-    summary = Runner(config, parts.engine, parts.client, directory, progress, parts.shape, start).run()
-    if summary is None:
-        tell(f"stopped; continue with: esper train --resume {directory.path}")
+    listeners = Hub({"progress": progress})
+    listeners.add_registered(directory.path)
+    runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
+    try:
+        with progress:
+            summary = runner.run()
+    except KeyboardInterrupt:
+        console.say(f"ended at once; continue from the last checkpoint with: esper train --resume {directory.path}")
         return EXIT_STOPPED
-    names = ("final_val_accuracy_mean", "final_test_accuracy_mean", "growth_ratio_mean", "env_steps_per_second")
-    tell("done: " + ", ".join(f"{name} {summary[name]:.2f}" for name in names))
-    tell(f"compare it with the baselines: esper evaluate {directory.path}")
+    _warn(listeners.complaints())
+    if summary is None:
+        console.say(f"stopped; continue with: esper train --resume {directory.path}")
+        return EXIT_STOPPED
+    console.say(
+        "done: accuracy {final_val_accuracy_mean:.2f} (validation), {final_test_accuracy_mean:.2f} (test, committed); "
+        "growth {growth_ratio_mean:.2f}x; {env_steps_per_second:.0f} env-steps/s".format_map(summary)
+    )
+    console.say(f"compare it with the baselines: esper evaluate {directory.path}")
     return 0
 
 
 def _warn(lines: Iterable[str]) -> None:
     for line in lines:
-        Console(stderr=True, soft_wrap=True).print(f"esper: {line}", markup=False, highlight=False)
+        RunConsole(stderr=True).say(f"esper: {line}")
 
 
 def _free_name(config: RunConfig) -> Path:
@@ -120,69 +164,124 @@ def _free_name(config: RunConfig) -> Path:
 
 def evaluate(command: Evaluate) -> int:
     """A table of controllers on equal hosts."""
-    runs = [name for name in command.controllers if name not in BASELINES]
-    baselines = [name for name in command.controllers if name in BASELINES]
-    if len(runs) > 1:
-        raise ConfigError(
-            f"{', '.join(runs)} are neither baselines nor one run; give one run directory and any of "
-            f"{', '.join(BASELINES)}."
-        )
-    run = Path(runs[0]) if runs else None
+    run, baselines = _named(command.controllers)
     config = _evaluated_config(command, run)
-    if run is not None:
-        _, complaints = load_newest(run / CHECKPOINTS)
-        _warn(f"{complaint} Using the one before." for complaint in complaints)
-    seed = config.seed + SEED_OFFSET if command.seed is None else command.seed
-    outcomes = run_evaluation(
-        config, run, baselines or (all_baselines() if run else ()), run_seed=seed, num_envs=command.num_envs
-    )
-    rows = table(outcomes)
-    Console().print(_comparison(rows, f"{config.task}: {command.num_envs} hosts of seed {seed}"))
-    if command.json is not None:
-        lines = [dataclasses.asdict(row) for row in rows]
-        report = {"task": config.task, "seed": seed, "num_envs": command.num_envs, "controllers": lines}
-        command.json.write_text(json.dumps(plain_json(report), indent=2) + "\n")
+    with _json_file(command.json) as write_json:
+        controllers = [comparison.baseline(name, config) for name in baselines]
+        if run is not None:
+            controller, complaints = comparison.trained(run, config)
+            controllers.insert(0, controller)
+            _warn(f"{complaint} Using the one before." for complaint in complaints)
+        seed = config.seed + comparison.SEED_OFFSET if command.seed is None else command.seed
+        console = RunConsole(stderr=True)
+        outcomes = comparison.evaluate(
+            config,
+            controllers,
+            run_seed=seed,
+            num_envs=command.num_envs,
+            on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
+        )
+        rows = comparison.table(outcomes)
+        write_json(plain_json(comparison.report(rows, config, run, seed, command.num_envs)))
+    if str(command.json) != "-":
+        title = f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run}" if run else "")
+        RunConsole().print(_comparison(rows, title))
     return 0
 
 
+def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
+    """The run and the baselines of an evaluation; wait_only is always among them, as the reference."""
+    if not controllers:
+        raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(BASELINES)}.")
+    runs = [name for name in controllers if name not in BASELINES]
+    baselines = [name for name in dict.fromkeys(controllers) if name in BASELINES]
+    if len(runs) > 1:
+        raise ConfigError(
+            f"{', '.join(runs)} are several run directories or unknown baselines; name one run at a time, and any of "
+            f"{', '.join(BASELINES)}."
+        )
+    if runs and not Path(runs[0]).exists():
+        raise RunDirectoryError(f"{runs[0]} is neither a run directory nor a baseline; {nearest(runs[0], BASELINES)}")
+    if not baselines:
+        baselines = list(comparison.all_baselines())
+    if comparison.REFERENCE not in baselines:
+        baselines.append(comparison.REFERENCE)
+    return Path(runs[0]) if runs else None, tuple(baselines)
+
+
 def _evaluated_config(command: Evaluate, run: Path | None) -> RunConfig:
-    told: dict[str, Any] = {}
-    if command.device is not None:
-        told["device"] = command.device
-    if command.data_dir is not None:
-        told["data_dir"] = str(command.data_dir)
-    choices = {name: value for name in ("task", "preset") if (value := getattr(command, name)) is not None}
+    told = overrides(command)
+    for name in ("seed", "num_envs"):  # of the evaluation hosts, not of the run
+        told.pop(name, None)
     if run is None:
-        return resolve(told | choices)
-    if choices:
-        raise ConfigError(f"--{' --'.join(choices)} cannot be given with a run: it is evaluated on its own task.")
-    if not run.exists():
-        raise ConfigError(f"{run} is neither a run directory nor a baseline; {nearest(str(run), BASELINES)}")
+        return resolve(told)
+    if own := sorted(told.keys() - {"device", "data_dir"}):
+        raise ConfigError(
+            f"{', '.join(own)} cannot be given with a run: it is evaluated as it was trained; leave it out."
+        )
     require_run(run)
-    return validated(read_toml(run / CONFIG) | told)
+    if command.data_dir is not None:
+        told["data_dir"] = str(command.data_dir.expanduser().absolute())
+    return recorded(read_toml(run / CONFIG) | told)
 
 
-def _comparison(rows: Sequence[Row], title: str) -> Table:
-    page = Table(title=title)
-    page.add_column("controller")
-    for column in ("committed acc", "test acc", "vs wait_only", "growth", "return", "fossils", "operations"):
-        page.add_column(column, justify="left" if column == "operations" else "right")
+@contextmanager
+def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
+    """Where the JSON goes; a file that cannot be written is refused before the evaluation rather than after it."""
+    if path is None:
+        yield lambda report: None
+    elif str(path) == "-":
+        yield lambda report: print(json.dumps(report, indent=2))
+    else:
+        draft = path.with_name(f".{path.name}.draft")
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                yield lambda report: print(json.dumps(report, indent=2), file=file)
+            draft.rename(path)
+        except OSError as error:
+            raise ConfigError(
+                f"the file {path} cannot be written ({error.strerror}); name another with --json."
+            ) from error
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _comparison(rows: Sequence[comparison.Row], title: str) -> Table:
+    page = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+    page.add_column("controller", no_wrap=True)
+    for column in ("committed", "± sd", "test", "vs wait_only", "± se", "growth", "return", "fossils"):
+        page.add_column(column, justify="right", no_wrap=True)
+    page.add_column("operations")
     for row in rows:
-        ops = " ".join(f"{name.lower()} {n}" for name, n in row.ops.items() if n and name != "WAIT") or "none"
-        gain = "" if math.isnan(row.gain) else f"{row.gain:+.2f} ± {row.gain_standard_error:.2f}"
-        cells = (f"{row.committed:.2f} ± {row.committed_std:.2f}", f"{row.test:.2f}", gain, f"{row.growth:.2f}x")
-        page.add_row(row.name, *cells, f"{row.mean_return:+.3f}", f"{row.fossilized:.2f}", ops)
+        page.add_row(
+            row.name,
+            f"{row.committed:.2f}",
+            _or_blank(row.committed_std, ".2f"),
+            f"{row.test:.2f}",
+            "" if row.name == comparison.REFERENCE else _or_blank(row.gain, "+.2f"),
+            "" if row.name == comparison.REFERENCE else _or_blank(row.gain_standard_error, ".2f"),
+            f"{row.growth:.2f}x",
+            f"{row.mean_return:+.3f}",
+            f"{row.fossilized:.2f}",
+            counts({name: number for name, number in row.ops.items() if name != "WAIT"}),
+        )
+    page.caption = "accuracies in %, means over the hosts; vs wait_only: paired difference in committed accuracy"
     return page
 
 
-def tasks() -> int:
+def _or_blank(value: float, form: str) -> str:
+    return "" if math.isnan(value) else format(value, form)
+
+
+def tasks(command: Tasks) -> int:
     """A table of the tasks."""
+    load_plugins(joined(command.plugins))
     page = Table()
     for column in ("task", "slots", "steps", "data", "description"):
-        page.add_column(column)
+        page.add_column(column, no_wrap=column == "task")
     for name in task_names():
         task = task_by_name(name)
         data = "files (--data-dir)" if task.needs_data_dir else "embedded" if task.load else "none"
         page.add_row(name, " ".join(task.enabled), str(task.episode_length), data, task.description)
-    Console().print(page)
+    RunConsole().print(page)
     return 0

@@ -9,9 +9,10 @@ from driver import CPU, HOST_PARAMS, random_episode
 from scalar_rules import EMPTY_SLOT, NEW_HOST, ON_RELEASE
 
 from esper.kasmina.config import LifecycleConfig
-from esper.kasmina.slot_fields import EMPTY, empty_slots, new_hosts, release, select, vacate
+from esper.kasmina.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_stages, select, vacate
+from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import HostState, SlotState
-from esper.leyline.record import named_tensors
+from esper.leyline.record import named_tensors, replace
 
 FIELDS = [field.name for field in dataclasses.fields(SlotState)]
 
@@ -106,3 +107,13 @@ def test_writing_under_a_mask_leaves_the_state_that_came_in_as_it_was():
         vacate(slots, everywhere)
         select(everywhere, {"age": 0}, slots)
     assert all(same(getattr(slots, name), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("stage", [0, 5, 11, -1])
+def test_a_state_from_outside_with_an_unknown_stage_is_refused(stage):
+    slots = empty_slots(2, 3, torch.device("cpu"))
+    require_known_stages(slots)
+    strange = slots.stage.clone()
+    strange[1, 2] = stage
+    with pytest.raises(CheckpointError, match=rf"\[{stage}\]"):
+        require_known_stages(replace(slots, stage=strange))

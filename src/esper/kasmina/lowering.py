@@ -15,7 +15,7 @@ A module with weights of its own that the table does not know runs through `torc
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -187,10 +187,11 @@ class Vmapped(nn.Module):
         self._skeleton = [skeleton]  # in a list: it is run, but it is no part of the paths
         self._one: Callable[..., Tensor] = lambda tensors, x: torch.func.functional_call(skeleton, tensors, (x,))
 
-    def train(self, mode: bool = True) -> Self:
+    def train(self, mode: bool = True) -> "Vmapped":
         """Set the mode of what is run."""
         self._skeleton[0].train(mode)
-        return super().train(mode)
+        super().train(mode)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""

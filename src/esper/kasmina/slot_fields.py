@@ -8,6 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from esper.leyline.actions import FIRST_RAMP_STEEPNESS, LifecycleOp
+from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import HostState, SlotState
 from esper.leyline.record import replace
 from esper.leyline.stages import AlphaCurve, AlphaMode, SeedStage
@@ -138,6 +139,21 @@ def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
     return _fill_empty(slots, where, _EMPTY_NAMES)
 
 
-def select(where: Bool[Tensor, "N S"], chosen: Mapping[str, Tensor | float], slots: SlotState) -> SlotState:
+def require_known_stages(slots: SlotState) -> None:
+    """Refuse states from outside with a stage that cannot be stored. Reads the device: for loading, not for the loop.
+
+    Raises:
+        CheckpointError: a stage is UNKNOWN, the unused value 5, or outside the table.
+    """
+    stored = torch.tensor([stage for stage in SeedStage if stage is not SeedStage.UNKNOWN], device=slots.stage.device)
+    strange = slots.stage[~torch.isin(slots.stage, stored)].unique().tolist()
+    if strange:
+        raise CheckpointError(
+            f"slots have the stages {strange}; stored stages are {', '.join(str(int(s)) for s in stored)}. "
+            "The state was changed or is of another version: use an older checkpoint."
+        )
+
+
+def select(where: Bool[Tensor, "N S"], chosen: Mapping[str, Tensor | float | int], slots: SlotState) -> SlotState:
     """`slots` with each named field replaced by its chosen value ([N,S], broadcastable, or a number) under the mask."""
     return replace(slots, **{name: torch.where(where, value, getattr(slots, name)) for name, value in chosen.items()})

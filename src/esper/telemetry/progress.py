@@ -1,10 +1,20 @@
-"""What a run shows while it runs: a live table on a terminal, plain lines elsewhere."""
+"""What a run shows while it runs: a live table on a terminal, plain lines elsewhere.
 
+    round  env-steps/s  accuracy  committed  return   operations chosen               slots by stage
+     1/10          412     61.32      58.90  +0.512   wait 510 germinate 61 prune 20  training 9 blending 4
+     2/10 ...
+    step 312/6400 ----------                          0:00:41 eta 8:12
+
+It listens like everybody else: it is told records by name, and nothing that happens to it matters to the run.
+"""
+
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,65 +22,118 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 _REFRESH = 4.0
+_ROUNDS_SHOWN = 12
+PLAIN_INTERVAL = 30.0
+"""Seconds after which a round that is not done yet is worth a plain line."""
+
+
+class RunConsole(Console):
+    """A console that goes silent, instead of ending the process, when whoever read it has left (`esper ... | head`)."""
+
+    def on_broken_pipe(self) -> None:
+        """Everything written from now on goes nowhere."""
+        self.quiet = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
+        os.close(devnull)
+
+    def say(self, text: str) -> None:
+        """One line of plain text, as long as it is."""
+        self.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What is shown of a round, or of the steps of it that are done.
+    """What is shown of a round, or of the steps of it that are done; from a record of kind "step" or "round".
 
-    Accuracies in percentage points; `ops` counts effective operations and `seeds` slots by stage, by name.
+    Accuracies in percentage points; `ops` counts effective operations and `slots` slots by stage, by name.
     """
 
     round: int
-    step: int
-    val_acc: float
-    committed_acc: float
+    step: int | None
+    accuracy: float
+    committed: float
     mean_return: float
-    env_steps_per_second: float
+    speed: float
     ops: Mapping[str, int]
-    seeds: Mapping[str, int]
+    slots: Mapping[str, int]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """The fields of such a record."""
+        return cls(
+            round=fields["round"],
+            step=fields.get("t"),
+            accuracy=fields["val_accuracy_mean"],
+            committed=fields["committed_accuracy_mean"],
+            mean_return=fields["mean_return"],
+            speed=fields["env_steps"] / max(fields["seconds"], 1e-9),
+            ops=fields["ops"],
+            slots=fields["slots"],
+        )
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return " ".join(f"{name.lower()} {count}" for name, count in counts.items() if count) or "none"
+def counts(numbers: Mapping[str, int]) -> str:
+    """Those that are not zero, e.g. "wait 510 germinate 61"."""
+    return " ".join(f"{name.lower()} {number}" for name, number in numbers.items() if number) or "none"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, e.g. "1:02:03" or "2:03"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def line(shown: Shown, rounds: int, eta: float) -> str:
-    """One round as one line of text."""
+def line(shown: Shown, rounds: int, steps: int, eta: str) -> str:
+    """A round, or what is done of it, as one line of text."""
+    inside = f" step {shown.step}/{steps}" if shown.step is not None else ""
     return (
-        f"round {shown.round}/{rounds}  eta {_duration(eta)}  {shown.env_steps_per_second:.0f} env-steps/s  "
-        f"accuracy {shown.val_acc:.2f}  committed {shown.committed_acc:.2f}  return {shown.mean_return:+.3f}  "
-        f"ops: {_counts(shown.ops)}  slots: {_counts(shown.seeds)}"
+        f"round {shown.round}/{rounds}{inside}  eta {eta}  {_speed(shown)} env-steps/s  "
+        f"accuracy {shown.accuracy:.2f}  committed {shown.committed:.2f}  return {shown.mean_return:+.3f}  "
+        f"ops: {counts(shown.ops)}  slots: {counts(shown.slots)}"
     )
+
+
+def _speed(shown: Shown) -> str:
+    return f"{shown.speed:.0f}" if shown.speed >= 10.0 else f"{shown.speed:.1f}"
 
 
 @final
 class RunProgress:
-    """Shows a run of `rounds` rounds of `steps` steps; a context manager."""
+    """Shows a run of `rounds` rounds of `steps` steps; a listener, and a context manager around the run.
 
-    def __init__(self, console: Console, *, rounds: int, steps: int, done: int = 0) -> None:
-        self._console, self._rounds, self._steps, self._done = console, rounds, steps, done
-        self._first, self._began = done, time.monotonic()
+    Args:
+        console: where it is shown; the live table needs a terminal.
+        rounds, steps: all of them, and how many control steps each has.
+        done: control steps that were done before (a resumed run).
+        clock: seconds from any moment on.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        rounds: int,
+        steps: int,
+        done: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._rounds, self._steps, self._clock = console, rounds, steps, clock
+        self._first = self._finished = done
+        self._began = self._last_line = clock()
         self._history: list[Shown] = []
         self._now: Shown | None = None
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            TextColumn("step"),
             MofNCompleteColumn(),
+            BarColumn(),
             TimeElapsedColumn(),
             TextColumn("eta {task.fields[eta]}"),
             console=console,
         )
-        self._task = self._bar.add_task("steps", total=rounds * steps, completed=done * steps, eta="...")
-        self._live = (
-            Live(console=console, refresh_per_second=_REFRESH, transient=False) if console.is_terminal else None
-        )
+        self._task = self._bar.add_task("steps", total=rounds * steps, completed=done, eta="...")
+        self._live = Live(console=console, refresh_per_second=_REFRESH) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -83,45 +146,63 @@ class RunProgress:
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
 
-    def step(self, shown: Shown) -> None:
-        """Some steps of a round are done."""
-        if self._live is None:
-            return
-        self._now = shown
-        finished = self._done * self._steps + shown.step
-        self._bar.update(self._task, completed=finished, eta=_duration(self._eta(finished)))
-        self._live.update(self._page())
+    def write(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Take one record; only those of kind "step" and "round" are shown."""
+        if kind == "step":
+            shown = Shown.of(fields)
+            self._finished = (shown.round - 1) * self._steps + (shown.step or 0)
+            self._step(shown)
+        elif kind == "round":
+            shown = Shown.of(fields)
+            self._finished = shown.round * self._steps
+            self._round(shown)
 
-    def round(self, shown: Shown) -> None:
-        """A round is done."""
-        self._done += 1
-        eta = self._eta(self._done * self._steps)
+    def _step(self, shown: Shown) -> None:
+        self._now = shown
+        if self._live is not None:
+            self._show()
+        elif self._clock() - self._last_line >= PLAIN_INTERVAL and self._finished % self._steps:
+            self._print(shown)
+
+    def _round(self, shown: Shown) -> None:
         if self._live is None:
-            self._console.print(line(shown, self._rounds, eta), soft_wrap=True, highlight=False)
+            self._print(shown)
             return
         self._history.append(shown)
         self._now = None
-        self._bar.update(self._task, completed=self._done * self._steps, eta=_duration(eta))
-        self._live.update(self._page())
+        self._show()
 
-    def _eta(self, finished: int) -> float:
-        ran = finished - self._first * self._steps
-        return (time.monotonic() - self._began) / max(ran, 1) * (self._rounds * self._steps - finished)
+    def _print(self, shown: Shown) -> None:
+        text = line(shown, self._rounds, self._steps, self._eta())
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._last_line = self._clock()
 
-    def _page(self) -> RenderableType:
-        table = Table(box=None, pad_edge=False)
+    def _show(self) -> None:
+        assert self._live is not None
+        self._bar.update(self._task, completed=self._finished, eta=self._eta())
+        self._live.update(self.page())
+
+    def _eta(self) -> str:
+        ran = self._finished - self._first
+        if ran <= 0:
+            return "..."
+        return duration((self._clock() - self._began) / ran * (self._rounds * self._steps - self._finished))
+
+    def page(self) -> RenderableType:
+        """The table of the last rounds with the bar under it."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in ("round", "env-steps/s", "accuracy", "committed", "return"):
-            table.add_column(column, justify="right")
-        table.add_column("operations")
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("operations chosen")
         table.add_column("slots by stage")
-        for shown in (*self._history[-12:], *([self._now] if self._now else [])):
+        for shown in (*self._history[-_ROUNDS_SHOWN:], *([self._now] if self._now else [])):
             table.add_row(
                 f"{shown.round}/{self._rounds}",
-                f"{shown.env_steps_per_second:.0f}",
-                f"{shown.val_acc:.2f}",
-                f"{shown.committed_acc:.2f}",
+                _speed(shown),
+                f"{shown.accuracy:.2f}",
+                f"{shown.committed:.2f}",
                 f"{shown.mean_return:+.3f}",
-                _counts(shown.ops),
-                _counts(shown.seeds),
+                counts(shown.ops),
+                counts(shown.slots),
             )
         return Group(table, self._bar)

@@ -40,7 +40,7 @@ def test_a_configuration_is_never_changed():
 
 def test_the_entropy_coefficient_falls_linearly_over_the_run():
     found = [entropy_coefficient(PPOConfig(), k, 101) for k in (0, 50, 100, 500)]
-    assert found == pytest.approx([0.05, 0.03, 0.01, 0.01])
+    assert found == pytest.approx([0.02, 0.015, 0.01, 0.01])
 
 
 def test_the_value_coefficient_rises_over_ten_updates():
@@ -55,5 +55,5 @@ def test_the_entropy_floor_is_strong_early_and_weak_late():
 
 
 def test_a_run_of_one_update_has_schedules_too():
-    assert entropy_coefficient(PPOConfig(), 0, 1) == 0.05
+    assert entropy_coefficient(PPOConfig(), 0, 1) == 0.02
     assert floor_scale(0, 1) == 1.5

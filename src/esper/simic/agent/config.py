@@ -37,7 +37,7 @@ class PPOConfig:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-5
     grad_norm: float = 1.0
-    entropy_start: float = 0.05
+    entropy_start: float = 0.02
     entropy_end: float = 0.01
     value_start: float = 0.05
     value_end: float = 0.5

@@ -83,8 +83,8 @@ class Facts:
         value = self.arguments[name]
         return self.zero if value is None else torch.nan_to_num(value.to(torch.float64), nan=0.0)
 
-    def integer(self, name: str, missing: int = 0) -> Tensor:
-        """Integer argument `name`, int64."""
+    def exact(self, name: str, missing: int = 0) -> Tensor:
+        """Argument `name` as it is, int64 or bool; `missing` in every row where it was not passed."""
         value = self.arguments[name]
         return torch.full_like(self.op, missing) if value is None else value
 
@@ -127,7 +127,7 @@ class Facts:
     @derived
     def op(self) -> Tensor:
         """Effective operation."""
-        return self.integer("actions")
+        return self.exact("actions")
 
     @derived
     def prune(self) -> Tensor:
@@ -152,12 +152,12 @@ class Facts:
     @derived
     def seed(self) -> Tensor:
         """The target slot holds a live seed."""
-        return self.integer("has_seed_mask")
+        return self.exact("has_seed_mask")
 
     @derived
     def stage(self) -> Tensor:
         """Stage of the target slot before the op."""
-        return self.integer("stages", missing=int(SeedStage.DORMANT))
+        return self.exact("stages", missing=int(SeedStage.DORMANT))
 
     @derived
     def fossil(self) -> Tensor:
@@ -222,7 +222,7 @@ class Facts:
     @derived
     def stage_potentials(self) -> Tensor:
         """Potential of the target slot's stage and of its previous stage, [2,N]."""
-        previous = self.integer("previous_stages", missing=int(SeedStage.DORMANT))
+        previous = self.exact("previous_stages", missing=int(SeedStage.DORMANT))
         table: Tensor = potential_table(self.stage.device)
         return table[torch.stack((self.stage, previous))]
 

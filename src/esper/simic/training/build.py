@@ -56,7 +56,7 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
     initialize(network, config.seed)
     return SimicClient(
         network,
-        make_reward(config.reward.mode, config.reward),
+        make_reward(config.reward_name, config.reward),
         config.ppo,
         spec,
         read=read_floats,
@@ -67,4 +67,4 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
 
 def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
     """A controller that does not learn, paid like the run."""
-    return ScriptedClient(make_baseline(name, spec), make_reward(config.reward.mode, config.reward))
+    return ScriptedClient(make_baseline(name, spec), make_reward(config.reward_name, config.reward))

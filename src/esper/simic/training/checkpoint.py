@@ -3,7 +3,7 @@
     checkpoints/round-00003/            after three rounds
     checkpoints/round-00003-step-0017/  inside the fourth round
         state.safetensors               every tensor, by dotted name
-        header.json                     format, place, record cursor, what kind of run it belongs to
+        header.json                     format, place, record cursor, cost so far, what kind of run it belongs to
         checksums.json                  SHA-256 of both
 
 A folder is written under another name and renamed when it is on the disk, so a crash leaves no half of one. Nothing is
@@ -26,11 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
+from esper.simic.training.report import Cost
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 3
 _STATE, _HEADER, _CHECKSUMS = "state.safetensors", "header.json", "checksums.json"
 _NAME = re.compile(r"round-(\d{5,})(?:-step-(\d{4}))?")
+_DRAFT, _ASIDE = ".draft-", "damaged-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +41,26 @@ class Header:
 
     Attributes:
         rounds_done: complete rounds. step: steps done of the next round, 0 at its boundary.
-        env_steps, seconds: cost of the run so far. cursor: length in bytes of each record file at this point.
+        cursor: length in bytes of each record file at this point.
+        total: cost of the complete rounds. begun: cost of the steps of the next one.
         shape: what must agree with the run that loads it (task, data identity, slots, sizes).
+        config: the configuration of the run, as in config.toml.
     """
 
     rounds_done: int
     step: int
-    env_steps: int
-    steps: int
-    reads: int
-    seconds: float
     cursor: dict[str, int]
+    total: Cost
+    begun: Cost
     shape: dict[str, Any]
+    config: dict[str, Any]
     format: int = FORMAT
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Header":
+        """The header that was written as JSON; raises TypeError where keys are missing or unknown."""
+        costs = {name: Cost(**fields[name]) for name in ("total", "begun")}
+        return cls(**{**fields, **costs})
 
 
 @dataclass(frozen=True)
@@ -64,31 +73,46 @@ class Checkpoint:
 
 
 def save(folder: Path, header: Header, state: Mapping[str, Tensor]) -> Path:
-    """Write one checkpoint under `folder` and remove all but the newest three; returns its path."""
-    name = f"round-{header.rounds_done:05d}" + (f"-step-{header.step:04d}" if header.step else "")
-    target, draft = folder / name, folder / f".draft-{name}"
+    """Write one checkpoint under `folder` and remove all but the newest three.
+
+    Returns:
+        Its path.
+
+    Raises:
+        CheckpointError: it cannot be written; those that were there are left as they are.
+    """
+    target = folder / (f"round-{header.rounds_done:05d}" + (f"-step-{header.step:04d}" if header.step else ""))
+    try:
+        _write(target, folder / f"{_DRAFT}{target.name}", header, state)
+        for old in (*checkpoints(folder)[KEEP:], *folder.glob(f"{_DRAFT}*")):
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}); mend that, then "
+            f"continue with --resume {folder.parent}."
+        ) from error
+    return target
+
+
+def _write(target: Path, draft: Path, header: Header, state: Mapping[str, Tensor]) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in state.items()}, draft / _STATE)
     (draft / _HEADER).write_text(json.dumps(asdict(header), indent=1))
     sums = {name: _digest(draft / name) for name in (_STATE, _HEADER)}
     (draft / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
-    for file in draft.iterdir():
+    for file in (*draft.iterdir(), draft):
         _sync(file)
-    _sync(draft)
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():  # the same place of the same run, reached again after a resume
+        shutil.rmtree(target)
     draft.rename(target)
-    _sync(folder)
-    for old in checkpoints(folder)[KEEP:]:
-        shutil.rmtree(old)
-    return target
+    _sync(target.parent)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoint folders, newest first."""
-    found = (
-        [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))] if folder.is_dir() else []
-    )
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda item: _place(item[0]), reverse=True)]
 
 
@@ -106,35 +130,58 @@ def load(path: Path) -> Checkpoint:
         fields = json.loads((path / _HEADER).read_text())
         if fields.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {fields.get('format')}, but this version reads format {FORMAT}.")
-        return Checkpoint(path, Header(**fields), load_file(path / _STATE))
-    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return Checkpoint(path, Header.of(fields), load_file(path / _STATE))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not complete: {Path(error.filename or path).name} is missing.") from error
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
-def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest whole checkpoint, and a line for each newer one that is damaged.
+def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]:
+    """The newest whole checkpoint.
+
+    Returns:
+        It, or None where the run ended before its first one; the newer ones that are damaged; a sentence for each.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there are some, and all are damaged.
     """
+    damaged: list[Path] = []
     complaints: list[str] = []
     for path in checkpoints(folder):
         try:
-            return load(path), complaints
+            return load(path), damaged, complaints
         except CheckpointError as error:
+            damaged.append(path)
             complaints.append(str(error))
-    details = " ".join(complaints) or "there is none in it."
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {details} Start the run again in a new directory.")
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used: {' '.join(complaints)} Start the run again in a new directory."
+        )
+    return None, [], []
+
+
+def set_aside(damaged: list[Path]) -> None:
+    """Rename checkpoints that cannot be used, so that they are not the newest any more."""
+    for path in damaged:
+        aside = path.with_name(_ASIDE + path.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
 
 
 def require_same_shape(found: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
     """Refuse a checkpoint of another kind of run; raises CheckpointError that names the first difference."""
-    for key, want in expected.items():
-        if found.get(key) != want:
+    for key in sorted(found.keys() | expected.keys()):
+        if found.get(key) != expected.get(key):
             raise CheckpointError(
-                f"the checkpoint {path} was made with {key} = {found.get(key)}, but this run has {want}; "
-                f"resume with the configuration of its own run directory."
+                f"the checkpoint {path} was made with {key} = {_short(found.get(key))}, but this run has "
+                f"{_short(expected.get(key))}; resume it with the configuration, the data and the plugins of its own "
+                "run directory."
             )
+
+
+def _short(value: object) -> str:
+    return "nothing" if value is None else json.dumps(value)
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:

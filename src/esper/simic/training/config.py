@@ -157,33 +157,6 @@ class RunConfig:
         )
 
 
-def task_values(task: TaskSpec, reward_mode: str) -> dict[str, Any]:
-    """What a task and a reward mode decide unless told otherwise."""
-    values: dict[str, Any] = {
-        "task": task.name,
-        "episode_length": task.episode_length,
-        "slots": task.enabled,
-        "batch_train": task.batch_train,
-        "batch_val": task.batch_val,
-        "lifecycle": {
-            "min_training_epochs": task.min_training_epochs,
-            "fossils_as_players": reward_mode in MODES and MODES[reward_mode].fossils_as_players,
-        },
-        "optimizer": plain(task.optimizer),
-        "governor": {"guess": math.log(task.num_classes)},
-    }
-    if reward_mode == "loss":
-        values["reward"] = {
-            "loss": {
-                "baseline_loss": task.baseline_loss,
-                "target_loss": task.target_loss,
-                "typical_loss_delta_std": task.typical_loss_delta_std,
-                "compute_rent_weight": task.rent_weight,
-            }
-        }
-    return values
-
-
 def task_values(task: TaskSpec, reward: str) -> Values:
     """What a task and a reward (a registered name) decide unless told otherwise."""
     values: Values = {

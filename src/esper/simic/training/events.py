@@ -1,22 +1,54 @@
-"""Step reports as event lines: what happened to seeds and hosts, sparse and readable.
+"""What happened in a run, as event lines: sparse, readable, built from numbers that were read already.
 
-{"kind": "stage_changed", "round": 0, "t": 4, "host": 2, "slot": "r0c1", "serial": 0, "from": "TRAINING",
+kind            when               says
+run_started     once               task, data, sizes, settings, versions
+rollback        a host panics      why, by which numbers, which seeds were lost
+stage_changed   a slot moves       from, to, cause, blueprint, alpha, contribution
+refused         a gate says no     which FOSSILIZE, and its failed checks
+shapley         end of an episode  share of each seed in the accuracy of its host
+episode         end of an episode  what each host came to
+alarm           after an update    which metric is beyond its threshold
+
+{"kind": "stage_changed", "round": 1, "t": 4, "host": 2, "slot": "r0c1", "serial": 0, "from": "TRAINING",
  "to": "BLENDING", "cause": "AUTO", "blueprint": "conv_light", "alpha": 0.0, "contribution": null}
+
+Rounds and steps count from 1 as in metrics.jsonl (0: before the first); `host` is the global number of one, or -1.
 """
 
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+import torch
 
+from esper.leyline.actions import LifecycleOp
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
+from esper.simic.training.alarms import alarms
+from esper.simic.training.report import device_name, shapley_of
 from esper.tolaria.governor import PanicReason
-from esper.tolaria.state import StepReport
+from esper.tolaria.state import RolloutStats, StepReport
 
 Event = dict[str, object]
 
 
-def events_of(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
+def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int, device: torch.device) -> Event:
+    """The first event of a run; `shape` is what its checkpoints say of it, `fingerprint` that of its configuration."""
+    return {
+        "kind": "run_started",
+        "round": 0,
+        "t": 0,
+        "host": -1,
+        "config_sha256": fingerprint,
+        **shape,
+        "host_params": host_params,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def step_events(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
     """The events of one step, in the order in which they happened to each host."""
     yield from _rollbacks(report, spec)
     for moves in (report.op_moves, report.tick_moves):
@@ -25,7 +57,7 @@ def events_of(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
 
 
 def _head(report: StepReport, kind: str, spec: EngineSpec, host: np.intp) -> Event:
-    return {"kind": kind, "round": report.episode, "t": report.t, "host": spec.host_offset + int(host)}
+    return {"kind": kind, "round": report.episode + 1, "t": report.t, "host": spec.host_offset + int(host)}
 
 
 def _slot(report: StepReport, spec: EngineSpec, n: int, s: int) -> Event:
@@ -74,3 +106,26 @@ def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
             | _slot(report, spec, n, s)
             | {"gate": "G5", "score": float(score[n, s]), "failed_checks": int(failed[n, s])}
         )
+
+
+def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec) -> Iterator[Event]:
+    """The events of the end of a round: what its hosts came to, and what is wrong with learning."""
+    head = {"round": stats.episode + 1, "t": spec.episode_length}
+    shapley = shapley_of(stats)
+    for n, s in zip(*np.nonzero(np.isfinite(shapley)), strict=True):
+        place = {"host": spec.host_offset + int(n), "slot": spec.slot_ids[s]}
+        yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
+    for n in range(len(stats.returns)):
+        yield {"kind": "episode", **head, "host": spec.host_offset + n} | _came_to(stats, n)
+    for alarm in alarms(metrics):
+        yield {"kind": "alarm", **head, "host": -1, **vars(alarm)}
+
+
+def _came_to(stats: RolloutStats, n: int) -> Event:
+    floats = ("returns", "val_acc", "committed_acc", "growth")
+    counts = ("germinated", "pruned", "fossilized", "contributing", "refused", "rollbacks")
+    return {
+        **{name: float(getattr(stats, name)[n]) for name in floats},
+        **{name: int(getattr(stats, name)[n]) for name in counts},
+        "ops": {op.name: int(stats.ops[n, op]) for op in LifecycleOp},
+    }

@@ -1,6 +1,6 @@
 """Code of the user: modules that register tasks, blueprints and rewards, imported before their names are looked up.
 
-    plugins = ["my_package.growth", "rewards/frugal.py"]      an importable module, or a file
+plugins = ["my_package.growth", "rewards/frugal.py"]      an importable module, or a file
 """
 
 import hashlib

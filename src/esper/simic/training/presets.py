@@ -8,7 +8,6 @@ paper        the published size: 200 rounds of 12 hosts, network of width 512
 import json
 import os
 from collections.abc import Callable, Mapping
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ def paper() -> Values:
         gae_lambda=0.98,
         lr=3e-4,
         grad_norm=5.0,
+        entropy_start=0.05,
     )
     return small() | {"preset": "paper", "rounds": 200, "schedule_rounds": 200, "num_envs": 12, "ppo": plain(ppo)}
 
@@ -75,10 +75,10 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None) -> RunConfig
         ConfigError, RegistryError: unknown task, preset or key, a value out of range, a combination that cannot be, or
             a plugin that fails.
     """
-    layers = [_with_absolute_paths(read_toml(file), file.parent)] if file else []
-    layers.append(_with_absolute_paths(overrides, Path()))
-    load_plugins(plugin_names(reduce(merge, layers, {})))
-    told = reduce(merge, map(_with_custom_reward, layers), {})
+    above = _with_absolute_paths(overrides, Path())
+    below = _with_absolute_paths(read_toml(file), file.parent) if file else {}
+    load_plugins(plugin_names(merge(below, above)))
+    told = merge(_with_custom_reward(below), _with_custom_reward(above))
     preset = _name(told, "preset", DEFAULT_PRESET)
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")

@@ -2,6 +2,8 @@
 
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Self, final
 
 import numpy as np
 import torch
@@ -10,8 +12,26 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import HAS_MODULE, SeedStage
 from esper.simic.attribution.shapley import shapley_values
 from esper.simic.training.config import RunConfig
-from esper.telemetry.progress import Shown
 from esper.tolaria.state import RolloutStats, StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What some rounds, or a part of one, took.
+
+    Attributes:
+        env_steps: hosts x control steps. steps: control steps. reads: reads of the device during them.
+        seconds: wall time of the steps. update_seconds: wall time of the learner's updates.
+    """
+
+    env_steps: int = 0
+    steps: int = 0
+    reads: int = 0
+    seconds: float = 0.0
+    update_seconds: float = 0.0
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 def ops_by_name(ops: np.ndarray) -> dict[str, int]:
@@ -20,15 +40,23 @@ def ops_by_name(ops: np.ndarray) -> dict[str, int]:
     return {op.name: int(totals[op]) for op in LifecycleOp}
 
 
+def device_name(device: torch.device) -> str:
+    """Name of the GPU, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def slots_by_stage(stage: np.ndarray) -> dict[str, int]:
     """Number of slots in each stage that occurs, dormant ones left out."""
     counts = np.bincount(stage.reshape(-1), minlength=len(SeedStage) + 1)
     return {s.name: int(counts[s]) for s in SeedStage if s is not SeedStage.DORMANT and counts[s]}
 
 
-def round_line(stats: RolloutStats, metrics: Mapping[str, float]) -> dict[str, object]:
-    """One line of metrics.jsonl. Accuracies in percentage points; learner's metrics under their own names."""
-    cost = stats.cost
+def round_line(stats: RolloutStats, cost: Cost, metrics: Mapping[str, float]) -> dict[str, object]:
+    """One line of metrics.jsonl. Accuracies in percentage points; learner's metrics under their own names.
+
+    `cost` is that of the whole round, also where the process that ended it is not the one that began it.
+    """
+    shapley = shapley_of(stats)
     return {
         "round": stats.episode + 1,
         "mean_return": float(stats.returns.mean()),
@@ -43,65 +71,54 @@ def round_line(stats: RolloutStats, metrics: Mapping[str, float]) -> dict[str, o
         "rollbacks": int(stats.rollbacks.sum()),
         "ops": ops_by_name(stats.ops),
         "slots": slots_by_stage(stats.stage),
-        "shapley_mean": mean_shapley(stats),
+        "shapley_mean": _mean_of_known(shapley),
         "env_steps": cost.env_steps,
-        "seconds": cost.seconds,
         "host_reads": cost.reads,
+        "seconds": cost.seconds,
+        "update_seconds": cost.update_seconds,
         **metrics,
     }
 
 
-def mean_shapley(stats: RolloutStats) -> float:
-    """Mean Shapley value (pp) of the live seeds at the end; NaN where none was measured."""
+def shapley_of(stats: RolloutStats) -> np.ndarray:
+    """Shapley value (pp) of each live seed at the end [N, S]; NaN where none was measured."""
     if stats.subset_acc.shape[1] == 0:
-        return float("nan")
+        return np.full(stats.stage.shape, np.nan)
     live = np.isin(stats.stage, tuple(HAS_MODULE)) & (stats.alpha > 0.0)
     values = shapley_values(torch.from_numpy(stats.subset_acc), torch.from_numpy(live)).numpy()
-    known = values[live & np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")
+    return np.where(live, values, np.nan)
 
 
-def shown_round(stats: RolloutStats) -> Shown:
-    """What the progress display says of a complete round."""
-    return Shown(
-        round=stats.episode + 1,
-        step=stats.cost.steps,
-        val_acc=_mean_of_known(stats.val_acc),
-        committed_acc=_mean_of_known(stats.committed_acc),
-        mean_return=float(stats.returns.mean()),
-        env_steps_per_second=stats.cost.env_steps / stats.cost.seconds,
-        ops=ops_by_name(stats.ops),
-        seeds=slots_by_stage(stats.stage),
-    )
-
-
+@final
 class RoundSoFar:
-    """Sums what the steps of a round report, for the display while the round runs."""
+    """Sums what the steps of a round report in this process: the records of kind "step", for who shows them."""
 
     def __init__(self) -> None:
         self._begin(-1)
 
     def _begin(self, episode: int) -> None:
-        self._episode, self._returns = episode, 0.0
+        self._episode, self._steps, self._returns = episode, 0, 0.0
         self._ops = np.zeros(len(LifecycleOp), dtype=np.int64)
 
-    def add(self, report: StepReport, seconds: float) -> Shown:
+    def add(self, report: StepReport, seconds: float) -> dict[str, object]:
         """Take one step; `seconds` since the round began in this process."""
         if report.episode != self._episode:
             self._begin(report.episode)
         valid = report.panic_reason == 0
+        self._steps += 1
         self._returns += float(np.where(valid, report.reward, 0.0).mean())
         self._ops += np.bincount(report.effective_op[valid], minlength=len(LifecycleOp))
-        return Shown(
-            round=report.episode + 1,
-            step=report.t,
-            val_acc=_mean_of_known(report.val_acc),
-            committed_acc=_mean_of_known(report.committed_acc),
-            mean_return=self._returns,
-            env_steps_per_second=report.t * len(report.val_acc) / max(seconds, 1e-9),
-            ops=ops_by_name(self._ops),
-            seeds=slots_by_stage(report.stage),
-        )
+        return {
+            "round": report.episode + 1,
+            "t": report.t,
+            "mean_return": self._returns,
+            "val_accuracy_mean": _mean_of_known(report.val_acc),
+            "committed_accuracy_mean": _mean_of_known(report.committed_acc),
+            "ops": ops_by_name(self._ops),
+            "slots": slots_by_stage(report.stage),
+            "env_steps": self._steps * len(report.val_acc),
+            "seconds": seconds,
+        }
 
 
 def _mean_of_known(values: np.ndarray) -> float:
@@ -111,34 +128,30 @@ def _mean_of_known(values: np.ndarray) -> float:
 
 
 def summary(
-    config: RunConfig,
-    device: torch.device,
-    last: RolloutStats,
-    test_acc: np.ndarray,
-    totals: Mapping[str, float],
-    digest: str,
+    config: RunConfig, device: torch.device, last: RolloutStats, test_acc: np.ndarray, total: Cost, digest: str
 ) -> dict[str, object]:
-    """summary.json of a complete run; `totals` are sums over its rounds, those before a resume included."""
+    """summary.json of a complete run; `total` is the cost of all its rounds, those before a resume included."""
     return {
         "task": config.task,
         "preset": config.preset,
-        "reward": config.reward.mode,
+        "reward": config.reward_name,
         "seed": config.seed,
         "rounds": config.rounds,
         "num_envs": config.num_envs,
         "episode_length": config.episode_length,
         "env_steps": config.rounds * config.num_envs * config.episode_length,
-        "env_steps_per_second": totals["env_steps"] / totals["seconds"],
-        "rollout_seconds": totals["seconds"],
+        "env_steps_per_second": total.env_steps / max(total.seconds + total.update_seconds, 1e-9),
+        "rollout_seconds": total.seconds,
+        "update_seconds": total.update_seconds,
         "final_val_accuracy_mean": _mean_of_known(last.val_acc),
         "final_committed_accuracy_mean": _mean_of_known(last.committed_acc),
         "final_test_accuracy_mean": float(test_acc.mean()),
         "mean_return_last": float(last.returns.mean()),
         "growth_ratio_mean": float(last.growth.mean()),
-        "host_reads_per_step": totals["reads"] / totals["steps"],
+        "host_reads_per_step": total.reads / max(total.steps, 1),
         "state_digest": digest,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
     }

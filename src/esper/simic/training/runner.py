@@ -1,41 +1,54 @@
-"""The loop of a run: rounds, records, checkpoints, a clean end when somebody asks for it."""
+"""The loop of a run: rounds, records, checkpoints, a clean end when somebody asks for it.
 
+engine --on_step--> events.jsonl, listeners
+engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
+"""
+
+import hashlib
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
+from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec, StateTree
 from esper.leyline.state_tree import below, with_prefix
 from esper.simic.client import SimicClient
-from esper.simic.training import report
+from esper.simic.training import events, report
 from esper.simic.training.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.simic.training.config import RunConfig
-from esper.simic.training.events import events_of
-from esper.telemetry.progress import RunProgress
+from esper.simic.training.report import Cost
+from esper.simic.training.values import flat, plain
+from esper.telemetry.hub import Hub
 from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats, StepReport
 
-_TOTALS = ("env_steps", "steps", "reads", "seconds")
+CHANGEABLE = ("rounds", "device", "data_dir", "checkpoint_every")
+"""Settings that a resumed run may change without becoming another run."""
+_ENDING = b"\nesper: ending after this step; once more ends it at once\n"
 
 
 def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object]) -> dict[str, object]:
     """What a checkpoint and the run that loads it must have in common; `identity` is that of the data set."""
     shape = {
         "task": config.task,
-        "data": identity,
+        "data": {name: value for name, value in identity.items() if name != "source"},  # a folder may be moved
         "seed": config.seed,
         "slots": config.slots,
         "num_envs": config.num_envs,
         "episode_length": config.episode_length,
-        "reward": config.reward.mode,
+        "reward": config.reward_name,
+        "blueprints": spec.blueprint_names,
         "head_sizes": spec.head_sizes,
         "feature_width": config.ppo.feature_width,
         "hidden_width": config.ppo.hidden_width,
@@ -43,6 +56,23 @@ def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object
     }
     plain: dict[str, object] = json.loads(json.dumps(shape, default=dict))  # tuples become lists, as in the header
     return plain
+
+
+def fingerprint(config: RunConfig) -> str:
+    """SHA-256 of all settings that decide the numbers of a run."""
+    decisive = {name: value for name, value in plain(config).items() if name not in CHANGEABLE}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def require_same_config(found: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse to continue with other settings than a checkpoint was made with; raises ConfigError."""
+    was, now = flat(found), flat(json.loads(json.dumps(plain(config))))
+    for name in sorted(was.keys() | now.keys()):
+        if name not in CHANGEABLE and was.get(name) != now.get(name):
+            raise ConfigError(
+                f"{name} is {now.get(name)} in config.toml, but the run was made with {was.get(name)}; put it back, or "
+                "start a new run for other settings."
+            )
 
 
 def restore(engine: VectorizedEngine, client: SimicClient, checkpoint: Checkpoint, shape: Mapping[str, object]) -> None:
@@ -59,7 +89,7 @@ class Runner:
 
     Args:
         config: the run. engine, client: who is trained and who learns. directory: where records go.
-        progress: what is shown meanwhile. shape: what its checkpoints say of the run (`run_shape`).
+        listeners: who is told meanwhile. shape: what its checkpoints say of the run (`run_shape`).
         start: header of the checkpoint that engine and client were restored from, None for a new run.
     """
 
@@ -69,76 +99,128 @@ class Runner:
         engine: VectorizedEngine,
         client: SimicClient,
         directory: RunDirectory,
-        progress: RunProgress,
+        listeners: Hub,
         shape: Mapping[str, object],
         start: Header | None = None,
     ) -> None:
         self.config, self.engine, self.client = config, engine, client
-        self.directory, self.progress, self.shape = directory, progress, dict(shape)
+        self.directory, self.listeners, self.shape = directory, listeners, dict(shape)
+        self.new = start is None
         self.rounds_done = start.rounds_done if start else 0
-        self.totals = {name: float(getattr(start, name)) if start else 0.0 for name in _TOTALS}
+        self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
         self.last: RolloutStats | None = None
         self._so_far = report.RoundSoFar()
-        self._round_began = time.monotonic()
+        self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
         self._stop = False
+        self._mark()
         engine.on_step = self._on_step
 
     def run(self) -> dict[str, object] | None:
         """Run to the end. Returns the summary, or None where a signal ended the run early (a checkpoint is there)."""
         remaining = range(self.rounds_done, self.config.rounds)
-        with _stop_signals(self._ask_to_stop), self.progress:
-            self._round_began = time.monotonic()
+        with _stop_signals(self._ask_to_stop):
+            if self.new:
+                self._write_events([self._started()])
+            self._mark()
             complete = self.engine.train(
                 self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
             )
-        if not complete:
+            if complete:
+                return self._finish()
             self._save()
-            self.directory.close()
             return None
-        assert self.last is not None
-        (test_acc,) = host_read(self.engine.test())
-        result = report.summary(
-            self.config, self.engine.spec.device, self.last, test_acc, self.totals, state_digest(self._final_state())
-        )
-        self.directory.write_summary(result)
-        self.directory.close()
-        return result
 
     def _ask_to_stop(self) -> None:
         self._stop = True
 
+    # -- what the engine reports --------------------------------------------------------------------------------------
+
     def _on_step(self, step: StepReport) -> None:
-        self.directory.write_events(events_of(step, self.engine.spec))
-        self.progress.step(self._so_far.add(step, time.monotonic() - self._round_began))
+        self._write_events(events.step_events(step, self.engine.spec))
+        self.listeners.write("step", self._so_far.add(step, time.monotonic() - self._began))
 
     def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
-        self.last = stats
-        self.rounds_done = stats.episode + 1
-        for name in _TOTALS:
-            self.totals[name] += getattr(stats.cost, name)
-        self.directory.write_metrics(report.round_line(stats, metrics))
-        self.progress.round(report.shown_round(stats))
-        self._round_began = time.monotonic()
-        done = self.rounds_done
-        if (done % self.config.checkpoint_every == 0 or done == self.config.rounds) and not self._stop:
+        cost = Cost(
+            env_steps=stats.cost.env_steps,
+            steps=stats.cost.steps,
+            reads=stats.cost.reads,
+            seconds=stats.cost.seconds,
+            update_seconds=time.monotonic() - self._began - stats.cost.seconds,
+        )
+        cost, self.begun = self.begun + cost, Cost()
+        self.total += cost
+        self.last, self.rounds_done = stats, stats.episode + 1
+        self._write_events(events.round_events(stats, metrics, self.engine.spec))
+        line = report.round_line(stats, cost, metrics)
+        self.directory.write_metrics(line)
+        self.listeners.write("round", line)
+        if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
             self._save()
+        self._mark()
+
+    def _write_events(self, lines: Iterator[events.Event] | list[events.Event]) -> None:
+        found = list(lines)
+        self.directory.write_events(found)
+        for event in found:
+            self.listeners.write(str(event["kind"]), event)
+
+    def _started(self) -> events.Event:
+        return events.run_started(
+            self.shape, fingerprint(self.config), self.engine.executor.host_params, self.engine.spec.device
+        )
+
+    def _mark(self) -> None:
+        """A round, or what is left of one, begins now."""
+        self._began, self._reads_before = time.monotonic(), reads_so_far()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_done(self) -> bool:
+        return self.rounds_done == self.config.rounds
+
+    def _finish(self) -> dict[str, object]:
+        """Summary of the complete run, also of one that was ended between its last checkpoint and its summary."""
+        if self.last is None:
+            self.last = self.engine.rollout(self.client)  # the last episode was restored at its end: no step is left
+        assert self.last is not None
+        (test_acc,) = host_read(self.engine.test())
+        digest = state_digest(self._final_state())
+        result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
+        result["dropped_records"] = self.listeners.num_lost
+        self.directory.write_summary(result)
+        return result
 
     def _save(self) -> None:
+        """A checkpoint of now. The hosts are in it where the episode is not over, or where they are the result."""
         inside = self.engine.t if 0 < self.engine.t < self.config.episode_length else 0
+        if self._saved_at == (self.rounds_done, inside):
+            return
         state: StateTree = with_prefix("policy", self.client.state_dict())
-        if inside:
+        if inside or self._all_done:
             state |= with_prefix("engine", self.engine.state_dict())
         header = Header(
             rounds_done=self.rounds_done,
             step=inside,
             cursor=self.directory.cursor(),
+            total=self.total,
+            begun=self._begun_so_far() if inside else Cost(),
             shape=self.shape,
-            env_steps=int(self.totals["env_steps"]),
-            steps=int(self.totals["steps"]),
-            reads=int(self.totals["reads"]),
-            seconds=self.totals["seconds"],
+            config=plain(self.config),
         )
         save(self.directory.checkpoints, header, state)
+        self._saved_at = (self.rounds_done, inside)
+
+    def _begun_so_far(self) -> Cost:
+        """Cost of the steps of the episode that is not over."""
+        steps = self.engine.t
+        return replace(
+            self.begun,
+            steps=steps,
+            env_steps=steps * self.config.num_envs,
+            reads=self.begun.reads + reads_so_far() - self._reads_before,
+            seconds=self.begun.seconds + time.monotonic() - self._began,
+        )
 
     def _final_state(self) -> dict[str, Tensor]:
         """Policy, optimizer, statistics and population at the end of a run."""
@@ -158,6 +240,7 @@ def _stop_signals(ask: Callable[[], None]) -> Iterator[None]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        os.write(2, _ENDING)  # no stream is safe to write to from a handler
         ask()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -62,8 +62,12 @@ def read_toml(path: Path) -> Values:
 
 
 def parse(cls: type[C], values: Mapping[str, Any]) -> C:
-    """An instance of the dataclass `cls`, checked without conversions; raises ConfigError that names the first wrong key."""
-    _refuse_unknown(values, cls, "")
+    """An instance of the dataclass `cls`, checked without conversions.
+
+    Raises:
+        ConfigError: the first wrong key, with the nearest valid name or what its value must be.
+    """
+    _refuse_unknown(values, cls, "", _leaves(cls))
     try:
         # as JSON, where a list is a tuple and a table a dataclass, but a string is never a number
         return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
@@ -75,10 +79,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """The nearest known name, and all of them where they are few."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(found) for found in close)}? " if close else ""
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     if len(names) <= _MOST_NAMES:
         return f"{hint}Known names: {', '.join(names)}."
-    return f"{hint}There are {len(names)} names; the config.toml of any run lists them."
+    return f"{hint}All {len(names)} names are in the config.toml of any run."
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -102,19 +106,35 @@ _KINDS = {
 }
 
 
-def _refuse_unknown(values: Mapping[str, Any], cls: type, path: str) -> None:
+def _refuse_unknown(values: Mapping[str, Any], cls: type, path: str, everywhere: Iterable[str]) -> None:
     known = {f.name: f for f in fields(cls)}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"unknown key {path}{key}; {suggest(key, known)}")
+            elsewhere = [name for name in everywhere if name.rpartition(".")[2] == key]
+            hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else suggest(key, known)
+            raise ConfigError(f"unknown key {path}{key}; {hint}")
         nested = _nested_type(known[key])
         if nested is not None:
             if not isinstance(value, Mapping):
                 raise ConfigError(
                     f"{path}{key} is {json.dumps(value, default=str)}, but it is a table; "
-                    f"set its keys, such as {path}{key}.{fields(nested)[0].name}."
+                    f"set its keys, such as {path}{key}.{_an_example(nested)}."
                 )
-            _refuse_unknown(value, nested, f"{path}{key}.")
+            _refuse_unknown(value, nested, f"{path}{key}.", everywhere)
+
+
+def _leaves(cls: type, path: str = "") -> list[str]:
+    """Dotted names of all settings."""
+    names: list[str] = []
+    for f in fields(cls):
+        nested = _nested_type(f)
+        names += _leaves(nested, f"{path}{f.name}.") if nested else [path + f.name]
+    return names
+
+
+def _an_example(cls: type) -> str:
+    names = [f.name for f in fields(cls)]
+    return "mode" if "mode" in names else names[0]
 
 
 def _nested_type(f: "dataclasses.Field[Any]") -> type | None:

@@ -9,7 +9,7 @@ whatever has nothing to do with running networks.
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -174,7 +174,8 @@ class FusedExecutor:
             state_of[i, : len(states)] = states
         index = p.index(bucket.hosts)
         steps = {
-            slot: (p.index(step.parent), torch.from_numpy(step.on).to(p.device)) for slot, step in bucket.steps.items()
+            slot: _RunStep(p.index(step.parent), torch.from_numpy(step.on).to(p.device), step.common())
+            for slot, step in bucket.steps.items()
         }
         return _BucketRun(
             bucket=bucket,
@@ -223,18 +224,35 @@ class _BucketRun:
     groups: dict[str, list[SlotGroup]]
     index: Tensor
     state_of: Tensor
-    steps: dict[int, tuple[Tensor, Tensor]]
+    steps: dict[int, "_RunStep"]
     params: Tensor
     buffers: Tensor
     column: Tensor
 
 
-def _part_ways(h: Tensor, step: tuple[Tensor, Tensor], groups: list[SlotGroup], column: Tensor, batch: int) -> Tensor:
+class _RunStep(NamedTuple):
+    """A `BucketStep` on the device; `common` are the (off, on) parents where all hosts part alike."""
+
+    parent: Tensor
+    on: Tensor
+    common: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+def _part_ways(h: Tensor, step: _RunStep, groups: list[SlotGroup], column: Tensor, batch: int) -> Tensor:
     """The states after a slot: each child is its parent, with the seed heard or not."""
-    parent, on = step
+    parent, on = step.parent, step.on
     h_BPg = h.view(batch, -1, len(column), *h.shape[1:])
     heard_BPg = apply_groups(groups, h, len(column)).view(h_BPg.shape)
-    children = torch.where(
-        on.view(*on.shape, *(1,) * (h.dim() - 1)), heard_BPg[:, parent, column], h_BPg[:, parent, column]
-    )
-    return children.flatten(0, 2)
+    if step.common is not None:  # all hosts part alike: no gathering host by host
+        off_p, on_p = step.common
+        return torch.cat((_states(h_BPg, off_p), _states(heard_BPg, on_p)), dim=1).flatten(0, 2)
+    heard = on.view(*on.shape, *(1,) * (h.dim() - 1))
+    return torch.where(heard, heard_BPg[:, parent, column], h_BPg[:, parent, column]).flatten(0, 2)
+
+
+def _states(h_BPg: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    """Some of the states; a view where they are consecutive."""
+    first, last = (wanted[0], wanted[-1] + 1) if wanted else (0, 0)
+    if wanted == tuple(range(first, last)):
+        return h_BPg[:, first:last]
+    return torch.cat([h_BPg[:, p : p + 1] for p in wanted], dim=1)

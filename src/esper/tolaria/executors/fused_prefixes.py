@@ -22,6 +22,14 @@ class BucketStep:
     parent: np.ndarray
     on: np.ndarray
 
+    def common(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Parents of the states that are off and on, in order, where all hosts part alike; None otherwise."""
+        alike = (self.parent == self.parent[:, :1]).all() and (self.on == self.on[:, :1]).all()
+        if not alike:
+            return None
+        parent, on = self.parent[:, 0], self.on[:, 0]
+        return tuple(parent[~on].tolist()), tuple(parent[on].tolist())
+
 
 @final
 @dataclass(frozen=True)

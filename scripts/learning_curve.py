@@ -1,0 +1,184 @@
+"""How fast a controller learns the `null` task, whose best and idle values are known.
+
+    gap closed = (committed accuracy - that of wait_only) / (that of the best schedule - that of wait_only)
+
+Trains one controller per seed and evaluates it every few rounds with frozen weights and statistics, sampled actions, on
+hosts that were never trained on; `random` and the untrained network play on the same hosts. Intervals are 95 %
+percentile bootstraps over evaluation hosts (of one run) or over runs (of all).
+
+    python scripts/learning_curve.py --seeds 0 1 2 --json learning_curve.json
+    python scripts/learning_curve.py --seeds 0 --rounds 60 --set ppo.entropy_start=0.02
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from esper.cli import Train, overrides
+from esper.leyline.errors import EsperError
+from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.simic.client import SimicClient
+from esper.simic.training.build import baseline_of, device_of, engine_of, learner_of
+from esper.simic.training.config import RunConfig
+from esper.simic.training.evaluate import SEED_OFFSET
+from esper.simic.training.presets import resolve
+from esper.tasks import null
+from esper.tasks import presets as _presets  # registers the built-in tasks
+
+assert _presets
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure how fast a controller learns the null task."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Run seeds; one controller each."""
+    rounds: int = 40
+    """Rounds of training, over which the schedules run."""
+    num_envs: int = 16
+    """Hosts per round."""
+    every: int = 10
+    """Rounds between two evaluations."""
+    hosts: int = 64
+    """Hosts per evaluation."""
+    preset: str = "small"
+    """Set of values to start from."""
+    set: tuple[str, ...] = ()
+    """Other values by name, as in `esper train --set`."""
+    json: Path | None = None
+    """Also write every number to this file."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Gap closed by one controller: its mean over evaluation hosts with the bootstrap interval, and each host's."""
+
+    mean: float
+    low: float
+    high: float
+    per_host: list[float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The learning controller after some host episodes."""
+
+    episodes: int
+    seconds: float
+    learned: Score
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: the curve, the reference controllers, and what the learned one gains on `random` host by host."""
+
+    seed: int
+    untrained: Score
+    random: Score
+    curve: list[Point]
+    gain_on_random: Score
+
+    @property
+    def final(self) -> Point:
+        """The last evaluation."""
+        return self.curve[-1]
+
+
+def interval(values: Sequence[float]) -> Score:
+    """Mean and 95 % percentile bootstrap interval (Efron, 1979)."""
+    samples = np.asarray(values)
+    drawn = np.random.default_rng(0).integers(len(samples), size=(RESAMPLES, len(samples)))
+    low, high = np.percentile(samples[drawn].mean(axis=1), (2.5, 97.5))
+    return Score(float(samples.mean()), float(low), float(high), samples.tolist())
+
+
+def evaluate(config: RunConfig, hosts: int, make: Callable[[EngineSpec], ClientProtocol]) -> Score:
+    """Gap closed by a controller on fresh hosts."""
+    told = config.engine(run_seed=config.seed + SEED_OFFSET, num_envs=hosts)
+    engine = engine_of(config, None, device_of(config), engine_config=told)
+    client = make(engine.spec)
+    engine.reset(client, episode=0)
+    stats = engine.rollout(client)
+    assert stats is not None
+    steps, slots = config.episode_length, len(config.slots)
+    idle = null.host_accuracy(steps)
+    best = null.best_schedule_value(steps, config.lifecycle.min_training_epochs, slots)
+    return interval(((stats.committed_acc.astype(np.float64) - idle) / (best - idle)).tolist())
+
+
+def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> Run:
+    """Train one controller, evaluating it on the way; CPU seconds count its training alone."""
+    engine = engine_of(config, None, device_of(config))
+    client = learner_of(config, engine.spec)
+
+    def frozen(spec: EngineSpec) -> SimicClient:
+        copy = learner_of(config, spec)
+        copy.load_state_dict(client.state_dict())
+        return copy
+
+    untrained = evaluate(config, options.hosts, frozen)
+    random = evaluate(config, options.hosts, lambda spec: baseline_of("random", config, spec))
+    curve: list[Point] = []
+    seconds, done = 0.0, 0
+    while done < options.rounds:
+        upto, began = min(done + options.every, options.rounds), time.process_time()
+        engine.train(client, range(done, upto), on_round=lambda stats, metrics: None)
+        seconds, done = seconds + time.process_time() - began, upto
+        curve.append(Point(done * options.num_envs, seconds, evaluate(config, options.hosts, frozen)))
+        tell(f"seed {config.seed}: {curve[-1].episodes} episodes, {curve[-1].learned.mean:.1%} of the gap")
+    gains = np.subtract(curve[-1].learned.per_host, random.per_host).tolist()
+    return Run(config.seed, untrained, random, curve, interval(gains))
+
+
+def shown(runs: Sequence[Run]) -> Table:
+    """One line per run."""
+    columns = ("seed", "episodes", "CPU seconds", "learned", "untrained", "random", "learned - random")
+    page = Table(title="null task: share of the gap between wait_only and the best schedule")
+    for column in columns:
+        page.add_column(column, justify="right")
+    for run in runs:
+        scores = (run.final.learned, run.untrained, run.random, run.gain_on_random)
+        cells = (f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]" for score in scores)
+        page.add_row(str(run.seed), str(run.final.episodes), f"{run.final.seconds:.0f}", *cells)
+    return page
+
+
+def main(options: Options) -> int:
+    """Learn once per seed, print, and write the numbers; returns the exit code."""
+    torch.set_num_threads(1)  # the tensors are small, and several threads would only wait for each other
+    console, runs = Console(width=140), []
+    for seed in options.seeds:
+        told = Train(
+            task="null", preset=options.preset, rounds=options.rounds, num_envs=options.num_envs, seed=seed,
+            set=(f"schedule_rounds={options.rounds}", *options.set),
+        )  # fmt: skip
+        runs.append(learn(resolve(overrides(told)), options, lambda line: console.print(line, highlight=False)))
+    console.print(shown(runs))
+    total = interval([run.final.learned.mean for run in runs])
+    solved = sum(run.final.learned.mean >= 0.8 for run in runs)
+    console.print(
+        f"mean over runs {total.mean:.3f} [{total.low:.3f}, {total.high:.3f}]; at least 0.8: {solved} of {len(runs)}"
+    )
+    if options.json is not None:
+        settings = {name: value for name, value in asdict(options).items() if name != "json"}
+        report = {"settings": settings, "runs": [asdict(run) for run in runs]}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Options)))
+    except EsperError as error:
+        sys.exit(f"learning_curve: {error}")

@@ -1,0 +1,36 @@
+"""Detectors of learning that goes wrong, from the metrics of an update: what they find becomes an event."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from esper.leyline.actions import HEADS
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A metric beyond its threshold."""
+
+    name: str
+    value: float
+    threshold: float
+
+
+_ABOVE = {"ratio_max": 5.0, "hidden_rms": 10.0, "cell_rms": 10.0, "nonfinite_minibatches": 0.0}
+_BELOW = {
+    "ratio_min": 0.1,
+    "explained_variance": -0.5,
+    "hidden_rms": 1e-6,
+    "cell_rms": 1e-6,
+    **{f"entropy_{head.name}": head.alarm for head in HEADS},
+}
+"""Joint probability ratio, a critic worse than a constant, a dead or exploding recurrent state, heads that no longer
+explore."""
+
+
+def alarms(metrics: Mapping[str, float]) -> Iterator[Alarm]:
+    """Every metric that is beyond its threshold; missing ones (NaN) are never."""
+    for name, value in metrics.items():
+        if value > _ABOVE.get(name, float("inf")):
+            yield Alarm(name, value, _ABOVE[name])
+        if value < _BELOW.get(name, float("-inf")):
+            yield Alarm(name, value, _BELOW[name])

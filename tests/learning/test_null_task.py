@@ -1,0 +1,46 @@
+"""A controller learns the scripted task, whose best and idle values are known, within a minute on one core."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "learning_curve.py"
+ROUNDS, HOSTS = 40, 16
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def learned(request, tmp_path_factory) -> dict:
+    """Every number of one run with the preset `small`."""
+    report = tmp_path_factory.mktemp("learning") / "curve.json"
+    told = ["--seeds", str(request.param), "--rounds", str(ROUNDS), "--num-envs", str(HOSTS), "--json", str(report)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT, *told], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(report.read_text())["runs"]
+    return run
+
+
+@pytest.mark.slow
+def test_it_closes_most_of_the_gap_between_waiting_and_the_best_schedule(learned):
+    last = learned["curve"][-1]
+    assert last["episodes"] == ROUNDS * HOSTS
+    assert last["learned"]["low"] >= 0.6
+    assert last["seconds"] < 180
+
+
+@pytest.mark.slow
+def test_it_beats_random_operations_and_what_it_was_before(learned):
+    assert learned["gain_on_random"]["low"] >= 0.5
+    assert learned["curve"][-1]["learned"]["low"] > learned["untrained"]["high"] + 0.3
+
+
+@pytest.mark.slow
+def test_what_it_gained_was_learned_from_the_rollouts(learned):
+    # the gap is not closed from the start, and not by the first rounds either
+    assert learned["untrained"]["mean"] < 0.3
+    assert [point["episodes"] for point in learned["curve"]] == [160, 320, 480, 640]
+    assert learned["curve"][0]["learned"]["mean"] < learned["curve"][-1]["learned"]["mean"]

@@ -7,7 +7,7 @@ hosts that were never trained on; `random` and the untrained network play on the
 percentile bootstraps over evaluation hosts (of one run) or over runs (of all).
 
     python scripts/learning_curve.py --seeds 0 1 2 --json learning_curve.json
-    python scripts/learning_curve.py --seeds 0 --rounds 60 --set ppo.entropy_start=0.02
+    python scripts/learning_curve.py --seeds 0 --rounds 60 --config other_values.toml
 """
 
 import json
@@ -23,7 +23,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from esper.cli import Train, overrides
 from esper.leyline.errors import EsperError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.simic.client import SimicClient
@@ -54,8 +53,8 @@ class Options:
     """Hosts per evaluation."""
     preset: str = "small"
     """Set of values to start from."""
-    set: tuple[str, ...] = ()
-    """Other values by name, as in `esper train --set`."""
+    config: Path | None = None
+    """Configuration file (TOML) with other values, as for `esper train`."""
     json: Path | None = None
     """Also write every number to this file."""
 
@@ -159,11 +158,9 @@ def main(options: Options) -> int:
     torch.set_num_threads(1)  # the tensors are small, and several threads would only wait for each other
     console, runs = Console(width=140), []
     for seed in options.seeds:
-        told = Train(
-            task="null", preset=options.preset, rounds=options.rounds, num_envs=options.num_envs, seed=seed,
-            set=(f"schedule_rounds={options.rounds}", *options.set),
-        )  # fmt: skip
-        runs.append(learn(resolve(overrides(told)), options, lambda line: console.print(line, highlight=False)))
+        told = {"task": "null", "preset": options.preset, "num_envs": options.num_envs, "seed": seed}
+        config = resolve(told | {"rounds": options.rounds, "schedule_rounds": options.rounds}, options.config)
+        runs.append(learn(config, options, lambda line: console.print(line, highlight=False)))
     console.print(shown(runs))
     total = interval([run.final.learned.mean for run in runs])
     solved = sum(run.final.learned.mean >= 0.8 for run in runs)
@@ -173,7 +170,7 @@ def main(options: Options) -> int:
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}
         report = {"settings": settings, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     return 0
 
 

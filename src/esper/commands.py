@@ -1,30 +1,27 @@
 """What the commands do; `esper.cli` says how they are called."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from rich.table import Table
-
 from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
-from esper.simic.client import SimicClient
 from esper.simic.training import evaluate as comparison
-from esper.simic.training.build import dataset_of, device_of, engine_of, learner_of
+from esper.simic.training import tables
+from esper.simic.training.build import Parts, assemble, device_of
 from esper.simic.training.checkpoint import Checkpoint, Header, load_newest, set_aside
 from esper.simic.training.config import RunConfig
+from esper.simic.training.identity import CHANGEABLE, require_same_config
 from esper.simic.training.plugins import load_plugins
 from esper.simic.training.presets import recorded, resolve
-from esper.simic.training.runner import CHANGEABLE, Runner, require_same_config, restore, run_shape
+from esper.simic.training.runner import Runner, restore
 from esper.simic.training.values import plain, read_toml
 from esper.tamiyo.baselines import BASELINES
 from esper.tasks.registry import task_by_name, task_names
 from esper.telemetry.hub import Hub
-from esper.telemetry.progress import RunConsole, RunProgress, counts
+from esper.telemetry.progress import RunConsole, RunProgress
 from esper.telemetry.run_directory import (
     CHECKPOINTS,
     CONFIG,
@@ -35,7 +32,6 @@ from esper.telemetry.run_directory import (
     require_free,
     require_run,
 )
-from esper.tolaria.engine import VectorizedEngine
 
 _RUNS = Path("runs")
 
@@ -47,9 +43,9 @@ def train(command: Train) -> int:
     config = resolve(overrides(command), command.config)
     path = command.run_dir or _free_name(config)
     require_free(path)
-    parts = _Parts.of(config)
+    parts = _assembled(config)
     with RunDirectory.create(path, plain(config)) as directory:
-        return _run(parts, directory, None)
+        return _run(config, parts, directory, None)
 
 
 def _resume(command: Train, path: Path) -> int:
@@ -62,12 +58,12 @@ def _resume(command: Train, path: Path) -> int:
         require_same_config(start.config, config)
         _require_something_to_do(path, checkpoint, config)
         _warn(missing_records(path, start.cursor))
-    parts = _Parts.of(config)
+    parts = _assembled(config)
     if checkpoint:
         restore(parts.engine, parts.client, checkpoint, parts.shape)
     with RunDirectory.reopen(path, start.cursor if start else {}, plain(config)) as directory:
         set_aside(damaged)
-        return _run(parts, directory, start)
+        return _run(config, parts, directory, start)
 
 
 def _continued(command: Train, path: Path) -> RunConfig:
@@ -96,33 +92,16 @@ def _require_something_to_do(path: Path, checkpoint: Checkpoint, config: RunConf
         )
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a run is made of."""
-
-    config: RunConfig
-    engine: VectorizedEngine
-    client: SimicClient
-    shape: dict[str, object]
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "_Parts":
-        device = device_of(config)
-        _announce(config)
-        dataset = dataset_of(config, device)
-        engine = engine_of(config, dataset, device)
-        identity = dict(dataset.identity) if dataset else {}
-        return cls(config, engine, learner_of(config, engine.spec), run_shape(config, engine.spec, identity))
-
-
-def _announce(config: RunConfig) -> None:
-    """The first line: data may take a while to load."""
+def _assembled(config: RunConfig) -> Parts:
+    """What a run is made of, after the first line of the command: data may take a while to load."""
+    device = device_of(config)
     hosts = f"{config.num_envs} hosts x {config.episode_length} steps x {config.rounds} rounds"
     RunConsole().say(f"esper: {config.task}, {hosts}, reward {config.reward_name}, seed {config.seed}")
+    return assemble(config, device)
 
 
-def _run(parts: _Parts, directory: RunDirectory, start: Header | None) -> int:
-    config, console = parts.config, RunConsole()
+def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header | None) -> int:
+    console = RunConsole()
     console.say(f"recorded in {directory.path}, on {parts.engine.spec.device}")
     if start is not None:
         inside = f" and {start.step} steps" if start.step else ""
@@ -184,8 +163,11 @@ def evaluate(command: Evaluate) -> int:
         rows = comparison.table(outcomes)
         write_json(plain_json(comparison.report(rows, config, run, seed, command.num_envs)))
     if str(command.json) != "-":
-        title = f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run}" if run else "")
-        RunConsole().print(_comparison(rows, title))
+        console = RunConsole()
+        console.say(f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run}" if run else ""))
+        for table in (tables.comparison(rows), tables.operations(rows)):
+            console.print("", table, "", sep="\n")
+        console.say(tables.LEGEND)
     return 0
 
 
@@ -231,7 +213,7 @@ def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
     if path is None:
         yield lambda report: None
     elif str(path) == "-":
-        yield lambda report: print(json.dumps(report, indent=2))
+        yield lambda report: RunConsole().out(json.dumps(report, indent=2), highlight=False)
     else:
         draft = path.with_name(f".{path.name}.draft")
         try:
@@ -246,42 +228,8 @@ def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
             draft.unlink(missing_ok=True)
 
 
-def _comparison(rows: Sequence[comparison.Row], title: str) -> Table:
-    page = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
-    page.add_column("controller", no_wrap=True)
-    for column in ("committed", "± sd", "test", "vs wait_only", "± se", "growth", "return", "fossils"):
-        page.add_column(column, justify="right", no_wrap=True)
-    page.add_column("operations")
-    for row in rows:
-        page.add_row(
-            row.name,
-            f"{row.committed:.2f}",
-            _or_blank(row.committed_std, ".2f"),
-            f"{row.test:.2f}",
-            "" if row.name == comparison.REFERENCE else _or_blank(row.gain, "+.2f"),
-            "" if row.name == comparison.REFERENCE else _or_blank(row.gain_standard_error, ".2f"),
-            f"{row.growth:.2f}x",
-            f"{row.mean_return:+.3f}",
-            f"{row.fossilized:.2f}",
-            counts({name: number for name, number in row.ops.items() if name != "WAIT"}),
-        )
-    page.caption = "accuracies in %, means over the hosts; vs wait_only: paired difference in committed accuracy"
-    return page
-
-
-def _or_blank(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)
-
-
 def tasks(command: Tasks) -> int:
     """A table of the tasks."""
     load_plugins(joined(command.plugins))
-    page = Table()
-    for column in ("task", "slots", "steps", "data", "description"):
-        page.add_column(column, no_wrap=column == "task")
-    for name in task_names():
-        task = task_by_name(name)
-        data = "files (--data-dir)" if task.needs_data_dir else "embedded" if task.load else "none"
-        page.add_row(name, " ".join(task.enabled), str(task.episode_length), data, task.description)
-    RunConsole().print(page)
+    RunConsole().print(tables.tasks([task_by_name(name) for name in task_names()]))
     return 0

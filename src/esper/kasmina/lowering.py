@@ -32,6 +32,10 @@ def _affine(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.flatten(0, 1)
 
 
+def _flat_copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape(-1).clone()
+
+
 def _side_by_side(x: Tensor, hosts: int) -> Tensor:
     """[B * G, C, ...] -> [B, G * C, ...]; a view where x is contiguous."""
     return x.reshape(x.shape[0] // hosts, hosts * x.shape[1], *x.shape[2:])
@@ -106,7 +110,7 @@ class StackedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, C, ...] -> the same; in train mode each host's running statistics move."""
         hosts = self.weight.shape[0]
-        mean, var = _affine(self.running_mean), _affine(self.running_var)  # copies: the slab's rows lie apart
+        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # the slab's rows lie apart
         batch_statistics = self.training or mean is None
         y = F.batch_norm(
             _side_by_side(x, hosts),

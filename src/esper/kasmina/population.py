@@ -197,7 +197,7 @@ class Population:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
         copy_into(self.state_dict(), state, "population")
 
-    def index(self, numbers: np.ndarray) -> Int[Tensor, " R"]:
+    def index(self, numbers: np.ndarray) -> Int[Tensor, "*shape"]:
         """Row numbers of the host side as an index on the device; nothing is read."""
         return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self.device, non_blocking=True)
 

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 _REFRESH = 4.0
-_ROUNDS_SHOWN = 12
+_WIDE, _NARROW = 140, 100
 PLAIN_INTERVAL = 30.0
 """Seconds after which a round that is not done yet is worth a plain line."""
 
@@ -195,7 +195,8 @@ class RunProgress:
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("operations chosen")
         table.add_column("slots by stage")
-        for shown in (*self._history[-_ROUNDS_SHOWN:], *([self._now] if self._now else [])):
+        shown_rounds = [*self._history, *([self._now] if self._now else [])]
+        for shown in shown_rounds[-self._rows_that_fit() :]:
             table.add_row(
                 f"{shown.round}/{self._rounds}",
                 _speed(shown),
@@ -206,3 +207,9 @@ class RunProgress:
                 counts(shown.slots),
             )
         return Group(table, self._bar)
+
+    def _rows_that_fit(self) -> int:
+        """The bar stays in sight: narrow terminals wrap the counts into more lines."""
+        width, height = self._console.size
+        lines = 1 if width >= _WIDE else 2 if width >= _NARROW else 4
+        return max((height - 3) // lines, 1)

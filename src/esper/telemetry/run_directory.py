@@ -155,7 +155,9 @@ def require_free(path: Path) -> None:
             f"continue it with --resume {path}, or name another with --run-dir."
         )
     if path.exists() or path.is_symlink():
-        raise RunDirectoryError(f"the path {path} exists already and is left as it is; name a new folder with --run-dir.")
+        raise RunDirectoryError(
+            f"the path {path} exists already and is left as it is; name a new folder with --run-dir."
+        )
 
 
 def require_run(path: Path) -> None:

@@ -1,5 +1,7 @@
 """A run, assembled on one page: engine, policy, reward, learner."""
 
+from dataclasses import dataclass
+
 import torch
 
 from esper.leyline.protocols import ClientProtocol, EngineSpec
@@ -7,6 +9,7 @@ from esper.simic.client import SimicClient
 from esper.simic.rewards import make_reward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
+from esper.simic.training.identity import run_shape
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.datasets import Dataset
@@ -68,3 +71,20 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
 def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
     """A controller that does not learn, paid like the run."""
     return ScriptedClient(make_baseline(name, spec), make_reward(config.reward_name, config.reward))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of; `shape` is what its checkpoints say of it."""
+
+    engine: VectorizedEngine
+    client: SimicClient
+    shape: dict[str, object]
+
+
+def assemble(config: RunConfig, device: torch.device) -> Parts:
+    """A new run, before its first step; raises DataError where data are missing or broken."""
+    dataset = dataset_of(config, device)
+    engine = engine_of(config, dataset, device)
+    shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
+    return Parts(engine, learner_of(config, engine.spec), shape)

@@ -15,8 +15,8 @@ from esper.leyline.state_tree import below
 from esper.simic.training.build import baseline_of, dataset_of, device_of, engine_of, learner_of
 from esper.simic.training.checkpoint import Checkpoint, load_newest, require_same_shape
 from esper.simic.training.config import RunConfig
+from esper.simic.training.identity import run_shape
 from esper.simic.training.report import ops_by_name
-from esper.simic.training.runner import run_shape
 from esper.tamiyo.baselines import BASELINES
 from esper.telemetry.run_directory import CHECKPOINTS
 from esper.tolaria.runtime import host_read

@@ -4,8 +4,6 @@ engine --on_step--> events.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
 """
 
-import hashlib
-import json
 import os
 import signal
 import time
@@ -13,19 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError
-from esper.leyline.protocols import EngineSpec, StateTree
+from esper.leyline.protocols import StateTree
 from esper.leyline.state_tree import below, with_prefix
 from esper.simic.client import SimicClient
 from esper.simic.training import events, report
 from esper.simic.training.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.simic.training.config import RunConfig
+from esper.simic.training.identity import fingerprint
 from esper.simic.training.report import Cost
-from esper.simic.training.values import flat, plain
+from esper.simic.training.values import plain
 from esper.telemetry.hub import Hub
 from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.engine import VectorizedEngine
@@ -33,46 +31,7 @@ from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats, StepReport
 
-CHANGEABLE = ("rounds", "device", "data_dir", "checkpoint_every")
-"""Settings that a resumed run may change without becoming another run."""
 _ENDING = b"\nesper: ending after this step; once more ends it at once\n"
-
-
-def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object]) -> dict[str, object]:
-    """What a checkpoint and the run that loads it must have in common; `identity` is that of the data set."""
-    shape = {
-        "task": config.task,
-        "data": {name: value for name, value in identity.items() if name != "source"},  # a folder may be moved
-        "seed": config.seed,
-        "slots": config.slots,
-        "num_envs": config.num_envs,
-        "episode_length": config.episode_length,
-        "reward": config.reward_name,
-        "blueprints": spec.blueprint_names,
-        "head_sizes": spec.head_sizes,
-        "feature_width": config.ppo.feature_width,
-        "hidden_width": config.ppo.hidden_width,
-        "num_layers": config.ppo.num_layers,
-    }
-    plain: dict[str, object] = json.loads(json.dumps(shape, default=dict))  # tuples become lists, as in the header
-    return plain
-
-
-def fingerprint(config: RunConfig) -> str:
-    """SHA-256 of all settings that decide the numbers of a run."""
-    decisive = {name: value for name, value in plain(config).items() if name not in CHANGEABLE}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-
-
-def require_same_config(found: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse to continue with other settings than a checkpoint was made with; raises ConfigError."""
-    was, now = flat(found), flat(json.loads(json.dumps(plain(config))))
-    for name in sorted(was.keys() | now.keys()):
-        if name not in CHANGEABLE and was.get(name) != now.get(name):
-            raise ConfigError(
-                f"{name} is {now.get(name)} in config.toml, but the run was made with {was.get(name)}; put it back, or "
-                "start a new run for other settings."
-            )
 
 
 def restore(engine: VectorizedEngine, client: SimicClient, checkpoint: Checkpoint, shape: Mapping[str, object]) -> None:
@@ -89,7 +48,7 @@ class Runner:
 
     Args:
         config: the run. engine, client: who is trained and who learns. directory: where records go.
-        listeners: who is told meanwhile. shape: what its checkpoints say of the run (`run_shape`).
+        listeners: who is told meanwhile. shape: what its checkpoints say of the run (`identity.run_shape`).
         start: header of the checkpoint that engine and client were restored from, None for a new run.
     """
 

@@ -1,0 +1,136 @@
+"""The repository as a whole: import order, public faces, commands, words, sizes, and who may read the device."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
+MAX_FILE, MAX_FUNCTION = 350, 60
+
+READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(\)|(?<!\w)(?:\w+\.)?(?:flat)?nonzero\(")
+MAY_READ = {
+    "tolaria/runtime.py": "the border between device and host",
+    "tolaria/read_counter.py": "finds reads by the names of the operators",
+    "tolaria/prefixes.py": "numpy arrays of the structure that was read",
+    "tolaria/executors/": "numpy arrays of the structure that was read",
+    "kasmina/population.py": "numpy arrays of the structure that was read",
+    "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
+    "telemetry/": "plain values",
+    "tasks/datasets/": "loading, before the run",
+    "simic/client.py": "counters of a checkpoint",
+    "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
+    "simic/rewards/golden.py": "recorded examples, not part of a run",
+    "simic/rewards/validate.py": "validation for debugging",
+    "tamiyo/network.py": "sizes of layers, in the constructor",
+}
+FORBIDDEN = re.compile(
+    "|".join(
+        (r"\bTO" + r"DO\b", r"\bFIX" + r"ME\b", r"\bthe spec\b", r"/wo" + r"rk/", r"\bissue #\d", r"\.lib" + r"rary")
+    )
+)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def inside(path: Path) -> str:
+    return path.relative_to(ROOT / "src" / "esper").as_posix()
+
+
+def allowed(path: Path) -> bool:
+    return any(inside(path) == name or (name.endswith("/") and inside(path).startswith(name)) for name in MAY_READ)
+
+
+def code_of(path: Path) -> str:
+    """The source without comments and docstrings."""
+    return ast.unparse(_without_docstrings(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+            node.body = kept or [ast.Pass()]
+    return tree
+
+
+def test_imports_flow_one_way():
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=inside)
+def test_a_file_holds_one_idea_and_a_function_fits_a_screen(path):
+    text = path.read_text(encoding="utf-8")
+    long = [
+        f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > MAX_FUNCTION
+    ]
+    assert not long
+    assert len(text.splitlines()) <= MAX_FILE
+
+
+def test_only_files_with_a_reason_read_the_device():
+    found = {inside(path): READS.findall(code_of(path)) for path in SOURCES if not allowed(path)}
+    assert {name: reads for name, reads in found.items() if reads} == {}
+
+
+def test_every_reason_to_read_is_still_needed():
+    needed = {name for name in MAY_READ for path in SOURCES if inside(path).startswith(name)}
+    assert needed == set(MAY_READ)
+
+
+@pytest.mark.parametrize("code", ["x.item()", "x.tolist()", "x.cpu()", "x.numpy()", "x.nonzero()", "np.flatnonzero(x)"])
+def test_the_lint_finds_each_kind_of_read(code):
+    assert READS.search(code)
+
+
+def test_the_repository_speaks_of_the_product_alone():
+    files = [*SOURCES, *DOCUMENTS, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+    found = {str(f.relative_to(ROOT)): FORBIDDEN.findall(f.read_text(encoding="utf-8")) for f in files}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_every_export_of_a_package_is_explicit_and_exists():
+    for face in (path for path in SOURCES if path.name == "__init__.py"):
+        tree = ast.parse(face.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), f"{face} does not say what it is"
+        package = ".".join(("esper", *face.parent.relative_to(ROOT / "src" / "esper").parts))
+        module = __import__(package, fromlist=["_"])
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                for name in node.names:
+                    if name.asname is not None:
+                        assert name.asname == name.name, f"{package} renames {name.name}"
+                        assert hasattr(module, name.name)
+
+
+def test_targets_of_make_that_documents_name_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {t for page in DOCUMENTS for t in re.findall(r"\bmake ([a-z][a-z-]+)", _code_in(page))}
+    assert named
+    assert named <= targets
+
+
+def test_options_and_files_that_the_readme_names_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    cli = (ROOT / "src" / "esper" / "cli.py").read_text(encoding="utf-8")
+    commands = set(re.findall(r"^(?:\.venv/bin/)?esper ([a-z]+)", text, re.MULTILINE))
+    assert commands
+    for command in commands:
+        assert f'subcommand("{command}")' in cli
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link
+
+
+def _code_in(page: Path) -> str:
+    """What stands in backquotes or in fenced blocks."""
+    text = page.read_text(encoding="utf-8")
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return "\n".join([*fenced, *re.findall(r"`([^`\n]+)`", text)])

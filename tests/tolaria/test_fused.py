@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tiny import Bench, engine
-from toys import ToyClient, script
 
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import LifecycleOp
@@ -14,6 +12,8 @@ from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.fused_prefixes import buckets
 from esper.tolaria.prefixes import plan_prefixes
+from tiny import Bench, engine
+from toys import ToyClient, script
 
 ALL = [registry.blueprint_at(i, Topology.CNN).name for i in registry.selectable(Topology.CNN)]
 HIDDEN, BLENDING, HOLDING, FOSSILIZED = (

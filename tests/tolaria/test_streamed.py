@@ -1,12 +1,14 @@
 """The streamed executor against plain PyTorch: what it trains, and what it leaves alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
 from plain import PlainTraining, assert_close
-from tiny import BATCH, SLOTS, Bench, bit_equal, dataset, same_tree
+from tiny import BATCH, SGD, SLOTS, Bench, bit_equal, dataset, same_tree
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
@@ -23,11 +25,12 @@ CONDITIONS = {
 }
 
 
-def check_epochs(name: str, hosts: int, epochs: int) -> None:
-    bench, condition = Bench(hosts), CONDITIONS[name]
+def check_epochs(name: str, hosts: int, epochs: int, loudness: float = 1.0, **settings: object) -> None:
+    bench, condition = Bench(hosts, **settings), CONDITIONS[name]
     if condition is not None:
         slot, blueprint, stage, alpha, algorithm = condition
         bench.grow(slot, blueprint, stage, alpha=alpha, algorithm=algorithm)
+        bench.population.seeds.params.mul_(loudness)
     plain = [PlainTraining(bench, host) for host in range(hosts)]
     for t in range(1, epochs + 1):
         told = bench.train()
@@ -44,6 +47,11 @@ def check_epochs(name: str, hosts: int, epochs: int) -> None:
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_two_epochs_equal_plain_training(name):
     check_epochs(name, hosts=2, epochs=2)
+
+
+@pytest.mark.parametrize("name", ["half-blended gate", "straight-through"])
+def test_host_and_seed_are_clipped_each_by_its_own_norm_gate_included(name):
+    check_epochs(name, hosts=2, epochs=2, loudness=100.0, optimizer=replace(SGD, grad_clip=0.005))
 
 
 def test_an_epoch_equals_plain_training_with_two_threads():
@@ -176,11 +184,15 @@ def test_momentum_lives_through_fossilization_and_ends_with_the_release():
 # -- gradient statistics --------------------------------------------------------------------------------------------
 
 
+CLIP = 0.001
+"""So low that every gradient is clipped, and that some tensors count as exploding."""
+
+
 def scalar_statistics(tensors: list[Tensor], host: list[Tensor]) -> tuple[float, float, float]:
     """Norm, health and ratio from the gradients of the last batch, by the definition, in float64."""
     norms = [g.double().norm().item() for g in tensors]
     norm = sum(x * x for x in norms) ** 0.5
-    bad = sum(x < 1e-7 for x in norms), sum(x > 10.0 for x in norms)
+    bad = sum(x < 1e-7 for x in norms), sum(x > 10.0 * CLIP for x in norms)
     health = min(1.0, max(0.0, 1.0 - 0.5 * bad[0] / len(norms) - 0.8 * bad[1] / len(norms)))
     host_norm = sum(g.double().square().sum().item() for g in host) ** 0.5
     n_seed, n_host = sum(g.numel() for g in tensors), sum(g.numel() for g in host)
@@ -190,7 +202,7 @@ def scalar_statistics(tensors: list[Tensor], host: list[Tensor]) -> tuple[float,
 
 
 def test_gradient_statistics_are_those_of_the_last_batch_before_clipping():
-    bench = Bench(2)
+    bench = Bench(2, optimizer=replace(SGD, grad_clip=CLIP))
     bench.grow("r0c0", "conv_heavy", S.TRAINING)
     bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.5, algorithm=GATE)
     bench.grow("r0c1", "attention", S.HOLDING, alpha=1.0)
@@ -210,12 +222,14 @@ def test_gradient_statistics_are_those_of_the_last_batch_before_clipping():
         s = SLOTS.index(slot)
         assert told.grad_norm[1, s].item() == pytest.approx(norm, rel=1e-4)
         assert told.grad_health[1, s].item() == pytest.approx(health)
+        assert bool(told.grad_exploding[1, s]) is (health < 0.999)
         assert told.grad_ratio[1, s].item() == pytest.approx(ratio, rel=1e-4)
     holding = SLOTS.index("r0c1")
     for name in ("grad_norm", "grad_health", "grad_ratio"):
         assert bool(getattr(told, name)[:, holding].isnan().all()), name
     assert not told.grad_vanishing[:, holding].any()
-    assert not told.grad_exploding.any()
+    assert told.grad_exploding[1, [0, 2]].any()  # r0c0 and r1c0
+    assert 0.0 < told.grad_health[1, 0] < 1.0
 
 
 def test_a_layer_that_gets_no_gradient_lowers_the_health_of_its_seed():

@@ -8,6 +8,9 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
 from esper.tolaria.governor import GovernorConfig
 
+_MAX_HOSTS = 2**32
+"""The number of a host is one word of the counter of its random draws."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -46,6 +49,11 @@ class EngineConfig:
             raise ConfigError(f"{len(self.slots)} slots are enabled; between 1 and {MAX_SLOTS} are possible.")
         if len(set(self.slots)) != len(self.slots):
             raise ConfigError(f"slots {', '.join(self.slots)}: each slot may be named once.")
+        if not 0 <= self.host_offset <= _MAX_HOSTS - self.num_envs:
+            raise ConfigError(
+                f"host_offset is {self.host_offset} with {self.num_envs} hosts; global host numbers lie between 0 and "
+                f"{_MAX_HOSTS - 1}."
+            )
         if not 0 <= self.run_seed < 2**63:
             raise ConfigError(f"seed is {self.run_seed}; it must be a whole number from 0 to 2^63 - 1.")
         if self.time_limit not in ("truncate", "terminate"):

@@ -77,7 +77,7 @@ class FusedExecutor:
         optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
         host_block = hosts.block(0, p.num_envs, hosts.params.shape[1])
         groups = slot_groups(p, self.twins, s.structure, slots.alpha, rows, self._everyone)
-        learned = [host_block, *(b for of_slot in groups.values() for group in of_slot for b in group.learned)]
+        learned = [host_block, *(b for of_slot in groups.values() for group in of_slot for b in group.blocks)]
         self.twins.train(True)
         loss_sum = torch.zeros(p.num_envs, device=p.device)
         correct = torch.zeros(p.num_envs, dtype=torch.int64, device=p.device)
@@ -135,9 +135,21 @@ class FusedExecutor:
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples."""
         s, num_columns = self.streamed, coalitions.sets.shape[1]
+        if self._motley():
+            return s.evaluate(t, slots, coalitions)
         sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
         correct, loss_sum, count = self._measure(s.validation(), slots.alpha, sets, num_columns)
         return ValidationPass(accuracy=correct * (100.0 / count), loss=loss_sum / count)
+
+    def _motley(self) -> bool:
+        """Whether the seeds are so different that groups hold fewer than two hosts on average.
+
+        Nothing is shared then but the host's own layers, and gathering states costs more than that saves.
+        """
+        structure = self.streamed.structure
+        heard = structure.alpha > 0.0
+        kinds = structure.blueprint * heard.shape[1] + np.arange(heard.shape[1])
+        return 2 * len(np.unique(kinds[heard])) > int(heard.sum())
 
     @torch.no_grad()
     def test(self, slots: SlotState) -> Float[Tensor, " N"]:

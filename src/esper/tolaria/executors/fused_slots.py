@@ -1,8 +1,12 @@
-"""Different seeds in different hosts: in each slot the hosts are grouped by what runs there, and each group runs once.
+"""Different seeds in different hosts: in each slot the hosts are grouped by blueprint, and each group runs once.
 
     slot 0     host 0   host 1   host 2   host 3   host 4
     grows      conv     norm     conv     -        conv (frozen)
     groups     {0, 2}, {1}, {4}                             three calls, whatever the number of hosts
+
+Within a group the hosts are ordered by how the seed's output joins the host's, so that each way is one slice:
+
+    ADD | MULTIPLY, hidden | MULTIPLY, heard | GATE
 
 Examples of all hosts are one batch whose rows have the host as the fastest index (see `kasmina.lowering`).
 
@@ -10,54 +14,73 @@ Shape legend: B = examples per host, N = hosts, g = hosts of a group.
 """
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Block
 from esper.kasmina.stacking import StackedTemplate
-from esper.leyline.stages import Algorithm, Topology
+from esper.leyline.stages import Topology
 from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.running import TrainedRows, trained_mask
+from esper.tolaria.executors.running import TrainedRows, join_order, trained_mask
 from esper.tolaria.executors.twins import Twins
 
 
+class Rows(NamedTuple):
+    """A stacked skeleton and the rows [g, ...] it runs on."""
+
+    twin: StackedTemplate
+    params: Tensor
+    buffers: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run on x [B * g, ...]."""
+        self.twin.bind(self.params, self.buffers)
+        return self.twin(x)
+
+
+class Joins(NamedTuple):
+    """Ends of the slices of a group's hosts: ADD up to `add`, hidden MULTIPLY up to `hidden`, MULTIPLY, then GATE."""
+
+    add: int
+    hidden: int
+    multiply: int
+
+
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlotGroup:
-    """Hosts in whose slot the same thing runs.
+    """Hosts in whose slot the same blueprint runs, in the order of `Joins`.
 
     Attributes:
-        hosts: their numbers, ascending. index: the same on the device, None where it is every host.
-        params, buffers: rows of the seeds [g, P] and [g, Q]. gate_params, gate_buffers: of their gates, or None.
-        alpha: blend weight of each host [g]. rows: of the seeds in the population.
-        hidden: they learn by a straight-through gradient and are not heard.
-        learned: the working copies that the group trains.
+        hosts: their numbers. index: the same on the device, None where it is every host in order.
+        seed: the seeds. gate: the gates of the last slice, None without one. rows: of the seeds in the population.
+        heard: weight [g] of each seed's output in the value, alpha. learned: in the gradient, 1 where it is hidden.
+        any_hidden: whether a seed learns by a straight-through gradient only.
+        isolated: whether seeds send no gradient upstream through their input.
+        blocks: the working copies that the group trains.
     """
 
     hosts: np.ndarray
     index: Int[Tensor, " g"] | None
-    seed: StackedTemplate
-    params: Tensor
-    buffers: Tensor
-    gate: StackedTemplate | None
-    gate_params: Tensor | None
-    gate_buffers: Tensor | None
-    algorithm: Algorithm
-    alpha: Tensor
-    hidden: bool
-    isolated: bool
+    seed: Rows
+    gate: Rows | None
     rows: Int[Tensor, " g"]
-    learned: tuple[Block, ...]
+    joins: Joins
+    heard: Float[Tensor, " g"]
+    learned: Float[Tensor, " g"]
+    any_hidden: bool
+    isolated: bool
+    blocks: tuple[Block, ...]
 
     def keep_buffers(self, population: Population) -> None:
         """Write running statistics that a train pass moved back into the population."""
-        if self.buffers.shape[1]:
-            population.seeds.buffers[self.rows, : self.buffers.shape[1]] = self.buffers
+        if self.seed.buffers.shape[1]:
+            population.seeds.buffers[self.rows, : self.seed.buffers.shape[1]] = self.seed.buffers
 
     def take(self, h: Tensor, num_hosts: int) -> Tensor:
         """The rows of this group's hosts: [B * N, ...] -> [B * g, ...]."""
@@ -66,74 +89,98 @@ class SlotGroup:
         taken: Tensor = h.unflatten(0, (-1, num_hosts)).index_select(1, self.index).flatten(0, 1)
         return taken
 
-    def correction(self, x: Tensor) -> Tensor:
-        """What the seeds add to (ADD, GATE) or multiply with, less one (MULTIPLY), at their present alpha."""
-        self.seed.bind(self.params, self.buffers)
-        delta = self.seed(x)
-        if self.algorithm is Algorithm.MULTIPLY:
-            delta = torch.tanh(delta)
-        elif self.algorithm is Algorithm.GATE:
+    def correction(self, h: Tensor, num_hosts: int) -> Tensor:
+        """What the seeds of these hosts add to their features: [B * N, ...] -> [B, g, ...]."""
+        own = self.take(h, num_hosts)
+        x = own.detach() if self.isolated else own
+        delta = self.seed(x).to(h.dtype)
+        u = self._joined(delta, own, x)
+        weight = (len(self.hosts), *(1,) * (u.dim() - 2))
+        heard, learned = self.heard.to(u.dtype).view(weight), self.learned.to(u.dtype).view(weight)
+        if self.any_hidden:
+            weighted: Tensor = _HeardAndLearned.apply(u, heard, learned)  # type: ignore[no-untyped-call]
+            return weighted
+        return u * heard
+
+    def _joined(self, delta: Tensor, own: Tensor, x: Tensor) -> Tensor:
+        """Each host's output in the way it joins, still without its weight: [B, g, ...]."""
+        num = len(self.hosts)
+        delta_Bg = delta.unflatten(0, (-1, num))
+        add, hidden, multiply = self.joins
+        if add == num:
+            return delta_Bg
+        own_Bg = own.unflatten(0, (-1, num))
+        slices = [delta_Bg[:, :add]]
+        if hidden > add:
+            slices.append(own_Bg[:, add:hidden].detach() * torch.tanh(delta_Bg[:, add:hidden]))
+        if multiply > hidden:
+            slices.append(own_Bg[:, hidden:multiply] * torch.tanh(delta_Bg[:, hidden:multiply]))
+        if multiply < num:
             assert self.gate is not None
-            assert self.gate_params is not None
-            assert self.gate_buffers is not None
-            self.gate.bind(self.gate_params, self.gate_buffers)
-            delta = delta * self.gate(x).to(delta.dtype)
-        if self.hidden:
-            hidden = x * delta if self.algorithm is Algorithm.MULTIPLY else delta
-            silenced: Tensor = _Silent.apply(hidden)  # type: ignore[no-untyped-call]
-            return silenced
-        rows = x.shape[0] // len(self.hosts)
-        alpha = self.alpha.to(x.dtype).repeat(rows).view(-1, *(1,) * (x.dim() - 1))
-        return alpha * delta
+            gated = x.unflatten(0, (-1, num))[:, multiply:].flatten(0, 1)
+            gate_Bg = self.gate(gated).to(delta.dtype).unflatten(0, (-1, num - multiply))
+            slices.append(delta_Bg[:, multiply:] * gate_Bg)
+        return torch.cat(slices, dim=1)
 
 
 @final
-class _Silent(torch.autograd.Function):
-    """u -> 0 with the gradient of u: a seed that nobody hears yet learns as if it were heard at full weight."""
+class _HeardAndLearned(torch.autograd.Function):
+    """u [B, g, ...] with one weight per host in the value and another in the gradient.
+
+    A hidden seed (value 0, gradient 1) learns as if it were heard; whatever it puts out, infinite or NaN, the value is
+    exactly 0.
+    """
 
     @staticmethod
-    def forward(u: Tensor) -> Tensor:
-        """Zeros."""
-        return torch.zeros_like(u)
+    def forward(u: Tensor, heard: Tensor, learned: Tensor) -> Tensor:
+        """The weighted value."""
+        return torch.where(heard == 0.0, 0.0, u * heard)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401
-        """Nothing is kept."""
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401
+        """The gradient's weight is all that is needed."""
+        ctx.learned = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
-        """The gradient as it comes."""
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        """The gradient with its own weight."""
+        return grad * ctx.learned, None, None
 
 
-def _spread(parts: list[tuple[SlotGroup, Tensor]], like: Tensor, num_hosts: int) -> Tensor:
-    """Corrections of groups as one tensor like `like`, zero for hosts of no group."""
-    if len(parts) == 1 and parts[0][0].index is None:
-        return parts[0][1]
-    total = torch.zeros_like(like).unflatten(0, (-1, num_hosts))
-    for group, part in parts:
-        assert group.index is not None
-        total = total.index_copy(1, group.index, part.unflatten(0, (-1, len(group.hosts))))
-    spread: Tensor = total.flatten(0, 1)
-    return spread
+@final
+class _AddAtHosts(torch.autograd.Function):
+    """h [B, N, ...] plus corrections [B, g, ...] at the hosts of each index; one copy for any number of groups."""
+
+    @staticmethod
+    def forward(h: Tensor, indices: tuple[Tensor, ...], *parts: Tensor) -> Tensor:
+        """The sum."""
+        total = h.clone()
+        for index, part in zip(indices, parts, strict=True):
+            total.index_add_(1, index, part)
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+        """The indices are all that the gradient needs."""
+        ctx.indices = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """The gradient itself, and its rows at each index."""
+        wanted = zip(ctx.indices, ctx.needs_input_grad[2:], strict=True)
+        return grad, None, *(grad.index_select(1, index) if needed else None for index, needed in wanted)
 
 
 def apply_groups(groups: list[SlotGroup], h: Tensor, num_hosts: int) -> Tensor:
-    """Features of all hosts after a slot: h * (1 + m) + c with the groups' corrections.
-
-    A hidden MULTIPLY adds its (zero) correction to c: only its gradient counts.
-    """
-    factors: list[tuple[SlotGroup, Tensor]] = []
-    sums: list[tuple[SlotGroup, Tensor]] = []
-    for group in groups:
-        x = group.take(h.detach() if group.isolated or group.hidden else h, num_hosts)
-        multiplies = group.algorithm is Algorithm.MULTIPLY and not group.hidden
-        (factors if multiplies else sums).append((group, group.correction(x).to(h.dtype)))
-    if factors:
-        h = h * (1.0 + _spread(factors, h.detach(), num_hosts))
-    if sums:
-        h = h + _spread(sums, h.detach(), num_hosts)
-    return h
+    """Features [B * N, ...] of all hosts after a slot: h plus what the seeds of each group add."""
+    parts = [group.correction(h, num_hosts) for group in groups]
+    h_BN = h.unflatten(0, (-1, num_hosts))
+    if len(groups) == 1 and groups[0].index is None:
+        total: Tensor = h_BN + parts[0]
+    else:
+        total = _AddAtHosts.apply(h_BN, tuple(group.index for group in groups), *parts)  # type: ignore[no-untyped-call]
+    joined: Tensor = total.flatten(0, 1)
+    return joined
 
 
 def slot_groups(
@@ -149,22 +196,19 @@ def slot_groups(
     With `rows` (a train pass, all hosts) the seeds that learn run on the working copies.
     """
     learns = trained_mask(structure) if rows is not None else np.zeros_like(structure.stage, dtype=np.bool_)
-    heard = structure.alpha > 0.0
+    runs = (structure.alpha > 0.0) | learns
+    order = join_order(structure)
     found: dict[str, list[SlotGroup]] = {}
     for s, point in enumerate(population.points):
-        runs = np.flatnonzero((heard | learns)[hosts, s])
-        if not runs.size:
-            continue
-        who = hosts[runs]
-        keys = np.stack(
-            (structure.blueprint[who, s], structure.algorithm[who, s], heard[who, s], learns[who, s]), axis=1
-        )
-        groups = []
-        for key in np.unique(keys, axis=0):
-            chosen = runs[(keys == key).all(axis=1)]
-            group = _group(population, twins, structure, alpha, rows, hosts, chosen, s, bool(key[3]))
-            groups.append(group)
-        found[point.slot_id] = groups
+        places = np.flatnonzero(runs[hosts, s])
+        places = places[np.argsort(order[hosts[places], s], kind="stable")]
+        keys = structure.blueprint[hosts[places], s] * 2 + learns[hosts[places], s]
+        groups = [
+            _group(population, twins, structure, alpha, rows if key % 2 else None, hosts, places[keys == key], s)
+            for key in np.unique(keys)
+        ]
+        if groups:
+            found[point.slot_id] = groups
     return found
 
 
@@ -175,44 +219,62 @@ def _group(
     alpha: Tensor,
     rows: TrainedRows | None,
     hosts: np.ndarray,
-    chosen: np.ndarray,
+    places: np.ndarray,
     s: int,
-    learns: bool,
 ) -> SlotGroup:
-    who = hosts[chosen]
-    channels, first = population.points[s].channels, who[0]
-    seed = twins.seeds[channels, int(structure.blueprint[first, s])]
-    algorithm = Algorithm(int(structure.algorithm[first, s]))
-    gate = twins.gates[channels] if algorithm is Algorithm.GATE else None
+    """The group of the hosts at `places` of `hosts`, ordered by how they join; `rows` if they learn."""
+    who = hosts[places]
+    channels = population.points[s].channels
+    hidden, order = structure.alpha[who, s] == 0.0, join_order(structure)[who, s]
+    joins = Joins(*(int((order <= last).sum()) for last in range(3)))
     flat = population.index(who * population.num_slots + s)
-    everyone = len(chosen) == len(hosts)
-    gate_params, learned = None, []
-    if learns:
-        assert rows is not None
-        start = int(np.flatnonzero((rows.seed_host == first) & (rows.seed_slot == s))[0])
-        learned.append(rows.seeds.block(start, start + len(who), seed.parameters.total))
-        params = learned[0].leaf
-        if gate is not None:
-            begin = int(np.flatnonzero(rows.gate_of == start)[0])
-            learned.append(rows.gates.block(begin, begin + len(who), gate.parameters.total))
-            gate_params = learned[1].leaf
-    else:
-        params = population.seeds.params[flat, : seed.parameters.total]
-        if gate is not None:
-            gate_params = population.gates.params[flat, : gate.parameters.total]
+    seed, gate, blocks = _rows(
+        population, twins, rows, who, s, flat, channels, int(structure.blueprint[who[0], s]), joins
+    )
+    in_order = len(places) == len(hosts) and bool((np.diff(places) > 0).all())
+    heard = alpha[population.index(who), s]
+    straight = torch.from_numpy(hidden).to(population.device)
     return SlotGroup(
         hosts=who,
-        rows=flat,
-        index=None if everyone else population.index(chosen),
+        index=None if in_order else population.index(places),
         seed=seed,
-        params=params,
-        buffers=population.seeds.buffers[flat, : seed.buffers.total],
         gate=gate,
-        gate_params=gate_params,
-        gate_buffers=population.gates.buffers[flat, : gate.buffers.total] if gate is not None else None,
-        algorithm=algorithm,
-        alpha=alpha[:, s] if everyone and len(hosts) == population.num_envs else alpha[population.index(who), s],
-        hidden=not bool(structure.alpha[first, s] > 0.0),
+        rows=flat,
+        joins=joins,
+        heard=heard,
+        learned=torch.where(straight, 1.0, heard),
+        any_hidden=bool(hidden.any()),
         isolated=population.topology is Topology.CNN,
-        learned=tuple(learned),
+        blocks=blocks,
     )
+
+
+def _rows(
+    population: Population,
+    twins: Twins,
+    rows: TrainedRows | None,
+    who: np.ndarray,
+    s: int,
+    flat: Tensor,
+    channels: int,
+    blueprint: int,
+    joins: Joins,
+) -> tuple[Rows, Rows | None, tuple[Block, ...]]:
+    """What seeds and gates run on: working copies where they learn, the population's rows otherwise."""
+    twin, gate_twin = twins.seeds[channels, blueprint], twins.gates[channels]
+    gated = flat[joins.multiply :]
+    buffers = population.seeds.buffers[flat, : twin.buffers.total]
+    gate_buffers = population.gates.buffers[gated, : gate_twin.buffers.total]
+    num_gates = len(who) - joins.multiply
+    if rows is None:
+        params = population.seeds.params[flat, : twin.parameters.total]
+        gate_params = population.gates.params[gated, : gate_twin.parameters.total]
+        gate = Rows(gate_twin, gate_params, gate_buffers) if num_gates else None
+        return Rows(twin, params, buffers), gate, ()
+    start = int(np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0])
+    block = rows.seeds.block(start, start + len(who), twin.parameters.total)
+    if not num_gates:
+        return Rows(twin, block.leaf, buffers), None, (block,)
+    first = int(np.flatnonzero(rows.gate_of == start + joins.multiply)[0])
+    gate_block = rows.gates.block(first, first + num_gates, gate_twin.parameters.total)
+    return Rows(twin, block.leaf, buffers), Rows(gate_twin, gate_block.leaf, gate_buffers), (block, gate_block)

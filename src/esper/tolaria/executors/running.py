@@ -79,14 +79,20 @@ def trained_mask(structure: Structure) -> np.ndarray:
     return learning
 
 
+def join_order(structure: Structure) -> np.ndarray:
+    """[N, S]: how a seed joins its host, as a rank: 0 ADD, 1 MULTIPLY while hidden, 2 MULTIPLY, 3 GATE."""
+    multiplied = np.where(structure.alpha > 0.0, 2, 1)
+    ranks: np.ndarray = np.where(structure.algorithm == Algorithm.MULTIPLY, multiplied, 0)
+    return np.where(structure.algorithm == Algorithm.GATE, 3, ranks)
+
+
 def begin_training(population: Population, structure: Structure) -> TrainedRows:
     """Copy the rows that will be trained; only as wide as the widest of them.
 
-    Seeds that run alike (slot, blueprint, algorithm, heard or not) come one after another, ordered by host.
+    Seeds that run alike come one after another: by slot, blueprint, how they join the host, and host.
     """
     hosts, slots = np.nonzero(trained_mask(structure))
-    alike = (structure.alpha > 0.0, structure.algorithm, structure.blueprint)
-    order = np.lexsort((hosts, *(of[hosts, slots] for of in alike), slots))
+    order = np.lexsort((hosts, join_order(structure)[hosts, slots], structure.blueprint[hosts, slots], slots))
     hosts, slots = hosts[order], slots[order]
     flat = hosts * population.num_slots + slots
     gated = (structure.algorithm == Algorithm.GATE) & structure.has_gate

@@ -1,0 +1,145 @@
+"""Whole lives in the engine, beside the same training written in plain PyTorch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.stages import Algorithm, SeedStage, Topology
+from plain import PlainTraining, assert_close
+from tiny import Bench, same_tree
+from toys import ToyClient, action, script
+
+Op, S = LifecycleOp, SeedStage
+EPISODE = Bench(1).episode
+LIVE = {"tempo": 0, "alpha_target": 2}
+
+
+class Watched:
+    """An engine of the tiny task, and a bench that reads its population."""
+
+    def __init__(self, length, plan, num_envs=1, **settings):
+        self.engine = tiny.engine(num_envs, length, **settings)
+        self.client = ToyClient(self.engine.spec, script(num_envs, length, plan))
+        self.engine.reset(self.client, EPISODE)
+        self.bench = Bench(num_envs)
+        self.bench.population = self.engine.executor.population
+
+    def step(self):
+        self.engine.step(self.client)
+        self.engine.settle()
+        self.bench.slots = self.engine.state.slots
+        return self.client.steps[-1].obs
+
+
+def test_waiting_is_plain_training():
+    run, twin = Watched(4, {}), PlainTraining(Bench(1))
+    for t in range(1, 5):
+        seen = run.step()
+        twin.epoch(t)
+        assert seen.hosts.val_acc.item() == pytest.approx(twin.accuracy(), abs=1e-3)
+        assert seen.hosts.train_loss.item() == pytest.approx(twin.loss / twin.examples, abs=1e-4)
+    assert_close(run.bench.host_params(), twin.model.give())
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
+def test_a_whole_life_is_plain_training_of_a_network_that_grows(algorithm):
+    # born in 1; hidden in the passes 2 and 3; a third, two thirds and all of it heard; permanent from 7 on
+    style = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 3}[algorithm]
+    plan = {1: action(Op.GERMINATE, slot=2, blueprint=1, style=style, **LIVE), 6: action(Op.FOSSILIZE, slot=2)}
+    run, twin = Watched(8, plan), PlainTraining(Bench(1))
+    heard = {4: 1 / 3, 5: 2 / 3, 6: 1.0, 7: 1.0, 8: 1.0}
+    for t in range(1, 9):
+        if t in heard:
+            seed, gate, _, _ = twin.model.grown["r1c0"]
+            twin.model.grown["r1c0"] = (seed, gate, algorithm, heard[t])
+        seen = run.step()
+        twin.epoch(t)
+        assert seen.hosts.val_acc.item() == pytest.approx(twin.accuracy(), abs=1e-3), t
+        if t == 1:
+            gate = run.bench.gate_params("r1c0") if algorithm is Algorithm.GATE else None
+            twin.grow("r1c0", 1, algorithm, None, run.bench.seed_params("r1c0"), gate)
+    assert run.engine.state.slots.stage[0, 2] == S.FOSSILIZED
+    assert_close(run.bench.host_params(), twin.model.give(), rtol=1e-3, atol=1e-4)
+    assert_close(run.bench.seed_params("r1c0"), dict(twin.seeds["r1c0"].named_parameters()), rtol=1e-3, atol=1e-4)
+
+
+def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it():
+    # held from 6 on; falls in the ticks of 7 to 11, frozen in the passes 8 to 11
+    plan = {1: action(Op.GERMINATE, slot=0, style=3, **LIVE), 7: action(Op.PRUNE, slot=0, alpha_speed=2)}
+    run = Watched(12, plan)
+    weights, gates, hosts, counts, modes = [], [], [], [], []
+    for t in range(1, 13):
+        counts.append(run.engine.state.slots.params[0, 0].item())
+        modes.append(run.engine.state.slots.alpha_mode[0, 0].item())
+        run.step()
+        hosts.append(run.bench.host_params())
+        if t <= 10:
+            weights.append(run.bench.seed_params("r0c0"))
+            gates.append(run.bench.gate_params("r0c0"))
+    assert [t for t, mode in enumerate(modes, start=1) if mode == 2] == [8, 9, 10, 11]
+    for t in (8, 9, 10):
+        assert same_tree(weights[t - 1], weights[6]), t
+        assert same_tree(gates[t - 1], gates[6]), t
+        assert not torch.equal(hosts[t - 1]["blocks.0.conv.weight"], hosts[t - 2]["blocks.0.conv.weight"])
+    assert not same_tree(weights[6], weights[5])
+    assert len(set(counts[1:11])) == 1
+    assert counts[11] == 0
+    population = run.bench.population
+    for slab in (population.seeds, population.gates):
+        for name, tensor in slab.tensors().items():
+            assert not tensor[0].any(), name
+
+
+class Mute(nn.Module):
+    """Says nothing, however long it is trained."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return 0.0 * h * self.scale[:, None, None]
+
+
+class MuteBlueprint(AbstractBlueprint):
+    name = "test_mute"
+    topology = Topology.CNN
+
+    def build(self, channels: int) -> nn.Module:
+        return Mute(channels)
+
+
+@pytest.fixture
+def mute() -> Iterator[int]:
+    yield registry.register(MuteBlueprint())
+    registry.unregister("test_mute")
+
+
+def test_a_useless_seed_on_a_host_that_improves_is_worth_exactly_nothing(mute):
+    plan = {1: action(Op.GERMINATE, slot=0, blueprint=mute, style=0, **LIVE)}
+    run = Watched(8, plan, rules={"g2_health": 0.0})  # a seed without gradients would not be let through
+    seen = [run.step() for _ in range(8)]
+    contributions = [obs.slots.contribution[0, 0].item() for obs in seen]
+    assert [t for t, c in enumerate(contributions, start=1) if c == c] == [4, 5, 6, 7, 8]
+    assert set(contributions[3:]) == {0.0}
+    assert len({obs.hosts.val_acc.item() for obs in seen}) > 3
+    assert seen[-1].hosts.val_acc > seen[2].hosts.val_acc
+
+
+def test_a_second_round_starts_with_other_hosts_and_without_seeds():
+    run = Watched(3, {1: action(Op.GERMINATE, slot=0)})
+    for _ in range(3):
+        run.step()
+    first = run.bench.host_params()
+    run.engine.reset(run.client, EPISODE + 1)
+    fresh = tiny.population(1)
+    fresh.reset(EPISODE + 1)
+    assert torch.equal(run.bench.population.host.params, fresh.host.params)
+    assert not same_tree(run.bench.host_params(), first)
+    assert not run.bench.population.seeds.params.any()

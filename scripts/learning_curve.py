@@ -35,6 +35,7 @@ from esper.tasks import presets as _presets  # registers the built-in tasks
 
 assert _presets
 RESAMPLES = 10_000
+SOLVED = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +163,11 @@ def main(options: Options) -> int:
         config = resolve(told | {"rounds": options.rounds, "schedule_rounds": options.rounds}, options.config)
         runs.append(learn(config, options, lambda line: console.print(line, highlight=False)))
     console.print(shown(runs))
-    total = interval([run.final.learned.mean for run in runs])
-    solved = sum(run.final.learned.mean >= 0.8 for run in runs)
-    console.print(
-        f"mean over runs {total.mean:.3f} [{total.low:.3f}, {total.high:.3f}]; at least 0.8: {solved} of {len(runs)}"
-    )
+    if len(runs) > 1:
+        total = interval([run.final.learned.mean for run in runs])
+        solved = sum(run.final.learned.mean >= SOLVED for run in runs)
+        console.print(f"mean over runs {total.mean:.3f} [{total.low:.3f}, {total.high:.3f}]", highlight=False)
+        console.print(f"{solved} of {len(runs)} runs closed at least {SOLVED:.0%} of the gap", highlight=False)
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}
         report = {"settings": settings, "runs": [asdict(run) for run in runs]}

@@ -73,28 +73,52 @@ class PlainTraining:
         self.bench, self.host = bench, host
         self.model = PlainHost()
         self.model.take(bench.host_params(host))
-        groups = [(list(self.model.parameters()), SGD.host_lr, SGD.sgd_weight_decay)]
+        self.optimizers: list[tuple[list[nn.Parameter], torch.optim.Optimizer]] = []
+        self._optimize(list(self.model.parameters()), SGD.host_lr, SGD.sgd_weight_decay)
         self.seeds: dict[str, nn.Module] = {}
-        for s, slot in enumerate(SLOTS):
-            if bench.slots.stage[host, s] in (1, 2, 8, 9, 10):
-                continue
-            algorithm = Algorithm(int(bench.slots.algorithm[host, s]))
-            index = int(bench.slots.blueprint[host, s])
-            seed = registry.blueprint_at(index, Topology.CNN).build(CHANNELS[slot])
-            seed.load_state_dict(bench.seed_params(slot, host))
-            gate = GateNetwork(CHANNELS[slot]) if algorithm is GATE else None
-            if gate is not None:
-                gate.load_state_dict(bench.gate_params(slot, host))
-            alpha = float(bench.slots.alpha[host, s])
-            self.model.grown[slot] = (seed, gate, algorithm, alpha or None)
-            self.seeds[slot] = seed
-            if slot not in frozen:
-                both = [*seed.parameters(), *(gate.parameters() if gate is not None else ())]
-                groups.append((both, SGD.seed_lr, 0.0))
-        self.optimizers = [
-            (ps, torch.optim.SGD(ps, lr=lr, momentum=0.9, weight_decay=decay)) for ps, lr, decay in groups
-        ]
         self.loss, self.correct, self.examples = 0.0, 0, 0
+        for s, slot in enumerate(SLOTS):
+            if bench.slots.stage[host, s] not in (1, 2, 8, 9, 10):
+                alpha = float(bench.slots.alpha[host, s]) or None
+                algorithm, index = Algorithm(int(bench.slots.algorithm[host, s])), int(bench.slots.blueprint[host, s])
+                gate = bench.gate_params(slot, host) if algorithm is GATE else None
+                self.grow(slot, index, algorithm, alpha, bench.seed_params(slot, host), gate, frozen=slot in frozen)
+
+    def grow(
+        self,
+        slot: str,
+        blueprint: int,
+        algorithm: Algorithm,
+        alpha: float | None,
+        weights: dict[str, Tensor],
+        gate_weights: dict[str, Tensor] | None = None,
+        *,
+        frozen: bool = False,
+    ) -> None:
+        """Put a seed with these weights into a slot, with an optimizer of its own."""
+        seed = registry.blueprint_at(blueprint, Topology.CNN).build(CHANNELS[slot])
+        seed.load_state_dict(weights)
+        gate = None
+        if gate_weights is not None:
+            gate = GateNetwork(CHANNELS[slot])
+            gate.load_state_dict(gate_weights)
+        self.model.grown[slot], self.seeds[slot] = (seed, gate, algorithm, alpha), seed
+        if not frozen:
+            both = [*seed.parameters(), *(gate.parameters() if gate is not None else ())]
+            self._optimize(both, SGD.seed_lr, 0.0)
+
+    def _optimize(self, parameters: list[nn.Parameter], lr: float, decay: float) -> None:
+        self.optimizers.append((parameters, torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=decay)))
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Of the validation split, in percentage points; hidden seeds are not heard."""
+        grown, self.model.grown = self.model.grown, {k: v for k, v in self.model.grown.items() if v[3] is not None}
+        data = self.bench.data.val
+        hits = self.model.eval()(data.x).argmax(dim=1) == data.y
+        self.model.train()
+        self.model.grown = grown
+        return 100.0 * float(hits.float().mean())
 
     def epoch(self, t: int, on_last_batch: Callable[[], None] = lambda: None) -> None:
         data, p = self.bench.data.train, self.bench.population
@@ -113,14 +137,14 @@ class PlainTraining:
             if number == len(batches) - 1:
                 on_last_batch()
             for parameters, optimizer in self.optimizers:
-                nn.utils.clip_grad_norm_(parameters, SGD.grad_clip)
+                nn.utils.clip_grad_norm_(parameters, p.optimizer_spec.grad_clip)
                 optimizer.step()
             self.loss += loss.item() * len(batch)
             self.correct += int((logits.argmax(dim=1) == data.y[batch]).sum())
             self.examples += len(batch)
 
 
-def assert_close(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def assert_close(found: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-6) -> None:
     assert found.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(

@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 """
 
 import io
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ Command = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 2 refused, 130 ended early by a signal)."""
+    # Threads that wait by spinning take the core from those that work when a machine is shared; read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no box characters is no reason to fail

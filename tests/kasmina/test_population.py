@@ -98,12 +98,14 @@ def test_another_host_slot_or_step_draws_another_seed(hosts, other):
 
 def test_a_gate_shares_no_numbers_with_its_seed(hosts):
     born(hosts, [(0, 0)], gated=True)
-    kind = hosts.gate_kinds[CHANNELS["r0c0"]]
-    drawn = kind.table.bound > 0
-    length = int(drawn.sum())
-    seed, gate = hosts.seeds.params[0, :length], hosts.gates.params[0, : kind.template.parameters.total]
-    assert bool(gate[drawn].any())
-    assert len(set(seed.tolist()) & set(gate[drawn].tolist())) == 0
+    kinds = (hosts.seed_kinds[CHANNELS["r0c0"], CONV_LIGHT], hosts.gate_kinds[CHANNELS["r0c0"]])
+    uniforms = []
+    for kind, slab in zip(kinds, (hosts.seeds, hosts.gates), strict=True):
+        row, bound = slab.params[0, : kind.template.parameters.total], kind.table.bound
+        uniforms.append(((row / bound + 1.0) / 2.0)[bound > 0])
+    of_seed, of_gate = uniforms
+    assert len(of_gate) > 40
+    assert bool(((of_seed[:, None] - of_gate).abs() > 1e-6).all())
 
 
 def test_many_hosts_are_populations_of_one_host_each():

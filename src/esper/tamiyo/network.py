@@ -248,7 +248,8 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
             blocks = network.trunk_slices() if module is network.trunk else (slice(None),)
             for rows in blocks:
                 orthogonal(module.weight[rows], small_gains.get(module, GAIN))
-    network.head_outputs[Head.OP].bias[LifecycleOp.WAIT] = INITIAL_WAIT_LOGIT
+    op_bias = network.get_parameter(f"head_outputs.{int(Head.OP)}.bias")
+    op_bias[LifecycleOp.WAIT] = INITIAL_WAIT_LOGIT
 
 
 def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -59,7 +59,7 @@ class Shown:
     slots: Mapping[str, int]
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
+    def of(cls, fields: Mapping[str, Any]) -> "Shown":
         """The fields of such a record."""
         return cls(
             round=fields["round"],
@@ -135,7 +135,7 @@ class RunProgress:
         self._task = self._bar.add_task("steps", total=rounds * steps, completed=done, eta="...")
         self._live = Live(console=console, refresh_per_second=_REFRESH) if console.is_terminal else None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RunProgress":
         if self._live is not None:
             self._live.__enter__()
         return self

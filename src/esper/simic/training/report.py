@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self, final
+from typing import final
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ class Cost:
     seconds: float = 0.0
     update_seconds: float = 0.0
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 def ops_by_name(ops: np.ndarray) -> dict[str, int]:

@@ -100,7 +100,8 @@ class SlotGroup:
         if self.any_hidden:
             weighted: Tensor = _HeardAndLearned.apply(u, heard, learned)  # type: ignore[no-untyped-call]
             return weighted
-        return u * heard
+        spoken: Tensor = u * heard
+        return spoken
 
     def _joined(self, delta: Tensor, own: Tensor, x: Tensor) -> Tensor:
         """Each host's output in the way it joins, still without its weight: [B, g, ...]."""
@@ -108,7 +109,7 @@ class SlotGroup:
         delta_Bg = delta.unflatten(0, (-1, num))
         add, hidden, multiply = self.joins
         if add == num:
-            return delta_Bg
+            return delta_Bg  # type: ignore[no-any-return]
         own_Bg = own.unflatten(0, (-1, num))
         slices = [delta_Bg[:, :add]]
         if hidden > add:

@@ -1,0 +1,134 @@
+"""Numbers of rounds and runs, worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.stages import SeedStage
+from esper.simic.training.presets import resolve
+from esper.simic.training.report import Cost, RoundSoFar, ops_by_name, round_line, shapley_of, slots_by_stage, summary
+from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
+
+NAN = float("nan")
+
+
+def stats(**changes: object) -> RolloutStats:
+    """Two hosts with two slots; host 0 holds a fossil of share 4 and a blending seed of share 2."""
+    fields: dict[str, object] = {
+        "episode": 4,
+        "returns": np.array([1.0, 2.0]),
+        "val_acc": np.array([50.0, NAN], dtype=np.float32),
+        "committed_acc": np.array([40.0, 60.0], dtype=np.float32),
+        "growth": np.array([1.5, 1.0]),
+        "fossilized": np.array([1, 0]),
+        "contributing": np.array([1, 0]),
+        "germinated": np.array([2, 1]),
+        "pruned": np.array([0, 1]),
+        "rollbacks": np.array([0, 3]),
+        "ops": np.array([[5, 2, 0, 0, 1, 0], [6, 1, 0, 1, 0, 0]]),
+        "refused": np.array([1, 0]),
+        "stage": np.array([[SeedStage.FOSSILIZED, SeedStage.BLENDING], [SeedStage.DORMANT, SeedStage.EMBARGOED]]),
+        "blueprint": np.array([[1, 3], [-1, -1]]),
+        "alpha": np.array([[1.0, 0.5], [0.0, 0.0]], dtype=np.float32),
+        "subset_acc": np.array([[44.0, 48.0, 46.0, 50.0], [60.0, NAN, NAN, NAN]], dtype=np.float32),
+        "cost": RolloutCost(seconds=2.0, steps=8, env_steps=16, reads=8),
+    }
+    return RolloutStats(**(fields | changes))  # type: ignore[arg-type]
+
+
+def step(**changes: object) -> StepReport:
+    """A step of two hosts with two slots in which nothing happened."""
+    zeros, none = np.zeros((2, 2)), np.zeros((3, 2, 2), dtype=np.int64)
+    fields: dict[str, object] = {
+        "episode": 0,
+        "t": 1,
+        "stage": np.full((2, 2), int(SeedStage.DORMANT)),
+        "serial": np.zeros((2, 2), dtype=np.int64),
+        "blueprint": np.full((2, 2), -1),
+        "alpha": zeros,
+        "contribution": np.full((2, 2), NAN),
+        "val_acc": np.array([50.0, 60.0]),
+        "val_loss": np.array([1.0, 1.0]),
+        "train_loss": np.array([1.0, 1.0]),
+        "committed_acc": np.array([40.0, 60.0]),
+        "reward": np.array([0.5, 1.5]),
+        "actions": np.zeros((2, 8), dtype=np.int64),
+        "effective_op": np.array([0, 1]),
+        "panic_reason": np.array([0, 0]),
+        "panic_loss": np.array([1.0, 1.0]),
+        "panic_strikes": np.array([0, 0]),
+        "panic_thresholds": np.zeros((2, 3)),
+        "op_moves": none,
+        "tick_moves": none,
+        "gates": np.zeros((4, 2, 2)),
+        "rolled_back": np.zeros((2, 2), dtype=np.bool_),
+    }
+    return StepReport(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_costs_add_up() -> None:
+    one = Cost(env_steps=8, steps=4, reads=4, seconds=0.5, update_seconds=0.25)
+    assert one + Cost() == one
+    assert one + one == Cost(env_steps=16, steps=8, reads=8, seconds=1.0, update_seconds=0.5)
+
+
+def test_operations_and_slots_are_counted_by_name() -> None:
+    assert ops_by_name(stats().ops) == {
+        "WAIT": 11, "GERMINATE": 3, "SET_ALPHA_TARGET": 0, "PRUNE": 1, "FOSSILIZE": 1, "ADVANCE": 0,
+    }  # fmt: skip
+    assert slots_by_stage(stats().stage) == {"BLENDING": 1, "FOSSILIZED": 1, "EMBARGOED": 1}
+    assert tuple(ops_by_name(np.zeros(6, dtype=np.int64))) == tuple(op.name for op in LifecycleOp)
+
+
+def test_shapley_values_stand_in_the_slots_of_their_seeds() -> None:
+    # seed 0: ((48 - 44) + (50 - 46)) / 2 = 4; seed 1: ((46 - 44) + (50 - 48)) / 2 = 2
+    np.testing.assert_allclose(shapley_of(stats()), [[4.0, 2.0], [NAN, NAN]])
+    nothing = shapley_of(stats(subset_acc=np.zeros((2, 0), dtype=np.float32)))
+    assert nothing.shape == (2, 2)
+    assert np.isnan(nothing).all()
+
+
+def test_a_round_is_a_line_of_means_over_its_hosts() -> None:
+    line = round_line(stats(), Cost(env_steps=32, steps=16, reads=16, seconds=4.0, update_seconds=1.0), {"lr": 0.1})
+    assert line["round"] == 5
+    assert line["mean_return"] == 1.5
+    assert line["val_accuracy_mean"] == 50.0  # the other host was rolled back and has none
+    assert line["committed_accuracy_mean"] == 50.0
+    assert line["growth_ratio_mean"] == 1.25
+    assert line["shapley_mean"] == 3.0
+    assert (line["fossilized_mean"], line["germinated_mean"], line["pruned_mean"]) == (0.5, 1.5, 0.5)
+    assert (line["refused_mean"], line["rollbacks"]) == (0.5, 3)
+    assert (line["env_steps"], line["host_reads"]) == (32, 16)  # of the whole round, not of this process's part
+    assert line["lr"] == 0.1
+
+
+def test_what_is_shown_of_a_round_sums_its_steps_without_those_that_were_rolled_back() -> None:
+    so_far = RoundSoFar()
+    assert so_far.add(step(), 0.5)["mean_return"] == 1.0
+    shown = so_far.add(step(t=2, panic_reason=np.array([0, 1])), 1.0)
+    assert shown["mean_return"] == 1.0 + 0.25
+    assert shown["ops"] == ops_by_name(np.array([2, 1, 0, 0, 0, 0]))
+    assert (shown["round"], shown["t"], shown["env_steps"], shown["seconds"]) == (1, 2, 4, 1.0)
+    fresh = so_far.add(step(episode=1), 0.1)
+    assert (fresh["round"], fresh["mean_return"], fresh["env_steps"]) == (2, 1.0, 2)
+
+
+def test_the_speed_that_is_shown_after_a_resume_is_that_of_this_process() -> None:
+    assert RoundSoFar().add(step(t=7), 1.0)["env_steps"] == 2
+
+
+def test_a_summary_is_of_the_whole_run() -> None:
+    config = resolve({"task": "null", "rounds": 5, "num_envs": 2, "episode_length": 8})
+    total = Cost(env_steps=80, steps=40, reads=40, seconds=3.0, update_seconds=1.0)
+    found = summary(config, torch.device("cpu"), stats(), np.array([30.0, 50.0]), total, "abc")
+    assert found["env_steps"] == 5 * 2 * 8
+    assert found["env_steps_per_second"] == pytest.approx(20.0)
+    assert found["final_val_accuracy_mean"] == 50.0
+    assert found["final_test_accuracy_mean"] == 40.0
+    assert found["mean_return_last"] == 1.5
+    assert found["growth_ratio_mean"] == 1.25
+    assert found["host_reads_per_step"] == 1.0
+    assert (found["task"], found["preset"], found["seed"], found["device"]) == ("null", "quickstart", 0, "cpu")
+    assert found["state_digest"] == "abc"
+    assert found["torch"] == torch.__version__

@@ -60,6 +60,8 @@ class Train:
     """auto, cpu, cuda or cuda:N. (auto)"""
     data_dir: _Path = None
     """Folder of the task's data files. (the environment variable ESPER_DATA)"""
+    executor: _Text = None
+    """How hosts are run: streamed (one by one), fused (all at once) or auto."""
     amp: _Text = None
     """Precision of host training: off, auto, bf16 or fp16. (off)"""
     checkpoint_every: _Number = None
@@ -154,7 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def overrides(command: Train | Evaluate) -> dict[str, Any]:
     """What the command line says of a configuration, as nested tables; raises ConfigError for a malformed --set."""
-    names = ("task", "preset", "rounds", "num_envs", "episode_length", "seed", "device", "amp", "checkpoint_every")
+    numbers = ("rounds", "num_envs", "episode_length", "seed", "checkpoint_every")
+    names = ("task", "preset", "device", "executor", "amp", *numbers)
     told: dict[str, Any] = {name: value for name in names if (value := getattr(command, name, None)) is not None}
     if command.data_dir is not None:
         told["data_dir"] = str(command.data_dir)

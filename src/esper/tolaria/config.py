@@ -22,7 +22,8 @@ class EngineConfig:
         episode_length: E, control steps per episode.
         slots: enabled slots in action order.
         time_limit: what the last step is to the learner: "truncate" bootstraps, "terminate" is a true end.
-        executor: how the hosts are run: "fused" all at once, "streamed" one after another, "auto" whichever suits.
+        executor: how the hosts are run: "streamed" one after another, bit for bit as if each were alone; "fused" all at
+            once, equal up to rounding; "auto" is fused for small images, where it is faster.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
             that the device supports.
     """
@@ -32,7 +33,7 @@ class EngineConfig:
     episode_length: int = 40
     slots: tuple[str, ...] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
-    executor: Literal["auto", "fused", "streamed"] = "auto"
+    executor: Literal["auto", "fused", "streamed"] = "streamed"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     host_offset: int = 0
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)

@@ -58,6 +58,10 @@ class RunConfig:
     custom_reward: str = ""
     """Name of a registered reward that pays instead of the formula of `reward.mode`; it is handed the numbers in
     `reward`."""
+    executor: Literal["auto", "fused", "streamed"] = "streamed"
+    """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
+    many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size.
+    The presets say "auto"."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
@@ -136,6 +140,7 @@ class RunConfig:
             episode_length=self.episode_length,
             slots=self.slots,
             time_limit=limit,
+            executor=self.executor,
             amp=self.amp,
             lifecycle=self.lifecycle,
             governor=self.governor,

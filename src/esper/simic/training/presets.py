@@ -42,6 +42,7 @@ def small() -> Values:
         "rounds": 100,
         "schedule_rounds": 100,
         "num_envs": 16,
+        "executor": "auto",
         "reward": plain(RewardConfig(mode="objective")),
         "ppo": plain(PPOConfig()),
     }

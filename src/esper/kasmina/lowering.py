@@ -265,7 +265,7 @@ def _reproduces(twin: nn.Module, module: nn.Module, example: Tensor) -> bool:
     stacked = StackedTemplate(copy.deepcopy(twin), layout, buffers)
     stacked.train(False)
     with torch.no_grad():
-        stacked.bind(rows, kept)
+        stacked.bind(stacked.views(rows), stacked.buffer_views(kept))
         try:
             got = stacked(x.flatten(0, 1)).unflatten(0, (_EXAMPLES, _HOSTS))
         except (RuntimeError, IndexError):

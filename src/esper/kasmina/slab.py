@@ -9,7 +9,7 @@ what could be. It is taken before the pass and written back after it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from jaxtyping import Float, Int
@@ -33,18 +33,6 @@ class Working:
     grad: Float[Tensor, "R W"]
     optimizer: OptimizerState
     leaves: tuple[Tensor, ...]
-
-    def block(self, first: int, last: int, width: int) -> "Block":
-        """Rows `first` to `last` (exclusive) as one leaf [rows, width]."""
-        leaf = self.params[first:last, :width].detach().requires_grad_()
-        return Block(leaf, self.grad[first:last, :width])
-
-
-class Block(NamedTuple):
-    """Several rows of a working copy: a leaf, and where its gradient belongs."""
-
-    leaf: Tensor
-    grad: Tensor
 
 
 @final

@@ -216,10 +216,23 @@ class StackedTemplate:
         self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
         self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
 
-    def bind(self, rows: Float[Tensor, "G P"], buffer_rows: Float[Tensor, "G Q"]) -> None:
-        """Let the module use these rows until the next call of `bind`; views, as in `Template.bind`."""
-        _assign_rows(rows, self._parameter_sizes, self._parameter_sites)
-        _assign_rows(buffer_rows, self._buffer_sizes, self._buffer_sites)
+    def views(self, rows: Float[Tensor, "G P"]) -> tuple[Tensor, ...]:
+        """The parameters [G, *shape] in these rows, in the order of the layout; views without gradient history."""
+        return _row_views(rows.detach(), self._parameter_sizes, self._parameter_sites)
+
+    def buffer_views(self, rows: Float[Tensor, "G Q"]) -> tuple[Tensor, ...]:
+        """The same for buffers."""
+        return _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites)
+
+    def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
+        """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
+
+        Nothing is computed here: the views of a pass are made once, and are leaves where they are to learn.
+        """
+        for tensors, sites in ((parameters, self._parameter_sites), (buffers, self._buffer_sites)):
+            for tensor, site in zip(tensors, sites, strict=True):
+                for table, leaf in site.owners:
+                    table[leaf] = tensor
 
     def train(self, mode: bool) -> None:
         """Set train or eval mode; costs nothing where it is set already."""
@@ -232,15 +245,15 @@ class StackedTemplate:
         return out
 
 
-def _assign_rows(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:
+def _row_views(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> tuple[Tensor, ...]:
     if not sites:
-        return
+        return ()
     pieces = rows.split_with_sizes(sizes, dim=1)
-    for site in sites:
-        piece = pieces[site.piece]
-        stacked = piece if site.shape is None else piece.view(rows.shape[0], *site.shape)
-        for table, leaf in site.owners:
-            table[leaf] = stacked
+    stacked = (pieces[site.piece] for site in sites)
+    return tuple(
+        piece if site.shape is None else piece.view(rows.shape[0], *site.shape)
+        for piece, site in zip(stacked, sites, strict=True)
+    )
 
 
 def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:

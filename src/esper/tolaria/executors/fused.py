@@ -18,13 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SeedCosts
-from esper.kasmina.slab import Block
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.fused_prefixes import Bucket, buckets
-from esper.tolaria.executors.fused_slots import SlotGroup, apply_groups, slot_groups
+from esper.tolaria.executors.fused_slots import Rows, SlotGroup, apply_groups, fixed, learning, slot_groups
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running import begin_training, finish_training
@@ -75,9 +74,9 @@ class FusedExecutor:
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, s.structure)
         optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
-        host_block = hosts.block(0, p.num_envs, hosts.params.shape[1])
+        host = learning(self.twins.host, hosts, 0, p.num_envs, p.host.buffers)
         groups = slot_groups(p, self.twins, s.structure, slots.alpha, rows, self._everyone)
-        learned = [host_block, *(b for of_slot in groups.values() for group in of_slot for b in group.blocks)]
+        learned = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
         self.twins.train(True)
         loss_sum = torch.zeros(p.num_envs, device=p.device)
         correct = torch.zeros(p.num_envs, dtype=torch.int64, device=p.device)
@@ -107,7 +106,7 @@ class FusedExecutor:
         )
 
     def _train_batch(
-        self, learned: list[Block], groups: dict[str, list[SlotGroup]], x_NB: Tensor, y_NB: Tensor
+        self, learned: list[Rows], groups: dict[str, list[SlotGroup]], x_NB: Tensor, y_NB: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One forward and one backward of all hosts; `learned[0]` are the hosts. Returns loss and hits [N]."""
         num_hosts, batch = y_NB.shape
@@ -119,13 +118,12 @@ class FusedExecutor:
             return h if of_slot is None else apply_groups(of_slot, h, num_hosts)
 
         with self.streamed.scaler.autocast():
-            self.twins.host.bind(learned[0].leaf, self.population.host.buffers)
-            logits = self.twins.host(x, apply).float()
+            logits = learned[0](x, apply).float()
         loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)
         loss_N = loss_BN.mean(dim=0)
-        slopes = torch.autograd.grad((loss_N * self.streamed.scaler.scale).sum(), [block.leaf for block in learned])
-        for block, slope in zip(learned, slopes, strict=True):
-            block.grad.copy_(slope)
+        leaves = [leaf for rows in learned for leaf in rows.parameters]
+        slopes = torch.autograd.grad((loss_N * self.streamed.scaler.scale).sum(), leaves)
+        torch._foreach_copy_([slope for rows in learned for slope in rows.slopes], slopes)
         hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
         return loss_N.detach(), hits
 
@@ -195,8 +193,7 @@ class FusedExecutor:
             index=index,
             state_of=p.index(state_of),
             steps=steps,
-            params=p.host.params[index],
-            buffers=p.host.buffers[index],
+            host=fixed(self.twins.host, p.host.params[index], p.host.buffers[index]),
             column=torch.arange(len(bucket.hosts), device=p.device),
         )
 
@@ -218,14 +215,13 @@ class FusedExecutor:
     def _logits(self, run: "_BucketRun", x: Tensor) -> Tensor:
         """Logits [B, P, g, classes] of the distinct final states of the bucket's hosts."""
         batch, num_hosts = len(x), len(run.column)
-        self.twins.host.bind(run.params, run.buffers)
 
         def apply(slot_id: str, h: Tensor) -> Tensor:
             step = run.steps.get(self._column[slot_id])
             return h if step is None else _part_ways(h, step, run.groups.get(slot_id, []), run.column, batch)
 
         rows = x[:, None].expand(batch, num_hosts, *x.shape[1:]).flatten(0, 1)
-        return self.twins.host(rows, apply).view(batch, -1, num_hosts, self._num_classes)
+        return run.host(rows, apply).view(batch, -1, num_hosts, self._num_classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +233,7 @@ class _BucketRun:
     index: Tensor
     state_of: Tensor
     steps: dict[int, "_RunStep"]
-    params: Tensor
-    buffers: Tensor
+    host: Rows
     column: Tensor
 
 

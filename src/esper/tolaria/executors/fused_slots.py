@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from esper.kasmina.population import Population
-from esper.kasmina.slab import Block
+from esper.kasmina.slab import Working
 from esper.kasmina.stacking import StackedTemplate
 from esper.leyline.stages import Topology
 from esper.tolaria.executors.protocol import Structure
@@ -31,16 +31,32 @@ from esper.tolaria.executors.twins import Twins
 
 
 class Rows(NamedTuple):
-    """A stacked skeleton and the rows [g, ...] it runs on."""
+    """A stacked skeleton and what it runs on: parameters and buffers [g, ...], made once for a pass.
+
+    `slopes` are where the gradients of the parameters belong, empty where nothing is learned.
+    """
 
     twin: StackedTemplate
-    params: Tensor
-    buffers: Tensor
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    slopes: tuple[Tensor, ...] = ()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
         """Run on x [B * g, ...]."""
-        self.twin.bind(self.params, self.buffers)
-        return self.twin(x)
+        self.twin.bind(self.parameters, self.buffers)
+        return self.twin(*args)
+
+
+def fixed(twin: StackedTemplate, params: Tensor, buffers: Tensor) -> Rows:
+    """Rows that do not learn."""
+    return Rows(twin, twin.views(params), twin.buffer_views(buffers))
+
+
+def learning(twin: StackedTemplate, working: Working, first: int, last: int, buffers: Tensor) -> Rows:
+    """Rows `first` to `last` (exclusive) of a working copy; what an optimizer does to them is seen here."""
+    width = twin.parameters.total
+    leaves = tuple(view.requires_grad_() for view in twin.views(working.params[first:last, :width]))
+    return Rows(twin, leaves, twin.buffer_views(buffers), twin.views(working.grad[first:last, :width]))
 
 
 class Joins(NamedTuple):
@@ -62,7 +78,6 @@ class SlotGroup:
         heard: weight [g] of each seed's output in the value, alpha. learned: in the gradient, 1 where it is hidden.
         any_hidden: whether a seed learns by a straight-through gradient only.
         isolated: whether seeds send no gradient upstream through their input.
-        blocks: the working copies that the group trains.
     """
 
     hosts: np.ndarray
@@ -75,12 +90,16 @@ class SlotGroup:
     learned: Float[Tensor, " g"]
     any_hidden: bool
     isolated: bool
-    blocks: tuple[Block, ...]
+    running: Tensor
+
+    def trained_rows(self) -> list[Rows]:
+        """What the group trains."""
+        return [rows for rows in (self.seed, self.gate) if rows is not None and rows.slopes]
 
     def keep_buffers(self, population: Population) -> None:
         """Write running statistics that a train pass moved back into the population."""
-        if self.seed.buffers.shape[1]:
-            population.seeds.buffers[self.rows, : self.seed.buffers.shape[1]] = self.seed.buffers
+        if self.running.shape[1]:
+            population.seeds.buffers[self.rows, : self.running.shape[1]] = self.running
 
     def take(self, h: Tensor, num_hosts: int) -> Tensor:
         """The rows of this group's hosts: [B * N, ...] -> [B * g, ...]."""
@@ -229,9 +248,13 @@ def _group(
     hidden, order = structure.alpha[who, s] == 0.0, join_order(structure)[who, s]
     joins = Joins(*(int((order <= last).sum()) for last in range(3)))
     flat = population.index(who * population.num_slots + s)
-    seed, gate, blocks = _rows(
-        population, twins, rows, who, s, flat, channels, int(structure.blueprint[who[0], s]), joins
-    )
+    twin = twins.seeds[channels, int(structure.blueprint[who[0], s])]
+    running = population.seeds.buffers[flat, : twin.buffers.total]
+    if rows is None:
+        seed = fixed(twin, population.seeds.params[flat, : twin.parameters.total], running)
+    else:
+        start = int(np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0])
+        seed = learning(twin, rows.seeds, start, start + len(who), running)
     in_order = len(places) == len(hosts) and bool((np.diff(places) > 0).all())
     heard = alpha[population.index(who), s]
     straight = torch.from_numpy(hidden).to(population.device)
@@ -239,43 +262,34 @@ def _group(
         hosts=who,
         index=None if in_order else population.index(places),
         seed=seed,
-        gate=gate,
+        gate=_gates(population, twins.gates[channels], rows, who, s, flat, joins),
         rows=flat,
         joins=joins,
         heard=heard,
         learned=torch.where(straight, 1.0, heard),
         any_hidden=bool(hidden.any()),
         isolated=population.topology is Topology.CNN,
-        blocks=blocks,
+        running=running,
     )
 
 
-def _rows(
+def _gates(
     population: Population,
-    twins: Twins,
+    twin: StackedTemplate,
     rows: TrainedRows | None,
     who: np.ndarray,
     s: int,
     flat: Tensor,
-    channels: int,
-    blueprint: int,
     joins: Joins,
-) -> tuple[Rows, Rows | None, tuple[Block, ...]]:
-    """What seeds and gates run on: working copies where they learn, the population's rows otherwise."""
-    twin, gate_twin = twins.seeds[channels, blueprint], twins.gates[channels]
+) -> Rows | None:
+    """The gates of the last slice of a group; None without one."""
+    count = len(who) - joins.multiply
+    if not count:
+        return None
     gated = flat[joins.multiply :]
-    buffers = population.seeds.buffers[flat, : twin.buffers.total]
-    gate_buffers = population.gates.buffers[gated, : gate_twin.buffers.total]
-    num_gates = len(who) - joins.multiply
+    buffers = population.gates.buffers[gated, : twin.buffers.total]
     if rows is None:
-        params = population.seeds.params[flat, : twin.parameters.total]
-        gate_params = population.gates.params[gated, : gate_twin.parameters.total]
-        gate = Rows(gate_twin, gate_params, gate_buffers) if num_gates else None
-        return Rows(twin, params, buffers), gate, ()
-    start = int(np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0])
-    block = rows.seeds.block(start, start + len(who), twin.parameters.total)
-    if not num_gates:
-        return Rows(twin, block.leaf, buffers), None, (block,)
-    first = int(np.flatnonzero(rows.gate_of == start + joins.multiply)[0])
-    gate_block = rows.gates.block(first, first + num_gates, gate_twin.parameters.total)
-    return Rows(twin, block.leaf, buffers), Rows(gate_twin, gate_block.leaf, gate_buffers), (block, gate_block)
+        return fixed(twin, population.gates.params[gated, : twin.parameters.total], buffers)
+    first_gated = np.flatnonzero((rows.seed_host == who[joins.multiply]) & (rows.seed_slot == s))[0]
+    first = int(np.flatnonzero(rows.gate_of == first_gated)[0])
+    return learning(twin, rows.gates, first, first + count, buffers)

@@ -26,7 +26,9 @@ def read_floats(metrics: torch.Tensor) -> list[float]:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """Where the run lives; raises ConfigError where that device does not exist."""
+    """Where the run lives, with its number of threads set; raises ConfigError where that device does not exist."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
     return choose_device(config.device)
 
 

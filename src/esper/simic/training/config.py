@@ -62,6 +62,8 @@ class RunConfig:
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
     many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size.
     The presets say "auto"."""
+    threads: int = 0
+    """Threads of one operation on the CPU; 0 is PyTorch's own choice. Small networks are fastest with 1."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
@@ -74,6 +76,8 @@ class RunConfig:
     governor: GovernorConfig = field(default_factory=GovernorConfig)
 
     def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads is {self.threads}; use 0 for PyTorch's own choice.")
         for name in ("rounds", "schedule_rounds", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")

@@ -43,6 +43,7 @@ def small() -> Values:
         "schedule_rounds": 100,
         "num_envs": 16,
         "executor": "auto",
+        "threads": 1,
         "reward": plain(RewardConfig(mode="objective")),
         "ppo": plain(PPOConfig()),
     }

@@ -96,7 +96,7 @@ class FusedExecutor:
         for group in (g for of_slot in groups.values() for g in of_slot):
             group.keep_buffers(p)
         return TrainPass(
-            acc=correct * (100.0 / count),
+            acc=100.0 * correct / count,
             loss=loss_sum / count,
             grad_norm=gradients.norm,
             grad_health=gradients.health,
@@ -137,7 +137,7 @@ class FusedExecutor:
             return s.evaluate(t, slots, coalitions)
         sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
         correct, loss_sum, count = self._measure(s.validation(), slots.alpha, sets, num_columns)
-        return ValidationPass(accuracy=correct * (100.0 / count), loss=loss_sum / count)
+        return ValidationPass(accuracy=100.0 * correct / count, loss=loss_sum / count)
 
     def _motley(self) -> bool:
         """Whether the seeds are so different that groups hold fewer than two hosts on average.
@@ -154,7 +154,7 @@ class FusedExecutor:
         """Each host with its fossilized seeds on the test split."""
         batches, sets = self.streamed.test_batches(), self.streamed.committed_sets()
         correct, _, count = self._measure(batches, slots.alpha, sets, 1)
-        return correct[:, 0] * (100.0 / count)
+        return 100.0 * correct[:, 0] / count
 
     def _measure(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int

@@ -58,8 +58,8 @@ def lift(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def where(mask: Tensor, yes: R, no: R) -> R:
-    """Take the record `yes` on the rows that `mask` marks and `no` on the others."""
-    return tree_map(lambda a, b: torch.where(lift(mask, a), a, b), yes, no)
+    """Take the record `yes` on the rows that `mask` marks and `no` on the others; what both share costs nothing."""
+    return tree_map(lambda a, b: a if a is b else torch.where(lift(mask, a), a, b), yes, no)
 
 
 def row(rec: R, index: int) -> R:

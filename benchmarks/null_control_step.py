@@ -81,7 +81,7 @@ class Subject:
     def build(cls, num_envs: int, options: Options) -> "Subject":
         """The preset `small` on the null task, paid by the objective."""
         told = {"task": "null", "preset": "small", "num_envs": num_envs, "episode_length": options.episode_length}
-        config = resolve(told | {"device": options.device})
+        config = resolve(told | {"device": options.device, "threads": torch.get_num_threads()})
         engine = engine_of(config, None, device_of(config))
         return cls(engine, learner_of(config, engine.spec))
 

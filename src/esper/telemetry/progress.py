@@ -33,6 +33,10 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         """Everything written from now on goes nowhere."""
         self.quiet = True
+        self._silence()
+
+    def _silence(self) -> None:
+        """What is still in a buffer of Python's would otherwise fail when the process ends."""
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
         os.close(devnull)

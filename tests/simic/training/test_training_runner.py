@@ -69,7 +69,9 @@ def test_another_seed_gives_another_state(whole: dict[str, Path], tmp_path: Path
     assert summary(tmp_path / "other")["state_digest"] != summary(whole["null"])["state_digest"]
 
 
-@pytest.mark.parametrize(("kind", "step"), [("null", (1, 5)), ("null", (2, 3)), ("tiny", (1, 1)), ("tiny", (2, 3))])
+@pytest.mark.parametrize(
+    ("kind", "step"), [("null", (1, 5)), ("null", (2, 3)), ("tiny", (1, 1)), ("tiny", (2, 3)), ("streamed", (2, 2))]
+)
 def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(
     whole: dict[str, Path], tmp_path: Path, kind: str, step: tuple[int, int]
 ) -> None:

@@ -1,0 +1,161 @@
+"""What a user sees, on a terminal and elsewhere."""
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from esper.telemetry.progress import PLAIN_INTERVAL, RunConsole, RunProgress, Shown, counts, duration, line
+
+ROUND: dict[str, Any] = {
+    "round": 2,
+    "val_accuracy_mean": 61.318,
+    "committed_accuracy_mean": 58.9,
+    "mean_return": 0.51234,
+    "env_steps": 640,
+    "seconds": 1.5,
+    "ops": {"WAIT": 510, "GERMINATE": 61, "SET_ALPHA_TARGET": 0, "PRUNE": 20},
+    "slots": {"TRAINING": 9, "BLENDING": 4},
+}
+STEP = ROUND | {"t": 10}
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def written(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_round_is_one_line() -> None:
+    assert line(Shown.of(ROUND), 10, 40, "8:12") == (
+        "round 2/10  eta 8:12  427 env-steps/s  accuracy 61.32  committed 58.90  return +0.512  "
+        "ops: wait 510 germinate 61 prune 20  slots: training 9 blending 4"
+    )
+
+
+def test_a_round_under_way_says_how_far_it_is() -> None:
+    assert line(Shown.of(STEP), 10, 40, "8:12").startswith("round 2/10 step 10/40  eta 8:12")
+
+
+def test_slow_runs_have_a_speed_too() -> None:
+    assert "  0.4 env-steps/s" in line(Shown.of(ROUND | {"env_steps": 4, "seconds": 10.0}), 10, 40, "?")
+
+
+def test_nothing_is_said_in_a_word() -> None:
+    assert counts({"WAIT": 0}) == counts({}) == "none"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.2, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3723.4, "1:02:03")]
+)
+def test_a_duration_is_hours_minutes_seconds(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_without_a_terminal_each_round_is_a_line_with_the_time_that_is_left() -> None:
+    console, clock = plain(), Clock()
+    with RunProgress(console, rounds=4, steps=40, clock=clock) as progress:
+        clock.now += 30.0
+        progress.write("round", ROUND | {"round": 1})
+        clock.now += 30.0
+        progress.write("round", ROUND)
+    first, second = written(console)
+    assert first.startswith("round 1/4  eta 1:30")
+    assert second.startswith("round 2/4  eta 1:00")
+
+
+def test_a_resumed_run_reckons_with_its_own_speed() -> None:
+    console, clock = plain(), Clock()
+    progress = RunProgress(console, rounds=4, steps=40, done=70, clock=clock)
+    clock.now += 10.0
+    progress.write("round", ROUND)  # ten steps in ten seconds; eighty are left
+    assert written(console)[0].startswith("round 2/4  eta 1:20")
+
+
+def test_a_long_round_gives_a_line_now_and_then() -> None:
+    console, clock = plain(), Clock()
+    progress = RunProgress(console, rounds=4, steps=40, clock=clock)
+    for t in range(1, 5):
+        clock.now += PLAIN_INTERVAL / 2
+        progress.write("step", STEP | {"round": 1, "t": t})
+    assert [text[:21] for text in written(console)] == ["round 1/4 step 2/40  ", "round 1/4 step 4/40  "]
+
+
+def test_other_records_are_no_concern_of_the_display() -> None:
+    console = plain()
+    RunProgress(console, rounds=1, steps=1).write("stage_changed", {"host": 0})
+    assert written(console) == []
+
+
+def terminal(width: int = 150, height: int = 20) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+
+
+def screen(progress: RunProgress, width: int = 150) -> str:
+    page = Console(file=io.StringIO(), width=width)
+    page.print(progress.page())
+    return "\n".join(written(page))
+
+
+def test_a_terminal_shows_a_table_with_the_round_under_way_and_a_bar() -> None:
+    console, clock = terminal(), Clock()
+    with RunProgress(console, rounds=10, steps=40, clock=clock) as progress:
+        clock.now += 40.0
+        progress.write("round", ROUND | {"round": 1})
+        progress.write("step", STEP)
+        shown = screen(progress)
+    assert re.search(r"^round +env-steps/s +accuracy +committed +return +operations chosen +slots by stage", shown)
+    assert re.search(
+        r"1/10 +427 +61\.32 +58\.90 +\+0\.512 +wait 510 germinate 61 prune 20 +training 9 blending 4", shown
+    )
+    assert "2/10" in shown
+    assert re.search(r"step +50/400 .*eta 4:40", shown)  # 50 steps in 40 s, 350 are left
+    assert "50/400" in written(console)[-1] or "50/400" in "".join(written(console))
+
+
+@pytest.mark.parametrize(("width", "height"), [(150, 12), (110, 24), (80, 24)])
+def test_the_bar_stays_in_sight_in_a_long_run(width: int, height: int) -> None:
+    progress = RunProgress(terminal(width, height), rounds=500, steps=40)
+    with progress:
+        for number in range(1, 100):
+            progress.write("round", ROUND | {"round": number})
+        shown = screen(progress, width).splitlines()
+    assert len(shown) <= height
+    assert "99/500" in "".join(shown)
+    assert shown[-1].startswith("step")
+
+
+def test_a_console_whose_reader_left_goes_silent() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+        def fileno(self) -> int:
+            raise io.UnsupportedOperation
+
+    console = RunConsole(file=Closed())
+    console._silence = lambda: None  # type: ignore[method-assign] -- the stream of the test itself stays open
+    console.say("nobody reads this")
+    assert console.quiet
+    console.say("nor this")
+
+
+def test_a_line_is_not_broken_or_marked_up() -> None:
+    console = RunConsole(file=io.StringIO(), width=20)
+    console.say("a [bold]long[/bold] line that is wider than the console")
+    assert written(console) == ["a [bold]long[/bold] line that is wider than the console"]

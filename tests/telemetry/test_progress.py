@@ -61,7 +61,7 @@ def test_nothing_is_said_in_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.2, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3723.4, "1:02:03")]
+    ("seconds", "said"), [(0.2, "0:00"), (59.6, "1:00"), (61.0, "1:01"), (3599.0, "59:59"), (3723.4, "1:02:03")]
 )
 def test_a_duration_is_hours_minutes_seconds(seconds: float, said: str) -> None:
     assert duration(seconds) == said
@@ -125,7 +125,7 @@ def test_a_terminal_shows_a_table_with_the_round_under_way_and_a_bar() -> None:
     )
     assert "2/10" in shown
     assert re.search(r"step +50/400 .*eta 4:40", shown)  # 50 steps in 40 s, 350 are left
-    assert "50/400" in written(console)[-1] or "50/400" in "".join(written(console))
+    assert "50/400" in "".join(written(console))
 
 
 @pytest.mark.parametrize(("width", "height"), [(150, 12), (110, 24), (80, 24)])

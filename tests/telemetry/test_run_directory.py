@@ -97,9 +97,10 @@ def test_records_that_were_lost_are_reported_and_the_rest_goes_on(tmp_path: Path
 
 def test_one_process_at_a_time_writes_to_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with RunDirectory.create(path, CONFIG):
-        with pytest.raises(RunDirectoryError, match="being written by another process"):
-            RunDirectory.reopen(path, {}, CONFIG)
+    first = RunDirectory.create(path, CONFIG)
+    with pytest.raises(RunDirectoryError, match="being written by another process"):
+        RunDirectory.reopen(path, {}, CONFIG)
+    first.close()
     RunDirectory.reopen(path, {}, CONFIG).close()
 
 

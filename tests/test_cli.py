@@ -1,0 +1,348 @@
+"""The command line from end to end: what it does, what it refuses, and how it ends when it is told to."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import small_runs
+from esper.cli import main
+from small_runs import contents, records, summary
+
+ESPER = (sys.executable, "-m", "esper.cli")
+LONG = ("train", "--task", "null", "--num-envs", "3", "--episode-length", "20", "--rounds", "400", "--seed", "5")
+LONG = (*LONG, "--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+PATIENCE = 120.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    size = ["--num-envs", "2", "--episode-length", "3", "--rounds", "2"]
+    assert main(["train", *size, "--seed", "3"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    first, second, *rounds, done, way_on = out.splitlines()
+    assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
+    assert second == "recorded in runs/digits-quickstart-s3, on cpu"
+    assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
+    assert re.match(r"done: accuracy \d+\.\d\d \(validation\), \d+\.\d\d \(test, committed\); growth 1\.\d\dx; ", done)
+    assert way_on == "compare it with the baselines: esper evaluate runs/digits-quickstart-s3"
+    run = folder / "runs" / "digits-quickstart-s3"
+    assert tomllib.loads((run / "config.toml").read_text())["seed"] == 3
+    found = json.loads((run / "summary.json").read_text())
+    expected = {
+        *("task", "preset", "seed", "rounds", "num_envs", "episode_length", "env_steps", "env_steps_per_second"),
+        *("final_val_accuracy_mean", "final_test_accuracy_mean", "mean_return_last", "growth_ratio_mean"),
+        *("host_reads_per_step", "state_digest", "torch", "python", "device"),
+    }
+    assert expected <= found.keys()
+    assert found["host_reads_per_step"] == 1.0
+    assert main(["evaluate", str(run), "wait_only", "--num-envs", "2"]) == 0
+    assert "2 hosts of seed 1000003" in capfd.readouterr().out
+
+
+def test_a_run_without_a_name_gets_the_next_one_that_is_free(folder: Path) -> None:
+    size = ["--task", "null", "--num-envs", "1", "--episode-length", "1", "--rounds", "1"]
+    for _ in range(3):
+        assert main(["train", *size]) == 0
+    names = sorted(path.name for path in (folder / "runs").iterdir())
+    assert names == ["null-quickstart-s0", "null-quickstart-s0-2", "null-quickstart-s0-3"]
+
+
+def test_values_come_from_file_and_options(folder: Path) -> None:
+    (folder / "mine.toml").write_text(
+        'task = "null"\nepisode_length = 3\nnum_envs = 2\nrounds = 9\n[ppo]\nepochs = 1\n'
+    )
+    options = ["--rounds", "1", "--set", "ppo.lr=1e-3", "device=cpu", "--set", "lifecycle.sequential=false"]
+    assert main(["train", "--config", "mine.toml", *options, "--reward", "sparse", "--run-dir", "run"]) == 0
+    config = tomllib.loads((folder / "run" / "config.toml").read_text())
+    assert (config["episode_length"], config["num_envs"], config["rounds"]) == (3, 2, 1)
+    assert (config["ppo"]["lr"], config["ppo"]["epochs"], config["lifecycle"]["sequential"]) == (1e-3, 1, False)
+    assert (config["device"], config["reward"]["mode"]) == ("cpu", "sparse")
+
+
+def test_tasks_are_listed_with_those_of_plugins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "more.py").write_text(
+        "import tiny\nfrom esper.tasks import register_task\nregister_task(tiny.task(name='task_to_be_listed'))\n"
+    )
+    assert main(["tasks", "--plugins", "more.py"]) == 0
+    out = capfd.readouterr().out
+    for word in ("digits", "fashion_mnist", "null", "r0c0 r0c1 r1c0", "--data-dir", "task_to_be_listed"):
+        assert word in out
+
+
+def test_the_comparison_can_be_piped_as_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "heuristic", "--task", "null", "--num-envs", "2", "--episode-length", "5", "--json", "-"]
+    assert main(arguments) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert {row["name"] for row in found["controllers"]} == {"heuristic", "wait_only"}
+    assert found["seed"] == 1_000_000
+    assert list(folder.iterdir()) == []
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+NULL = "train --task null "
+REFUSED = [
+    ("train --task digit", "did you mean 'digits'?"),
+    ("train --preset smal", "did you mean 'small'?"),
+    ("train --reward shapd", "did you mean 'shaped'?"),
+    (NULL + "--set ppo.lx=3", "unknown key ppo.lx; did you mean 'lr'?"),
+    (NULL + "--set lr=3", "did you mean ppo.lr?"),
+    (NULL + "--set ppo.lr=nan", "ppo.lr is nan"),
+    (NULL + "--set nonsense", "is no assignment; write --set NAME=VALUE"),
+    (NULL + "--set =3", "is no assignment"),
+    (NULL + "--set ppo.lr=1 ppo.lr.x=3", "lr is a value, not a table"),
+    (NULL + "--episode-length 0", "episode_length is 0"),
+    (NULL + "--num-envs 0", "num_envs is 0"),
+    (NULL + "--rounds 0", "rounds is 0"),
+    (NULL + "--device cuda:99", "use device 'cpu' or 'auto'"),
+    (NULL + "--device gpu", "it must be 'auto', 'cpu', 'cuda'"),
+    (NULL + "--config ten.toml", 'rounds is "ten"; it must be a whole number'),
+    (NULL + "--config broken.toml", "not valid TOML"),
+    (NULL + "--config unknown.toml", "unknown key ppo.learning_rat"),
+    (NULL + "--config nowhere.toml", "cannot be read"),
+    (NULL + "--run-dir folder", "exists already and is left as it is"),
+    (NULL + "--run-dir ten.toml", "exists already and is left as it is"),
+    (NULL + "--run-dir ten.toml/run", "cannot be made (Not a directory)"),
+    (NULL + "--plugins nowhere.py", "there is no plugin"),
+    (NULL + "--plugins fails.py", "in line 2 of"),
+    ("train --task fashion_mnist", "data_dir"),
+    ("train --task fashion_mnist --data-dir nowhere", "there is no such folder"),
+    ("train --task fashion_mnist --data-dir data", "truncated"),
+    ("train --resume nowhere", "it does not exist"),
+    ("train --resume folder", "it has no config.toml"),
+    ("train --resume ten.toml", "it is no folder"),
+    ("evaluate", "nothing is named to be evaluated"),
+    ("evaluate nowhere", "neither a run directory nor a baseline"),
+    ("evaluate heuristc", "did you mean 'heuristic'?"),
+    ("evaluate folder", "it has no config.toml"),
+    ("evaluate a b", "name one run at a time"),
+    ("evaluate random --task null --num-envs 0", "num_envs is 0"),
+    ("evaluate random --task null --json ten.toml/x.json", "cannot be written"),
+    ("evaluate random --task null --json folder", "is a folder"),
+    ("tasks --plugins no_such_module", "there is no plugin module"),
+]
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that can be got wrong."""
+    folder = tmp_path_factory.mktemp("crowded")
+    (folder / "folder").mkdir()
+    (folder / "ten.toml").write_text('rounds = "ten"\n')
+    (folder / "broken.toml").write_text("rounds = \n")
+    (folder / "unknown.toml").write_text("[ppo]\nlearning_rat = 1\n")
+    (folder / "fails.py").write_text("x = 0\n1 / x\n")
+    (folder / "data").mkdir()
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (folder / "data" / f"{name}-ubyte").write_bytes(b"\0\0\x08\x03abc")
+    return folder
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
+def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
+    crowded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(crowded)
+    monkeypatch.delenv("ESPER_DATA", raising=False)
+    before = contents(crowded)
+    assert main(arguments.split()) == 2
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.startswith("esper: ")
+    assert err.count("\n") == 1
+    assert contents(crowded) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "train, evaluate, tasks"),
+        ("bogus", "Unrecognized options: bogus"),
+        ("train --roundz 3", "--rounds"),
+        ("train --rounds ten", "ten"),
+        ("train --rounds", "--rounds"),
+        ("evaluate random --num-envs many", "many"),
+    ],
+)
+def test_options_that_do_not_exist_or_fit_are_refused(
+    folder: Path, capfd: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    err = capfd.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+    assert list(folder.iterdir()) == []
+
+
+def test_what_cannot_be_changed_by_a_resume_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert small_runs.train(folder / "run", "null", 1) == 0
+    before = contents(folder)
+    for option in (["--seed", "3"], ["--run-dir", "other"], ["--config", "x.toml"], ["--set", "ppo.lr=0.1"]):
+        assert small_runs.resume(folder / "run", *option) == 2
+        assert "cannot be changed when a run is resumed" in capfd.readouterr().err
+    assert main(["evaluate", "run", "--task", "null"]) == 2
+    assert "task cannot be given with a run" in capfd.readouterr().err
+    assert contents(folder) == before
+
+
+def test_the_existing_run_of_that_name_is_not_touched(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert small_runs.train(folder / "run", "null", 1) == 0
+    before = contents(folder)
+    assert small_runs.train(folder / "run", "null", 1) == 2
+    assert f"continue it with --resume {folder / 'run'}" in capfd.readouterr().err
+    assert contents(folder) == before
+
+
+# -- processes of their own -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `esper` with arguments; whatever still runs at the end of a test is killed."""
+    processes = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*ESPER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def uninterrupted(path: Path, rounds: int) -> None:
+    """The same run as `LONG`, of `rounds` rounds, in this process and without a break."""
+    arguments = list(LONG)
+    arguments[arguments.index("400")] = str(rounds)
+    assert main([*arguments, "--run-dir", str(path)]) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(
+    folder: Path, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    run = folder / "run"
+    process = started(*LONG, "--run-dir", str(run))
+    wait_until(lambda: num_lines(run / "metrics.jsonl") >= 1, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert out.endswith(f"stopped; continue with: esper train --resume {run}\n")
+    assert "ending after this step" in err
+    assert "Traceback" not in err
+    done = num_lines(run / "metrics.jsonl")
+    assert small_runs.resume(run, "--rounds", str(done + 1)) == 0
+    uninterrupted(folder / "whole", done + 1)
+    assert records(run) == records(folder / "whole")
+    assert summary(run) == summary(folder / "whole")
+
+
+def test_a_run_that_is_killed_leaves_a_directory_that_can_be_continued(
+    folder: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run = folder / "run"
+    process = started(*LONG, "--run-dir", str(run))
+    wait_until(lambda: num_lines(run / "metrics.jsonl") >= 2, process)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    rounds = num_lines(run / "metrics.jsonl") + 1
+    assert small_runs.resume(run, "--rounds", str(rounds)) == 0
+    uninterrupted(folder / "whole", rounds)
+    assert records(run) == records(folder / "whole")
+    assert summary(run) == summary(folder / "whole")
+
+
+def test_help_needs_no_learning_library() -> None:
+    script = "import sys; from esper.cli import main\n"
+    script += "try: main(['train', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    command = [sys.executable, "-c", script]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert process.stdout.endswith("False\n")
+    for option in ("--config", "--task", "--preset", "--rounds", "--num-envs", "--episode-length", "--seed", "--reward",
+                   "--device", "--run-dir", "--resume", "--plugins", "--set"):  # fmt: skip
+        assert option in process.stdout
+
+
+def test_a_run_goes_on_when_whoever_read_its_output_has_left(
+    folder: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run = folder / "run"
+    arguments = list(LONG)
+    arguments[arguments.index("400")] = "2"
+    process = started(*arguments, "--run-dir", str(run))
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("esper: null")
+    process.stdout.close()
+    assert process.wait(timeout=PATIENCE) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert summary(run)["rounds"] == 2
+
+
+def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    arguments = list(LONG)
+    arguments[arguments.index("400")] = "2"
+    process = subprocess.Popen(
+        [*ESPER, *arguments, "--run-dir", "run"], stdout=theirs, stderr=theirs, env=ENVIRONMENT | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    seen = b""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if select.select([ours], [], [], 0.1)[0]:
+            try:
+                seen += os.read(ours, 65536)
+            except OSError:  # the other side was closed: the process has ended
+                break
+    os.close(ours)
+    assert process.wait(timeout=PATIENCE) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    for word in (
+        "operations chosen",
+        "slots by stage",
+        "env-steps/s",
+        "step 40/40",
+        "eta 0:00",
+        "2/2",
+        "done: accuracy",
+    ):
+        assert word in text

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
 from esper.kasmina.stacking import drop_batch_counters
 from esper.leyline.errors import ConfigError
@@ -153,7 +153,7 @@ class CNNHost(nn.Module):
         for i, block in enumerate(self.blocks):
             segments.append(Segment(block, f"r0c{i}" if f"r0c{i}" in enabled else None))
             if i < self.spec.pools:
-                segments.append(Segment(_pool, f"r1c{i}" if f"r1c{i}" in enabled else None))
+                segments.append(Segment(max_pool_2x2, f"r1c{i}" if f"r1c{i}" in enabled else None))
         return (*segments, Segment(self.classify, None))
 
     def classify(self, h: Tensor) -> Tensor:
@@ -168,10 +168,3 @@ class CNNHost(nn.Module):
             if segment.slot_id is not None:
                 x = apply(segment.slot_id, x)
         return x
-
-
-def _pool(h: Tensor) -> Tensor:
-    """2x2 max pooling, contiguous. PyTorch's CPU kernel is seven times faster on channels-last features."""
-    if h.device.type != "cpu":
-        return F.max_pool2d(h, 2)
-    return F.max_pool2d(h.contiguous(memory_format=torch.channels_last), 2).contiguous()

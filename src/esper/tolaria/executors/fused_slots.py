@@ -4,9 +4,8 @@
     grows      conv     norm     conv     -        conv (frozen)
     groups     {0, 2}, {1}, {4}                             three calls, whatever the number of hosts
 
-Within a group the hosts are ordered by how the seed's output joins the host's, so that each way is one slice:
-
-    ADD | MULTIPLY, hidden | MULTIPLY, heard | GATE
+Within a group the hosts are ordered by how the seed's output joins the host's, so that each way is one slice
+(`running.join_order`).
 
 Examples of all hosts are one batch whose rows have the host as the fastest index (see `kasmina.lowering`).
 
@@ -17,16 +16,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
 from esper.kasmina.stacking import StackedTemplate
-from esper.leyline.stages import Topology
+from esper.leyline.stages import Algorithm, Topology
+from esper.tolaria.executors.fused_joins import Joining, Piece, join
 from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.running import TrainedRows, join_order, trained_mask
+from esper.tolaria.executors.running import TrainedRows, join_of_rank, join_order, trained_mask
 from esper.tolaria.executors.twins import Twins
 
 
@@ -59,36 +58,23 @@ def learning(twin: StackedTemplate, working: Working, first: int, last: int, buf
     return Rows(twin, leaves, twin.buffer_views(buffers), twin.views(working.grad[first:last, :width]))
 
 
-class Joins(NamedTuple):
-    """Ends of the slices of a group's hosts: ADD up to `add`, hidden MULTIPLY up to `hidden`, MULTIPLY, then GATE."""
-
-    add: int
-    hidden: int
-    multiply: int
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class SlotGroup:
-    """Hosts in whose slot the same blueprint runs, in the order of `Joins`.
+    """Hosts in whose slot the same blueprint runs, in the order of `pieces`.
 
     Attributes:
-        hosts: their numbers. index: the same on the device, None where it is every host in order.
-        seed: the seeds. gate: the gates of the last slice, None without one. rows: of the seeds in the population.
-        heard: weight [g] of each seed's output in the value, alpha. learned: in the gradient, 1 where it is hidden.
-        any_hidden: whether a seed learns by a straight-through gradient only.
-        isolated: whether seeds send no gradient upstream through their input.
+        index: their rows among the hosts of the pass, None where it is every host in order.
+        seed: the seeds. gate: the gates of the last pieces, None without one. rows: of the seeds in the population.
+        pieces: hosts whose seeds join alike. isolated: whether seeds send no gradient upstream through their input.
+        running: the running statistics that a train pass moves.
     """
 
-    hosts: np.ndarray
     index: Int[Tensor, " g"] | None
     seed: Rows
     gate: Rows | None
     rows: Int[Tensor, " g"]
-    joins: Joins
-    heard: Float[Tensor, " g"]
-    learned: Float[Tensor, " g"]
-    any_hidden: bool
+    pieces: tuple[Piece, ...]
     isolated: bool
     running: Tensor
 
@@ -101,105 +87,23 @@ class SlotGroup:
         if self.running.shape[1]:
             population.seeds.buffers[self.rows, : self.running.shape[1]] = self.running
 
-    def take(self, h: Tensor, num_hosts: int) -> Tensor:
-        """The rows of this group's hosts: [B * N, ...] -> [B * g, ...]."""
-        if self.index is None:
-            return h
-        taken: Tensor = h.unflatten(0, (-1, num_hosts)).index_select(1, self.index).flatten(0, 1)
-        return taken
-
-    def correction(self, h: Tensor, num_hosts: int) -> Tensor:
-        """What the seeds of these hosts add to their features: [B * N, ...] -> [B, g, ...]."""
-        own = self.take(h, num_hosts)
-        x = own.detach() if self.isolated else own
-        delta = self.seed(x).to(h.dtype)
-        u = self._joined(delta, own, x)
-        weight = (len(self.hosts), *(1,) * (u.dim() - 2))
-        heard, learned = self.heard.to(u.dtype).view(weight), self.learned.to(u.dtype).view(weight)
-        if self.any_hidden:
-            weighted: Tensor = _HeardAndLearned.apply(u, heard, learned)  # type: ignore[no-untyped-call]
-            return weighted
-        spoken: Tensor = u * heard
-        return spoken
-
-    def _joined(self, delta: Tensor, own: Tensor, x: Tensor) -> Tensor:
-        """Each host's output in the way it joins, still without its weight: [B, g, ...]."""
-        num = len(self.hosts)
-        delta_Bg = delta.unflatten(0, (-1, num))
-        add, hidden, multiply = self.joins
-        if add == num:
-            return delta_Bg  # type: ignore[no-any-return]
-        own_Bg = own.unflatten(0, (-1, num))
-        slices = [delta_Bg[:, :add]]
-        if hidden > add:
-            slices.append(own_Bg[:, add:hidden].detach() * torch.tanh(delta_Bg[:, add:hidden]))
-        if multiply > hidden:
-            slices.append(own_Bg[:, hidden:multiply] * torch.tanh(delta_Bg[:, hidden:multiply]))
-        if multiply < num:
-            assert self.gate is not None
-            gated = x.unflatten(0, (-1, num))[:, multiply:].flatten(0, 1)
-            gate_Bg = self.gate(gated).to(delta.dtype).unflatten(0, (-1, num - multiply))
-            slices.append(delta_Bg[:, multiply:] * gate_Bg)
-        return torch.cat(slices, dim=1)
-
-
-@final
-class _HeardAndLearned(torch.autograd.Function):
-    """u [B, g, ...] with one weight per host in the value and another in the gradient.
-
-    A hidden seed (value 0, gradient 1) learns as if it were heard; whatever it puts out, infinite or NaN, the value is
-    exactly 0.
-    """
-
-    @staticmethod
-    def forward(u: Tensor, heard: Tensor, learned: Tensor) -> Tensor:
-        """The weighted value."""
-        return torch.where(heard == 0.0, 0.0, u * heard)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401
-        """The gradient's weight is all that is needed."""
-        ctx.learned = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        """The gradient with its own weight."""
-        return grad * ctx.learned, None, None
-
-
-@final
-class _AddAtHosts(torch.autograd.Function):
-    """h [B, N, ...] plus corrections [B, g, ...] at the hosts of each index; one copy for any number of groups."""
-
-    @staticmethod
-    def forward(h: Tensor, indices: tuple[Tensor, ...], *parts: Tensor) -> Tensor:
-        """The sum."""
-        total = h.clone()
-        for index, part in zip(indices, parts, strict=True):
-            total.index_add_(1, index, part)
-        return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
-        """The indices are all that the gradient needs."""
-        ctx.indices = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """The gradient itself, and its rows at each index."""
-        wanted = zip(ctx.indices, ctx.needs_input_grad[2:], strict=True)
-        return grad, None, *(grad.index_select(1, index) if needed else None for index, needed in wanted)
+    def joining(self, h_BN: Tensor) -> Joining:
+        """What the seeds of these hosts put out for the features [B, N, ...] of all hosts."""
+        num, seen = len(self.rows), h_BN.detach() if self.isolated else h_BN
+        x_Bg = seen if self.index is None else seen.index_select(1, self.index)
+        delta_Bg = self.seed(x_Bg.flatten(0, 1)).to(h_BN.dtype).unflatten(0, (-1, num))
+        gate_Bg = None
+        if self.gate is not None:
+            first = next(piece.first for piece in self.pieces if piece.algorithm is Algorithm.GATE)
+            gated = x_Bg if first == 0 else x_Bg[:, first:]
+            gate_Bg = self.gate(gated.flatten(0, 1)).to(h_BN.dtype).unflatten(0, (-1, num - first))
+        return Joining(self.pieces, self.index, x_Bg, delta_Bg, gate_Bg)
 
 
 def apply_groups(groups: list[SlotGroup], h: Tensor, num_hosts: int) -> Tensor:
-    """Features [B * N, ...] of all hosts after a slot: h plus what the seeds of each group add."""
-    parts = [group.correction(h, num_hosts) for group in groups]
+    """Features [B * N, ...] of all hosts after a slot."""
     h_BN = h.unflatten(0, (-1, num_hosts))
-    if len(groups) == 1 and groups[0].index is None:
-        total: Tensor = h_BN + parts[0]
-    else:
-        total = _AddAtHosts.apply(h_BN, tuple(group.index for group in groups), *parts)  # type: ignore[no-untyped-call]
-    joined: Tensor = total.flatten(0, 1)
+    joined: Tensor = join(h_BN, [group.joining(h_BN) for group in groups]).flatten(0, 1)
     return joined
 
 
@@ -245,8 +149,6 @@ def _group(
     """The group of the hosts at `places` of `hosts`, ordered by how they join; `rows` if they learn."""
     who = hosts[places]
     channels = population.points[s].channels
-    hidden, order = structure.alpha[who, s] == 0.0, join_order(structure)[who, s]
-    joins = Joins(*(int((order <= last).sum()) for last in range(3)))
     flat = population.index(who * population.num_slots + s)
     twin = twins.seeds[channels, int(structure.blueprint[who[0], s])]
     running = population.seeds.buffers[flat, : twin.buffers.total]
@@ -256,40 +158,41 @@ def _group(
         start = int(np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0])
         seed = learning(twin, rows.seeds, start, start + len(who), running)
     in_order = len(places) == len(hosts) and bool((np.diff(places) > 0).all())
-    heard = alpha[population.index(who), s]
-    straight = torch.from_numpy(hidden).to(population.device)
+    index = population.index(places)
+    pieces = _pieces(structure, alpha[population.index(who), s], index, who, s)
+    gated = next((piece.first for piece in pieces if piece.algorithm is Algorithm.GATE), len(who))
     return SlotGroup(
-        hosts=who,
-        index=None if in_order else population.index(places),
+        index=None if in_order else index,
         seed=seed,
-        gate=_gates(population, twins.gates[channels], rows, who, s, flat, joins),
+        gate=_gates(population, twins.gates[channels], rows, who[gated:], s, flat[gated:]),
         rows=flat,
-        joins=joins,
-        heard=heard,
-        learned=torch.where(straight, 1.0, heard),
-        any_hidden=bool(hidden.any()),
+        pieces=pieces,
         isolated=population.topology is Topology.CNN,
         running=running,
     )
 
 
+def _pieces(structure: Structure, alpha: Tensor, index: Tensor, who: np.ndarray, s: int) -> tuple[Piece, ...]:
+    """The slices of a group, whose hosts are in the order of `join_order`."""
+    order = join_order(structure)[who, s]
+    lifted = alpha.view(-1, 1, 1, 1)
+    found = []
+    for rank in np.unique(order):
+        first, last = (int(i) for i in np.searchsorted(order, (rank, rank + 1)))
+        algorithm, heard = join_of_rank(int(rank))
+        found.append(Piece(algorithm, heard, first, last, index[first:last], lifted[first:last]))
+    return tuple(found)
+
+
 def _gates(
-    population: Population,
-    twin: StackedTemplate,
-    rows: TrainedRows | None,
-    who: np.ndarray,
-    s: int,
-    flat: Tensor,
-    joins: Joins,
+    population: Population, twin: StackedTemplate, rows: TrainedRows | None, who: np.ndarray, s: int, flat: Tensor
 ) -> Rows | None:
-    """The gates of the last slice of a group; None without one."""
-    count = len(who) - joins.multiply
-    if not count:
+    """The gates of the hosts `who`, whose seeds are the rows `flat`; None for nobody."""
+    if not len(who):
         return None
-    gated = flat[joins.multiply :]
-    buffers = population.gates.buffers[gated, : twin.buffers.total]
+    buffers = population.gates.buffers[flat, : twin.buffers.total]
     if rows is None:
-        return fixed(twin, population.gates.params[gated, : twin.parameters.total], buffers)
-    first_gated = np.flatnonzero((rows.seed_host == who[joins.multiply]) & (rows.seed_slot == s))[0]
+        return fixed(twin, population.gates.params[flat, : twin.parameters.total], buffers)
+    first_gated = np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0]
     first = int(np.flatnonzero(rows.gate_of == first_gated)[0])
-    return learning(twin, rows.gates, first, first + count, buffers)
+    return learning(twin, rows.gates, first, first + len(who), buffers)

@@ -79,11 +79,19 @@ def trained_mask(structure: Structure) -> np.ndarray:
     return learning
 
 
+_JOINS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
+
+
 def join_order(structure: Structure) -> np.ndarray:
-    """[N, S]: how a seed joins its host, as a rank: 0 ADD, 1 MULTIPLY while hidden, 2 MULTIPLY, 3 GATE."""
-    multiplied = np.where(structure.alpha > 0.0, 2, 1)
-    ranks: np.ndarray = np.where(structure.algorithm == Algorithm.MULTIPLY, multiplied, 0)
-    return np.where(structure.algorithm == Algorithm.GATE, 3, ranks)
+    """[N, S]: how a seed joins its host, as a rank: ADD, MULTIPLY, GATE, each hidden first and then heard."""
+    way = np.select([structure.algorithm == Algorithm.MULTIPLY, structure.algorithm == Algorithm.GATE], [1, 2], 0)
+    ranks: np.ndarray = 2 * way + (structure.alpha > 0.0)
+    return ranks
+
+
+def join_of_rank(rank: int) -> tuple[Algorithm, bool]:
+    """The algorithm of a rank, and whether it is heard."""
+    return _JOINS[rank // 2], bool(rank % 2)
 
 
 def begin_training(population: Population, structure: Structure) -> TrainedRows:

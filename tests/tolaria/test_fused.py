@@ -38,7 +38,7 @@ def compare(grow, *, num_envs=3, epochs=2):
     streamed, other = Bench(num_envs), Bench(num_envs)
     for bench in (streamed, other):
         grow(bench)
-    fused = FusedExecutor(other.executor)
+    fused = FusedExecutor(other.executor, measures_together=True)
     for t in range(1, epochs + 1):
         told, want = fused.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots)
         same_pass(told, want)
@@ -86,7 +86,7 @@ def test_one_host_alone_is_the_same_as_among_many():
     alone, many = Bench(1), Bench(6)
     for bench in (alone, many):
         grow(bench)
-        FusedExecutor(bench.executor).train_epoch(1, bench.slots)
+        FusedExecutor(bench.executor, measures_together=True).train_epoch(1, bench.slots)
     torch.testing.assert_close(many.population.host.params[:1], alone.population.host.params, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(many.population.seeds.params[1:2], alone.population.seeds.params[1:2])
 
@@ -97,7 +97,7 @@ def test_measuring_in_small_pieces_changes_no_count(monkeypatch):
     bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
     found = bench.coalitions()
     bench.executor.settle(bench.structure(found))
-    fused = FusedExecutor(bench.executor)
+    fused = FusedExecutor(bench.executor, measures_together=True)
     whole = fused.evaluate(1, bench.slots, found)
     monkeypatch.setattr("esper.tolaria.executors.fused._CHUNK_FLOATS", 1)
     pieces = fused.evaluate(1, bench.slots, found)

@@ -16,6 +16,7 @@ from esper.tasks.datasets import Dataset
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.memory import keep_freed_memory
 from esper.tolaria.runtime import choose_device, host_read
 
 
@@ -26,7 +27,8 @@ def read_floats(metrics: torch.Tensor) -> list[float]:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """Where the run lives, with its number of threads set; raises ConfigError where that device does not exist."""
+    """Where the run lives, with threads and memory of the process set; ConfigError where there is no such device."""
+    keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
     return choose_device(config.device)

@@ -38,9 +38,15 @@ _CHUNK_FLOATS = 2**24
 
 @final
 class FusedExecutor:
-    """N hosts at once. `streamed` owns the population and its data."""
+    """N hosts at once. `streamed` owns the population and its data.
 
-    def __init__(self, streamed: StreamedExecutor) -> None:
+    Measuring is forward passes alone, in which all states of one host just fit into a CPU's cache and those of many
+    hosts do not, so there `streamed` does it; `measures_together` says otherwise.
+    """
+
+    def __init__(self, streamed: StreamedExecutor, *, measures_together: bool | None = None) -> None:
+        on_cpu = streamed.population.device.type == "cpu"
+        self.measures_together = not on_cpu if measures_together is None else measures_together
         self.streamed, self.population = streamed, streamed.population
         self.costs: SeedCosts = streamed.costs
         self.host_params = streamed.host_params
@@ -133,25 +139,17 @@ class FusedExecutor:
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples."""
         s, num_columns = self.streamed, coalitions.sets.shape[1]
-        if self._motley():
+        if not self.measures_together:
             return s.evaluate(t, slots, coalitions)
         sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
         correct, loss_sum, count = self._measure(s.validation(), slots.alpha, sets, num_columns)
         return ValidationPass(accuracy=100.0 * correct / count, loss=loss_sum / count)
 
-    def _motley(self) -> bool:
-        """Whether the seeds are so different that groups hold fewer than two hosts on average.
-
-        Nothing is shared then but the host's own layers, and gathering states costs more than that saves.
-        """
-        structure = self.streamed.structure
-        heard = structure.alpha > 0.0
-        kinds = structure.blueprint * heard.shape[1] + np.arange(heard.shape[1])
-        return 2 * len(np.unique(kinds[heard])) > int(heard.sum())
-
     @torch.no_grad()
     def test(self, slots: SlotState) -> Float[Tensor, " N"]:
         """Each host with its fossilized seeds on the test split."""
+        if not self.measures_together:
+            return self.streamed.test(slots)
         batches, sets = self.streamed.test_batches(), self.streamed.committed_sets()
         correct, _, count = self._measure(batches, slots.alpha, sets, 1)
         return 100.0 * correct[:, 0] / count

@@ -28,8 +28,6 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 from matplotlib.patches import Patch
-from plot_run import BLUE, COOLDOWN, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SAND, STAGES, VIOLET, dress
-from recorded_reward import RecordedReward
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.messages import RewardInputs
@@ -44,6 +42,8 @@ from esper.tamiyo.scripted import canonical_action
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import register_task, task_by_name
+from plot_run import BLUE, COOLDOWN, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SAND, STAGES, VIOLET, dress
+from recorded_reward import RecordedReward
 
 assert _presets
 COLORS = {"shaped": BLUE, "escrow": ORANGE, "basic": SAND, "basic_plus": GREEN, "loss": VIOLET, "objective": RED}

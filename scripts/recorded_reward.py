@@ -24,22 +24,22 @@ class RecordedReward:
         """Names of the columns of a breakdown."""
         return self._reward.terms
 
-    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:
         """Forget what was paid; see `RewardProtocol`."""
         self.paid, self.seen = [], []
         return self._reward.initial_state(n, slots, steps, device)
 
-    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
+    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:
         """Pay one step and remember it."""
         paid, state = self._reward.step(inputs, state)
         self.paid.append(paid.breakdown.to(torch.float64))
         self.seen.append(inputs)
         return paid, state
 
-    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
+    def rollback_reward(self, state: Any) -> Tensor:
         """See `RewardProtocol`."""
         return self._reward.rollback_reward(state)
 
-    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
+    def reset_hosts(self, state: Any, mask: Tensor) -> Any:
         """See `RewardProtocol`."""
         return self._reward.reset_hosts(state, mask)

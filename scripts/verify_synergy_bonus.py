@@ -5,8 +5,8 @@
     I       sum of I_ij over j
 
 The first table pays one seed of a pair in mode `shaped` or `escrow`: what was worked out by hand, by `reward_of_row` in
-plain floats, by `compute_reward_batched` for all cases at once. The second one takes the interactions of an additive and
-of a superadditive model (v_i points each, and 0.5 v_i v_j for each pair) through the coalitions that the engine evaluates.
+plain floats, by `compute_reward_batched` for all cases at once. The second one takes the interactions of an additive
+and of a superadditive model (v_i points each, and 0.5 v_i v_j for each pair) through the coalitions of the engine.
 
     python scripts/verify_synergy_bonus.py
     python scripts/verify_synergy_bonus.py --json synergy.json
@@ -25,7 +25,6 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from script_report import write_report
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
@@ -35,6 +34,7 @@ from esper.simic.rewards import REWARD_TERMS, HostRow, RewardConfig, compute_rew
 from esper.simic.rewards.golden import kernel_arguments
 from esper.tolaria.coalitions import derive, enumerate_coalitions
 from esper.tolaria.runtime import choose_device
+from script_report import write_report
 
 FLOAT64, FLOAT32 = 1e-9, 1e-5
 NAN = math.nan

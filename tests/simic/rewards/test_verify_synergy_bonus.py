@@ -98,7 +98,9 @@ def test_interactions_that_forget_the_empty_coalition_are_found(script, monkeypa
 
     def forgetful(coalitions, accuracy):
         told = true(coalitions, accuracy)
-        return replace(told, interactions=told.interactions - accuracy.gather(1, coalitions.all_off[:, None])[..., None])
+        return replace(
+            told, interactions=told.interactions - accuracy.gather(1, coalitions.all_off[:, None])[..., None]
+        )
 
     monkeypatch.setattr(script, "derive", forgetful)
     assert script.main(script.Options(device="cpu")) == 1

@@ -4,8 +4,8 @@ Every number enters the kernel through `RewardConfig.pack()`, in the order of de
 never compiles a new graph. `mode` and `attribution` decide which formulas run and are static.
 """
 
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -34,13 +34,25 @@ def _require(holds: bool, name: str, found: object, expected: str) -> None:
         raise ConfigError(f"{name} is {found}; it must be {expected}.")
 
 
-def _require_finite(prefix: str, config: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is None and name in ("drip_fraction", "rollback_penalty"):
-            continue
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{prefix}.{name} is {value!r}; it must be a finite number.")
+def _require_numbers(prefix: str, config: object) -> None:
+    """Raise ConfigError unless every number of `config` is one that its field can hold."""
+    for f in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, f.name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if f.type is bool:
+            _require(isinstance(value, bool), f"{prefix}.{f.name}", repr(value), "true or false")
+        elif f.type is int:
+            _require(whole, f"{prefix}.{f.name}", repr(value), "a whole number")
+        elif f.type is float or (f.type == float | None and value is not None):
+            # compared, not converted: a whole number may be too large for a float, and NaN is not below anything
+            finite = (whole or isinstance(value, float)) and abs(value) <= sys.float_info.max
+            _require(finite, f"{prefix}.{f.name}", repr(value), "a finite number")
+
+
+def _require_known(prefix: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{prefix}.{name} is not a setting; {nearest(name, known)}")
 
 
 def as_kind(value: Any, kind: object) -> Any:  # noqa: ANN401 -- a value of any setting
@@ -107,7 +119,7 @@ class LossRewardConfig:
     terminal_loss_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_finite("reward.loss", self, LOSS_FIELDS)
+        _require_numbers("reward.loss", self)
         _require(
             self.typical_loss_delta_std > 0, "reward.loss.typical_loss_delta_std", self.typical_loss_delta_std, "> 0"
         )
@@ -208,13 +220,15 @@ class RewardConfig:
     loss: LossRewardConfig = field(default_factory=LossRewardConfig)
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
+        if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ConfigError(
-                f"reward.mode is {self.mode!r}, which no formula is written for; {nearest(self.mode, MODES)}"
+                f"reward.mode is {self.mode!r}, which no formula is written for; {nearest(str(self.mode), MODES)}"
             )
         if self.attribution not in get_args(Attribution):
             raise ConfigError(f"reward.attribution is {self.attribution!r}; it must be 'harmonic' or 'minimum'.")
-        _require_finite("reward", self, WEIGHT_NAMES)
+        if not isinstance(self.loss, LossRewardConfig):
+            raise ConfigError(f"reward.loss is {self.loss!r}; it must be a LossRewardConfig, or in a file a table.")
+        _require_numbers("reward", self)
         for name, holds, expected in self._rules():
             _require(holds, f"reward.{name}", getattr(self, name), expected)
 
@@ -246,10 +260,14 @@ class RewardConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> "RewardConfig":
         """A configuration from names and values, as read from a file; raises ConfigError on an unknown name."""
         kinds = {f.name: f.type for f in fields(cls)}
-        for name in values:
-            if name not in kinds:
-                raise ConfigError(f"reward.{name} is not a setting; {nearest(name, kinds)}")
-        return cls(**{name: as_kind(value, kinds[name]) for name, value in values.items()})
+        _require_known("reward", values, kinds)
+        told = {name: as_kind(value, kinds[name]) for name, value in values.items()}
+        if isinstance(told.get("loss"), Mapping):
+            loss_kinds = {f.name: f.type for f in fields(LossRewardConfig)}
+            _require_known("reward.loss", told["loss"], loss_kinds)
+            own = {name: as_kind(value, loss_kinds[name]) for name, value in told["loss"].items()}
+            told["loss"] = LossRewardConfig(**own)
+        return cls(**told)
 
     def resolved(self, name: str) -> float:
         """The number `name` with the mode's own value in the place of None."""

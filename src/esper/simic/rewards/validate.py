@@ -11,6 +11,7 @@ from torch import Tensor
 from esper.leyline.actions import NUM_OPS
 from esper.leyline.errors import DataError
 from esper.leyline.stages import NUM_STAGE_VALUES
+from esper.simic.rewards.compiled_rewards import check_arguments
 from esper.simic.rewards.config import RewardConfig
 
 _UNUSED_STAGE = 5
@@ -36,7 +37,22 @@ def validate_reward_inputs(
 
     The numbers of `config` were checked when it was made. The kernel itself never raises on data: it pays such rows as
     if what is missing were neutral.
+
+    Raises:
+        DataError: the first kind of row that cannot be paid. ValueError, TypeError: an argument whose shape or dtype
+            does not fit the others, by its name.
     """
+    check_arguments(
+        {
+            "actions": actions, "stages": stages, "previous_stages": previous_stages, "val_accs": val_accs,
+            "has_seed_mask": has_seed_mask, "seed_contributions": seed_contributions,
+            "counterfactual_improvements": counterfactual_improvements, "stable_val_accs": stable_val_accs,
+            "committed_accs": committed_accs, "drip_scales": drip_scales, "drip_contributions": drip_contributions,
+        }
+    )  # fmt: skip
+    _require_like("last_step", last_step, actions)
+    if drip_scales is not None and drip_contributions is not None:
+        _require_like("drip_contributions", drip_contributions, drip_scales)
     missing = torch.full_like(val_accs, torch.nan)
     given = {
         "gate_signal": counterfactual_improvements,
@@ -77,6 +93,11 @@ def _problems(
         yield ~known["stable"], "has no stable accuracy, which mode 'escrow' needs"
     if config.mode in ("sparse", "minimal", "objective"):
         yield last_step & ~known["committed"], f"ends without a committed accuracy, which mode {config.mode!r} pays"
+
+
+def _require_like(name: str, value: Tensor, like: Tensor) -> None:
+    if value.shape != like.shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {tuple(like.shape)}, one row per host.")
 
 
 def _raise_at(marked_N: Tensor, problem: str) -> None:

@@ -1,0 +1,272 @@
+"""One picture of what every reward term pays over one scripted episode.
+
+python scripts/plot_reward_terms.py docs/reward_terms.png
+
++------------------------------------+
+| accuracy                           |     what the host can do, with all seeds and with fossils alone
+| slots                              |     stages of the seeds, and the operations
++--------+--------+--------+---------+
+| term   | term   | term   | term    |     what each term pays, step by step, in the modes that have it
++--------+--------+--------+---------+
+
+The episode is the same for every mode; the inputs of its rewards are recorded once and paid by each of them.
+"""
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
+from matplotlib.patches import Patch
+
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.messages import RewardInputs
+from esper.leyline.stages import SeedStage
+from esper.simic.rewards import REWARD_TERMS, RewardConfig, make_reward
+from esper.simic.scripted_client import ScriptedClient
+from esper.simic.training.build import engine_of
+from esper.simic.training.presets import resolve
+from esper.tamiyo.baselines import scheduled
+from esper.tamiyo.schedules import Schedule
+from esper.tamiyo.scripted import canonical_action
+from esper.tasks import null
+from esper.tasks import presets as _presets  # registers the built-in tasks
+from esper.tasks.registry import register_task, task_by_name
+from plot_run import BLUE, COOLDOWN, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SAND, STAGES, VIOLET, dress
+from recorded_reward import RecordedReward
+
+assert _presets
+COLORS = {"shaped": BLUE, "escrow": ORANGE, "basic": SAND, "basic_plus": GREEN, "loss": VIOLET, "objective": RED}
+"""Modes that are drawn. `sparse`, `minimal` and `simplified` have no term of their own that is paid here."""
+FEW = 2
+"""A term that is paid in no more steps is drawn as stems."""
+COLUMNS, WIDE = 4, ("attribution", "potential", "action", "rent")
+"""Panels in a row; these terms take the place of two."""
+_OP = LifecycleOp
+
+
+def episode() -> Schedule:
+    """A harmful seed, pruned; a good one, held and fossilized; a second good one, held; a third, too late to blend."""
+    good, bad = null.BLUEPRINTS[null.BEST_BLUEPRINT].index, null.BLUEPRINTS["conv_small"].index
+    rows = (
+        (1, canonical_action(_OP.GERMINATE, slot=0, blueprint=bad)),
+        (19, canonical_action(_OP.PRUNE, slot=0)),
+        (26, canonical_action(_OP.GERMINATE, slot=0, blueprint=good)),
+        (37, canonical_action(_OP.GERMINATE, slot=1, blueprint=good)),
+        (53, canonical_action(_OP.FOSSILIZE, slot=0)),
+        (54, canonical_action(_OP.GERMINATE, slot=2, blueprint=good)),
+        (57, canonical_action(_OP.SET_ALPHA_TARGET, slot=1)),
+    )
+    return Schedule.from_rows("one of each", 1, rows)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One host: what its rewards saw in each step, and what each mode paid for it, [T, M] by mode."""
+
+    seen: Sequence[RewardInputs]
+    paid: Mapping[str, np.ndarray]
+
+    def column(self, name: str) -> np.ndarray:
+        """A number of the host, step by step."""
+        return np.array([getattr(inputs.hosts, name)[0].item() for inputs in self.seen])
+
+    def term(self, mode: str, name: str) -> np.ndarray:
+        """What a term pays in a mode, step by step."""
+        values: np.ndarray = self.paid[mode][:, REWARD_TERMS.index(name)]
+        return values
+
+
+def play() -> Episode:
+    """The episode on the scripted task with interactions, paid by every mode.
+
+    `basic_plus` also needs what fossils contribute, which other modes do not have measured: it plays by itself.
+    """
+    paid: dict[str, np.ndarray] = {}
+    seen = _play("shaped", paid)
+    _play("basic_plus", paid)
+    for mode in (mode for mode in COLORS if mode not in paid):
+        config = resolve({"task": "null_pairs", "reward": {"mode": mode}}).reward
+        paid[mode] = _pay(seen, config)
+    return Episode(seen, paid)
+
+
+def _play(mode: str, paid: dict[str, np.ndarray]) -> Sequence[RewardInputs]:
+    config = resolve({"task": "null_pairs", "preset": "small", "num_envs": 1, "reward": {"mode": mode}})
+    engine = engine_of(config, None, torch.device("cpu"))
+    reward = RecordedReward(make_reward(mode, config.reward))
+    client = ScriptedClient(scheduled(episode(), engine.spec), reward)
+    engine.reset(client, episode=0)
+    engine.rollout(client)
+    paid[mode] = torch.stack(reward.paid)[:, 0].numpy()
+    return reward.seen
+
+
+def _pay(seen: Sequence[RewardInputs], config: RewardConfig) -> np.ndarray:
+    """What another mode would have paid for the same episode."""
+    reward = make_reward(config.mode, config)
+    state = reward.initial_state(1, seen[0].slots.stage.shape[1], len(seen), torch.device("cpu"))
+    rows = []
+    for inputs in seen:
+        paid, state = reward.step(inputs, state)
+        rows.append(paid.breakdown[0])
+    values: np.ndarray = torch.stack(rows).to(torch.float64).numpy()
+    return values
+
+
+def accuracy(ax: Axes, told: Episode) -> None:
+    """What the host can do."""
+    steps = np.arange(1, len(told.seen) + 1)
+    dress(ax, "Accuracy", "validation, %; the host alone would follow the grey line")
+    ax.plot(steps, [null.host_accuracy(t) for t in steps], color="#c3ccd4", linewidth=2.2)
+    ax.plot(steps, told.column("val_acc"), color=BLUE, linewidth=2.2)
+    ax.plot(steps, told.column("committed_acc"), color=ORANGE, linewidth=2.2, linestyle=(0, (4, 2)))
+    handles = [Line2D([], [], color=BLUE, linewidth=2.2), Line2D([], [], color=ORANGE, linewidth=2.2)]
+    ax.legend(handles, ["with all live seeds", "with fossilized seeds only"], loc="lower right", frameon=False,
+              fontsize=9, labelcolor=INK)  # fmt: skip
+    ax.set_xlim(0.5, len(told.seen) + 0.5)
+    ax.set_xticks(range(10, len(told.seen) + 1, 10))
+
+
+def slots(ax: Axes, told: Episode) -> None:
+    """Stages of the slots as the reward sees them (before the operation of the step), and the operations."""
+    dress(ax, "Slots", "stages before the operation of each step; marks are operations that took effect")
+    ax.grid(visible=False)
+    for t, inputs in enumerate(told.seen, start=1):
+        for slot, stage in enumerate(inputs.slots.stage[0].tolist()):
+            color = STAGES.get(SeedStage(stage).name, "#f3f5f7")
+            ax.barh(slot, 1.02, left=t - 0.5, height=0.72, color=color)
+        op = _OP(int(inputs.ops[0]))
+        if op != _OP.WAIT and bool(inputs.success[0]):
+            ax.plot(t, int(inputs.target[0]), marker="o", markersize=9, color=OPERATIONS[op.name],
+                    markeredgecolor="white", markeredgewidth=1.6)  # fmt: skip
+    ax.set_yticks(range(told.seen[0].slots.stage.shape[1]))
+    ax.set_yticklabels([f"slot {i}" for i in range(told.seen[0].slots.stage.shape[1])])
+    ax.invert_yaxis()
+    ax.set_xlim(0.5, len(told.seen) + 0.5)
+    ax.set_xticks(range(10, len(told.seen) + 1, 10))
+    stages = [Patch(color=c, label=n.lower()) for n, c in STAGES.items() if n not in (*COOLDOWN, "GERMINATED")]
+    stages += [Patch(color=STAGES["PRUNED"], label="cooling down")]
+    marks = [
+        Line2D([], [], color=color, marker="o", markersize=8, linestyle="", label=name.lower().replace("_", " "))
+        for name, color in OPERATIONS.items()
+        if name != "ADVANCE"
+    ]
+    ax.legend(handles=[*stages, *marks], loc="lower right", bbox_to_anchor=(1.0, 1.12), ncols=9, frameon=False,
+              fontsize=9, labelcolor=INK, handlelength=1.0, columnspacing=1.2)  # fmt: skip
+
+
+def groups(told: Episode, name: str) -> dict[tuple[str, ...], np.ndarray]:
+    """The series of a term that are not all zero; modes that pay the same share one."""
+    found: dict[tuple[str, ...], np.ndarray] = {}
+    for mode in COLORS:
+        series = told.term(mode, name)
+        if not series.any():
+            continue
+        same = next((modes for modes, other in found.items() if np.allclose(series, other, atol=1e-6)), ())
+        found.pop(same, None)
+        found[(*same, mode)] = series
+    return found
+
+
+def term(ax: Axes, told: Episode, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
+    """What one term pays, step by step."""
+    dress(ax, name, "")
+    ax.title.set_fontfamily("DejaVu Sans Mono")
+    steps = np.arange(1, len(told.seen) + 1)
+    ax.axhline(0.0, color=FAINT, linewidth=0.8)
+    for paying, series in modes.items():
+        color, paid = COLORS[paying[0]], np.flatnonzero(series)
+        if len(paid) <= FEW:
+            ax.vlines(steps[paid], 0.0, series[paid], color=color, linewidth=2.2)
+            ax.plot(steps[paid], series[paid], "o", color=color, markersize=5)
+        else:
+            ax.step(steps, series, where="mid", color=color, linewidth=1.7)
+            ax.fill_between(steps, 0.0, series, step="mid", color=color, alpha=0.12, linewidth=0)
+    name_modes(ax, modes)
+    ax.set_xlim(0.5, len(told.seen) + 1.5)
+    ax.set_xticks(range(10, len(told.seen) + 1, 10))
+    ax.margins(y=0.12)
+
+
+def last_step(ax: Axes, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
+    """What a term pays that several modes pay in the last step only: one bar per mode."""
+    dress(ax, name, "in the last step")
+    ax.title.set_fontfamily("DejaVu Sans Mono")
+    values = [series[-1] for series in modes.values()]
+    ax.barh(range(len(modes)), values, color=[COLORS[paying[0]] for paying in modes], height=0.55)
+    for place, (paying, value) in enumerate(zip(modes, values, strict=True)):
+        label = f"{', '.join(paying)}  {value:.3g}"
+        ax.text(max(value, 0.0) + 0.06, place, label, va="center", fontsize=9, color=INK)
+    ax.grid(visible=False)
+    ax.set_yticks([])
+    ax.set_xlim(0.0, 1.75 * max(values))
+    ax.invert_yaxis()
+
+
+def name_modes(ax: Axes, modes: Iterable[tuple[str, ...]]) -> None:
+    """Names of the modes in their colours, below the heading."""
+    names = [
+        TextArea(", ".join(paying), textprops={"color": COLORS[paying[0]], "fontsize": 9, "fontweight": "bold"})
+        for paying in modes
+    ]
+    row = HPacker(children=names, pad=0, sep=12)
+    ax.add_artist(AnchoredOffsetbox(loc="lower left", child=row, frameon=False, borderpad=0, pad=0,
+                                    bbox_to_anchor=(0.0, 1.035), bbox_transform=ax.transAxes))  # fmt: skip
+
+
+def picture(told: Episode, target: Path) -> None:
+    """Draw all panels into a PNG file."""
+    plt.rcParams["font.family"] = "DejaVu Sans"
+    panels = {name: found for name in REWARD_TERMS if (found := groups(told, name))}
+    wide = [name for name in WIDE if name in panels]
+    order = [*wide, *(name for name in panels if name not in wide)]
+    cells = sum(2 if name in wide else 1 for name in order)
+    rows = -(-cells // COLUMNS)
+    figure = plt.figure(figsize=(16.0, 6.4 + 2.2 * rows), facecolor="white")
+    height = figure.get_figheight()
+    grid = figure.add_gridspec(2 + rows, COLUMNS, height_ratios=(1.5, 0.85, *[1.0] * rows), hspace=0.75, wspace=0.2,
+                               left=0.05, right=0.985, top=1 - 1.4 / height, bottom=0.35 / height)  # fmt: skip
+    figure.suptitle("What every reward term pays over one episode", x=0.05, y=1 - 0.3 / height, ha="left",
+                    fontsize=17, color=INK, fontweight="bold")  # fmt: skip
+    nothing = [name for name in REWARD_TERMS if name not in panels]
+    figure.text(0.05, 1 - 0.78 / height, f"scripted task, one host, {len(told.seen)} steps; the same episode paid by "
+                f"each mode. Never paid here: {', '.join(nothing)}.", fontsize=11, color=FAINT)  # fmt: skip
+    accuracy(figure.add_subplot(grid[0, :]), told)
+    slots(figure.add_subplot(grid[1, :]), told)
+    place = 0
+    for name in order:
+        width = 2 if name in wide else 1
+        row, column = divmod(place, COLUMNS)
+        ax, modes = figure.add_subplot(grid[2 + row, column : column + width]), panels[name]
+        if len(modes) > 1 and all(np.flatnonzero(series).tolist() == [len(series) - 1] for series in modes.values()):
+            last_step(ax, name, modes)
+        else:
+            term(ax, told, name, modes)
+        place += width
+    figure.savefig(target, dpi=100)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Read the arguments and draw."""
+    parser = argparse.ArgumentParser(description="Draw what every reward term pays over one scripted episode.")
+    parser.add_argument("target", type=Path, help="the PNG file to write")
+    target = parser.parse_args().target
+    pairs = null.NullSpec(interaction=0.05)
+    register_task(replace(task_by_name("null"), name="null_pairs", script=pairs))
+    picture(play(), target)
+
+
+if __name__ == "__main__":
+    main()

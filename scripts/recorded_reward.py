@@ -1,0 +1,45 @@
+"""A reward that remembers what it paid, for scripts that explain an episode."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from esper.leyline.messages import RewardInputs, RewardOutput
+from esper.leyline.protocols import RewardProtocol
+
+
+@final
+class RecordedReward:
+    """Any reward; `paid` holds the breakdown [N, M] of every step, `seen` the inputs."""
+
+    def __init__(self, reward: RewardProtocol[Any]) -> None:
+        self._reward = reward
+        self.paid: list[Tensor] = []
+        self.seen: list[RewardInputs] = []
+
+    @property
+    def terms(self) -> Sequence[str]:
+        """Names of the columns of a breakdown."""
+        return self._reward.terms
+
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:
+        """Forget what was paid; see `RewardProtocol`."""
+        self.paid, self.seen = [], []
+        return self._reward.initial_state(n, slots, steps, device)
+
+    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:
+        """Pay one step and remember it."""
+        paid, state = self._reward.step(inputs, state)
+        self.paid.append(paid.breakdown.to(torch.float64))
+        self.seen.append(inputs)
+        return paid, state
+
+    def rollback_reward(self, state: Any) -> Tensor:
+        """See `RewardProtocol`."""
+        return self._reward.rollback_reward(state)
+
+    def reset_hosts(self, state: Any, mask: Tensor) -> Any:
+        """See `RewardProtocol`."""
+        return self._reward.reset_hosts(state, mask)

@@ -1,0 +1,76 @@
+"""docs/rewards.md: its example as a user runs it, its picture, and that it leaves nothing out."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contracts import check_reward
+from esper.simic.rewards import MODES, REWARD_TERMS, RewardConfig, make_reward
+from esper.simic.training.plugins import load_plugins
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "rewards.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    """A command in a process of its own; `esper` is found wherever the tests found it."""
+    source = str(ROOT / "src")
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_example_runs_from_the_command_line_as_it_stands(tmp_path):
+    (language, plugin), (shell, commands) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    assert (language, shell) == ("python", "bash")
+    (tmp_path / "committed_gain.py").write_text(plugin, encoding="utf-8")
+    train, evaluate = (shlex.split(line)[1:] for line in commands.splitlines())
+    for words in ([*train, "--num-envs", "4"], [*evaluate, "--num-envs", "4"]):
+        done = run([sys.executable, "-c", "import sys; from esper.cli import main; sys.exit(main())", *words], tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "runs" / "committed" / "summary.json").read_text())
+    assert summary["reward"] == "committed_gain"
+    (line,) = (tmp_path / "runs" / "committed" / "metrics.jsonl").read_text().splitlines()
+    # gains of the committed accuracy add up to it; the price of a seed is 0.05 a step
+    assert 0.0 < json.loads(line)["mean_return"] <= json.loads(line)["committed_accuracy_mean"]
+
+
+def test_the_example_keeps_the_contract_of_rewards(tmp_path):
+    path = tmp_path / "committed_gain.py"
+    path.write_text(BLOCK.findall(PAGE.read_text(encoding="utf-8"))[0][1], encoding="utf-8")
+    load_plugins([str(path)])
+    check_reward(make_reward("committed_gain", RewardConfig(seed_occupancy_cost=0.05)))
+
+
+def test_every_mode_and_every_term_is_explained():
+    text = PAGE.read_text(encoding="utf-8")
+    assert [mode for mode in MODES if f"| `{mode}` |" not in text] == []
+    assert [term for term in REWARD_TERMS if f"`{term}`" not in text] == []
+
+
+def test_links_of_the_page_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE.read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn_by_the_command_that_the_page_names(tmp_path):
+    done = run([sys.executable, str(ROOT / "scripts" / "plot_reward_terms.py"), "terms.png"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    picture = (tmp_path / "terms.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(picture) > 50_000

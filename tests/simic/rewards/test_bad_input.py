@@ -1,0 +1,144 @@
+"""What a user can get wrong about rewards, in a process without checked annotations, as users run it.
+
+In this process the annotations themselves would refuse most of it, in words that no user ever sees.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import json, sys, torch
+from esper.simic.rewards import (LossRewardConfig, RewardConfig, compute_reward_batched, make_reward, register_reward,
+                                 validate_reward_inputs)
+from esper.simic.training.presets import resolve
+
+def columns(**changes):
+    two, none = torch.zeros(2, dtype=torch.int64), torch.full((2,), torch.nan)
+    return {"actions": two, "stages": two + 3, "previous_stages": two + 2, "val_accs": torch.full((2,), 50.0),
+            "has_seed_mask": torch.ones(2, dtype=torch.bool), "seed_contributions": none,
+            "last_step": torch.zeros(2, dtype=torch.bool), "counterfactual_improvements": none,
+            "stable_val_accs": none + 0, "committed_accs": none, "drip_scales": torch.zeros(2, 3),
+            "drip_contributions": torch.full((2, 3), torch.nan)} | changes
+
+def check(mode="shaped", **changes):
+    validate_reward_inputs(RewardConfig(mode=mode), **columns(**changes))
+
+def kernel(mode="shaped", **changes):
+    two, x = torch.zeros(2, dtype=torch.int64), torch.full((2,), 50.0)
+    given = {"actions": two, "seed_contributions": x, "val_accs": x, "acc_deltas": x, "stages": two + 3,
+             "has_seed_mask": torch.ones(2, dtype=torch.bool), "total_improvements": x, "epochs_in_stage": two,
+             "seed_ages": two, "previous_stages": two, "previous_epochs": two, "epoch": 3, "max_epochs": 9,
+             "config_weights": RewardConfig().pack()}
+    compute_reward_batched(**(given | changes), mode=mode)
+
+def told(**reward):
+    resolve({"task": "null", "reward": reward})
+
+def outcome(source):
+    try:
+        exec(source)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
+
+print(json.dumps([outcome(source) for source in json.load(sys.stdin)]))
+"""
+
+FINITE = "it must be a finite number."
+CONFIG, DATA, SHAPE, KIND = "ConfigError", "DataError", "ValueError", "TypeError"
+CASES = {
+    # unknown names
+    "RewardConfig(mode='shapd')": (CONFIG, "reward.mode is 'shapd'", "did you mean 'shaped'?"),
+    "RewardConfig(mode=3)": (CONFIG, "reward.mode is 3", "Known names: basic,"),
+    "RewardConfig(mode=['shaped'])": (CONFIG, "reward.mode is ['shaped']", "Known names: basic,"),
+    "told(mode='shapd')": (CONFIG, "unknown reward 'shapd'", "did you mean 'shaped'?"),
+    "make_reward('shapd')": ("RegistryError", "no reward is named 'shapd'", "did you mean 'shaped'?"),
+    "make_reward('sparse', RewardConfig())": (CONFIG, "reward 'sparse' was given", "config.with_mode('sparse')"),
+    "register_reward('sparse')": ("RegistryError", "'sparse' is registered already", "choose another name"),
+    "RewardConfig(attribution='mean')": (CONFIG, "reward.attribution is 'mean'", "'harmonic' or 'minimum'"),
+    "told(max_rents=1.0)": (CONFIG, "unknown key reward.max_rents", "did you mean 'max_rent'"),
+    "RewardConfig.from_mapping({'max_rents': 1})": (CONFIG, "reward.max_rents is not", "did you mean 'max_rent'?"),
+    "told(loss={'target': 1.0})": (CONFIG, "unknown key reward.loss.target", "target_loss"),
+    "RewardConfig.from_mapping({'loss': {'target': 1}})": (CONFIG, "reward.loss.target is not", "'target_loss'"),
+    # numbers that are none, or of the wrong kind
+    "RewardConfig(max_rent=float('nan'))": (CONFIG, "reward.max_rent is nan", FINITE),
+    "RewardConfig(max_rent=float('-inf'))": (CONFIG, "reward.max_rent is -inf", FINITE),
+    "RewardConfig(max_rent=10**400)": (CONFIG, "reward.max_rent is 1000", FINITE),
+    "RewardConfig(max_rent='1')": (CONFIG, "reward.max_rent is '1'", FINITE),
+    "RewardConfig(max_rent=True)": (CONFIG, "reward.max_rent is True", FINITE),
+    "RewardConfig(max_rent=None)": (CONFIG, "reward.max_rent is None", FINITE),
+    "RewardConfig(drip_fraction='most')": (CONFIG, "reward.drip_fraction is 'most'", FINITE),
+    "RewardConfig(rollback_penalty=float('nan'))": (CONFIG, "reward.rollback_penalty is nan", FINITE),
+    "RewardConfig(free_slots=1.5)": (CONFIG, "reward.free_slots is 1.5", "it must be a whole number."),
+    "RewardConfig(min_drip_epochs=True)": (CONFIG, "reward.min_drip_epochs is True", "it must be a whole number."),
+    "RewardConfig(disable_pbrs=1)": (CONFIG, "reward.disable_pbrs is 1", "it must be true or false."),
+    "LossRewardConfig(target_loss=float('inf'))": (CONFIG, "reward.loss.target_loss is inf", FINITE),
+    "LossRewardConfig(grace_epochs=2.5)": (CONFIG, "reward.loss.grace_epochs is 2.5", "a whole number."),
+    "RewardConfig(loss=None)": (CONFIG, "reward.loss is None", "a LossRewardConfig"),
+    "told(max_rent=float('nan'))": (CONFIG, "reward.max_rent is nan", FINITE),
+    "told(max_rent='1')": (CONFIG, 'reward.max_rent is "1"', "it must be a number."),
+    # numbers that cannot be
+    "RewardConfig(gamma=0.99)": (CONFIG, "reward.gamma is 0.99", "0.995, the discount the learner uses"),
+    "told(gamma=0.99)": (CONFIG, "reward.gamma is 0.99", "0.995, the discount the learner uses"),
+    "resolve({'task': 'null', 'ppo': {'gamma': 0.99}})": (CONFIG, "ppo.gamma is 0.99", "leave ppo.gamma out"),
+    "RewardConfig(rent_host_params_floor=0.999)": (CONFIG, "reward.rent_host_params_floor is 0.999", ">= 1"),
+    "told(rent_host_params_floor=0)": (CONFIG, "reward.rent_host_params_floor is 0", ">= 1"),
+    # rows
+    "check(stages=torch.tensor([3, 5]))": (DATA, "row 1 has a stage that does not exist", "0 to 10 without 5"),
+    "check(previous_stages=torch.tensor([5, 2]))": (DATA, "row 0 has a previous stage", "0 to 10 without 5"),
+    "check(mode='loss', stages=torch.tensor([3, 11]))": (DATA, "row 1 has a stage", "0 to 10 without 5"),
+    "check(actions=torch.tensor([6, 0]))": (DATA, "row 0 has an operation outside 0 to 5", ""),
+    "check(mode='escrow')": (DATA, "row 0 has no stable accuracy", "mode 'escrow' needs"),
+    # shapes and kinds of columns
+    "check(stages=torch.tensor([3]))": (SHAPE, "stages has shape (1,)", "it must be (2,)"),
+    "check(val_accs=torch.zeros(2, 1))": (SHAPE, "val_accs has shape (2, 1)", "it must be (2,)"),
+    "check(last_step=torch.zeros(3, dtype=torch.bool))": (SHAPE, "last_step has shape (3,)", "it must be (2,)"),
+    "check(committed_accs=torch.zeros(3))": (SHAPE, "committed_accs has shape (3,)", "it must be (2,)"),
+    "check(drip_contributions=torch.zeros(2, 1))": (SHAPE, "drip_contributions has shape (2, 1)", "must be (2, 3)"),
+    "check(stages=torch.zeros(2))": (KIND, "stages is torch.float32", "it must be torch.int64"),
+    "kernel(val_accs=torch.zeros(3))": (SHAPE, "val_accs has shape (3,)", "it must be (2,)"),
+    "kernel(drip_scales=torch.zeros(3, 2))": (SHAPE, "drip_scales has shape (3, 2)", "it must be (2, S)"),
+    "kernel(seed_ages=torch.zeros(2))": (KIND, "seed_ages is torch.float32", "it must be torch.int64"),
+    "kernel(config_weights=LossRewardConfig().pack())": (SHAPE, "config_weights is", "mode 'shaped' takes float64"),
+    "kernel(mode='shapd')": (CONFIG, "reward mode 'shapd' has no formula", "did you mean 'shaped'?"),
+}
+SOUND = (
+    "RewardConfig(max_rent=2)",
+    "RewardConfig.from_mapping({'loss': {'target_loss': 1}, 'max_rent': 2, 'drip_fraction': 1, 'mode': 'basic_plus'})",
+    "told(rent_host_params_floor=1)",
+    "told(mode='loss', loss={'target_loss': 1})",
+    "make_reward('escrow', RewardConfig(mode='escrow', rollback_penalty=None))",
+    "check()",
+    "check(drip_scales=None, drip_contributions=None)",
+    "kernel()",
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[str]]:
+    """What each of them ends with: the name of the error, and its message."""
+    sources = [*CASES, *SOUND]
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE], input=json.dumps(sources), env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(sources, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("source", CASES)
+def test_a_mistake_is_refused_with_the_name_of_the_field_and_what_it_must_be(outcomes, source):
+    error, found, expected = CASES[source]
+    name, message = outcomes[source]
+    assert name == error, message
+    assert found in message
+    assert expected in message
+
+
+@pytest.mark.parametrize("source", SOUND)
+def test_what_is_sound_is_not_refused(outcomes, source):
+    assert outcomes[source] == ["nothing", ""]

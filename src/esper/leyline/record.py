@@ -59,7 +59,16 @@ def lift(mask: Tensor, like: Tensor) -> Tensor:
 
 def where(mask: Tensor, yes: R, no: R) -> R:
     """Take the record `yes` on the rows that `mask` marks and `no` on the others; what both share costs nothing."""
-    return tree_map(lambda a, b: a if a is b else torch.where(lift(mask, a), a, b), yes, no)
+    whole: dict[torch.Size, Tensor] = {}  # masks that were expanded once are read faster than ones that repeat
+
+    def choose(a: Tensor, b: Tensor) -> Tensor:
+        if a is b:
+            return a
+        if a.shape not in whole:
+            whole[a.shape] = lift(mask, a).expand(a.shape).contiguous()
+        return torch.where(whole[a.shape], a, b)
+
+    return tree_map(choose, yes, no)
 
 
 def row(rec: R, index: int) -> R:

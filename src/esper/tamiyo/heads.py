@@ -202,7 +202,7 @@ def _relative(logits: Tensor, mask: Tensor) -> _Relative:
 
     A smaller weight exp(x) would not be seen beside the largest, and exponentials that underflow are slow on CPUs.
     """
-    masked = torch.where(mask, logits, MASKED_LOGIT)
+    masked = logits.masked_fill(~mask, MASKED_LOGIT)
     top = masked.detach().amax(dim=-1, keepdim=True)
     return _Relative(logits=(masked - top).clamp(min=MIN_RELATIVE), top=top)
 

@@ -2,8 +2,8 @@
 
 Imported only where the tensors lie on a CUDA device and Triton is installed.
 
-    [T, N]   step T-1   h0 h1 h2 ...        one lane walks the steps of one host from the last to the first; neighbouring
-             step T-2   h0 h1 h2 ...        lanes read neighbouring hosts, so every load is one run of memory
+    [T, N]   step T-1   h0 h1 h2 ...    one lane walks the steps of one host from the last to the first;
+             step T-2   h0 h1 h2 ...    neighbouring lanes read neighbouring hosts, so every load is one run of memory
 
 Shape legend: N = hosts, T = steps.
 """
@@ -18,7 +18,7 @@ _LANES = 128
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _walk(numbers, flags, discount, decay, out, num_hosts, num_steps, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _walk(numbers, flags, discount, decay, out, num_hosts, num_steps, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """`numbers` [3, T, N]: rewards, values, bootstrap values. `flags` [3, T, N]: terminal, truncated, valid."""
     host = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = host < num_hosts

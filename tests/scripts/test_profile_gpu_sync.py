@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 import profile_gpu_sync as script
@@ -24,6 +25,12 @@ def test_the_number_of_reads_does_not_depend_on_the_number_of_hosts():
     for hosts in (2, 64):
         scopes = script.count(Options(**{**TINY, "task": "null", "hosts": hosts}))
         assert [set(scope.intended) for scope in scopes] == [{1}, {1}, {1}]
+
+
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
+def test_no_executor_reads_the_device_by_itself(executor):
+    options = Options(**{**TINY, "hosts": 3, "steps": 8, "setting": f"{FAST},executor={executor}"})
+    assert complaints(script.count(options), ()) == []
 
 
 def test_a_budget_that_is_exceeded_fails(capsys):

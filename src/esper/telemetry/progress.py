@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_REFRESH = 4.0
+_REFRESH = 1.0  # a second: drawing the page takes milliseconds of the interpreter that the run needs
 _WIDE, _NARROW = 140, 100
 PLAIN_INTERVAL = 30.0
 """Seconds after which a round that is not done yet is worth a plain line."""

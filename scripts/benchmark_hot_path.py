@@ -62,7 +62,7 @@ class Options:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     quick: bool = False
-    """Two rounds of 2 hosts x 6 steps."""
+    """Two rounds of 2 hosts x 4 steps."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_eps: float = 0.0
@@ -225,7 +225,7 @@ def baseline_of(path: Path, options: Options) -> dict[str, float]:
 def main(options: Options) -> int:
     """Measure, print, compare with the limits; returns the exit code."""
     if options.quick:
-        options = replace(options, hosts=2, steps=6, rounds=2)
+        options = replace(options, hosts=2, steps=4, rounds=2)
     try:
         torch.set_num_threads(options.threads)
         device = choose_device(options.device)

@@ -132,7 +132,10 @@ MEASUREMENTS = (
     ),
     Measurement(
         "Rounds of 32x32 images, 2 hosts x 6 steps",
-        ("scripts/benchmark_hot_path.py", "--quick", "--compare", "executor=streamed", "executor=fused"),
+        (
+            "scripts/benchmark_hot_path.py",
+            *("--hosts", "2", "--steps", "6", "--rounds", "2", "--compare", "executor=streamed", "executor=fused"),
+        ),
         rounds,
     ),
     Measurement(

@@ -4,6 +4,7 @@
 #   make train ARGS="--rounds 2"      options of `esper train` follow in ARGS
 #   make test                         the default tests
 #   make check                        format, lint, types, import order
+#   make bench                        measure everything in short, and write it into docs/benchmarks.md
 #   make PYTHON=python3.12 setup      another interpreter
 
 PYTHON ?= python3
@@ -46,4 +47,4 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/null_control_step.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/write_benchmarks.py $(ARGS)

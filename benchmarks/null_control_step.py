@@ -12,10 +12,8 @@ them alike; the ratio is the median over repetitions of the ratio within each.
 """
 
 import json
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +27,9 @@ from esper.simic.client import SimicClient
 from esper.simic.training.build import device_of, engine_of, learner_of
 from esper.simic.training.presets import resolve
 from esper.tasks import presets as _presets  # registers the built-in tasks
+from esper.telemetry.machine import environment
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.runtime import choose_device
 
 assert _presets
 
@@ -118,29 +118,18 @@ def measure(options: Options, threads: int) -> list[Row]:
     ]
 
 
-def environment(options: Options) -> dict[str, str]:
+def where_and_how(options: Options) -> dict[str, str | int]:
     """Where the numbers come from."""
-    device = torch.device(options.device)
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "settings": f"task null, preset small, reward objective, {options.episode_length} steps per episode, "
-        f"{options.repetitions} repetitions",
-    }
+    settings = (
+        f"task null, preset small, reward objective, {options.episode_length} steps per episode, "
+        f"{options.repetitions} repetitions"
+    )
+    return {**environment(choose_device(options.device)), "settings": settings}
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(names) or '?'} cores"
-
-
-def shown(rows: Sequence[Row], where: dict[str, str]) -> Table:
+def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
     """The rows as a table."""
-    page = Table(title="control step of the null task", caption=", ".join(where.values()))
+    page = Table(title="control step of the null task", caption=", ".join(map(str, where.values())))
     for column in ("threads", "hosts", "steps/s", "env-steps/s", "ms/step", "best", "ratio"):
         page.add_column(column, justify="right")
     for row in rows:
@@ -173,7 +162,7 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
 def main(options: Options) -> int:
     """Measure, print, compare with the limits; returns the exit code."""
     rows: list[Row] = []
-    where = environment(options)
+    where = where_and_how(options)
     for threads in options.threads:
         rows += measure(options, threads)
     Console(width=120).print(shown(rows, where))

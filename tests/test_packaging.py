@@ -12,13 +12,24 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
 MAX_FILE, MAX_FUNCTION = 350, 60
 
-READS = re.compile(r"\.(?:item|tolist|cpu|numpy)\(\)|(?<!\w)(?:\w+\.)?(?:flat)?nonzero\(")
+READS = re.compile(
+    "|".join(
+        (
+            r"\.(?:item|tolist|cpu|numpy|unique|masked_select)\(\)",
+            r"(?<!\w)(?:\w+\.)?(?:flat)?nonzero\(",
+            r"\.to\((?:device=)?['\"]cpu",
+            r"\bsynchronize\(",
+            r"\btorch\.(?:equal|allclose|unique|masked_select|argwhere|bincount)\(",
+        )
+    )
+)
 MAY_READ = {
     "tolaria/runtime.py": "the border between device and host",
     "tolaria/read_counter.py": "finds reads by the names of the operators",
     "tolaria/prefixes.py": "numpy arrays of the structure that was read",
     "tolaria/executors/": "numpy arrays of the structure that was read",
     "kasmina/slot_fields.py": "checks a state that is loaded, before a run goes on",
+    "kasmina/lowering.py": "tries a stacking rule on a layer, when a host is built",
     "kasmina/population.py": "numpy arrays of the structure that was read",
     "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "telemetry/": "plain values",
@@ -95,7 +106,13 @@ def test_every_reason_to_read_is_still_needed():
     assert needed == set(MAY_READ)
 
 
-@pytest.mark.parametrize("code", ["x.item()", "x.tolist()", "x.cpu()", "x.numpy()", "x.nonzero()", "np.flatnonzero(x)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("x.item()", "x.tolist()", "x.cpu()", "x.numpy()", "x.nonzero()", "np.flatnonzero(x)", "x.unique()"),
+        *('x.to("cpu")', "x.to(device='cpu')", "torch.cuda.synchronize(d)", "event.synchronize()", "torch.equal(x, y)"),
+    ],
+)
 def test_the_lint_finds_each_kind_of_read(code):
     assert READS.search(code)
 

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_REFRESH = 4.0
+_REFRESH = 1.0  # a second: drawing the page takes milliseconds of the interpreter that the run needs
 _WIDE, _NARROW = 140, 100
 PLAIN_INTERVAL = 30.0
 """Seconds after which a round that is not done yet is worth a plain line."""
@@ -137,7 +137,9 @@ class RunProgress:
             console=console,
         )
         self._task = self._bar.add_task("steps", total=rounds * steps, completed=done, eta="...")
-        self._live = Live(console=console, refresh_per_second=_REFRESH) if console.is_terminal else None
+        # the page is made when it is drawn, a few times a second, and not at every step
+        live = Live(console=console, get_renderable=self.page, refresh_per_second=_REFRESH)
+        self._live = live if console.is_terminal else None
 
     def __enter__(self) -> "RunProgress":
         if self._live is not None:
@@ -182,9 +184,7 @@ class RunProgress:
         self._last_line = self._clock()
 
     def _show(self) -> None:
-        assert self._live is not None
         self._bar.update(self._task, completed=self._finished, eta=self._eta())
-        self._live.update(self.page())
 
     def _eta(self) -> str:
         ran = self._finished - self._first

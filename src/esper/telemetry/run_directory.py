@@ -34,12 +34,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
+
+
 def plain_json(value: object) -> object:
     """A missing number (NaN) or an infinite one as null: JSON has neither."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    if type(value) in _AS_THEY_ARE:  # nearly everything: asked first, because a step may write thousands of them
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: plain_json(inner) for key, inner in value.items()}
+        return {k: inner if type(inner) in _AS_THEY_ARE else plain_json(inner) for k, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(inner) for inner in value]
     return value
@@ -110,7 +116,7 @@ class RunDirectory:
         self._write(EVENTS, lines)
 
     def _write(self, name: str, lines: Iterable[Mapping[str, object]]) -> None:
-        text = "".join(json.dumps(plain_json(dict(line)), allow_nan=False) + "\n" for line in lines)
+        text = "".join(_encode(plain_json(line)) + "\n" for line in lines)
         _translated(self.path, self._files[name].write, text)
 
     def cursor(self) -> dict[str, int]:

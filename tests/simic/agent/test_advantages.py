@@ -1,13 +1,17 @@
 """Generalized advantage estimation, return accumulators and normalization against numbers worked out by hand."""
 
 import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.simic.agent.advantages import compute_gae, discounted_returns, normalize_advantages
+from esper.simic.agent.advantages import compute_gae, discounted_returns, gae_scan, normalize_advantages
 
 GAMMA, LAMBDA = 0.995, 0.98
 
@@ -92,24 +96,89 @@ def rollouts(draw):
     return [table(number) for _ in range(3)] + [table(st.booleans()) for _ in range(3)]
 
 
+def tensors_of(rollout):
+    return [torch.tensor(x, dtype=torch.float64 if i < 3 else torch.bool) for i, x in enumerate(rollout)]
+
+
+def random_rollout(hosts, steps, dtype):
+    generator = torch.Generator().manual_seed(hosts + steps)
+    numbers = [torch.randn(hosts, steps, generator=generator, dtype=dtype) for _ in range(3)]
+    return numbers + [torch.rand(hosts, steps, generator=generator) < share for share in (0.1, 0.1, 0.9)]
+
+
 @settings(max_examples=150, deadline=None)
 @given(rollouts(), st.floats(0, 1), st.floats(0, 1))
 def test_the_batched_scan_equals_a_scalar_loop_bit_for_bit(rollout, gamma, lam):
     r, v, b, terminal, truncated, valid = rollout
-    tensors = [torch.tensor(x, dtype=torch.float64) for x in (r, v, b)]
-    masks = [torch.tensor(x, dtype=torch.bool) for x in (terminal, truncated, valid)]
-    found = compute_gae(*tensors, *masks, gamma, lam).tolist()
+    found = compute_gae(*tensors_of(rollout), gamma, lam).tolist()
     assert found == [scalar_gae(*host, gamma, lam) for host in zip(r, v, b, terminal, truncated, valid, strict=True)]
+
+
+@settings(max_examples=75, deadline=None)
+@given(rollouts(), st.data())
+def test_each_host_may_have_its_own_discount(rollout, data):
+    r, v, b, terminal, truncated, valid = rollout
+    own = st.lists(st.floats(0, 1), min_size=len(r), max_size=len(r))
+    gammas, lambdas = data.draw(own), data.draw(own)
+    found = compute_gae(*tensors_of(rollout), *(torch.tensor(x, dtype=torch.float64) for x in (gammas, lambdas)))
+    hosts = zip(r, v, b, terminal, truncated, valid, gammas, lambdas, strict=True)
+    assert found.tolist() == [scalar_gae(*host) for host in hosts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_rollout_stays_as_it_is(dtype):
+    rollout = random_rollout(5, 9, dtype)
+    copies = [x.clone() for x in rollout]
+    compute_gae(*rollout, GAMMA, LAMBDA)
+    assert all(torch.equal(x, copy) for x, copy in zip(rollout, copies, strict=True))
+
+
+def test_slabs_whose_time_axis_is_not_the_last_in_memory_give_the_same():
+    rollout = random_rollout(5, 9, torch.float64)
+    turned = [x.t().contiguous().t() for x in rollout]
+    assert torch.equal(compute_gae(*turned, GAMMA, LAMBDA), compute_gae(*rollout, GAMMA, LAMBDA))
+
+
+ON_THE_CPU = """
+import torch
+import test_advantages as tests
+from esper.simic.agent.gae_kernel import gae_on_cuda
+tests.compare_with_the_kernel(gae_on_cuda, torch.device("cpu"))
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_equals_its_twin_when_it_is_interpreted():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    here = os.path.dirname(__file__)
+    done = subprocess.run([sys.executable, "-c", ON_THE_CPU], env=environment, cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs CUDA and Triton")
+def test_the_kernel_equals_its_twin_on_the_device():
+    compare_with_the_kernel(compute_gae, torch.device("cuda"))
+
+
+def compare_with_the_kernel(kernel, device):
+    for dtype in (torch.float32, torch.float64):
+        for hosts, steps in ((1, 1), (3, 7), (200, 11)):
+            rollout = random_rollout(hosts, steps, dtype)
+            own = torch.linspace(0.5, 1.0, hosts, dtype=dtype)
+            for gamma, lam in ((GAMMA, LAMBDA), (own, LAMBDA), (own, own.flip(0))):
+                numbers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (gamma, lam)]
+                found = kernel(*(x.to(device) for x in rollout), *numbers)
+                assert torch.equal(found.cpu(), gae_scan(*rollout, gamma, lam)), (dtype, hosts, steps)
 
 
 @settings(max_examples=50, deadline=None)
 @given(rollouts())
 def test_permuting_hosts_permutes_advantages(rollout):
-    tensors = [torch.tensor(x, dtype=torch.float64) for x in rollout[:3]]
-    masks = [torch.tensor(x, dtype=torch.bool) for x in rollout[3:]]
+    tensors = tensors_of(rollout)
     order = torch.arange(tensors[0].shape[0]).flip(0)
-    found = compute_gae(*(x[order] for x in tensors), *(x[order] for x in masks), GAMMA, LAMBDA)
-    assert torch.equal(found, compute_gae(*tensors, *masks, GAMMA, LAMBDA)[order])
+    found = compute_gae(*(x[order] for x in tensors), GAMMA, LAMBDA)
+    assert torch.equal(found, compute_gae(*tensors, GAMMA, LAMBDA)[order])
 
 
 def test_return_accumulators_run_forward_in_time():

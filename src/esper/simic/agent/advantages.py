@@ -7,6 +7,8 @@ and writes contiguous memory and the cost in operations depends on T alone.
           ^ trace cut ^              trace is cut, wherever in the row it lies; a terminal step is followed by 0
 """
 
+from importlib.util import find_spec
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -15,6 +17,7 @@ from esper.leyline.record import record
 from esper.simic.agent.normalizers import masked_moments
 
 ADVANTAGE_EPS = 1e-8
+_HAS_TRITON = find_spec("triton") is not None
 
 
 @record
@@ -34,8 +37,8 @@ def compute_gae(
     terminal: Bool[Tensor, "N T"],
     truncated: Bool[Tensor, "N T"],
     valid: Bool[Tensor, "N T"],
-    gamma: float,
-    gae_lambda: float,
+    gamma: float | Float[Tensor, " N"],
+    gae_lambda: float | Float[Tensor, " N"],
 ) -> Float[Tensor, "N T"]:
     """Advantages `[N, T]` (Schulman et al., "High-dimensional continuous control using GAE", 2016, eq. 16).
 
@@ -43,15 +46,42 @@ def compute_gae(
         delta_t = r_t + gamma * next_t - v_t
         A_t     = delta_t + gamma * lambda * A_{t+1}     the second term only where the step is neither
 
-    Steps that are not valid have advantage 0. The order of rounding is that of the formula, hence float64 results equal
-    a scalar loop bit for bit.
+    Steps that are not valid have advantage 0. `gamma` and `gae_lambda` are one number for all hosts or one for each.
+    Nothing is differentiated: the result carries no gradient. The order of rounding is that of the formula, hence
+    float64 results equal a scalar loop bit for bit. On CUDA one kernel does it all where Triton is installed.
     """
-    after_NT = torch.cat((values[:, 1:], torch.zeros_like(values[:, :1])), dim=1)
-    after_NT = torch.where(truncated, bootstrap_values, after_NT).masked_fill(terminal, 0.0)
-    delta_NT = (rewards + gamma * after_NT - values).masked_fill(~valid, 0.0)
+    arguments = (rewards, values, bootstrap_values, terminal, truncated, valid)
+    if values.is_cuda and _HAS_TRITON:
+        from esper.simic.agent.gae_kernel import gae_on_cuda
+
+        return gae_on_cuda(*arguments, gamma, gae_lambda)
+    return gae_scan(*arguments, gamma, gae_lambda)
+
+
+@torch.no_grad()
+def gae_scan(
+    rewards: Float[Tensor, "N T"],
+    values: Float[Tensor, "N T"],
+    bootstrap_values: Float[Tensor, "N T"],
+    terminal: Bool[Tensor, "N T"],
+    truncated: Bool[Tensor, "N T"],
+    valid: Bool[Tensor, "N T"],
+    gamma: float | Float[Tensor, " N"],
+    gae_lambda: float | Float[Tensor, " N"],
+) -> Float[Tensor, "N T"]:
+    """`compute_gae` in PyTorch's own operators, on any device.
+
+    Fresh memory costs more than the arithmetic here, so two slabs are taken and everything else is done in place.
+    """
+    delta_NT = torch.empty_like(values, memory_format=torch.contiguous_format)
+    delta_NT[:, :-1] = values[:, 1:]
+    delta_NT[:, -1:] = 0.0
+    torch.where(truncated, bootstrap_values, delta_NT, out=delta_NT)
+    delta_NT.masked_fill_(terminal, 0.0)
+    discount = gamma[:, None] if isinstance(gamma, Tensor) else gamma
+    delta_NT.mul_(discount).add_(rewards).sub_(values).masked_fill_(~valid, 0.0)
     carries_NT = valid & ~(terminal | truncated)
-    decay_NT = carries_NT.to(values.dtype) * (gamma * gae_lambda)
-    return _scan(delta_NT, decay_NT, backward=True)
+    return _scan_(delta_NT, carries_NT, gamma * gae_lambda, backward=True)
 
 
 def discounted_returns(
@@ -68,8 +98,7 @@ def discounted_returns(
     """
     begins_NT = reset.clone()
     begins_NT[:, 1:] |= (terminal | truncated | ~valid)[:, :-1]
-    decay_NT = (valid & ~begins_NT).to(torch.float64) * gamma
-    return _scan(rewards.to(torch.float64).masked_fill(~valid, 0.0), decay_NT, backward=False)
+    return _scan_(rewards.to(torch.float64).masked_fill(~valid, 0.0), valid & ~begins_NT, gamma, backward=False)
 
 
 def normalize_advantages(
@@ -87,12 +116,18 @@ def normalize_advantages(
     )
 
 
-def _scan(inputs_NT: Tensor, decay_NT: Tensor, *, backward: bool) -> Tensor:
-    """`y_t = inputs_t + decay_t * y_before`, walking the time axis from its end if `backward`."""
-    inputs, decays = (x.t().contiguous().unbind(0) for x in (inputs_NT, decay_NT))
+def _scan_(inputs_NT: Tensor, carries_NT: Tensor, decay: float | Tensor, *, backward: bool) -> Tensor:
+    """`y_t = inputs_t + decay * y_before` where `carries_t`, else `inputs_t`; written over `inputs_NT`.
+
+    The time axis is walked from its end if `backward`. A product and a sum, not one fused operation: some kernels would
+    round a fused one once instead of twice, and only in that part of a row that fills whole vector registers.
+    """
+    inputs_TN = inputs_NT.t().contiguous()
+    decay_TN = torch.empty_like(inputs_TN).copy_(carries_NT.t()).mul_(decay)
+    inputs, decays = inputs_TN.unbind(0), decay_TN.unbind(0)
     order = range(len(inputs))
-    carry, outputs = torch.zeros_like(inputs[0]), []
+    carry, product = torch.zeros_like(inputs[0]), torch.empty_like(inputs[0])
     for t in reversed(order) if backward else order:
-        carry = inputs[t] + decays[t] * carry
-        outputs.append(carry)
-    return torch.stack(outputs[::-1] if backward else outputs, dim=1)
+        torch.mul(decays[t], carry, out=product)
+        carry = inputs[t].add_(product)
+    return inputs_NT.copy_(inputs_TN.t())

@@ -17,6 +17,7 @@ Rounds and steps count from 1 as in metrics.jsonl (0: before the first); `host` 
 
 import platform
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport
 
 Event = dict[str, object]
+_STAGES = {int(stage): stage.name for stage in SeedStage}
+_CAUSES = {int(cause): cause.name for cause in Cause}
 
 
 def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int, device: torch.device) -> Event:
@@ -60,13 +63,20 @@ def _head(report: StepReport, kind: str, spec: EngineSpec, host: int) -> Event:
     return {"kind": kind, "round": report.episode + 1, "t": report.t, "host": spec.host_offset + host}
 
 
-def _slot(report: StepReport, spec: EngineSpec, n: int, s: int) -> Event:
-    blueprint = int(report.blueprint[n, s])
+def _slot(spec: EngineSpec, s: int, serial: int, blueprint: int) -> Event:
     return {
         "slot": spec.slot_ids[s],
-        "serial": int(report.serial[n, s]),
+        "serial": serial,
         "blueprint": spec.blueprint_names[blueprint] if blueprint >= 0 else None,
     }
+
+
+def _rows(at: np.ndarray, *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
+    """Host, slot and the values of the `tables` [N, S] wherever `at` [N, S] is true; one conversion for all."""
+    n, s = np.nonzero(at)
+    if not len(n):
+        return iter(())
+    return zip(n.tolist(), s.tolist(), *(table[n, s].tolist() for table in tables), strict=True)
 
 
 def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
@@ -83,16 +93,17 @@ def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
 
 def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[Event]:
     before, after, cause = moves
-    for n, s in np.argwhere(cause).tolist():
+    tables = (report.serial, report.blueprint, before, after, cause, report.alpha, report.contribution)
+    for n, s, serial, blueprint, old, new, why, alpha, contribution in _rows(cause, *tables):
         yield (
             _head(report, "stage_changed", spec, n)
-            | _slot(report, spec, n, s)
+            | _slot(spec, s, serial, blueprint)
             | {
-                "from": SeedStage(int(before[n, s])).name,
-                "to": SeedStage(int(after[n, s])).name,
-                "cause": Cause(int(cause[n, s])).name,
-                "alpha": float(report.alpha[n, s]),
-                "contribution": float(report.contribution[n, s]),
+                "from": _STAGES[old],
+                "to": _STAGES[new],
+                "cause": _CAUSES[why],
+                "alpha": alpha,
+                "contribution": contribution,
             }
         )
 
@@ -100,11 +111,12 @@ def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[
 def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
     """A FOSSILIZE that its gate refused; gates that keep a seed waiting are no event."""
     gate, passed, score, failed = report.gates
-    for n, s in np.argwhere((gate == 5) & (passed == 0)).tolist():
+    refused = (gate == 5) & (passed == 0)
+    for n, s, serial, blueprint, points, checks in _rows(refused, report.serial, report.blueprint, score, failed):
         yield (
             _head(report, "refused", spec, n)
-            | _slot(report, spec, n, s)
-            | {"gate": "G5", "score": float(score[n, s]), "failed_checks": int(failed[n, s])}
+            | _slot(spec, s, serial, blueprint)
+            | {"gate": "G5", "score": float(points), "failed_checks": int(checks)}
         )
 
 

@@ -1,0 +1,246 @@
+"""Rounds of a run with a clock beside them: what the measuring scripts share.
+
+    reset --> step 1 .. step E --> rest of the rollout --> update --> records          one round, as a run does it
+
+Importing this registers two tasks with random images, so that nothing has to be downloaded:
+
+    synthetic_cifar   3 x 32 x 32, the host of cifar_baseline (8-16-32 channels, three slots), 256 + 128 examples
+    synthetic_tiny    1 x 8 x 8, 4-8 channels, three slots, 32 + 16 examples: for tests, and for short looks
+"""
+
+import json
+import math
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.optimizers import OptimizerSpec
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import Topology
+from esper.simic.training import events, report
+from esper.simic.training.build import assemble, device_of
+from esper.simic.training.config import RunConfig
+from esper.simic.training.presets import resolve
+from esper.simic.training.runner import Runner
+from esper.simic.training.values import plain
+from esper.tasks.datasets import Dataset, Split
+from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
+from esper.telemetry.hub import Hub
+from esper.telemetry.machine import environment
+from esper.telemetry.progress import RunProgress
+from esper.telemetry.run_directory import RunDirectory, plain_json
+
+CLASSES = 10
+OUTSIDE = "outside the phases"
+
+
+def random_images(shape: tuple[int, int, int], train: int, val: int) -> DatasetLoader:
+    """A loader of noise around one pattern per class; the same in every process."""
+
+    def load(data_dir: Path | None, run_seed: int) -> Dataset:
+        del data_dir, run_seed
+        generator = torch.Generator().manual_seed(0)
+        patterns = torch.randn(CLASSES, *shape, generator=generator)
+
+        def split(n: int) -> Split:
+            y = torch.arange(n) % CLASSES
+            return Split(patterns[y] + torch.randn(n, *shape, generator=generator), y)
+
+        identity = {"name": "random images", "shape": shape, "sizes": (train, val, val)}
+        return Dataset(identity=identity, train=split(train), val=split(val), test=split(val), num_classes=CLASSES)
+
+    return load
+
+
+CIFAR = register_task(
+    TaskSpec(
+        name="synthetic_cifar",
+        description="Random 32x32 images in colour; for measuring.",
+        topology=Topology.CNN,
+        host=CNNHostSpec(in_channels=3, base=8, blocks=3, kernel=3, pools=3, classes=CLASSES),
+        load=random_images((3, 32, 32), 256, 128),
+        enabled=("r0c0", "r0c1", "r0c2"),
+        num_classes=CLASSES,
+        episode_length=16,
+        batch_train=128,
+        batch_val=128,
+        optimizer=OptimizerSpec(kind="sgd", host_lr=0.01, seed_lr=0.01),
+        min_training_epochs=2,
+    )
+)
+TINY = register_task(
+    TaskSpec(
+        name="synthetic_tiny",
+        description="Random 8x8 images; for measuring.",
+        topology=Topology.CNN,
+        host=CNNHostSpec(in_channels=1, base=4, blocks=2, kernel=3, pools=1, classes=CLASSES),
+        load=random_images((1, 8, 8), 32, 16),
+        enabled=("r0c0", "r0c1", "r1c0"),
+        num_classes=CLASSES,
+        episode_length=8,
+        batch_train=32,
+        batch_val=16,
+        optimizer=OptimizerSpec(kind="sgd", host_lr=0.02, seed_lr=0.02),
+        min_training_epochs=1,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one subject of a comparison differs in, e.g. `executor=fused,telemetry=on`."""
+
+    name: str
+    values: Mapping[str, Any]
+    telemetry: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Setting":
+        """NAME=VALUE pairs with commas between; `telemetry` is on or off, the others are settings of a run."""
+        values: dict[str, Any] = {}
+        for pair in filter(None, text.split(",")):
+            name, separator, value = pair.partition("=")
+            if not separator:
+                raise ConfigError(f"the setting {pair!r} is no assignment; write NAME=VALUE, e.g. executor=fused.")
+            try:
+                told = tomllib.loads(f"value = {value}")["value"]
+            except tomllib.TOMLDecodeError:
+                told = value  # a bare word is a string
+            *path, leaf = name.split(".")
+            table = values
+            for part in path:
+                table = table.setdefault(part, {})
+            table[leaf] = told
+        telemetry = values.pop("telemetry", "off")
+        if telemetry not in ("on", "off"):
+            raise ConfigError(f"telemetry is {telemetry!r}; it must be on or off.")
+        return cls(text, values, telemetry == "on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCost:
+    """Wall seconds of one round. `steps` [E] each step; `phases` sums by name over the rollout."""
+
+    reset: float
+    rollout: float
+    update: float
+    records: float
+    steps: Sequence[float]
+    phases: Mapping[str, float]
+
+    @property
+    def whole(self) -> float:
+        """The round from end to end."""
+        return self.reset + self.rollout + self.update + self.records
+
+
+class Subject:
+    """A run that is measured round by round; a context manager, because a recorded one has a directory.
+
+    Args:
+        config: the run. telemetry: whether it is recorded and shown as `esper train` does. folder: where, if so.
+    """
+
+    def __init__(self, config: RunConfig, *, telemetry: bool, folder: Path) -> None:
+        self.config = config
+        self.parts = assemble(config, device_of(config))
+        self.engine, self.client = self.parts.engine, self.parts.client
+        self._open = ExitStack()
+        self._directory: RunDirectory | None = None
+        if telemetry:
+            self._directory = self._open.enter_context(RunDirectory.create(folder, plain(config)))
+            screen = Console(file=StringIO(), force_terminal=True, width=120, height=40)
+            shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
+            self._listeners = Hub({"progress": self._open.enter_context(shown)})
+            # as `engine.on_step` it records and shows every step
+            Runner(config, self.engine, self.client, self._directory, self._listeners, self.parts.shape)
+
+    def __enter__(self) -> "Subject":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def round(self, episode: int) -> RoundCost:
+        """One round; the device has finished all of it when this returns, for its last act is a read."""
+        engine, client = self.engine, self.client
+        engine.timer.enabled = True
+        marks = [time.perf_counter()]
+        engine.reset(client, episode)
+        marks.append(time.perf_counter())
+        for _ in range(engine.spec.episode_length):
+            engine.step(client)
+            marks.append(time.perf_counter())
+        stats = engine.rollout(client)  # no step is left: the read of the last one, and the statistics
+        assert stats is not None
+        rolled = time.perf_counter()
+        metrics = client.update()
+        updated = time.perf_counter()
+        if self._directory is not None:
+            self._directory.write_events(events.round_events(stats, metrics, engine.spec))
+            cost = report.Cost(env_steps=self.config.num_envs * self.config.episode_length, seconds=rolled - marks[1])
+            line = report.round_line(stats, cost, metrics)
+            self._directory.write_metrics(line)
+            self._listeners.write("round", line)
+        ended = time.perf_counter()
+        phases = {name: ms / 1e3 for name, ms in engine.timer.read().items()}
+        phases[OUTSIDE] = max(rolled - marks[1] - sum(phases.values()), 0.0)
+        return RoundCost(
+            reset=marks[1] - marks[0],
+            rollout=rolled - marks[1],
+            update=updated - rolled,
+            records=ended - updated,
+            steps=[b - a for a, b in pairwise(marks[1:])],
+            phases=phases,
+        )
+
+
+def alternating(subjects: Sequence[Subject], rounds: int) -> list[list[RoundCost]]:
+    """The costs of `rounds` rounds of each, in turn and with the order reversed every time; one more comes before."""
+    costs: list[list[RoundCost]] = [[] for _ in subjects]
+    for number in range(rounds + 1):
+        order = range(len(subjects)) if number % 2 else range(len(subjects) - 1, -1, -1)
+        for i in order:
+            cost = subjects[i].round(number)
+            if number:
+                costs[i].append(cost)
+    return costs
+
+
+def configured(told: Mapping[str, Any], setting: Setting) -> RunConfig:
+    """The run of a setting: one thread unless told otherwise, networks of the preset `small`."""
+    base = {"preset": "small", "threads": max(torch.get_num_threads(), 1)}
+    return resolve({**base, **told, **setting.values})
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that at least `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+def has_setting(name: str) -> bool:
+    """Whether a run knows this setting."""
+    return name in {f.name for f in fields(RunConfig)}
+
+
+def write_result(path: Path, script: str, device: torch.device, config: Mapping[str, object], results: object) -> None:
+    """The JSON of a measuring script: script, version, environment, config, results."""
+    content = {
+        "script": script,
+        "version": 1,
+        "environment": environment(device),
+        "config": dict(config),
+        "results": results,
+    }
+    path.write_text(json.dumps(plain_json(content), indent=2, default=str) + "\n", encoding="utf-8")

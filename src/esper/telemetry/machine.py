@@ -1,0 +1,46 @@
+"""Where a measurement was taken: a number without its machine, versions and threads is worth nothing."""
+
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+
+def environment(device: torch.device) -> dict[str, str | int]:
+    """Device, processor, driver, versions, threads, date and commit of a measurement, by name."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "cpu": cpu_name(),
+        "cuda": str(torch.version.cuda) if on_gpu else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
+def cpu_name() -> str:
+    """Model and number of processors, e.g. "Intel(R) Xeon(R) Processor, 2 cores"."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(names) or '?'} cores"
+
+
+def commit() -> str:
+    """Short hash of the working tree this package lies in, with `+` where it was changed since; "unknown" outside."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

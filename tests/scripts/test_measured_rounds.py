@@ -1,0 +1,74 @@
+"""Rounds with a clock beside them."""
+
+import json
+
+import pytest
+import torch
+
+from esper.leyline.errors import ConfigError
+from esper.tasks.registry import task_by_name
+from measured_rounds import OUTSIDE, Setting, Subject, alternating, configured, percentile, write_result
+
+TOLD = {"task": "synthetic_tiny", "num_envs": 2, "episode_length": 5, "rounds": 3, "schedule_rounds": 3,
+        "ppo": {"feature_width": 8, "hidden_width": 8, "epochs": 1, "minibatches": 1}}  # fmt: skip
+
+
+def subject(tmp_path, text):
+    setting = Setting.parse(text)
+    return Subject(configured(TOLD, setting), telemetry=setting.telemetry, folder=tmp_path / "run")
+
+
+def test_a_setting_names_values_of_a_run_and_whether_it_is_recorded():
+    found = Setting.parse("executor=fused,telemetry=on,ppo.epochs=2")
+    assert (dict(found.values), found.telemetry) == ({"executor": "fused", "ppo": {"epochs": 2}}, True)
+    assert not Setting.parse("").telemetry
+
+
+def test_a_setting_that_is_no_assignment_is_refused():
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        Setting.parse("fused")
+    with pytest.raises(ConfigError, match="on or off"):
+        Setting.parse("telemetry=sometimes")
+
+
+def test_a_percentile_is_one_of_the_values():
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.95) == 4.0
+    assert percentile([7.0], 0.5) == 7.0
+
+
+def test_the_parts_of_a_round_sum_to_the_round(tmp_path):
+    with subject(tmp_path, "") as run:
+        cost = run.round(0)
+    assert len(cost.steps) == 5
+    assert cost.whole == pytest.approx(cost.reset + cost.rollout + cost.update + cost.records)
+    assert sum(cost.phases.values()) == pytest.approx(cost.rollout, rel=1e-6)
+    assert {"train", "decide", OUTSIDE} <= cost.phases.keys()
+    assert sum(cost.steps) <= cost.rollout
+
+
+def test_recording_changes_what_is_written_and_no_number_that_is_learned(tmp_path):
+    silent, recorded = subject(tmp_path, "telemetry=off"), subject(tmp_path, "telemetry=on")
+    with silent, recorded:
+        costs = alternating([silent, recorded], 1)
+    assert [len(own) for own in costs] == [1, 1]  # the first round of each is not counted
+    weights = [run.client.state_dict() for run in (silent, recorded)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not (tmp_path / "run" / "summary.json").exists()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2]
+    kinds = {json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()}
+    assert {"stage_changed", "episode"} <= kinds
+
+
+def test_the_host_for_measuring_is_that_of_cifar_baseline():
+    host = task_by_name("synthetic_cifar").host
+    assert host.num_params() == 6418  # (216 + 16) + (1,152 + 32) + (4,608 + 64) + 330
+
+
+def test_a_result_says_where_it_was_measured(tmp_path):
+    write_result(tmp_path / "x.json", "some_script", torch.device("cpu"), {"hosts": 2}, [{"eps": float("nan")}])
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert content.keys() == {"script", "version", "environment", "config", "results"}
+    assert content["results"] == [{"eps": None}]
+    assert content["environment"]["device"] == "cpu"

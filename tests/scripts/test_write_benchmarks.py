@@ -1,0 +1,73 @@
+"""The page of benchmarks, of which one section is written by a script."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import write_benchmarks as script
+from esper.leyline.errors import ConfigError
+from write_benchmarks import BEGIN, END, MEASUREMENTS, ROOT, Measurement, Options, between_markers, main, table
+
+PAGE = f"# Title\n\nby hand\n\n{BEGIN}\nold numbers\n{END}\n\nmore by hand\n"
+
+
+def measurement(text, code=0):
+    """A command that writes `text` to the path after --json."""
+    program = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({code})"
+    return Measurement("one", ("-c", program), lambda report: [("a", "b"), ("x", str(report["n"]))])
+
+
+def test_what_stands_outside_the_markers_stays():
+    found = between_markers(PAGE, "new numbers")
+    assert found == PAGE.replace("old numbers", "new numbers")
+    assert between_markers(found, "new numbers") == found
+
+
+@pytest.mark.parametrize("page", ["", BEGIN, PAGE + BEGIN, f"{END}\n{BEGIN}"])
+def test_a_page_without_its_markers_is_refused(page):
+    with pytest.raises(ConfigError, match="once each"):
+        between_markers(page, "x")
+
+
+def test_a_table_has_its_numbers_to_the_right():
+    assert table([("a", "b"), ("x", "1")]) == "| a | b |\n| --- | ---: |\n| x | 1 |"
+
+
+def test_the_page_gets_the_table_and_the_command(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(script, "MEASUREMENTS", (measurement(json.dumps({"n": 7, "environment": {"torch": "9"}})),))
+    assert main(Options(page=page)) == 0
+    found = page.read_text()
+    assert "| x | 7 |" in found
+    assert "torch 9" in found
+    assert found.startswith("# Title\n\nby hand\n\n")
+    assert found.endswith("\n\nmore by hand\n")
+    assert "old numbers" not in found
+
+
+def test_a_measurement_that_fails_leaves_the_page_as_it_was(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(script, "MEASUREMENTS", (measurement("{}", code=1),))
+    assert main(Options(page=page)) == 2
+    assert page.read_text() == PAGE
+    assert "exit code 1" in capsys.readouterr().err
+
+
+def test_a_title_that_no_measurement_has_is_refused(capsys):
+    assert main(Options(only=("nothing",))) == 2
+    assert "GAE" in capsys.readouterr().err
+
+
+def test_the_page_of_the_repository_has_its_markers():
+    between_markers((ROOT / "docs" / "benchmarks.md").read_text(), "x")
+
+
+@pytest.mark.parametrize("path", sorted({m.command[0] for m in MEASUREMENTS}))
+def test_every_command_exists_and_says_what_it_takes(path):
+    done = subprocess.run([sys.executable, ROOT / path, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout

@@ -5,7 +5,7 @@ static, every number is in `config_weights`), and never waits for the device. Sh
 M = len(REWARD_TERMS), I = len(REWARD_INFO), W = 65 numbers (11 in mode `loss`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import torch
@@ -38,6 +38,10 @@ class RewardOutput(NamedTuple):
     escrow_next: Float[Tensor, " N"]
     drip_opened: Float[Tensor, " N"]
     flags: Bool[Tensor, "N 2"]
+
+
+Kernel = Callable[..., RewardOutput]
+"""`compute_reward_batched`, or a compiled form of it."""
 
 
 def compute_reward_batched(  # noqa: D417 -- arguments that belong together are described together
@@ -161,7 +165,9 @@ def _info(x: CreditFacts) -> list[Tensor | None]:
 
 
 def _side_by_side(columns: Sequence[Tensor | None], zero: Tensor) -> Tensor:
-    """Columns as [N,C], None = 0; each is contiguous in memory, and neighbouring zeros are written at once."""
+    """Columns as [N,C], None = 0; each is contiguous in memory. Compiled, neighbouring zeros are written at once."""
+    if not torch.compiler.is_compiling():
+        return torch.stack([zero if column is None else column for column in columns]).T
     blocks: list[Tensor] = []
     absent = 0
     for column in [*columns, zero]:  # the last one closes a block of zeros and is left out

@@ -261,15 +261,21 @@ class Facts:
         return both(self.contribution > RANSOM_CONTRIBUTION, self.gate_signal < RANSOM_GATE_SIGNAL)
 
     @derived
+    def potentials(self) -> Tensor:
+        """Stage potentials by stage value, [11]."""
+        table: Tensor = potential_table(self.stage.device)
+        return table
+
+    @derived
     def stage_potential(self) -> Tensor:
         """Potential of the target slot's stage."""
-        return potential_table(self.stage.device).index_select(0, self.stage)
+        return self.potentials.index_select(0, self.stage)
 
     @derived
     def previous_potential(self) -> Tensor:
         """Potential of the target slot's previous stage."""
         previous = self.exact("previous_stages", missing=int(SeedStage.DORMANT))
-        return potential_table(self.stage.device).index_select(0, previous)
+        return self.potentials.index_select(0, previous)
 
     @derived
     def potential_now(self) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards.config import MIN_CONTRIBUTION
-from esper.simic.rewards.facts import Facts, both, derived, either, without_nan
+from esper.simic.rewards.facts import Facts, derived
+from esper.simic.rewards.masks import both, either, without_nan
 
 UNKNOWN_PROGRESS_SHARE = 0.5
 """Share of a contribution that is credited while progress since germination is unknown."""

@@ -5,7 +5,6 @@ Missing numbers are NaN in the arguments; every fact says in its name or docstri
 `mask * value` would carry a NaN through any mask.
 """
 
-import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Generic, TypeVar, overload
@@ -17,6 +16,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.record import record
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import LEGITIMATE_HOLD
+from esper.simic.rewards.masks import both, without_nan
 
 T = TypeVar("T")
 
@@ -44,29 +44,6 @@ class derived(Generic[T]):  # noqa: N801 -- used like `property`
         value = self.compute(instance)
         instance.__dict__[self.name] = value
         return value
-
-
-def both(*masks: Tensor) -> Tensor:
-    """Where all masks hold, bool.
-
-    Compiled for a CPU, `&` between masks of comparisons of doubles is done element by element (the cast of such a mask
-    to 32 bits is not vectorized); the same choice written as `where` is vectorized, and costs more when it is eager.
-    """
-    if torch.compiler.is_compiling():
-        return reduce(lambda held, mask: torch.where(held, mask, False), masks)
-    return reduce(operator.and_, masks)
-
-
-def either(one: Tensor, other: Tensor) -> Tensor:
-    """Where at least one mask holds, bool; see `both`."""
-    return torch.where(one, True, other) if torch.compiler.is_compiling() else one | other
-
-
-def without_nan(value: Tensor) -> Tensor:
-    """The value with 0 in the place of NaN; compiled for a CPU, `nan_to_num` is done element by element."""
-    if torch.compiler.is_compiling():
-        return torch.where(value == value, value, 0.0)
-    return torch.nan_to_num(value, nan=0.0)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -12,7 +12,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.credit import CreditFacts
-from esper.simic.rewards.facts import both, either, without_nan
+from esper.simic.rewards.masks import both, either, without_nan
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """What GERMINATE is paid for, before weight, discount and timing."""

@@ -38,7 +38,7 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow $(ARGS)
 
 test-compiled: $(STAMP)
-	$(PYTEST) -m compiled $(ARGS)
+	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)  # it cannot trace checked annotations
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

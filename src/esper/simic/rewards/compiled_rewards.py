@@ -5,7 +5,7 @@ static, every number is in `config_weights`), and never waits for the device. Sh
 M = len(REWARD_TERMS), I = len(REWARD_INFO), W = 65 numbers (11 in mode `loss`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import torch
@@ -38,6 +38,10 @@ class RewardOutput(NamedTuple):
     escrow_next: Float[Tensor, " N"]
     drip_opened: Float[Tensor, " N"]
     flags: Bool[Tensor, "N 2"]
+
+
+Kernel = Callable[..., RewardOutput]
+"""`compute_reward_batched`, or a compiled form of it."""
 
 
 def compute_reward_batched(  # noqa: D417 -- arguments that belong together are described together
@@ -137,32 +141,44 @@ def _pay(x: CreditFacts, dtype: torch.dtype) -> RewardOutput:
     """Evaluate the mode's row of the table; everything is float64 until the last cast."""
     terms = TERMS[x.mode]
     columns = {name: term(x) for name, term in terms.items()}
-    breakdown_NM = torch.stack([columns.get(name, x.zero) for name in REWARD_TERMS]).T  # columns are contiguous
-    total_N = sum(columns.values(), start=x.zero)
-    escrow_next_N = x.account + x.escrow_delta
-    opened_N = drip_opened(x) if "drip" in terms else x.zero
     return RewardOutput(
-        total=total_N.to(dtype),
-        breakdown=breakdown_NM.to(dtype),
-        info=_info(x, escrow_next_N).to(dtype),
-        escrow_next=escrow_next_N.to(dtype),
-        drip_opened=opened_N.to(dtype),
+        total=sum(columns.values(), start=x.zero).to(dtype),
+        breakdown=_side_by_side([columns.get(name) for name in REWARD_TERMS], x.zero).to(dtype),
+        info=_side_by_side(_info(x), x.zero).to(dtype),
+        escrow_next=x.escrow_next.to(dtype),
+        drip_opened=(drip_opened(x) if "drip" in terms else x.zero).to(dtype),
         flags=x.flags,
     )
 
 
-def _info(x: CreditFacts, escrow_next_N: Tensor) -> Tensor:
-    """The reported quantities [N,I]; in modes without them the values that say "nothing happened"."""
+def _info(x: CreditFacts) -> list[Tensor | None]:
+    """The reported quantities, None = 0; in modes without them the values that say "nothing happened"."""
+    credit: tuple[Tensor | None, ...] = (x.one, None, x.one, x.number("total_improvements", torch.nan))
     if x.mode in ("shaped", "escrow"):
         credit = (x.discount, x.ratio_penalty, x.attribution_timing, x.progress)
-    else:
-        credit = (x.one, x.zero, x.one, x.number("total_improvements", torch.nan))
-    potential = objective_potential(x) if x.mode == "objective" else x.zero
-    growth = x.zero if x.mode == "loss" else x.growth
-    account = (x.account, x.escrow_target, x.escrow_delta, escrow_next_N)
-    columns = (*credit, growth, *account, potential)
+    growth = None if x.mode == "loss" else x.growth
+    target, delta = (x.escrow_target, x.escrow_delta) if x.escrow else (None, None)
+    potential = objective_potential(x) if x.mode == "objective" else None
+    columns = [*credit, growth, x.account, target, delta, x.escrow_next, potential]
     assert len(columns) == len(REWARD_INFO)
-    return torch.stack(columns).T
+    return columns
+
+
+def _side_by_side(columns: Sequence[Tensor | None], zero: Tensor) -> Tensor:
+    """Columns as [N,C], None = 0; each is contiguous in memory. Compiled, neighbouring zeros are written at once."""
+    if not torch.compiler.is_compiling():
+        return torch.stack([zero if column is None else column for column in columns]).T
+    blocks: list[Tensor] = []
+    absent = 0
+    for column in [*columns, zero]:  # the last one closes a block of zeros and is left out
+        if column is None:
+            absent += 1
+            continue
+        if absent:
+            blocks.append(zero.new_zeros(absent, zero.shape[0]))
+            absent = 0
+        blocks.append(column[None])
+    return torch.cat(blocks[:-1]).T
 
 
 def _clock(value: int | Tensor, like: Tensor) -> Tensor:

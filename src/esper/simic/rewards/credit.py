@@ -13,6 +13,7 @@ from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards.config import MIN_CONTRIBUTION
 from esper.simic.rewards.facts import Facts, derived
+from esper.simic.rewards.masks import both, either, without_nan
 
 UNKNOWN_PROGRESS_SHARE = 0.5
 """Share of a contribution that is credited while progress since germination is unknown."""
@@ -20,8 +21,8 @@ SUSPICIOUS_CONTRIBUTION = 1.0
 """Contribution above which it is compared with the gate signal."""
 RATIO_PENALTY_STEP = 0.1
 RATIO_PENALTY_CAP = 0.3
-UNSUPPORTED_CONTRIBUTION_SCALE = 10.0
-"""Contribution at which an unsupported claim costs the full ratio penalty."""
+UNSUPPORTED_PENALTY = -0.03
+"""Ratio penalty of an unsupported claim, per point, up to the cap at a contribution of 10."""
 
 
 @record
@@ -36,28 +37,37 @@ class CreditFacts(Facts):
     @derived
     def measured_seed(self) -> Tensor:
         """A live seed with both a contribution and a gate signal."""
-        return self.seed & self.has_contribution & self.has_gate_signal
+        return both(self.seed, self.has_contribution, self.has_gate_signal)
 
     @derived
     def discount(self) -> Tensor:
         """Discount d = sigmoid(steepness * g) where a live seed is harmful in spite of a contribution; 1 elsewhere."""
         if self.escrow:
             return self.one
-        odds = torch.exp(torch.clamp(self.gate_signal, max=0.0) * self.weights["attribution_sigmoid_steepness"])
-        return torch.where(self.harmful & self.has_contribution, odds / (1 + odds), self.one)
+        share = torch.sigmoid(self.gate_signal * self.weights["attribution_sigmoid_steepness"])
+        return torch.where(both(self.harmful, self.has_contribution), share, self.one)
+
+    @derived
+    def trusted(self) -> Tensor:
+        """The discount is so small that the seed does not count as harmful."""
+        return self.discount >= 0.5
 
     @derived
     def ratio_penalty(self) -> Tensor:
         """Penalty rho <= 0: a contribution that the gate signal does not support (others lean on the seed)."""
-        w, c, g = self.weights, self.contribution, self.gate_signal
-        suspicious = self.measured_seed & (c > SUSPICIOUS_CONTRIBUTION) & (self.discount >= 0.5)
-        suspicious = suspicious & self.anti_gaming_on
-        supported = g > w["improvement_safe_threshold"]
-        ratio = c / torch.where(supported, g, self.one)
-        excess = torch.clamp(ratio / w["hacking_ratio_threshold"] - 1, min=0.0)
-        of_ratio = torch.clamp(RATIO_PENALTY_STEP * excess, max=RATIO_PENALTY_CAP)
-        unsupported = RATIO_PENALTY_CAP * torch.clamp(c / UNSUPPORTED_CONTRIBUTION_SCALE, max=1.0)
-        return -torch.where(suspicious, torch.where(supported, of_ratio, unsupported), self.zero)
+        w, c, limit = self.weights, self.contribution, self.weights["hacking_ratio_threshold"]
+        supported = self.gate_signal > w["improvement_safe_threshold"]
+        excess = torch.maximum(self.gate_ratio - limit, self.zero)
+        of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
+        unsupported = torch.clamp(UNSUPPORTED_PENALTY * c, min=-RATIO_PENALTY_CAP)
+        penalty = torch.where(supported, of_ratio, unsupported)
+        suspicious = self.measured_seed, c > SUSPICIOUS_CONTRIBUTION, self.trusted
+        return self.only(penalty, *suspicious, self.anti_gaming_on)
+
+    @derived
+    def gate_ratio(self) -> Tensor:
+        """Contribution relative to a positive gate signal; where there is none, the contribution itself."""
+        return self.contribution / torch.where(self.positive_gate_signal, self.gate_signal, self.one)
 
     @derived
     def progress(self) -> Tensor:
@@ -67,46 +77,43 @@ class CreditFacts(Facts):
 
     @derived
     def raw_attribution(self) -> Tensor:
-        """Contribution moderated by progress (host drift can make progress, but no contribution)."""
-        c = self.contribution
-        p = torch.nan_to_num(self.progress, nan=0.0)
-        moderated = torch.where(c >= p, self.combine(p, c), c)
-        moderated = torch.where(p > 0, moderated, self.zero)
-        return torch.where(self.progress == self.progress, moderated, UNKNOWN_PROGRESS_SHARE * c)
+        """Contribution moderated by progress (host drift can make progress, but no contribution); read where c >= 0.
+
+        A mean of c and p is at most c where p <= c and at least c elsewhere, where c itself is meant; 0 where p <= 0.
+        """
+        c, p = self.contribution, self.progress
+        moderated = torch.minimum(c, self.combine(torch.maximum(without_nan(p), self.zero), c))
+        return torch.where(p == p, moderated, UNKNOWN_PROGRESS_SHARE * c)
 
     def timing(self, epochs: Tensor) -> Tensor:
         """Factor of what starts at `epochs`: early germinations learn from a host that has learned nothing yet."""
-        floor = self.weights["germination_discount_floor"]
-        return torch.where(epochs >= self.warmup, self.one, floor + self.timing_slope * epochs)
+        floor, slope = self.timing_line
+        return torch.clamp(floor + slope * epochs, max=1.0)
 
     @derived
-    def warmup(self) -> Tensor:
-        """Steps of the discount of early germinations; minus infinity where it is switched off. A scalar."""
-        warmup = self.weights["germination_warmup_epochs"]
-        off = (warmup <= 0) | (self.weights["disable_timing_discount"] != 0)
-        return torch.where(off, -torch.inf, warmup)
-
-    @derived
-    def timing_slope(self) -> Tensor:
-        """What a step of warm-up adds to the timing factor. A scalar."""
-        return (1 - self.weights["germination_discount_floor"]) / torch.clamp(self.warmup, min=1.0)
+    def timing_line(self) -> tuple[Tensor, Tensor]:
+        """Timing factor of step 0, and what a step of warm-up adds to it; 1 and 0 where it is switched off. Scalars."""
+        warmup, floor = self.weights["germination_warmup_epochs"], self.weights["germination_discount_floor"]
+        off = either(warmup <= 0, self.weights["disable_timing_discount"] != 0)
+        floor = torch.where(off, 1.0, floor)
+        return floor, (1 - floor) / torch.clamp(warmup, min=1.0)
 
     @derived
     def credited(self) -> Tensor:
         """Rows in which a non-negative contribution of something not yet permanent is paid."""
-        return self.has_contribution & (self.contribution >= 0) & ~self.fossil
+        return both(self.raw_contribution >= self.zero, ~self.fossil)
 
     @derived
     def attribution_timing(self) -> Tensor:
         """Timing factor of the target seed's birth; 1 where no contribution is paid, and in escrow."""
         if self.escrow:
             return self.one
-        return torch.where(self.credited & self.seed, self.timing(self.epoch - self.age), self.one)
+        return torch.where(both(self.credited, self.seed), self.timing(self.epoch - self.age), self.one)
 
     @derived
     def harmful_fossilize(self) -> Tensor:
         """A harmful seed is made permanent."""
-        return self.fossilize & self.harmful
+        return both(self.fossilize, self.harmful)
 
     @derived
     def attribution(self) -> Tensor:
@@ -118,13 +125,18 @@ class CreditFacts(Facts):
         """Mode shaped: the moderated contribution itself; its negative when the seed is pruned."""
         w, c = self.weights, self.contribution
         improvement = self.known("stage_improvements")
-        blended = self.seed & (self.stage >= int(SeedStage.BLENDING)) & (improvement > 0)
-        proxy = torch.where(blended, w["proxy_confidence_factor"] * improvement, self.zero)
+        blended = self.seed, self.stage >= int(SeedStage.BLENDING), improvement > self.zero
+        proxy = self.only(w["proxy_confidence_factor"] * improvement, *blended)
         helpful = self.raw_attribution * self.discount * self.attribution_timing
-        earned = torch.where(c < 0, c, torch.where(self.has_contribution, helpful, proxy))
-        earned = torch.where(self.fossil | self.harmful_fossilize, self.zero, earned * w["contribution_weight"])
+        earned = torch.where(self.negative_contribution, c, torch.where(self.has_contribution, helpful, proxy))
+        earned = torch.where(self.harmful_fossilize, self.zero, earned * w["contribution_weight"])
         earned = torch.where(self.prune, -earned, earned)
-        return earned + torch.where(self.fossil, self.zero, self.ratio_penalty)
+        return torch.where(self.fossil, self.zero, earned + self.ratio_penalty)
+
+    @derived
+    def earning(self) -> Tensor:
+        """The target slot earns something."""
+        return self.attribution > self.zero
 
     @derived
     def account(self) -> Tensor:
@@ -137,7 +149,7 @@ class CreditFacts(Facts):
         if not self.escrow:
             return self.zero
         deserved = self.weights["contribution_weight"] * self.raw_attribution + self.ratio_penalty
-        target = torch.where(self.credited, torch.clamp(deserved, min=0.0), self.zero)
+        target = self.only(torch.maximum(deserved, self.zero), self.credited)
         return torch.where(self.prune, self.zero, torch.where(self.fossil, self.account, target))
 
     @derived
@@ -149,27 +161,30 @@ class CreditFacts(Facts):
         clip = self.weights["escrow_delta_clip"]
         bound = torch.where(clip > 0, clip, torch.inf)
         bounded = torch.minimum(torch.maximum(gap, -bound), bound)
-        change = torch.where(self.credited, bounded, torch.where(self.has_contribution, gap, self.zero))
+        change = torch.where(self.credited, bounded, self.only(gap, self.has_contribution))
         return torch.where(self.prune, -self.account, torch.where(self.fossil, self.zero, change))
+
+    @derived
+    def escrow_next(self) -> Tensor:
+        """Escrow account of the target slot after the step."""
+        return self.account + self.escrow_delta if self.escrow else self.account
 
     @derived
     def escrow_attribution(self) -> Tensor:
         """Mode escrow: the change of the account, and the harm of a harmful seed."""
-        harm = torch.where(self.prune | self.fossil, self.zero, torch.clamp(self.contribution, max=0.0))
+        harm = torch.where(either(self.prune, self.fossil), self.zero, torch.minimum(self.contribution, self.zero))
         earned = self.escrow_delta + self.weights["contribution_weight"] * harm
         return torch.where(self.harmful_fossilize, self.zero, earned)
 
     @derived
     def flags(self) -> Tensor:
         """Suspicions for telemetry, bool [N,2]: `FLAGS`. They never change the reward."""
-        c, g = self.contribution, self.gate_signal
-        ransom = self.seed & self.ransoming
+        ransom = both(self.seed, self.ransoming)
         if self.mode not in ("shaped", "escrow"):  # only these two impose the penalty
-            return torch.stack((torch.zeros_like(ransom), ransom), dim=-1)
-        positive = self.measured_seed & (g > 0) & (c > 0)
-        ratio = c / torch.where(positive, g, self.one)
-        extreme = positive & (self.ratio_penalty != 0) & (ratio >= self.weights["hacking_ratio_threshold"])
-        return torch.stack((extreme, ransom), dim=-1)
+            return torch.stack((torch.zeros_like(ransom), ransom)).T
+        positive = self.positive_gate_signal, self.contribution > self.zero
+        suspected = self.ratio_penalty != self.zero, self.gate_ratio >= self.weights["hacking_ratio_threshold"]
+        return torch.stack((both(self.measured_seed, *positive, *suspected), ransom)).T
 
 
 FLAGS = ("attribution_ratio", "ransomware")

@@ -6,6 +6,7 @@ Missing numbers are NaN in the arguments; every fact says in its name or docstri
 """
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Generic, TypeVar, overload
 
 import torch
@@ -15,6 +16,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.record import record
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import LEGITIMATE_HOLD
+from esper.simic.rewards.masks import both, without_nan
 
 T = TypeVar("T")
 
@@ -81,12 +83,18 @@ class Facts:
     def known(self, name: str) -> Tensor:
         """Argument `name` with 0 in the place of what is missing."""
         value = self.arguments[name]
-        return self.zero if value is None else torch.nan_to_num(value.to(torch.float64), nan=0.0)
+        return self.zero if value is None else without_nan(value.to(torch.float64))
 
     def exact(self, name: str, missing: int = 0) -> Tensor:
         """Argument `name` as it is, int64 or bool; `missing` in every row where it was not passed."""
         value = self.arguments[name]
         return torch.full_like(self.op, missing) if value is None else value
+
+    def only(self, value: Tensor, *masks: Tensor) -> Tensor:
+        """The value where all masks hold, 0 elsewhere, [N]."""
+        if torch.compiler.is_compiling():  # a choice per mask, because a choice takes any mask without a cast
+            return reduce(lambda kept, mask: torch.where(mask, kept, self.zero), masks, value)
+        return torch.where(both(*masks), value, self.zero)
 
     def is_op(self, op: LifecycleOp) -> Tensor:
         """Rows whose effective operation is `op`."""
@@ -122,7 +130,7 @@ class Facts:
         """Accuracy of the whole model, points; 0 where missing."""
         value = self.arguments["val_accs"]
         assert value is not None
-        return torch.nan_to_num(value.to(torch.float64), nan=0.0)
+        return without_nan(value.to(torch.float64))
 
     @derived
     def op(self) -> Tensor:
@@ -162,12 +170,12 @@ class Facts:
     @derived
     def fossil(self) -> Tensor:
         """The target seed is permanent already."""
-        return self.seed & (self.stage == int(SeedStage.FOSSILIZED))
+        return both(self.seed, self.stage == int(SeedStage.FOSSILIZED))
 
     @derived
     def holding(self) -> Tensor:
         """The target seed waits for a decision."""
-        return self.seed & (self.stage == int(SeedStage.HOLDING))
+        return both(self.seed, self.stage == int(SeedStage.HOLDING))
 
     @derived
     def dwell_epochs(self) -> Tensor:
@@ -187,7 +195,7 @@ class Facts:
     @derived
     def contribution(self) -> Tensor:
         """Leave-one-out contribution c of the target slot, points; 0 where not measured (`has_contribution`)."""
-        return torch.nan_to_num(self.raw_contribution, nan=0.0)
+        return without_nan(self.raw_contribution)
 
     @derived
     def has_contribution(self) -> Tensor:
@@ -202,7 +210,7 @@ class Facts:
     @derived
     def gate_signal(self) -> Tensor:
         """Gain g of all players together, points; 0 where not measured (`has_gate_signal`)."""
-        return torch.nan_to_num(self.raw_gate_signal, nan=0.0)
+        return without_nan(self.raw_gate_signal)
 
     @derived
     def has_gate_signal(self) -> Tensor:
@@ -210,32 +218,52 @@ class Facts:
         return self.raw_gate_signal == self.raw_gate_signal
 
     @derived
+    def positive_gate_signal(self) -> Tensor:
+        """All players together help."""
+        return self.gate_signal > self.zero
+
+    @derived
+    def negative_contribution(self) -> Tensor:
+        """The measured contribution is below zero."""
+        return self.contribution < self.zero
+
+    @derived
     def harmful(self) -> Tensor:
         """A live seed without which the model would be better: g < 0, which NaN is not."""
-        return self.seed & (self.raw_gate_signal < 0)
+        return both(self.seed, self.raw_gate_signal < self.zero)
 
     @derived
     def ransoming(self) -> Tensor:
         """Removing the seed alone hurts, although the model would be better without any."""
-        return (self.contribution > RANSOM_CONTRIBUTION) & (self.gate_signal < RANSOM_GATE_SIGNAL)
+        return both(self.contribution > RANSOM_CONTRIBUTION, self.gate_signal < RANSOM_GATE_SIGNAL)
 
     @derived
-    def stage_potentials(self) -> Tensor:
-        """Potential of the target slot's stage and of its previous stage, [2,N]."""
-        previous = self.exact("previous_stages", missing=int(SeedStage.DORMANT))
+    def potentials(self) -> Tensor:
+        """Stage potentials by stage value, [11]."""
         table: Tensor = potential_table(self.stage.device)
-        return table[torch.stack((self.stage, previous))]
+        return table
+
+    @derived
+    def stage_potential(self) -> Tensor:
+        """Potential of the target slot's stage."""
+        return self.potentials.index_select(0, self.stage)
+
+    @derived
+    def previous_potential(self) -> Tensor:
+        """Potential of the target slot's previous stage."""
+        previous = self.exact("previous_stages", missing=int(SeedStage.DORMANT))
+        return self.potentials.index_select(0, previous)
 
     @derived
     def potential_now(self) -> Tensor:
         """Potential phi(s, e) = stage potential + min(bonus * e, cap)."""
-        return self.stage_potentials[0] + self.progress_bonus(self.dwell_epochs)
+        return self.stage_potential + self.progress_bonus(self.dwell_epochs)
 
     @derived
     def potential_before(self) -> Tensor:
         """Potential at the last observation: that of the previous stage at its end where e = 0, else phi(s, e - 1)."""
-        entered = self.dwell_epochs == 0
-        stage_part = torch.where(entered, self.stage_potentials[1], self.stage_potentials[0])
+        entered = self.dwell_epochs == self.zero
+        stage_part = torch.where(entered, self.previous_potential, self.stage_potential)
         epochs = torch.where(entered, self.number("previous_epochs", 0.0), self.dwell_epochs - 1)
         return stage_part + self.progress_bonus(epochs)
 
@@ -244,15 +272,19 @@ class Facts:
         return torch.minimum(epochs * self.weights["epoch_progress_bonus"], self.weights["max_progress_bonus"])
 
     @derived
-    def shaped_seed(self) -> Tensor:
-        """Rows in which stage shaping applies."""
-        return self.seed & self.shaping_on
+    def shaping_weight(self) -> Tensor:
+        """Weight of stage shaping; 0 where there is no seed, or no shaping."""
+        return self.only(self.weights["pbrs_weight"], self.seed, self.shaping_on)
 
     @derived
     def shaping(self) -> Tensor:
         """F = weight * (gamma * phi(now) - phi(before)), potential-based (Ng, Harada and Russell, ICML 1999)."""
-        change = self.weights["gamma"] * self.potential_now - self.potential_before
-        return self.weights["pbrs_weight"] * change
+        return self.shaping_weight * (self.weights["gamma"] * self.potential_now - self.potential_before)
+
+    @derived
+    def potential_repaid(self) -> Tensor:
+        """What PRUNE gives back of stage shaping."""
+        return self.shaping_weight * self.potential_now
 
     @derived
     def legitimacy(self) -> Tensor:
@@ -272,7 +304,7 @@ class Facts:
     @derived
     def added_params(self) -> Tensor:
         """Parameters beyond the host's."""
-        return torch.clamp(self.known("total_params") - self.host_params, min=0.0)
+        return torch.maximum(self.known("total_params") - self.host_params, self.zero)
 
     @derived
     def occupancy(self) -> Tensor:
@@ -288,9 +320,9 @@ class Facts:
         return self.occupancy / self.host_floor
 
     def combine(self, progress: Tensor, contribution: Tensor) -> Tensor:
-        """Mean of two positive signals that is small where either is; finite and without meaning elsewhere."""
+        """Mean of two positive signals that is small where either is, 0 where one is 0; without meaning below 0."""
         if self.mode == "escrow":
-            return torch.sqrt(torch.clamp(progress * contribution, min=0.0))
+            return torch.sqrt(torch.maximum(progress * contribution, self.zero))
         if self.attribution_formula == "minimum":
             return torch.minimum(progress, contribution)
         return 2 * progress * contribution / torch.clamp(progress + contribution, min=1e-8)

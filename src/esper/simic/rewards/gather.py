@@ -17,12 +17,14 @@ _SET_TABLES: dict[torch.device, Tensor] = {}
 
 @record
 class SlotSets:
-    """Which slots are in which set of stages."""
+    """Which slots are in which set of stages, and how many of a host are."""
 
     live: Bool[Tensor, "N S"]
     growing: Bool[Tensor, "N S"]
     fossil: Bool[Tensor, "N S"]
     blended: Bool[Tensor, "N S"]
+    num_growing: Int[Tensor, " N"]
+    num_fossil: Int[Tensor, " N"]
 
 
 @record
@@ -56,54 +58,53 @@ class Parameters:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _set_table(device: torch.device) -> Tensor:
+    """Membership [set, stage], made once per device."""
     table = _SET_TABLES.get(device)
     if table is None:
         rows = [stages_mask(stages) for stages in _STAGE_SETS]
-        table = _SET_TABLES[device] = torch.tensor(rows, device=device).T.contiguous()
+        table = _SET_TABLES[device] = torch.tensor(rows, device=device)
     return table
 
 
 def slot_sets(stage: Int[Tensor, "N S"]) -> SlotSets:
     """Membership of every slot in the sets of stages."""
-    live, growing, fossil, blended = _set_table(stage.device)[stage].unbind(-1)
-    return SlotSets(live=live, growing=growing, fossil=fossil, blended=blended)
+    table: Tensor = _set_table(stage.device)
+    members_4NS = table.index_select(1, stage.reshape(-1)).view(len(_STAGE_SETS), *stage.shape)
+    live, growing, fossil, blended = members_4NS.unbind()
+    num_growing, num_fossil = members_4NS[1:3].sum(-1).unbind()
+    return SlotSets(
+        live=live, growing=growing, fossil=fossil, blended=blended, num_growing=num_growing, num_fossil=num_fossil
+    )
 
 
 def measured_now(inputs: RewardInputs) -> Float[Tensor, "N S"]:
     """Contributions measured in this very step, float64; NaN where the stored one is older or missing."""
     slots = inputs.slots
-    return torch.where(slots.contribution_step == inputs.epoch, slots.contribution, torch.nan).to(torch.float64)
+    return slots.contribution.to(torch.float64).masked_fill(slots.contribution_step != inputs.epoch, torch.nan)
 
 
-def target_slot(inputs: RewardInputs, live_NS: Tensor, measured_NS: Tensor) -> TargetSlot:
-    """Fields of slot `target[n]` of each host n."""
-    slots, val_acc_N = inputs.slots, inputs.hosts.val_acc.to(torch.float64)
-    whole_NSF = torch.stack(
-        (slots.stage, slots.prev_stage, slots.epochs_in_stage, slots.prev_epochs, slots.age, live_NS.long()), dim=-1
-    )
-    stage, previous, epochs, previous_epochs, age, live = at_target(whole_NSF, inputs.target).unbind(-1)
-    real_NSF = torch.stack((slots.acc_at_germination, slots.acc_at_stage_start, slots.interaction_sum), dim=-1)
-    germination, entry, interactions = at_target(real_NSF, inputs.target).to(torch.float64).unbind(-1)
+def target_index(target_N: Int[Tensor, " N"], slots: int) -> Int[Tensor, " N"]:
+    """Where `values[n, target[n]]` lies in `values.reshape(-1)`; what `Tensor.take` wants."""
+    return target_N + torch.arange(0, target_N.shape[0] * slots, slots, device=target_N.device)
+
+
+def target_slot(
+    inputs: RewardInputs, index_N: Tensor, val_acc_N: Tensor, live_NS: Tensor, measured_NS: Tensor
+) -> TargetSlot:
+    """Fields of slot `target[n]` of each host n; `index` from `target_index`, `val_acc` in float64."""
+    slots = inputs.slots
     return TargetSlot(
-        live=live.bool(),
-        stage=stage,
-        previous_stage=previous,
-        epochs_in_stage=epochs,
-        previous_epochs=previous_epochs,
-        age=age,
-        contribution=at_target(measured_NS, inputs.target),
-        total_improvement=val_acc_N - germination,
-        stage_improvement=val_acc_N - entry,
-        interaction_sum=interactions,
+        live=live_NS.take(index_N),
+        stage=slots.stage.take(index_N),
+        previous_stage=slots.prev_stage.take(index_N),
+        epochs_in_stage=slots.epochs_in_stage.take(index_N),
+        previous_epochs=slots.prev_epochs.take(index_N),
+        age=slots.age.take(index_N),
+        contribution=measured_NS.take(index_N),
+        total_improvement=val_acc_N - slots.acc_at_germination.take(index_N),
+        stage_improvement=val_acc_N - slots.acc_at_stage_start.take(index_N),
+        interaction_sum=slots.interaction_sum.take(index_N).to(torch.float64),
     )
-
-
-def at_target(values: Tensor, target_N: Tensor) -> Tensor:
-    """`values[n, target[n]]` for [N,S] or [N,S,F]."""
-    if values.dim() == 2:
-        return values.gather(1, target_N[:, None]).squeeze(1)
-    index = target_N[:, None, None].expand(-1, 1, values.shape[2])
-    return values.gather(1, index).squeeze(1)
 
 
 def parameters(
@@ -120,17 +121,27 @@ def parameters(
     occupancy = sum over blended slots of slot_ratio * host + alpha * n;
     alpha movement = sum of (alpha - alpha')^2 * n' / max(host, floor), with (alpha', n') of the previous step.
     """
+    zero_NS = torch.zeros_like(prev_params_NS)
     host_N = inputs.hosts.host_params.to(torch.float64)
-    alpha_NS = torch.where(sets.live, inputs.slots.alpha.to(torch.float64), 0.0)
-    params_NS = torch.where(sets.live, inputs.slots.params.to(torch.float64), 0.0)
-    occupied_NS = torch.where(sets.blended, torch.addcmul((slot_ratio * host_N)[:, None], alpha_NS, params_NS), 0.0)
-    moved_N = ((alpha_NS - prev_alpha_NS).square() * prev_params_NS).sum(-1)
+    alpha_NS = torch.where(sets.live, inputs.slots.alpha.to(torch.float64), zero_NS)
+    params_NS = torch.where(sets.live, inputs.slots.params.to(torch.float64), zero_NS)
+    occupied_NS = torch.addcmul((slot_ratio * host_N)[:, None], alpha_NS, params_NS)
+    moved_NS = (alpha_NS - prev_alpha_NS).square() * prev_params_NS
+    sums_4N = torch.stack(
+        (
+            params_NS,
+            torch.where(sets.fossil, params_NS, zero_NS),
+            torch.where(sets.blended, occupied_NS, zero_NS),
+            moved_NS,
+        )
+    ).sum(-1)
+    seeds_N, fossilized_N, occupancy_N, moved_N = sums_4N.unbind()
     return Parameters(
         host=host_N,
-        total=host_N + params_NS.sum(-1),
-        fossilized=torch.where(sets.fossil, params_NS, 0.0).sum(-1),
-        occupancy=occupied_NS.sum(-1),
-        alpha_delta_sq=torch.where(host_N > 0, moved_N / torch.clamp(host_N, min=host_floor), 0.0),
+        total=host_N + seeds_N,
+        fossilized=fossilized_N,
+        occupancy=occupancy_N,
+        alpha_delta_sq=(moved_N / torch.clamp(host_N, min=host_floor)).masked_fill(host_N <= 0, 0.0),
         alpha=alpha_NS,
         seeds=params_NS,
     )
@@ -144,4 +155,4 @@ def stable_accuracy(hosts: HostState, window: int) -> Float[Tensor, " N"]:
 
 def change(now_N: Tensor, before_N: Tensor) -> Tensor:
     """Difference in float64; 0 where there is no previous value."""
-    return torch.nan_to_num(now_N.to(torch.float64) - before_N.to(torch.float64), nan=0.0)
+    return torch.nan_to_num(now_N.to(torch.float64) - before_N, nan=0.0)

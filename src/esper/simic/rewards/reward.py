@@ -16,6 +16,8 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.protocols import RewardProtocol
+from esper.simic.rewards.compilation import CompileChoice, blank_inputs, explained, kernel_for
+from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 from esper.simic.rewards.state import RewardState, initial_state, reset_hosts, reward_step, rollback_reward
 from esper.simic.rewards.terms import REWARD_TERMS
@@ -34,6 +36,23 @@ class ContributionReward:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self._pay: Kernel = compute_reward_batched
+
+    def warm_up(self, choice: CompileChoice, n: int, slots: int, device: torch.device) -> None:
+        """Choose eager or compiled, and compile now rather than in the first step of a run of `n` hosts.
+
+        Raises:
+            ConfigError: the kernel cannot be compiled here.
+        """
+        self._pay = kernel_for(choice, device)
+        if self._pay is compute_reward_batched:
+            return
+        try:
+            reward_step(
+                blank_inputs(n, slots, device), initial_state(n, slots, 1, device, self.config), self.config, self._pay
+            )
+        except RuntimeError as error:  # what every part of the compiler raises
+            raise explained(error) from error
 
     @property
     def terms(self) -> Sequence[str]:
@@ -46,7 +65,7 @@ class ContributionReward:
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """Pay one step."""
-        return reward_step(inputs, state, self.config)
+        return reward_step(inputs, state, self.config, self._pay)
 
     def rollback_reward(self, state: RewardState) -> Tensor:
         """[N]: what the last row of a host is paid instead when the host is rolled back now."""

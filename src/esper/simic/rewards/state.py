@@ -8,6 +8,8 @@ Pure: nothing is remembered outside the state, nothing is emitted, and the host 
 Shape legend: N = hosts, S = slots, E = steps of an episode, M = terms.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,16 +19,17 @@ from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.record import record, replace, where
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards import compiled_rewards as kernel
+from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.gather import (
     Parameters,
     SlotSets,
-    at_target,
     change,
     measured_now,
     parameters,
     slot_sets,
     stable_accuracy,
+    target_index,
     target_slot,
 )
 from esper.simic.rewards.terms import NEW_SEED_POTENTIAL, REWARD_INFO, REWARD_TERMS
@@ -117,7 +120,9 @@ def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, 
     return weights
 
 
-def reward_step(inputs: RewardInputs, state: RewardState, config: RewardConfig) -> tuple[RewardOutput, RewardState]:
+def reward_step(
+    inputs: RewardInputs, state: RewardState, config: RewardConfig, pay: Kernel = compute_reward_batched
+) -> tuple[RewardOutput, RewardState]:
     """Pay one step of all hosts.
 
     A refused operation is a WAIT: it earns and pays nothing. Every amount is known when its own step is paid.
@@ -126,75 +131,91 @@ def reward_step(inputs: RewardInputs, state: RewardState, config: RewardConfig) 
         inputs: slots and hosts before the op, and the feedback of op and tick.
         state: the value returned by the previous step of the episode, or `initial_state`.
         config: mode and numbers.
+        pay: the kernel, eager or compiled (`compilation.py`); both give the same answer.
 
     Returns:
         The pay in the dtype of `hosts.val_acc`, and the state for the next step.
     """
     op_N = inputs.ops * inputs.success
+    index_N = target_index(inputs.target, inputs.slots.stage.shape[1])
     sets = slot_sets(inputs.slots.stage)
     measured_NS = measured_now(inputs)
     params = parameters(
         inputs, sets, state.prev_alpha, state.prev_params,
         slot_ratio=config.base_slot_rent_ratio, host_floor=config.rent_host_params_floor,
     )  # fmt: skip
-    paid = _kernel(inputs, state, config, op_N, sets, measured_NS, params)
+    paid = pay(**_arguments(inputs, state, config, op_N, index_N, sets, measured_NS, params))
     extra: dict[str, Tensor] = {}
-    state = replace(
-        state, prev_alpha=params.alpha, prev_params=params.seeds,
-        potential=paid.info[:, _POTENTIAL_INFO].contiguous(), potential_before=state.potential,
-    )  # fmt: skip
+    after: dict[str, Tensor] = {
+        "prev_alpha": params.alpha, "prev_params": params.seeds,
+        "potential": paid.info[:, _POTENTIAL_INFO].contiguous(), "potential_before": state.potential,
+    }  # fmt: skip
     if config.mode == "escrow":
-        state = replace(state, escrow=_next_accounts(inputs, state, sets, paid.escrow_next))
+        after["escrow"] = _next_accounts(inputs, state, sets, paid.escrow_next)
     if config.mode in CONTRIBUTION_MODES:
         extra["auto_prune"] = config.auto_prune_penalty * inputs.auto_pruned.to(torch.float64)
-        extra["hindsight"], ledger_NSE = _hindsight(inputs, state, config, op_N, sets.live, measured_NS)
-        state = replace(state, ledger=ledger_NSE)
+        extra["hindsight"], after["ledger"] = _hindsight(inputs, state, config, op_N, index_N, sets.live, measured_NS)
         if inputs.epoch == inputs.max_epochs:
-            extra |= _at_the_end(inputs, state, config, op_N, sets.growing)
+            extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
     if config.mode == "basic_plus":
-        state = replace(state, drip_scale=_next_pools(inputs, state, paid.drip_opened))
-    return _output(paid, extra, inputs.hosts.val_acc.dtype), state
+        after["drip_scale"] = _next_pools(inputs, state, index_N, paid.drip_opened)
+    return _output(paid, extra, inputs.hosts.val_acc.dtype), replace(state, **after)
 
 
-def _kernel(
+def _arguments(
     inputs: RewardInputs,
     state: RewardState,
     config: RewardConfig,
     op_N: Tensor,
+    index_N: Tensor,
     sets: SlotSets,
     measured_NS: Tensor,
     params: Parameters,
-) -> kernel.RewardOutput:
-    """The kernel on the target slots, in float64."""
-    hosts, target = inputs.hosts, target_slot(inputs, sets.live, measured_NS)
+) -> dict[str, Any]:
+    """What the kernel is told of the target slots.
+
+    All numbers are float64 and contiguous and what changes from step to step is a tensor, so that one graph serves all.
+    """
+    hosts, val_acc_N = inputs.hosts, inputs.hosts.val_acc.to(torch.float64)
+    target = target_slot(inputs, index_N, val_acc_N, sets.live, measured_NS)
     escrow, drip, loss = config.mode == "escrow", config.mode == "basic_plus", config.mode == "loss"
-    return kernel.compute_reward_batched(
-        op_N, target.contribution, hosts.val_acc.to(torch.float64), change(hosts.val_acc, hosts.prev_val_acc),
-        target.live, target.stage, target.total_improvement, target.epochs_in_stage, target.age,
-        target.previous_stage, target.previous_epochs, inputs.epoch, inputs.max_epochs,
-        packed_weights(config, op_N.device),
-        mode=config.mode,
-        attribution=config.attribution,
-        counterfactual_improvements=hosts.cf_total,
-        stage_improvements=target.stage_improvement,
-        interaction_sums=target.interaction_sum,
-        stable_val_accs=stable_accuracy(hosts, config.escrow_stable_window) if escrow else None,
-        escrow_credits=at_target(state.escrow, inputs.target) if escrow else None,
-        total_params=params.total,
-        host_params=params.host,
-        effective_seed_params=params.occupancy,
-        alpha_delta_sq_sums=params.alpha_delta_sq,
-        num_active=sets.growing.sum(-1),
-        num_fossilized=sets.fossil.sum(-1),
-        num_contributing=hosts.n_contributing,
-        committed_accs=hosts.committed_acc,
-        fossilized_params=params.fossilized,
-        drip_scales=state.drip_scale if drip else None,
-        drip_contributions=measured_NS if drip else None,
-        val_losses=hosts.val_loss if loss else None,
-        loss_deltas=change(hosts.val_loss, hosts.prev_val_loss) if loss else None,
-        potentials_prev=state.potential,
-    )  # fmt: skip
+    return {
+        "actions": op_N,
+        "seed_contributions": target.contribution,
+        "val_accs": val_acc_N,
+        "acc_deltas": change(val_acc_N, hosts.prev_val_acc),
+        "has_seed_mask": target.live,
+        "stages": target.stage,
+        "total_improvements": target.total_improvement,
+        "epochs_in_stage": target.epochs_in_stage,
+        "seed_ages": target.age,
+        "previous_stages": target.previous_stage,
+        "previous_epochs": target.previous_epochs,
+        "epoch": op_N.new_full((), inputs.epoch),
+        "max_epochs": op_N.new_full((), inputs.max_epochs),
+        "config_weights": packed_weights(config, op_N.device),
+        "mode": config.mode,
+        "attribution": config.attribution,
+        "counterfactual_improvements": hosts.cf_total.to(torch.float64),
+        "stage_improvements": target.stage_improvement,
+        "interaction_sums": target.interaction_sum,
+        "stable_val_accs": stable_accuracy(hosts, config.escrow_stable_window) if escrow else None,
+        "escrow_credits": state.escrow.take(index_N) if escrow else None,
+        "total_params": params.total,
+        "host_params": params.host,
+        "effective_seed_params": params.occupancy,
+        "alpha_delta_sq_sums": params.alpha_delta_sq,
+        "num_active": sets.num_growing,
+        "num_fossilized": sets.num_fossil,
+        "num_contributing": hosts.n_contributing.contiguous(),
+        "committed_accs": hosts.committed_acc.to(torch.float64),
+        "fossilized_params": params.fossilized,
+        "drip_scales": state.drip_scale if drip else None,
+        "drip_contributions": measured_NS if drip else None,
+        "val_losses": hosts.val_loss.to(torch.float64) if loss else None,
+        "loss_deltas": change(hosts.val_loss, hosts.prev_val_loss) if loss else None,
+        "potentials_prev": state.potential,
+    }
 
 
 def _output(paid: kernel.RewardOutput, extra: dict[str, Tensor], dtype: torch.dtype) -> RewardOutput:
@@ -212,45 +233,49 @@ def _next_accounts(inputs: RewardInputs, state: RewardState, sets: SlotSets, nex
     return torch.where(sets.live, written_NS, 0.0)
 
 
-def _next_pools(inputs: RewardInputs, state: RewardState, opened_N: Tensor) -> Tensor:
+def _next_pools(inputs: RewardInputs, state: RewardState, index_N: Tensor, opened_N: Tensor) -> Tensor:
     """Pools after the step; a pool pays from the next step to the end of the episode."""
-    kept_N = at_target(state.drip_scale, inputs.target)
-    written_N = torch.where(opened_N > 0, opened_N, kept_N)
+    written_N = torch.where(opened_N > 0, opened_N, state.drip_scale.take(index_N))
     return state.drip_scale.scatter(1, inputs.target[:, None], written_N[:, None])
 
 
 def _hindsight(
-    inputs: RewardInputs, state: RewardState, config: RewardConfig, op_N: Tensor, live_NS: Tensor, measured_NS: Tensor
+    inputs: RewardInputs,
+    state: RewardState,
+    config: RewardConfig,
+    op_N: Tensor,
+    index_N: Tensor,
+    live_NS: Tensor,
+    measured_NS: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Late thanks to a seed that helped others: (term [N], next ledger [N,S,E]).
 
     min(cap, sum over steps tau of weight * tanh(0.1 * ledger(tau) * c) * gamma^(epoch - tau)), paid when the seed is
     fossilized with a contribution c > 0; then the seed's row is cleared.
     """
-    now, index_N11 = inputs.epoch - 1, inputs.target[:, None, None]
-    helped_NS = torch.clamp(torch.nan_to_num(inputs.interactions.to(torch.float64), nan=0.0), min=0.0).sum(-1)
-    helped_NS = torch.where(live_NS, helped_NS, 0.0)
-    row_NE = state.ledger.gather(1, index_N11.expand(-1, 1, state.ledger.shape[2])).squeeze(1)[:, : inputs.epoch]
-    row_NE[:, now] = at_target(helped_NS, inputs.target)
-    gain_N = torch.nan_to_num(at_target(measured_NS, inputs.target), nan=0.0)
+    now, steps = inputs.epoch - 1, state.ledger.shape[2]
+    helped_NS = torch.clamp(torch.nan_to_num(inputs.interactions, nan=0.0), min=0.0).sum(-1, dtype=torch.float64)
+    helped_NS = helped_NS * live_NS
+    row_NE = state.ledger.reshape(-1, steps).index_select(0, index_N)[:, : inputs.epoch]
+    row_NE[:, now] = helped_NS.take(index_N)
+    gain_N = torch.nan_to_num(measured_NS.take(index_N), nan=0.0)
     ages_E = torch.arange(now, -1, -1, device=op_N.device, dtype=torch.float64)
-    thanks_NE = torch.tanh(HINDSIGHT_SLOPE * row_NE * gain_N[:, None]) * torch.pow(config.gamma, ages_E)
+    thanks_NE = torch.tanh(row_NE * (HINDSIGHT_SLOPE * gain_N)[:, None]) * torch.pow(config.gamma, ages_E)
     thanks_N = torch.clamp(config.hindsight_weight * thanks_NE.sum(-1), max=config.hindsight_cap)
-    fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & at_target(live_NS, inputs.target)
-    target_NS = torch.zeros_like(live_NS).scatter(1, inputs.target[:, None], fossilized_N[:, None])
-    keep_NS = live_NS & ~target_NS
+    fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & live_NS.take(index_N)
+    keep_NS = live_NS.scatter(1, inputs.target[:, None], (live_NS.take(index_N) & ~fossilized_N)[:, None])
     ledger_NSE = state.ledger * keep_NS[..., None]
-    ledger_NSE[..., now] = torch.where(keep_NS, helped_NS, 0.0)
-    return torch.where(fossilized_N & (gain_N > 0), thanks_N, 0.0), ledger_NSE
+    ledger_NSE[..., now] = helped_NS * keep_NS
+    return thanks_N * (fossilized_N & (gain_N > 0)), ledger_NSE
 
 
 def _at_the_end(
-    inputs: RewardInputs, state: RewardState, config: RewardConfig, op_N: Tensor, growing_NS: Tensor
+    inputs: RewardInputs, escrow_NS: Tensor | None, config: RewardConfig, op_N: Tensor, growing_NS: Tensor
 ) -> dict[str, Tensor]:
     """What the last step takes back: credit of seeds that are not permanent, potential of seeds that never blended."""
     extra: dict[str, Tensor] = {}
-    if config.mode == "escrow":
-        extra["escrow_forfeit"] = -torch.where(growing_NS, state.escrow, 0.0).sum(-1)
+    if escrow_NS is not None:
+        extra["escrow_forfeit"] = -torch.where(growing_NS, escrow_NS, 0.0).sum(-1)
     if not config.disable_pbrs:
         stage_NS, age_NS = inputs.slots.stage, inputs.slots.age.to(torch.float64)
         young_NS = (stage_NS == int(SeedStage.GERMINATED)) | (stage_NS == int(SeedStage.TRAINING))

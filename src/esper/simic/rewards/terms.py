@@ -12,6 +12,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.credit import CreditFacts
+from esper.simic.rewards.masks import both, either, without_nan
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """What GERMINATE is paid for, before weight, discount and timing."""
@@ -41,45 +42,46 @@ def attribution(x: CreditFacts) -> Tensor:
 
 def blending_warning(x: CreditFacts) -> Tensor:
     """A harmful seed that is being blended in costs more with every step."""
-    warned = x.harmful & (x.stage == int(SeedStage.BLENDING))
-    return torch.where(warned, -0.1 - torch.clamp(0.05 * x.dwell_epochs, max=0.3), x.zero)
+    price = torch.clamp(-0.05 * x.dwell_epochs, min=-0.3) - 0.1
+    return x.only(price, x.harmful, x.stage == int(SeedStage.BLENDING))
 
 
 def holding_warning(x: CreditFacts) -> Tensor:
     """A paying seed must be decided upon; parking it in HOLDING costs."""
-    waiting = x.holding & (x.dwell_epochs >= 2) & (x.attribution > 0) & ~(x.fossilize | x.prune)
-    return torch.where(waiting, -torch.clamp(0.1 + 0.05 * (x.dwell_epochs - 2), max=0.3), x.zero)
+    price = torch.clamp(-0.05 * (x.dwell_epochs - 2) - 0.1, min=-0.3)
+    waiting = x.holding, x.dwell_epochs >= 2, x.earning
+    return x.only(price, *waiting, ~either(x.fossilize, x.prune))
 
 
 def stage_shaping(x: CreditFacts) -> Tensor:
     """Potential-based shaping along the stages of the target seed."""
-    return torch.where(x.shaped_seed, x.shaping, x.zero)
+    return x.shaping
 
 
 def synergy(x: CreditFacts) -> Tensor:
     """A seed that helps others is paid a little for it."""
     interaction = x.known("interaction_sums")
-    helps = x.seed & (x.discount >= 0.5) & (x.attribution > 0) & (interaction > 0)
-    return torch.where(helps, 0.1 * torch.tanh(0.5 * interaction), x.zero)
+    share = 0.2 * torch.sigmoid(interaction) - 0.1  # 0.1 tanh(interaction / 2), in a cheaper form
+    return x.only(share, x.seed, x.trusted, x.earning, interaction > x.zero)
 
 
 def growth_rent(x: CreditFacts) -> Tensor:
     """Occupied parameters pay rent, so that a seed must earn its place."""
-    price = torch.minimum(x.weights["rent_weight"] * torch.log1p(x.growth), x.weights["max_rent"])
-    return torch.where((x.host_params > 0) & (x.occupancy > 0), -price, x.zero)
+    price = torch.maximum(-x.weights["rent_weight"] * torch.log1p(x.growth), -x.weights["max_rent"])
+    return x.only(price, x.host_params > x.zero, x.occupancy > x.zero)
 
 
 def alpha_shock(x: CreditFacts) -> Tensor:
     """Sudden changes of alpha disturb the host in proportion to the parameters that are moved."""
     w, moved = x.weights, x.known("alpha_delta_sq_sums")
     shock = torch.maximum(-w["alpha_shock_coef"] * moved, -w["alpha_shock_cap"])
-    return torch.where((moved > 0) & x.anti_gaming_on, shock, x.zero)
+    return x.only(shock, moved > x.zero, x.anti_gaming_on)
 
 
 def occupancy(x: CreditFacts) -> Tensor:
     """Every seed beyond the free ones costs a little per step."""
     seeds = x.known("num_active") + x.known("num_fossilized")
-    return -x.weights["seed_occupancy_cost"] * torch.clamp(seeds - x.weights["free_slots"], min=0.0)
+    return -x.weights["seed_occupancy_cost"] * torch.maximum(seeds - x.weights["free_slots"], x.zero)
 
 
 def fossil_upkeep(x: CreditFacts) -> Tensor:
@@ -91,7 +93,7 @@ def germination(x: CreditFacts) -> Tensor:
     """GERMINATE: its cost, plus the potential of the new seed, discounted to the next observation."""
     w = x.weights
     worth = w["pbrs_weight"] * w["gamma"] * NEW_SEED_POTENTIAL
-    worth = torch.where((x.epoch < x.max_epochs) & x.shaping_on, worth * x.timing(x.epoch), x.zero)
+    worth = x.only(worth * x.timing(x.epoch), x.epoch < x.max_epochs, x.shaping_on)
     return w["germinate_cost"] + torch.where(x.seed, w["germinate_with_seed_penalty"], worth)
 
 
@@ -101,10 +103,11 @@ def fossilization(x: CreditFacts) -> Tensor:
     quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
     base = w["fossilize_base_bonus"] + quality * x.terminal_on
     bonus = (base + w["fossilize_contribution_scale"] * c) * x.legitimacy
-    harm = -0.5 - torch.clamp(-0.2 * g, max=1.0) - torch.where(x.ransoming, 0.3, x.zero)
+    harm = torch.clamp(0.2 * g, min=-1.0) - 0.5
+    harm = torch.where(x.ransoming, harm - 0.3, harm)
     value = torch.where(c >= MIN_CONTRIBUTION, bonus, w["fossilize_noncontributing_penalty"])
-    value = torch.where(g < 0, harm, value)
-    return w["fossilize_cost"] + torch.where(x.holding & x.has_gate_signal, value, w["invalid_fossilize_penalty"])
+    value = torch.where(g < x.zero, harm, value)
+    return w["fossilize_cost"] + torch.where(both(x.holding, x.has_gate_signal), value, w["invalid_fossilize_penalty"])
 
 
 def pruning(x: CreditFacts) -> Tensor:
@@ -113,19 +116,18 @@ def pruning(x: CreditFacts) -> Tensor:
     worst, clearly_harmful = w["prune_good_seed_penalty"], c < w["prune_hurting_threshold"]
     hurting = torch.where(x.age < w["min_prune_bonus_age"], -0.1, w["prune_hurting_bonus"])
     judged = torch.where(clearly_harmful, hurting, w["prune_acceptable_bonus"])
-    judged = torch.where(c < 0, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
-    judged = torch.where(x.has_contribution, judged, x.zero)
+    judged = torch.where(x.negative_contribution, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
+    judged = x.only(judged, x.has_contribution)
     judged = torch.where(x.age < MIN_PRUNE_AGE, worst * (MIN_PRUNE_AGE - x.age), judged)
     judged = torch.where(x.fossil, w["prune_fossilized_penalty"], judged)
-    repaid = torch.where(x.shaped_seed, w["pbrs_weight"] * x.potential_now, x.zero)
-    return w["prune_cost"] - repaid + torch.where(x.seed, judged, -0.2)
+    return w["prune_cost"] - x.potential_repaid + torch.where(x.seed, judged, -0.2)
 
 
 def action(x: CreditFacts) -> Tensor:
     """Price or bonus of the operation."""
     w = x.weights
-    hasty = x.is_op(LifecycleOp.ADVANCE) & x.seed & (x.stage == int(SeedStage.TRAINING))
-    value = torch.where(hasty, w["advance_from_training_penalty"], x.zero)
+    hasty = x.is_op(LifecycleOp.ADVANCE), x.seed, x.stage == int(SeedStage.TRAINING)
+    value = x.only(w["advance_from_training_penalty"], *hasty)
     value = torch.where(x.is_op(LifecycleOp.SET_ALPHA_TARGET), w["set_alpha_target_cost"], value)
     value = torch.where(x.germinate, germination(x), value)
     value = torch.where(x.fossilize, fossilization(x), value)
@@ -133,7 +135,7 @@ def action(x: CreditFacts) -> Tensor:
 
 
 def _at_the_end(x: CreditFacts, value: Tensor) -> Tensor:
-    return torch.where(x.last_step & x.terminal_on, value, x.zero)
+    return x.only(value, x.last_step, x.terminal_on)
 
 
 def final_accuracy(x: CreditFacts) -> Tensor:
@@ -146,8 +148,7 @@ def final_accuracy(x: CreditFacts) -> Tensor:
 
 def repaid_shaping(x: CreditFacts) -> Tensor:
     """Stage shaping in which PRUNE pays the potential back in the place of the shaping of its step."""
-    repaid = -x.weights["pbrs_weight"] * x.potential_now
-    return torch.where(x.shaped_seed, torch.where(x.prune, repaid, x.shaping), x.zero)
+    return torch.where(x.prune, -x.potential_repaid, x.shaping)
 
 
 def budget_rent(x: CreditFacts) -> Tensor:
@@ -157,7 +158,7 @@ def budget_rent(x: CreditFacts) -> Tensor:
 
 def earns_basic_bonus(x: CreditFacts) -> Tensor:
     """A contributing seed with a positive gate signal leaves HOLDING for good."""
-    return x.fossilize & x.holding & (x.gate_signal > 0) & (x.contribution >= MIN_CONTRIBUTION)
+    return both(x.fossilize, x.holding, x.positive_gate_signal, x.contribution >= MIN_CONTRIBUTION)
 
 
 def full_basic_bonus(x: CreditFacts) -> Tensor:
@@ -170,12 +171,10 @@ def full_basic_bonus(x: CreditFacts) -> Tensor:
 def basic_fossilization(x: CreditFacts) -> Tensor:
     """FOSSILIZE of a live seed: the bonus that is paid at once, or a penalty."""
     w = x.weights
-    unearned = (x.gate_signal <= 0) & (x.contribution > 0.1)
-    wrong = torch.where(
-        unearned | ~x.holding, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"]
-    )
+    invalid = either(both(~x.positive_gate_signal, x.contribution > 0.1), ~x.holding)
+    wrong = torch.where(invalid, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"])
     value = torch.where(earns_basic_bonus(x), (1 - w["drip_fraction"]) * full_basic_bonus(x), wrong)
-    return torch.where(x.fossilize & x.seed, value, x.zero)
+    return x.only(value, x.fossilize, x.seed)
 
 
 def last_gain(x: CreditFacts) -> Tensor:
@@ -188,7 +187,7 @@ def drip(x: CreditFacts) -> Tensor:
     scales, contributions = x.arguments["drip_scales"], x.arguments["drip_contributions"]
     if scales is None or contributions is None:
         return x.zero
-    paid = scales.to(torch.float64) * torch.nan_to_num(contributions.to(torch.float64), nan=0.0)
+    paid = scales.to(torch.float64) * without_nan(contributions.to(torch.float64))
     most = x.weights["max_drip_per_epoch"]
     return torch.minimum(torch.maximum(paid, -x.weights["negative_drip_ratio"] * most), most).sum(-1)
 
@@ -197,7 +196,7 @@ def drip_opened(x: CreditFacts) -> Tensor:
     """Scale of the pool that this step opens; 0 where none."""
     w = x.weights
     steps = torch.maximum(x.max_epochs - x.epoch, w["min_drip_epochs"])
-    return torch.where(earns_basic_bonus(x), w["drip_fraction"] * full_basic_bonus(x) / steps, x.zero)
+    return x.only(w["drip_fraction"] * full_basic_bonus(x) / steps, earns_basic_bonus(x))
 
 
 # Sparse, minimal, simplified
@@ -208,13 +207,13 @@ def frugal_accuracy(x: CreditFacts) -> Tensor:
     w = x.weights
     price = w["param_penalty_weight"] * x.known("fossilized_params") / w["param_budget"]
     value = torch.clamp(x.known("committed_accs") / 100 - price, min=-1.0, max=1.0)
-    return torch.where(x.last_step, w["sparse_reward_scale"] * value, x.zero)
+    return x.only(w["sparse_reward_scale"] * value, x.last_step)
 
 
 def early_prune(x: CreditFacts) -> Tensor:
     """Pruning a seed that had no time to show its value."""
-    early = x.prune & x.seed & (x.age < x.weights["early_prune_threshold"])
-    return torch.where(early, x.weights["early_prune_penalty"], x.zero)
+    w = x.weights
+    return x.only(w["early_prune_penalty"], x.prune, x.seed, x.age < w["early_prune_threshold"])
 
 
 def flat_price(x: CreditFacts) -> Tensor:
@@ -244,14 +243,14 @@ def loss_rent(x: CreditFacts) -> Tensor:
     w = x.weights
     added = x.added_params
     price = torch.log1p(added / torch.where(x.host_params > 0, x.host_params, 1.0))
-    due = (added > 0) & (x.host_params > 0) & ~(x.seed & (x.age < w["grace_epochs"]))
-    return torch.where(due, -torch.minimum(w["compute_rent_weight"] * price, w["max_rent_penalty"]), x.zero)
+    price = torch.maximum(-w["compute_rent_weight"] * price, -w["max_rent_penalty"])
+    return x.only(price, added > 0, x.host_params > 0, ~both(x.seed, x.age < w["grace_epochs"]))
 
 
 def loss_potential(x: CreditFacts) -> Tensor:
     """Shaping by stage alone, without the time spent in it."""
-    now, before = x.stage_potentials.unbind()
-    return torch.where(x.seed, x.weights["stage_potential_weight"] * (GAMMA * now - before), x.zero)
+    change = GAMMA * x.stage_potential - x.previous_potential
+    return x.only(x.weights["stage_potential_weight"] * change, x.seed)
 
 
 def final_loss(x: CreditFacts) -> Tensor:
@@ -260,7 +259,7 @@ def final_loss(x: CreditFacts) -> Tensor:
     span = w["baseline_loss"] - w["target_loss"]
     loss = x.number("val_losses", torch.nan)
     share = torch.clamp((w["baseline_loss"] - loss) / torch.where(span == 0, 1.0, span), min=0.0, max=1.0)
-    return torch.where(x.last_step & (loss == loss), w["terminal_loss_weight"] * share, x.zero)
+    return x.only(w["terminal_loss_weight"] * share, x.last_step, loss == loss)
 
 
 # Objective
@@ -285,7 +284,7 @@ def objective_shaping(x: CreditFacts) -> Tensor:
 
 def objective_success(x: CreditFacts) -> Tensor:
     """J: committed accuracy minus growth, paid in the last step."""
-    return torch.where(x.last_step, worth(x, x.known("committed_accs"), x.known("fossilized_params")), x.zero)
+    return x.only(worth(x, x.known("committed_accs"), x.known("fossilized_params")), x.last_step)
 
 
 Term = Callable[[CreditFacts], Tensor]

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.simic.client import SimicClient
-from esper.simic.rewards import make_reward
+from esper.simic.rewards import ContributionReward, make_reward
+from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
@@ -51,6 +53,23 @@ def engine_of(
     return build_engine(engine_config or config.engine(), config.task_spec(), dataset, device, on_step=on_step)
 
 
+def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
+    """Who pays, compiled before the first step where that was chosen.
+
+    Raises:
+        ConfigError: the reward cannot be compiled, here or at all.
+    """
+    reward = make_reward(config.reward_name, config.reward)
+    if isinstance(reward, ContributionReward):
+        reward.warm_up(config.compile, spec.num_envs, spec.num_slots, spec.device)
+    elif config.compile == "on":
+        raise ConfigError(
+            f"compile is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what can "
+            "be compiled; set compile = 'auto'."
+        )
+    return reward
+
+
 def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
     """A new policy with its reward and its optimizer."""
     network = TamiyoNetwork(
@@ -63,7 +82,7 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
     initialize(network, config.seed)
     return SimicClient(
         network,
-        make_reward(config.reward_name, config.reward),
+        reward_of(config, spec),
         config.ppo,
         spec,
         read=read_floats,
@@ -74,7 +93,7 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
 
 def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
     """A controller that does not learn, paid like the run."""
-    return ScriptedClient(make_baseline(name, spec), make_reward(config.reward_name, config.reward))
+    return ScriptedClient(make_baseline(name, spec), reward_of(config, spec))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from esper.kasmina.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import MAX_EPISODES
 from esper.simic.agent.config import PPOConfig
-from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
+from esper.simic.rewards import MODES, CompileChoice, ModeTraits, RewardConfig, reward_traits
 from esper.simic.training.values import Values, plain
 from esper.tasks.registry import TaskSpec, task_by_name
 from esper.tolaria.config import EngineConfig
@@ -64,6 +64,9 @@ class RunConfig:
     The presets say "auto"."""
     threads: int = 0
     """Threads of one operation on the CPU; 0 is PyTorch's own choice. Small networks are fastest with 1."""
+    compile: CompileChoice = "auto"
+    """Whether the reward kernel is compiled before the first round: "on", "off", or "auto", which is "on" on CUDA. On
+    the CPU it takes half a minute and a C++ compiler, and pays from about 1,000 hosts on."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""

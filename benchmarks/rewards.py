@@ -1,0 +1,213 @@
+"""Cost of paying one step in mode `shaped`: the scalar reference, the kernel eager, and the kernel compiled.
+
+Rows are arbitrary (every stage, operation and pattern of missing values), on one thread, in float64 with breakdown.
+Every repetition times each form once, in alternating order, so that a busy machine slows all of them alike; a ratio is
+the median over repetitions of the ratio within each.
+
+    python benchmarks/rewards.py --json rewards.json
+    python benchmarks/rewards.py --min-eager 20 --min-compiled 150      # exit code 1 if it is slower
+"""
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from esper.simic.rewards import HostRow, RewardConfig, compute_reward_batched, graphs_compiled, reward_of_row
+from esper.simic.rewards.compilation import kernel_for
+from esper.simic.rewards.golden import kernel_arguments
+
+CPU = torch.device("cpu")
+STAGES = (1, 2, 3, 4, 6, 7, 8, 9, 10)
+LIVE = (2, 3, 4, 6, 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure the reward kernel of mode `shaped` on one core of the CPU."""
+
+    hosts: tuple[int, ...] = (64, 1024, 4096)
+    """Numbers of hosts, ascending; the limits on ratios apply to the last, that on time to the first."""
+    repetitions: int = 25
+    """Times each form is measured."""
+    compiled: bool = True
+    """Also measure the compiled kernel, which takes half a minute per number of hosts and a C++ compiler."""
+    json: Path | None = None
+    """Also write the numbers to this file."""
+    min_eager: float = 0.0
+    """Least ratio of the scalar reference's time to the eager kernel's."""
+    min_compiled: float = 0.0
+    """Least ratio of the scalar reference's time to the compiled kernel's."""
+    max_eager_ms: float = float("inf")
+    """Most that the eager kernel may take at the smallest number of hosts, ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One form at one number of hosts; medians over the repetitions, and the shortest."""
+
+    hosts: int
+    form: str
+    us_per_step: float
+    us_per_step_best: float
+    ns_per_host: float
+    ratio: float
+    """Times faster than the scalar reference."""
+    ratio_of_best: float
+    """The same of the shortest times, which other work on the machine disturbs least."""
+
+
+def arbitrary_rows(count: int, seed: int = 1) -> list[HostRow]:
+    """Rows of one step with every stage and operation; a fifth to a third of what may be missing is missing."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def real(low: float, high: float, missing: float = 0.0) -> Tensor:
+        values = torch.rand(count, generator=draw, dtype=torch.float64) * (high - low) + low
+        return torch.where(torch.rand(count, generator=draw) < missing, torch.nan, values)
+
+    def whole(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (count,), generator=draw)
+
+    stage, host = torch.tensor(STAGES)[whole(0, len(STAGES))], real(50, 10_000).round()
+    columns = {
+        "action": whole(0, 6), "stage": stage, "has_seed": torch.isin(stage, torch.tensor(LIVE)),
+        "epochs_in_stage": whole(0, 12), "seed_age": whole(1, 40), "previous_epochs": whole(0, 12),
+        "previous_stage": torch.tensor(STAGES)[whole(0, len(STAGES))], "val_acc": real(5, 95), "acc_delta": real(-3, 3),
+        "seed_contribution": real(-8, 15, 0.3), "total_improvement": real(-5, 15, 0.2),
+        "counterfactual_improvement": real(-5, 8, 0.2), "stage_improvement": real(-3, 5, 0.2),
+        "interaction_sum": real(-3, 3, 0.3), "host_params": host, "total_params": host + real(0, 3_000).round(),
+        "effective_seed_params": real(0, 3_000, 0.3), "alpha_delta_sq_sum": real(0, 8, 0.3),
+        "num_active": whole(0, 4), "num_fossilized": whole(0, 4), "num_contributing": whole(0, 3),
+        "committed_acc": real(5, 95), "fossilized_params": real(0, 9_000).round(),
+    }  # fmt: skip
+    lists = [column.tolist() for column in columns.values()]
+    return [
+        HostRow(epoch=10, max_epochs=30, **dict(zip(columns, row, strict=True))) for row in zip(*lists, strict=True)
+    ]
+
+
+def forms(count: int, options: Options) -> dict[str, Callable[[], object]]:
+    """What is measured, each a function of no arguments; compiled before it is returned."""
+    rows, config = arbitrary_rows(count), RewardConfig()
+    given = kernel_arguments(rows) | {
+        "epoch": torch.tensor(10), "max_epochs": torch.tensor(30), "config_weights": config.pack()
+    }  # fmt: skip
+    del given["drip_scales"], given["drip_contributions"]
+    found: dict[str, Callable[[], object]] = {
+        "scalar": lambda: deque((reward_of_row(row, config) for row in rows), maxlen=0),  # nothing is kept
+        "eager": lambda: compute_reward_batched(**given),
+    }
+    if options.compiled:
+        compiled = kernel_for("on", CPU)
+        found["compiled"] = lambda: compiled(**given)
+    for form in found.values():
+        form()
+    return found
+
+
+def measure(count: int, options: Options) -> list[Row]:
+    """One row per form."""
+    measured = forms(count, options)
+    warm = graphs_compiled()
+    times: dict[str, list[float]] = {name: [] for name in measured}
+    for repetition in range(options.repetitions):
+        order = list(measured) if repetition % 2 else list(reversed(measured))
+        for name in order:
+            times[name].append(_seconds(measured[name], 1 if name == "scalar" else 5))
+    assert graphs_compiled() == warm, "the kernel was compiled again while it was measured"
+    scalar = times["scalar"]
+    return [
+        Row(
+            hosts=count,
+            form=name,
+            us_per_step=1e6 * statistics.median(own),
+            us_per_step_best=1e6 * min(own),
+            ns_per_host=1e9 * statistics.median(own) / count,
+            ratio=statistics.median(a / b for a, b in zip(scalar, own, strict=True)),
+            ratio_of_best=min(scalar) / min(own),
+        )
+        for name, own in times.items()
+    ]
+
+
+def _seconds(form: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        form()
+    return (time.perf_counter() - start) / calls
+
+
+def environment(options: Options) -> dict[str, str]:
+    """Where the numbers come from."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "device": f"{names[0] if names else platform.processor() or platform.machine()}, {len(names) or '?'} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": f"mode shaped with breakdown, float64, one thread, {options.repetitions} repetitions",
+    }
+
+
+def shown(rows: Sequence[Row], where: dict[str, str]) -> Table:
+    """The rows as a table."""
+    page = Table(title="paying one step", caption=", ".join(where.values()))
+    for column in ("hosts", "form", "us/step", "best", "ns/host", "ratio", "of best"):
+        page.add_column(column, justify="left" if column == "form" else "right")
+    for row in rows:
+        cost = (f"{row.us_per_step:,.0f}", f"{row.us_per_step_best:,.0f}", f"{row.ns_per_host:,.0f}")
+        page.add_row(str(row.hosts), row.form, *cost, f"{row.ratio:.1f}", f"{row.ratio_of_best:.1f}")
+    return page
+
+
+def complaints(rows: Sequence[Row], options: Options) -> list[str]:
+    """What is slower than was asked for."""
+    limits, found = {"eager": options.min_eager, "compiled": options.min_compiled}, []
+    for form, least in limits.items():
+        last = next((row for row in reversed(rows) if row.form == form), None)
+        if least > 0 and last is None:
+            found.append(f"{form} was not measured, but a ratio of {least:g} is asked for; leave --no-compiled out.")
+        elif last is not None and last.ratio < least:
+            found.append(
+                f"{form} is {last.ratio:.1f} times faster than scalar at {last.hosts} hosts; {least:g} is asked for."
+            )
+    first = next(row for row in rows if row.form == "eager")
+    if first.us_per_step > 1e3 * options.max_eager_ms:
+        found.append(
+            f"eager takes {first.us_per_step / 1e3:.2f} ms at {first.hosts} hosts; at most {options.max_eager_ms:g} is "
+            "asked for."
+        )
+    return found
+
+
+def main(options: Options) -> int:
+    """Measure, print, compare with the limits; returns the exit code."""
+    torch.set_num_threads(1)
+    where = environment(options)
+    rows = [row for count in options.hosts for row in measure(count, options)]
+    Console(width=120).print(shown(rows, where))
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"environment": where, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
+        )
+    found = complaints(rows, options)
+    for line in found:
+        print(f"too slow: {line}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,83 @@
+"""Where the kernel is compiled: which choice means what, and that one graph serves a whole run."""
+
+import pytest
+import torch
+from reward_toys import random_hosts, reward_inputs
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.record import named_tensors
+from esper.simic.rewards import RewardConfig, graphs_compiled, initial_state, make_reward, reward_step
+from esper.simic.rewards.compilation import blank_inputs, explained, is_compiled, kernel_for
+from esper.simic.rewards.compiled_rewards import compute_reward_batched
+
+CPU = torch.device("cpu")
+by_compiler = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the compiler's own imports
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "compiled"),
+    [("off", "cpu", False), ("off", "cuda", False), ("on", "cpu", True), ("on", "cuda", True), ("auto", "cpu", False),
+     ("auto", "cuda", True)],
+)  # fmt: skip
+def test_auto_compiles_on_cuda_alone(choice, device, compiled):
+    assert is_compiled(choice, torch.device(device)) is compiled
+
+
+def test_an_eager_kernel_is_the_plain_function():
+    assert kernel_for("auto", CPU) is compute_reward_batched
+    assert kernel_for("on", CPU) is not compute_reward_batched
+
+
+def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():
+    config = RewardConfig()
+    blank, real = blank_inputs(3, 2, CPU), reward_inputs(random_hosts(3, 2, 1, 1, key=2), dtype=torch.float32)
+    forms = [{name: (v.shape, v.dtype) for name, v in named_tensors(x)} for x in (blank, real)]
+    assert forms[0] == forms[1]
+    paid, _ = reward_step(blank, initial_state(3, 2, 1, CPU, config), config)
+    assert not paid.breakdown.any()
+
+
+def test_a_failed_compilation_names_the_way_out():
+    message = str(explained(RuntimeError("no compiler\nand a long log")))
+    assert "no compiler" in message
+    assert "log" not in message
+    assert "compile = 'off'" in message
+
+
+@pytest.mark.compiled
+@by_compiler
+def test_after_the_warm_up_no_step_of_a_run_compiles_again():
+    torch.compiler.reset()
+    hosts, slots, steps = 6, 3, 5
+    reward = make_reward("shaped")
+    reward.warm_up("on", hosts, slots, CPU)
+    warm = graphs_compiled()
+    for length in (steps, 4):
+        for numbers in (RewardConfig(), RewardConfig(contribution_weight=0.5, germination_warmup_epochs=0)):
+            reward.config = numbers
+            mine = its = initial_state(hosts, slots, steps, CPU, numbers)
+            for epoch in range(1, length + 1):
+                inputs = reward_inputs(random_hosts(hosts, slots, epoch, length, key=epoch), dtype=torch.float32)
+                got, mine = reward.step(inputs, mine)
+                want, its = reward_step(inputs, its, numbers)
+                torch.testing.assert_close(got.breakdown.double(), want.breakdown.double(), rtol=1e-6, atol=1e-6)
+                assert torch.equal(got.flags, want.flags)
+            for (name, value), (_, expected) in zip(named_tensors(mine), named_tensors(its), strict=True):
+                torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12, msg=name)
+    assert graphs_compiled() == warm
+
+    more = reward_inputs(random_hosts(hosts + 1, slots, 1, 5, key=1), dtype=torch.float32)
+    reward.step(more, initial_state(hosts + 1, slots, steps, CPU, RewardConfig()))
+    assert graphs_compiled() == warm + 1, "another number of hosts is another graph, and it is counted"
+
+
+@pytest.mark.compiled
+@by_compiler
+def test_a_missing_compiler_is_a_mistake_of_configuration(monkeypatch, tmp_path):
+    import torch._inductor.config as inductor
+
+    torch.compiler.reset()
+    monkeypatch.setattr(inductor.cpp, "cxx", (str(tmp_path / "no-such-compiler"),))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    with pytest.raises(ConfigError, match="set compile = 'off'"):
+        make_reward("minimal").warm_up("on", 2, 1, CPU)

@@ -31,7 +31,7 @@ from esper.simic import client as learner
 from esper.simic.agent import ppo, rollout_buffer
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.client import SimicClient
-from esper.simic.rewards import compiled_rewards
+from esper.simic.rewards.reward import ContributionReward
 from esper.simic.training.build import baseline_of
 from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module
@@ -89,7 +89,7 @@ class Operation:
 
 
 OF_EVERY_TASK = (
-    Operation("reward kernel", compiled_rewards, "compute_reward_batched"),
+    Operation("reward kernel", ContributionReward, "pay"),
     Operation("reward step", SimicClient, "step"),
     Operation("guards and masks", phases, "legal_ops"),
     Operation("governor", governor, "check"),

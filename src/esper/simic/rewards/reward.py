@@ -18,6 +18,7 @@ from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.protocols import RewardProtocol
 from esper.simic.rewards.compilation import CompileChoice, blank_inputs, explained, kernel_for
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
+from esper.simic.rewards.compiled_rewards import RewardOutput as KernelOutput
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 from esper.simic.rewards.state import RewardState, initial_state, reset_hosts, reward_step, rollback_reward
 from esper.simic.rewards.terms import REWARD_TERMS
@@ -65,7 +66,11 @@ class ContributionReward:
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """Pay one step."""
-        return reward_step(inputs, state, self.config, self._pay)
+        return reward_step(inputs, state, self.config, self.pay)
+
+    def pay(self, **arguments: Any) -> KernelOutput:  # noqa: ANN401 -- those of `compute_reward_batched`
+        """The kernel, eager or compiled as it was chosen."""
+        return self._pay(**arguments)
 
     def rollback_reward(self, state: RewardState) -> Tensor:
         """[N]: what the last row of a host is paid instead when the host is rolled back now."""

@@ -176,15 +176,24 @@ class CreditFacts(Facts):
         earned = self.escrow_delta + self.weights["contribution_weight"] * harm
         return torch.where(self.harmful_fossilize, self.zero, earned)
 
+    def as_flags(self, *masks: Tensor) -> Tensor:
+        """Masks side by side, in the type in which `has_seed_mask` was given: bool, or compiled for the CPU bytes."""
+        dtype = self.exact("has_seed_mask").dtype
+        if dtype != torch.bool:  # by way of float32, the cast that is vectorized
+            one = torch.ones((), dtype=torch.float32, device=masks[0].device)
+            masks = tuple(torch.where(mask, one, 0.0).to(dtype) for mask in masks)
+        return torch.stack(masks).T
+
     @derived
     def flags(self) -> Tensor:
-        """Suspicions for telemetry, bool [N,2]: `FLAGS`. They never change the reward."""
+        """Suspicions for telemetry, [N,2]: `FLAGS`. They never change the reward."""
         ransom = both(self.seed, self.ransoming)
         if self.mode not in ("shaped", "escrow"):  # only these two impose the penalty
-            return torch.stack((torch.zeros_like(ransom), ransom)).T
+            return self.as_flags(torch.zeros_like(ransom), ransom)
         positive = self.positive_gate_signal, self.contribution > self.zero
         suspected = self.ratio_penalty != self.zero, self.gate_ratio >= self.weights["hacking_ratio_threshold"]
-        return torch.stack((both(self.measured_seed, *positive, *suspected), ransom)).T
+        ratio = both(self.measured_seed, *positive, *suspected)
+        return self.as_flags(ratio, ransom)
 
 
 FLAGS = ("attribution_ratio", "ransomware")

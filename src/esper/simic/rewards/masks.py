@@ -14,13 +14,14 @@ def both(*masks: Tensor) -> Tensor:
     to 32 bits is not vectorized); the same choice written as `where` is vectorized, and costs more when it is eager.
     """
     if torch.compiler.is_compiling():
-        return reduce(lambda held, mask: torch.where(held, mask, False), masks)
+        one = torch.ones((), dtype=torch.float64, device=masks[0].device)
+        return reduce(lambda held, mask: torch.where(mask, held, 0.0), masks, one) > 0
     return reduce(operator.and_, masks)
 
 
 def either(one: Tensor, other: Tensor) -> Tensor:
     """Where at least one mask holds, bool; see `both`."""
-    return torch.where(one, True, other) if torch.compiler.is_compiling() else one | other
+    return ~both(~one, ~other) if torch.compiler.is_compiling() else one | other
 
 
 def without_nan(value: Tensor) -> Tensor:

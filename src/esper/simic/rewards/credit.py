@@ -57,7 +57,7 @@ class CreditFacts(Facts):
         """Penalty rho <= 0: a contribution that the gate signal does not support (others lean on the seed)."""
         w, c, limit = self.weights, self.contribution, self.weights["hacking_ratio_threshold"]
         supported = self.gate_signal > w["improvement_safe_threshold"]
-        excess = torch.maximum(self.gate_ratio - limit, self.zero)
+        excess = torch.relu(self.gate_ratio - limit)
         of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
         unsupported = torch.clamp(UNSUPPORTED_PENALTY * c, min=-RATIO_PENALTY_CAP)
         penalty = torch.where(supported, of_ratio, unsupported)
@@ -82,7 +82,7 @@ class CreditFacts(Facts):
         A mean of c and p is at most c where p <= c and at least c elsewhere, where c itself is meant; 0 where p <= 0.
         """
         c, p = self.contribution, self.progress
-        moderated = torch.minimum(c, self.combine(torch.maximum(without_nan(p), self.zero), c))
+        moderated = torch.minimum(c, self.combine(torch.relu(without_nan(p)), c))
         return torch.where(p == p, moderated, UNKNOWN_PROGRESS_SHARE * c)
 
     def timing(self, epochs: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class CreditFacts(Facts):
         if not self.escrow:
             return self.zero
         deserved = self.weights["contribution_weight"] * self.raw_attribution + self.ratio_penalty
-        target = self.only(torch.maximum(deserved, self.zero), self.credited)
+        target = self.only(torch.relu(deserved), self.credited)
         return torch.where(self.prune, self.zero, torch.where(self.fossil, self.account, target))
 
     @derived

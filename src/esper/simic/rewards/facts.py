@@ -315,7 +315,7 @@ class Facts:
     @derived
     def added_params(self) -> Tensor:
         """Parameters beyond the host's."""
-        return torch.maximum(self.known("total_params") - self.host_params, self.zero)
+        return torch.relu(self.known("total_params") - self.host_params)
 
     @derived
     def occupancy(self) -> Tensor:
@@ -333,7 +333,7 @@ class Facts:
     def combine(self, progress: Tensor, contribution: Tensor) -> Tensor:
         """Mean of two positive signals that is small where either is, 0 where one is 0; without meaning below 0."""
         if self.mode == "escrow":
-            return torch.sqrt(torch.maximum(progress * contribution, self.zero))
+            return torch.sqrt(torch.relu(progress * contribution))
         if self.attribution_formula == "minimum":
             return torch.minimum(progress, contribution)
         return 2 * progress * contribution / torch.clamp(progress + contribution, min=1e-8)

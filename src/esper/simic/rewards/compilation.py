@@ -5,7 +5,8 @@
     "auto"   compiled on CUDA; eager on the CPU, where a graph takes about half a minute to compile
 
 Both forms give the same answer. A graph is compiled for each mode, formula of attribution and number of hosts, and for
-nothing else: weights, epoch and length of the episode enter as tensors. `graphs_compiled` tells whether that held.
+nothing else: weights, epoch and length of the episode enter as tensors. On the CPU it is entered directly, see
+`cpu_kernel.py`. `graphs_compiled` tells whether that held.
 """
 
 import dataclasses

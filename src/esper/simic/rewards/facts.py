@@ -159,7 +159,7 @@ class Facts:
 
     @derived
     def seed(self) -> Tensor:
-        """The target slot holds a live seed."""
+        """The target slot holds a live seed; given as bool, or as bytes (`cpu_kernel.py`)."""
         value = self.exact("has_seed_mask")
         return value if value.dtype == torch.bool else value.to(torch.float32) != 0
 
@@ -245,7 +245,10 @@ class Facts:
         return table
 
     def potential_of(self, stage: Tensor) -> Tensor:
-        """Potential of each stage; compiled, a choice per stage, because a look-up is done element by element."""
+        """Potential of each stage; compiled, a choice per stage, because a look-up is done element by element.
+
+        What is no stage raises IndexError from the look-up, and has potential 0 in the choice.
+        """
         if not torch.compiler.is_compiling():
             return self.potentials.index_select(0, stage)
         found = self.zero

@@ -11,7 +11,7 @@ def both(*masks: Tensor) -> Tensor:
     """Where all masks hold, bool.
 
     Compiled for a CPU, `&` between masks of comparisons of doubles is done element by element (the cast of such a mask
-    to 32 bits is not vectorized); the same choice written as `where` is vectorized, and costs more when it is eager.
+    to 32 bits is not vectorized). Chosen as numbers and compared once they stay 64 bits wide; eager that costs more.
     """
     if torch.compiler.is_compiling():
         one = torch.ones((), dtype=torch.float64, device=masks[0].device)

@@ -73,11 +73,9 @@ def test_after_the_warm_up_no_step_of_a_run_compiles_again():
 
 @pytest.mark.compiled
 @by_compiler
-def test_a_missing_compiler_is_a_mistake_of_configuration(monkeypatch, tmp_path):
+def test_a_missing_compiler_is_a_mistake_of_configuration(tmp_path):
     import torch._inductor.config as inductor
 
-    torch.compiler.reset()
-    monkeypatch.setattr(inductor.cpp, "cxx", (str(tmp_path / "no-such-compiler"),))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
-    with pytest.raises(ConfigError, match="set compile = 'off'"):
+    absent = {"cpp.cxx": (str(tmp_path / "no-such-compiler"),), "force_disable_caches": True}
+    with inductor.patch(absent), pytest.raises(ConfigError, match=r"InvalidCxxCompiler.*set compile = 'off'"):
         make_reward("minimal").warm_up("on", 2, 1, CPU)

@@ -5,7 +5,8 @@
     "auto"   compiled on CUDA; eager on the CPU, where a graph takes about half a minute to compile
 
 Both forms give the same answer. A graph is compiled for each mode, formula of attribution and number of hosts, and for
-nothing else: weights, epoch and length of the episode enter as tensors. `graphs_compiled` tells whether that held.
+nothing else: weights, epoch and length of the episode enter as tensors. On the CPU it is entered directly, see
+`cpu_kernel.py`. `graphs_compiled` tells whether that held.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import HostState, RewardInputs, SlotState
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
+from esper.simic.rewards.cpu_kernel import CpuKernel
 
 CompileChoice = Literal["auto", "off", "on"]
 R = TypeVar("R")
@@ -24,7 +26,6 @@ R = TypeVar("R")
 _OPTIONS: dict[str, dict[str, Any]] = {
     # not the whole of "max-autotune": its CUDA graphs would overwrite the potential that the state keeps
     "cuda": {"max_autotune": True, "coordinate_descent_tuning": True},
-    "cpu": {"size_asserts": False},  # the guards have checked the same sizes already
 }
 _DTYPES = {"bool": torch.bool, "int64": torch.int64}
 
@@ -38,6 +39,8 @@ def kernel_for(choice: CompileChoice, device: torch.device) -> Kernel:
     """The kernel as it was chosen; one that is compiled is compiled in its first call, see `warm_up`."""
     if not is_compiled(choice, device):
         return compute_reward_batched
+    if device.type == "cpu":
+        return CpuKernel()
     options = _OPTIONS.get(device.type, {}) | {"guard_filter_fn": _arguments_only}
     compiled: Kernel = torch.compile(compute_reward_batched, fullgraph=True, dynamic=False, options=options)
     return compiled
@@ -47,7 +50,7 @@ def graphs_compiled() -> int:
     """Graphs that this process has compiled so far; after a warm-up the number must not grow."""
     from torch._dynamo.utils import counters  # imported late: it takes a second, which an eager run need not wait for
 
-    return int(counters["stats"]["unique_graphs"])
+    return CpuKernel.compiled + int(counters["stats"]["unique_graphs"])
 
 
 def explained(error: Exception) -> ConfigError:

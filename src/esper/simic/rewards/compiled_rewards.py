@@ -216,8 +216,8 @@ def check_arguments(given: Mapping[str, Tensor | None]) -> None:
         if name in _INTEGERS:
             if value.dtype != torch.int64:
                 raise TypeError(f"{name} is {value.dtype}; it must be torch.int64.")
-        elif name == "has_seed_mask":
-            if value.dtype != torch.bool:
+        elif name == "has_seed_mask":  # bytes come from `cpu_kernel.py` alone, which has seen that they are a mask
+            if value.dtype != torch.bool and not (value.dtype == torch.uint8 and torch.compiler.is_compiling()):
                 raise TypeError(f"{name} is {value.dtype}; it must be torch.bool.")
         elif not value.dtype.is_floating_point:
             raise TypeError(f"{name} is {value.dtype}; it must be a floating type, with NaN where not measured.")

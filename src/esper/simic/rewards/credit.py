@@ -57,7 +57,7 @@ class CreditFacts(Facts):
         """Penalty rho <= 0: a contribution that the gate signal does not support (others lean on the seed)."""
         w, c, limit = self.weights, self.contribution, self.weights["hacking_ratio_threshold"]
         supported = self.gate_signal > w["improvement_safe_threshold"]
-        excess = torch.maximum(self.gate_ratio - limit, self.zero)
+        excess = torch.relu(self.gate_ratio - limit)
         of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
         unsupported = torch.clamp(UNSUPPORTED_PENALTY * c, min=-RATIO_PENALTY_CAP)
         penalty = torch.where(supported, of_ratio, unsupported)
@@ -82,7 +82,7 @@ class CreditFacts(Facts):
         A mean of c and p is at most c where p <= c and at least c elsewhere, where c itself is meant; 0 where p <= 0.
         """
         c, p = self.contribution, self.progress
-        moderated = torch.minimum(c, self.combine(torch.maximum(without_nan(p), self.zero), c))
+        moderated = torch.minimum(c, self.combine(torch.relu(without_nan(p)), c))
         return torch.where(p == p, moderated, UNKNOWN_PROGRESS_SHARE * c)
 
     def timing(self, epochs: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class CreditFacts(Facts):
         if not self.escrow:
             return self.zero
         deserved = self.weights["contribution_weight"] * self.raw_attribution + self.ratio_penalty
-        target = self.only(torch.maximum(deserved, self.zero), self.credited)
+        target = self.only(torch.relu(deserved), self.credited)
         return torch.where(self.prune, self.zero, torch.where(self.fossil, self.account, target))
 
     @derived
@@ -176,15 +176,24 @@ class CreditFacts(Facts):
         earned = self.escrow_delta + self.weights["contribution_weight"] * harm
         return torch.where(self.harmful_fossilize, self.zero, earned)
 
+    def as_flags(self, *masks: Tensor) -> Tensor:
+        """Masks side by side, in the type in which `has_seed_mask` was given: bool, or compiled for the CPU bytes."""
+        dtype = self.exact("has_seed_mask").dtype
+        if dtype != torch.bool:  # by way of float32, the cast that is vectorized
+            one = torch.ones((), dtype=torch.float32, device=masks[0].device)
+            masks = tuple(torch.where(mask, one, 0.0).to(dtype) for mask in masks)
+        return torch.stack(masks).T
+
     @derived
     def flags(self) -> Tensor:
-        """Suspicions for telemetry, bool [N,2]: `FLAGS`. They never change the reward."""
+        """Suspicions for telemetry, [N,2]: `FLAGS`. They never change the reward."""
         ransom = both(self.seed, self.ransoming)
         if self.mode not in ("shaped", "escrow"):  # only these two impose the penalty
-            return torch.stack((torch.zeros_like(ransom), ransom)).T
+            return self.as_flags(torch.zeros_like(ransom), ransom)
         positive = self.positive_gate_signal, self.contribution > self.zero
         suspected = self.ratio_penalty != self.zero, self.gate_ratio >= self.weights["hacking_ratio_threshold"]
-        return torch.stack((both(self.measured_seed, *positive, *suspected), ransom)).T
+        ratio = both(self.measured_seed, *positive, *suspected)
+        return self.as_flags(ratio, ransom)
 
 
 FLAGS = ("attribution_ratio", "ransomware")

@@ -159,8 +159,9 @@ class Facts:
 
     @derived
     def seed(self) -> Tensor:
-        """The target slot holds a live seed."""
-        return self.exact("has_seed_mask")
+        """The target slot holds a live seed; given as bool, or as bytes (`cpu_kernel.py`)."""
+        value = self.exact("has_seed_mask")
+        return value if value.dtype == torch.bool else value.to(torch.float32) != 0
 
     @derived
     def stage(self) -> Tensor:
@@ -243,16 +244,29 @@ class Facts:
         table: Tensor = potential_table(self.stage.device)
         return table
 
+    def potential_of(self, stage: Tensor) -> Tensor:
+        """Potential of each stage; compiled, a choice per stage, because a look-up is done element by element.
+
+        What is no stage raises IndexError from the look-up, and has potential 0 in the choice.
+        """
+        if not torch.compiler.is_compiling():
+            return self.potentials.index_select(0, stage)
+        found = self.zero
+        for value, potential in enumerate(STAGE_POTENTIAL):
+            if potential:
+                found = torch.where(stage == value, potential, found)
+        return found
+
     @derived
     def stage_potential(self) -> Tensor:
         """Potential of the target slot's stage."""
-        return self.potentials.index_select(0, self.stage)
+        return self.potential_of(self.stage)
 
     @derived
     def previous_potential(self) -> Tensor:
         """Potential of the target slot's previous stage."""
         previous = self.exact("previous_stages", missing=int(SeedStage.DORMANT))
-        return self.potentials.index_select(0, previous)
+        return self.potential_of(previous)
 
     @derived
     def potential_now(self) -> Tensor:
@@ -289,7 +303,7 @@ class Facts:
     @derived
     def legitimacy(self) -> Tensor:
         """Share of a fossilization bonus that the time in HOLDING has earned."""
-        return torch.clamp(self.dwell_epochs / LEGITIMATE_HOLD, max=1.0)
+        return torch.clamp(self.dwell_epochs * (1 / LEGITIMATE_HOLD), max=1.0)
 
     @derived
     def host_params(self) -> Tensor:
@@ -304,7 +318,7 @@ class Facts:
     @derived
     def added_params(self) -> Tensor:
         """Parameters beyond the host's."""
-        return torch.maximum(self.known("total_params") - self.host_params, self.zero)
+        return torch.relu(self.known("total_params") - self.host_params)
 
     @derived
     def occupancy(self) -> Tensor:
@@ -322,7 +336,7 @@ class Facts:
     def combine(self, progress: Tensor, contribution: Tensor) -> Tensor:
         """Mean of two positive signals that is small where either is, 0 where one is 0; without meaning below 0."""
         if self.mode == "escrow":
-            return torch.sqrt(torch.maximum(progress * contribution, self.zero))
+            return torch.sqrt(torch.relu(progress * contribution))
         if self.attribution_formula == "minimum":
             return torch.minimum(progress, contribution)
         return 2 * progress * contribution / torch.clamp(progress + contribution, min=1e-8)

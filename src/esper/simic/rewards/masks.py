@@ -11,16 +11,17 @@ def both(*masks: Tensor) -> Tensor:
     """Where all masks hold, bool.
 
     Compiled for a CPU, `&` between masks of comparisons of doubles is done element by element (the cast of such a mask
-    to 32 bits is not vectorized); the same choice written as `where` is vectorized, and costs more when it is eager.
+    to 32 bits is not vectorized). Chosen as numbers and compared once they stay 64 bits wide; eager that costs more.
     """
     if torch.compiler.is_compiling():
-        return reduce(lambda held, mask: torch.where(held, mask, False), masks)
+        one = torch.ones((), dtype=torch.float64, device=masks[0].device)
+        return reduce(lambda held, mask: torch.where(mask, held, 0.0), masks, one) > 0
     return reduce(operator.and_, masks)
 
 
 def either(one: Tensor, other: Tensor) -> Tensor:
     """Where at least one mask holds, bool; see `both`."""
-    return torch.where(one, True, other) if torch.compiler.is_compiling() else one | other
+    return ~both(~one, ~other) if torch.compiler.is_compiling() else one | other
 
 
 def without_nan(value: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def alpha_shock(x: CreditFacts) -> Tensor:
 def occupancy(x: CreditFacts) -> Tensor:
     """Every seed beyond the free ones costs a little per step."""
     seeds = x.known("num_active") + x.known("num_fossilized")
-    return -x.weights["seed_occupancy_cost"] * torch.maximum(seeds - x.weights["free_slots"], x.zero)
+    return -x.weights["seed_occupancy_cost"] * torch.relu(seeds - x.weights["free_slots"])
 
 
 def fossil_upkeep(x: CreditFacts) -> Tensor:

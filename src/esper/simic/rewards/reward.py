@@ -52,7 +52,7 @@ class ContributionReward:
             reward_step(
                 blank_inputs(n, slots, device), initial_state(n, slots, 1, device, self.config), self.config, self._pay
             )
-        except RuntimeError as error:  # what every part of the compiler raises
+        except (RuntimeError, ImportError) as error:  # what every part of the compiler raises; its insides may move
             raise explained(error) from error
 
     @property

@@ -55,6 +55,8 @@ def _rows(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 def _share(grad: Tensor, values: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor]) -> None:
     """Hand `grad` to the larger of two values, to the first of equals."""
-    second_wins = (values[1] > values[0]).to(grad.dtype)  # a product with a mask of floats is vectorized, `where` is not
+    second_wins = (values[1] > values[0]).to(
+        grad.dtype
+    )  # a product with a mask of floats is vectorized, `where` is not
     torch.mul(grad, second_wins, out=into[1])
     torch.sub(grad, into[1], out=into[0])

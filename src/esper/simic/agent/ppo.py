@@ -125,8 +125,8 @@ def run_ppo_updates(
     if agent.barren_updates >= MAX_BARREN_UPDATES:
         raise TrainingError(
             f"{agent.barren_updates} updates in a row had no minibatch with a finite loss and gradient{_why(metrics)}, "
-            "so the policy cannot learn any more; resume from an earlier checkpoint with a smaller ppo.lr, and check the "
-            "rewards."
+            "so the policy cannot learn any more; resume from an earlier checkpoint with a smaller ppo.lr, and check "
+            "the rewards."
         )
     return metrics
 

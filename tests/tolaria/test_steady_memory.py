@@ -3,11 +3,11 @@
 import gc
 
 import torch
+from test_engine_rollback import learner
 
 import tiny
 from esper.leyline.actions import LifecycleOp
 from esper.tasks.presets import NULL
-from test_engine_rollback import learner
 from toys import ToyClient, action, script
 
 

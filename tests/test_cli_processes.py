@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from esper.cli import main
+
 ESPER = (sys.executable, "-m", "esper.cli")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 FRUGAL = """
@@ -40,6 +42,19 @@ def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(tmp_path: Pa
     compared = esper("evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "2", cwd=elsewhere)
     assert compared.returncode == 0
     assert "trained" in compared.stdout
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(14, True), (15, False)])
+def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], steps: int, noted: bool
+) -> None:
+    # born in 1, trained in 2 to 11, blended in 12 to 14, fossilized in 15
+    small = ("--task", "null", "--num-envs", "1", "--rounds", "1", "--episode-length", str(steps))
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1")
+    assert main(["train", *small, *network, "--run-dir", str(tmp_path / "run")]) == 0
+    said = capfd.readouterr().out
+    assert ("note: no seed can become permanent before step 15, and a round has 14; " in said) == noted
+    assert ("note:" in said) == noted
 
 
 @pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["evaluate", "--help"]])

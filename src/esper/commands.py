@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
+from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.simic.training import evaluate as comparison
 from esper.simic.training import tables
@@ -98,7 +99,18 @@ def _assembled(config: RunConfig) -> Parts:
     sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
     size = " x ".join(f"{number} {unit}{'s' * (number != 1)}" for number, unit in sizes)
     RunConsole().say(f"esper: {config.task}, {size}, reward {config.reward_name}, seed {config.seed}")
+    first = _first_fossil(config)
+    if first > config.episode_length:
+        RunConsole().say(
+            f"note: no seed can become permanent before step {first}, and a round has {config.episode_length}; "
+            "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
+        )
     return assemble(config, device)
+
+
+def _first_fossil(config: RunConfig) -> int:
+    """The step of the earliest FOSSILIZE: born in 1, trained for some epochs, blended in the fewest ticks, then held."""
+    return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
 
 
 def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header | None) -> int:

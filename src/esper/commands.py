@@ -109,7 +109,7 @@ def _assembled(config: RunConfig) -> Parts:
 
 
 def _first_fossil(config: RunConfig) -> int:
-    """The step of the earliest FOSSILIZE: born in 1, trained for some epochs, blended in the fewest ticks, then held."""
+    """The step of the earliest FOSSILIZE: born in 1, trained, blended in the fewest ticks, then held."""
     return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
 
 

@@ -54,7 +54,7 @@ CASES = {
     # unknown names
     "RewardConfig(mode='shapd')": (CONFIG, "reward.mode is 'shapd'", "did you mean 'shaped'?"),
     "RewardConfig(mode=3)": (CONFIG, "reward.mode is 3", "known names: basic,"),
-    "RewardConfig(mode=['shaped'])": (CONFIG, "reward.mode is ['shaped']", "known names: basic,"),
+    "RewardConfig(mode=['shaped'])": (CONFIG, "reward.mode is ['shaped']", "Known names: basic,"),
     "told(mode='shapd')": (CONFIG, "unknown reward 'shapd'", "did you mean 'shaped'?"),
     "make_reward('shapd')": ("RegistryError", "no reward is named 'shapd'", "did you mean 'shaped'?"),
     "make_reward('sparse', RewardConfig())": (CONFIG, "reward 'sparse' was given", "config.with_mode('sparse')"),

@@ -36,8 +36,9 @@ _Names = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 class Train:
     """Train a controller that grows networks.
 
-    A run is recorded in its own folder: the configuration, one line per round, one line per event, checkpoints, and a
-    summary at its end. Ctrl-C ends it after the current step; --resume continues it as if it had never ended.
+    A run has its own folder: configuration, records, checkpoints and a summary.
+
+    Ctrl-C ends it after this step; --resume continues as if it had never ended.
     """
 
     config: _Path = None
@@ -81,8 +82,9 @@ class Train:
 class Evaluate:
     """Compare a trained controller and baselines on fresh hosts with equal seeds.
 
-    A run alone is compared with the baselines wait_only, random, fixed_schedule and heuristic. Nobody learns, and
-    nothing in the run directory is changed.
+    A run alone is compared with wait_only, random, fixed_schedule and heuristic.
+
+    Nobody learns, and nothing in the run directory is changed.
     """
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], _placeholder("RUN|BASELINE ...")] = ()
@@ -131,14 +133,14 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no box characters is no reason to fail
-    command: Train | Evaluate | Tasks = tyro.cli(
-        Command,
-        prog="esper",
-        args=arguments,
-        description="Neural networks that grow while they train, and a controller that learns to grow them.",
-        config=(tyro.conf.DisallowNone,),
-    )
     try:
+        command: Train | Evaluate | Tasks = tyro.cli(
+            Command,
+            prog="esper",
+            args=arguments,
+            description="Networks that grow while they train, and a controller that learns to grow them.",
+            config=(tyro.conf.DisallowNone,),
+        )
         from esper import commands
 
         if isinstance(command, Train):
@@ -149,6 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
     except EsperError as error:
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
+    except BrokenPipeError:  # `esper --help | head`; what is left in the buffer would fail when the process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("esper: ended at once", file=sys.stderr)
         return EXIT_STOPPED

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
+from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.simic.training import evaluate as comparison
 from esper.simic.training import tables
@@ -95,9 +96,21 @@ def _require_something_to_do(path: Path, checkpoint: Checkpoint, config: RunConf
 def _assembled(config: RunConfig) -> Parts:
     """What a run is made of, after the first line of the command: data may take a while to load."""
     device = device_of(config)
-    hosts = f"{config.num_envs} hosts x {config.episode_length} steps x {config.rounds} rounds"
-    RunConsole().say(f"esper: {config.task}, {hosts}, reward {config.reward_name}, seed {config.seed}")
+    sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
+    size = " x ".join(f"{number} {unit}{'s' * (number != 1)}" for number, unit in sizes)
+    RunConsole().say(f"esper: {config.task}, {size}, reward {config.reward_name}, seed {config.seed}")
+    first = _first_fossil(config)
+    if first > config.episode_length:
+        RunConsole().say(
+            f"note: no seed can become permanent before step {first}, and a round has {config.episode_length}; "
+            "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
+        )
     return assemble(config, device)
+
+
+def _first_fossil(config: RunConfig) -> int:
+    """The step of the earliest FOSSILIZE: born in 1, trained, blended in the fewest ticks, then held."""
+    return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
 
 
 def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header | None) -> int:
@@ -121,10 +134,7 @@ def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header
     if summary is None:
         console.say(f"stopped; continue with: esper train --resume {directory.path}")
         return EXIT_STOPPED
-    console.say(
-        "done: accuracy {final_val_accuracy_mean:.2f} (validation), {final_test_accuracy_mean:.2f} (test, committed); "
-        "growth {growth_ratio_mean:.2f}x; {env_steps_per_second:.0f} env-steps/s".format_map(summary)
-    )
+    console.say(tables.done(summary))
     console.say(f"compare it with the baselines: esper evaluate {directory.path}")
     return 0
 
@@ -166,8 +176,8 @@ def evaluate(command: Evaluate) -> int:
         console = RunConsole()
         console.say(f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run}" if run else ""))
         for table in (tables.comparison(rows), tables.operations(rows)):
-            console.print("", table, "", sep="\n")
-        console.say(tables.LEGEND)
+            console.print("", table, sep="\n")
+        console.say("\n".join(("", tables.LEGEND, *tables.rollbacks(rows))))
     return 0
 
 

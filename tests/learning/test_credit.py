@@ -42,7 +42,7 @@ def test_the_discounted_return_of_an_episode_is_its_discounted_objective(played)
 def test_before_the_first_step_every_ratio_is_one(played):
     _, client = played
     batch = client.buffer.sequences(torch.arange(HOSTS))
-    evaluated = evaluate_minibatch(client.agent, batch)
+    evaluated, _ = evaluate_minibatch(client.agent, batch)
     torch.testing.assert_close(evaluated.log_prob, batch.log_probs, atol=1e-5, rtol=0)
     torch.testing.assert_close(evaluated.values, batch.values, atol=1e-5, rtol=0)
 

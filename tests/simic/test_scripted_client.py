@@ -58,3 +58,14 @@ def test_its_state_survives_a_restart_in_the_middle_of_an_episode(tmp_path: Path
         return [*stats.returns.tolist(), *stats.growth.tolist(), *stats.ops.flatten().tolist()]
 
     assert finished(5) == finished(None)
+
+
+def test_the_heuristic_fossilizes_seeds_on_the_null_task() -> None:
+    config = resolve({"task": "null", "num_envs": 4})
+    engine = engine_of(config, None, CPU)
+    client = baseline_of("heuristic", config, engine.spec)
+    engine.reset(client, episode=0)
+    stats = engine.rollout(client)
+    assert stats is not None
+    assert (stats.fossilized >= 1).all()
+    assert (stats.committed_acc > 50.0).all()  # what the host alone approaches

@@ -159,3 +159,38 @@ def test_a_line_is_not_broken_or_marked_up() -> None:
     console = RunConsole(file=io.StringIO(), width=20)
     console.say("a [bold]long[/bold] line that is wider than the console")
     assert written(console) == ["a [bold]long[/bold] line that is wider than the console"]
+
+
+def test_what_was_not_measured_is_a_dash_and_never_nan() -> None:
+    nothing = ROUND | {"val_accuracy_mean": float("nan"), "committed_accuracy_mean": float("nan")}
+    assert "  accuracy -  committed -  return +0.512  " in line(Shown.of(nothing), 10, 40, "?")
+    progress = RunProgress(terminal(), rounds=10, steps=40)
+    progress.write("round", nothing)
+    assert re.search(r"2/10 +427 +- +- +\+0\.512", screen(progress))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_narrow_terminal_shows_the_counts_of_the_newest_round_below_the_table(width: int) -> None:
+    progress = RunProgress(terminal(width), rounds=10, steps=40)
+    progress.write("round", ROUND | {"round": 1})
+    progress.write("round", ROUND | {"ops": {"SET_ALPHA_TARGET": 1000}})
+    header, first, second, operations, slots, bar = screen(progress, width).splitlines()
+    assert header.split() == ["round", "env-steps/s", "accuracy", "committed", "return"]
+    assert (first.split()[0], second.split()[0]) == ("1/10", "2/10")
+    assert operations.rstrip() == "operations chosen  set_alpha_target 1000"
+    assert slots.rstrip() == "slots by stage     training 9 blending 4"
+    assert bar.startswith("step")
+
+
+@pytest.mark.parametrize(("width", "height"), [(140, 24), (150, 12), (110, 12), (80, 24), (60, 10)])
+def test_the_bar_stays_in_sight_whatever_happens_in_a_round(width: int, height: int) -> None:
+    everything = {name: 1000 for name in ("WAIT", "GERMINATE", "SET_ALPHA_TARGET", "PRUNE", "FOSSILIZE", "ADVANCE")}
+    stages = {name: 100 for name in ("GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "EMBARGOED")}
+    progress = RunProgress(terminal(width, height), rounds=500, steps=40)
+    for number in range(1, 100):
+        progress.write("round", ROUND | {"round": number, "ops": everything, "slots": stages})
+    shown = screen(progress, width).splitlines()
+    assert len(shown) < height
+    assert "99/500" in "".join(shown)
+    assert shown[-1].startswith("step")
+    assert "…" not in "".join(shown)

@@ -168,3 +168,15 @@ def test_a_state_of_other_hosts_is_refused():
         large.load_state_dict(state, clients[1])
     with pytest.raises(CheckpointError, match="'place'"):
         small.load_state_dict({name: x for name, x in state.items() if name != "place"}, clients[0])
+
+
+@pytest.mark.parametrize("stage", [0, 5, 11, -1])
+def test_a_state_with_a_stage_that_cannot_be_is_refused(stage):
+    engine = tiny.engine(2, 4, of=NULL)
+    client = ToyClient(engine.spec)
+    engine.reset(client, 0)
+    engine.step(client)
+    state = engine.state_dict()
+    state["control.slots.stage"][1, 0] = stage
+    with pytest.raises(CheckpointError, match=rf"slots have the stages \[{stage}\]"):
+        engine.load_state_dict(state, client)

@@ -138,9 +138,9 @@ def slow_life(t):
     }
 
 
-def trained_run(faults, plan, length, watch=()):
+def trained_run(faults, plan, length, watch=(), executor="streamed"):
     """An engine of the tiny task; copies of the population's state after the steps in `watch`."""
-    inner = tiny.engine(2, length)
+    inner = tiny.engine(2, length, executor=executor)
     engine = VectorizedEngine(inner.config, WithFaults(inner.executor, faults), inner.spec)
     client, seen = ToyClient(engine.spec, script(2, length, plan)), {}
     engine.reset(client, 0)
@@ -162,9 +162,10 @@ def rows_of(tree, host, *, kept=False):
     return found
 
 
-def test_a_rollback_restores_host_and_fossil_to_the_bit_and_destroys_the_growing_seed():
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
+def test_a_rollback_restores_host_and_fossil_to_the_bit_and_destroys_the_growing_seed(executor):
     # host 1 breaks in step 9; both were kept in step 6, when the fossil came
-    engine, client, seen = trained_run({9: {1: NAN}}, slow_life(6), 10, watch=(6, 8, 9))
+    engine, client, seen = trained_run({9: {1: NAN}}, slow_life(6), 10, watch=(6, 8, 9), executor=executor)
     assert client.steps[8].obs.slots.stage.tolist() == [[7, 4, 1], [7, 8, 1]]
     assert engine.state.slots.stage.tolist()[1] == [S.FOSSILIZED, S.EMBARGOED, S.DORMANT]
     before, broken, after = (rows_of(seen[t], 1) for t in (6, 8, 9))
@@ -196,11 +197,12 @@ def test_a_host_in_panic_changes_no_bit_of_its_neighbour():
             assert tiny.bit_equal(getattr(a, name)[0], getattr(b, name)[0]), name
 
 
-def test_a_fossil_that_came_under_suspicion_joins_the_older_snapshot_alone():
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
+def test_a_fossil_that_came_under_suspicion_joins_the_older_snapshot_alone(executor):
     # ten healthy steps are the past; a strike in 12, when the seed is fossilized, and the end in 14
     plan = {1: action(Op.GERMINATE, tempo=0, style=0, alpha_target=2), 12: action(Op.FOSSILIZE)}
     faults = {12: {1: 100.0}, 13: {1: 100.0}, 14: {1: NAN}}
-    engine, client, seen = trained_run(faults, plan, 14, watch=(10, 12, 14))
+    engine, client, seen = trained_run(faults, plan, 14, watch=(10, 12, 14), executor=executor)
     assert client.steps[11].valid.tolist() == [True, True]
     assert engine.state.slots.stage[1].tolist() == [S.FOSSILIZED, S.DORMANT, S.DORMANT]
     kept, fossil, after = rows_of(seen[10], 1), rows_of(seen[12], 1), rows_of(seen[14], 1)

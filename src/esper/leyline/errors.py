@@ -47,8 +47,8 @@ class TrainingError(EsperError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as `; did you mean 'digits'?`, followed by all known names."""
+    """A hint such as `did you mean 'digits'?`, and all known names; it goes behind a semicolon."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known names: {', '.join(names)}."
+    hint = f"did you mean {close[0]!r}? Known" if close else "known"
+    return f"{hint} names: {', '.join(names)}."

@@ -8,7 +8,7 @@ exactly zero, because a softmax over one choice is constant. The heads lie side 
 
 Nothing here reads the device. What must never happen leaves a trace that does: a stored action outside its mask and a
 logit that is not finite make the log-probability NaN, and with it the loss. `check_stored_actions` and `check_logits`
-name the reason; they answer with a 0-dim tensor for the caller to fold into a read it makes anyway.
+name the reason: their 0-dim answers are metrics of an update, which travel in the one read it makes.
 
 Shape legend: S = slots, B = blueprints, V = values of the widest head; leading axes R are hosts, or hosts and steps.
 """

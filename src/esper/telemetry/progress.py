@@ -5,13 +5,15 @@
      2/10 ...
     step 312/6400 ----------                          0:00:41 eta 8:12
 
+A terminal with less than 140 columns shows the counts of the newest round alone, in two lines under the table.
 It listens like everybody else: it is told records by name, and nothing that happens to it matters to the run.
 """
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, final
@@ -22,7 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 _REFRESH = 1.0  # a second: drawing the page takes milliseconds of the interpreter that the run needs
-_WIDE, _NARROW = 140, 100
+_WIDE = 140
+_OPERATIONS, _SLOTS = "operations chosen", "slots by stage"
 PLAIN_INTERVAL = 30.0
 """Seconds after which a round that is not done yet is worth a plain line."""
 
@@ -77,6 +80,11 @@ class Shown:
         )
 
 
+def figure(value: float, form: str) -> str:
+    """A number, or "-" where nothing was measured: a mean of no host is none."""
+    return "-" if math.isnan(value) else format(value, form)
+
+
 def counts(numbers: Mapping[str, int]) -> str:
     """Those that are not zero, e.g. "wait 510 germinate 61"."""
     return " ".join(f"{name.lower()} {number}" for name, number in numbers.items() if number) or "none"
@@ -94,7 +102,8 @@ def line(shown: Shown, rounds: int, steps: int, eta: str) -> str:
     inside = f" step {shown.step}/{steps}" if shown.step is not None else ""
     return (
         f"round {shown.round}/{rounds}{inside}  eta {eta}  {_speed(shown)} env-steps/s  "
-        f"accuracy {shown.accuracy:.2f}  committed {shown.committed:.2f}  return {shown.mean_return:+.3f}  "
+        f"accuracy {figure(shown.accuracy, '.2f')}  committed {figure(shown.committed, '.2f')}  "
+        f"return {figure(shown.mean_return, '+.3f')}  "
         f"ops: {counts(shown.ops)}  slots: {counts(shown.slots)}"
     )
 
@@ -193,27 +202,36 @@ class RunProgress:
         return duration((self._clock() - self._began) / ran * (self._rounds * self._steps - self._finished))
 
     def page(self) -> RenderableType:
-        """The table of the last rounds with the bar under it."""
+        """The table of the last rounds with the bar under it, as high as the terminal at most."""
+        width, height = self._console.size
+        shown = [*self._history, *([self._now] if self._now else [])][-height:]
+        while True:
+            page = Group(*self._table(shown, wide=width >= _WIDE), self._bar)
+            lines = len(self._console.render_lines(page, pad=False))
+            too_many = lines - height + 1
+            if too_many <= 0 or len(shown) <= 1:
+                return page
+            shown = shown[max(too_many * len(shown) // lines, 1) :]
+
+    def _table(self, rounds: Sequence[Shown], *, wide: bool) -> list[RenderableType]:
+        """One line per round; where there is no room for the counts beside it, those of the newest stand below."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in ("round", "env-steps/s", "accuracy", "committed", "return"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("operations chosen")
-        table.add_column("slots by stage")
-        shown_rounds = [*self._history, *([self._now] if self._now else [])]
-        for shown in shown_rounds[-self._rows_that_fit() :]:
-            table.add_row(
+        for column in (_OPERATIONS, _SLOTS) if wide else ():
+            table.add_column(column, overflow="fold")
+        for shown in rounds:
+            numbers = (
                 f"{shown.round}/{self._rounds}",
                 _speed(shown),
-                f"{shown.accuracy:.2f}",
-                f"{shown.committed:.2f}",
-                f"{shown.mean_return:+.3f}",
-                counts(shown.ops),
-                counts(shown.slots),
+                figure(shown.accuracy, ".2f"),
+                figure(shown.committed, ".2f"),
+                figure(shown.mean_return, "+.3f"),
             )
-        return Group(table, self._bar)
-
-    def _rows_that_fit(self) -> int:
-        """The bar stays in sight: narrow terminals wrap the counts into more lines."""
-        width, height = self._console.size
-        lines = 1 if width >= _WIDE else 2 if width >= _NARROW else 4
-        return max((height - 3) // lines, 1)
+            table.add_row(*numbers, *((counts(shown.ops), counts(shown.slots)) if wide else ()))
+        if wide or not rounds:
+            return [table]
+        below = Table.grid(padding=(0, 2, 0, 0))
+        below.add_row(_OPERATIONS, counts(rounds[-1].ops))
+        below.add_row(_SLOTS, counts(rounds[-1].slots))
+        return [table, below]

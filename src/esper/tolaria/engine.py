@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from esper.kasmina.slot_fields import require_known_stages
 from esper.leyline.errors import CheckpointError
 from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
 from esper.leyline.state_tree import below, record_tree, restored, with_prefix
@@ -206,7 +207,7 @@ class VectorizedEngine:
         """Continue where `state_dict` was taken; `client` begins the episode anew and is restored after this.
 
         Raises:
-            CheckpointError: names or shapes differ from those of this engine.
+            CheckpointError: names or shapes differ from those of this engine, or a slot is in a stage that cannot be.
         """
         if "place" not in state:
             raise CheckpointError(
@@ -216,6 +217,7 @@ class VectorizedEngine:
         episode, t = (int(v) for v in state["place"])
         self.reset(client, episode)
         self._state = restored(self.state, below("control", state), "engine")
+        require_known_stages(self._state.slots)
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
         self.executor.settle(reading.structure_now(t, self._state, self._coalitions))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import TrainingError
 from esper.leyline.random import Stream, permutation
 from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
@@ -48,7 +49,8 @@ def test_before_the_first_step_the_update_sees_what_the_rollout_saw(rolled_out):
     batch = client.buffer.sequences(torch.arange(4))
     assert batch.valid.sum() == 4 * 6 - 5
     assert batch.reset.nonzero().tolist() == [[0, 3], [0, 4], [1, 1], [2, 4]]
-    x = evaluate_minibatch(client.agent, batch)
+    x, finite_logits = evaluate_minibatch(client.agent, batch)
+    assert finite_logits
     keep = batch.valid
     torch.testing.assert_close(x.log_prob[keep], batch.log_probs[keep], atol=1e-5, rtol=0)
     torch.testing.assert_close(x.values[keep], batch.values[keep], atol=1e-5, rtol=0)
@@ -216,3 +218,47 @@ def test_an_update_reads_once(rolled_out, monkeypatch):
 
 def test_more_minibatches_than_hosts_are_one_per_host(rolled_out):
     assert learn(rolled_out(minibatches=50, epochs=1))["optimizer_steps"] == 4
+
+
+def test_a_stored_action_outside_its_mask_is_named_in_the_one_read_of_the_update(rolled_out):
+    client, reads = rolled_out(), []
+    assert learn(client)["actions_outside_mask"] == 0.0
+
+    client = rolled_out()
+    client.buffer.slabs.actions[1, 3, Head.OP] = int(LifecycleOp.FOSSILIZE)  # never legal in the toy world
+    metrics = learn(client, read=lambda x: reads.append(x) or x.tolist())
+    assert metrics["actions_outside_mask"] == 1.0
+    assert metrics["nonfinite_logits"] == 0.0
+    assert metrics["nonfinite_minibatches"] == 4  # the minibatch of that host, in each epoch
+    assert len(reads) == 1
+
+
+def test_a_stored_action_outside_its_mask_is_named_where_no_loss_would_show_it(rolled_out):
+    client = rolled_out()
+    assert client.buffer.slabs.forced[1, 2]  # only WAIT was legal, so the step is left out of policy and entropy losses
+    client.buffer.slabs.actions[1, 2, Head.OP] = int(LifecycleOp.GERMINATE)
+    metrics = learn(client)
+    assert metrics["actions_outside_mask"] == 1.0
+    assert metrics["nonfinite_minibatches"] == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_logit_that_is_not_finite_is_named_in_the_one_read_of_the_update(rolled_out, bad):
+    client, reads = rolled_out(), []
+    with torch.no_grad():
+        client.agent.network.head_outputs[Head.OP].bias[0] = bad
+    metrics = learn(client, read=lambda x: reads.append(x) or x.tolist())
+    assert metrics["nonfinite_logits"] == 1.0
+    assert metrics["actions_outside_mask"] == 0.0
+    assert len(reads) == 1
+
+
+def test_updates_that_cannot_go_on_say_what_is_known_of_the_reason(rolled_out, make_engine):
+    client = rolled_out()
+    for episode in range(3):
+        make_engine(HOSTS).run(client, episode)
+        client.buffer.slabs.actions[:, 1, Head.OP] = int(LifecycleOp.FOSSILIZE)
+        if episode < 2:
+            learn(client)
+    with pytest.raises(TrainingError, match=r"gradient \(a stored action lies outside its mask\)"):
+        learn(client)

@@ -53,7 +53,7 @@ CONFIG, DATA, SHAPE, KIND = "ConfigError", "DataError", "ValueError", "TypeError
 CASES = {
     # unknown names
     "RewardConfig(mode='shapd')": (CONFIG, "reward.mode is 'shapd'", "did you mean 'shaped'?"),
-    "RewardConfig(mode=3)": (CONFIG, "reward.mode is 3", "Known names: basic,"),
+    "RewardConfig(mode=3)": (CONFIG, "reward.mode is 3", "known names: basic,"),
     "RewardConfig(mode=['shaped'])": (CONFIG, "reward.mode is ['shaped']", "Known names: basic,"),
     "told(mode='shapd')": (CONFIG, "unknown reward 'shapd'", "did you mean 'shaped'?"),
     "make_reward('shapd')": ("RegistryError", "no reward is named 'shapd'", "did you mean 'shaped'?"),

@@ -62,7 +62,7 @@ def test_a_user_can_register_a_reward_and_say_what_it_needs():
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(RegistryError, match="did you mean 'objective'"):
         make_reward("objectiv")
-    with pytest.raises(RegistryError, match="Known names"):
+    with pytest.raises(RegistryError, match="known names"):
         reward_traits("nothing like it")
 
 

@@ -1,5 +1,6 @@
 """The comparison of controllers: equal hosts, nobody learns, nothing is changed."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ import small_runs
 from esper.leyline.errors import CheckpointError, RegistryError
 from esper.simic.training.evaluate import Outcome, all_baselines, baseline, evaluate, table, trained
 from esper.simic.training.presets import recorded, resolve
-from esper.simic.training.tables import comparison, operations
+from esper.simic.training.tables import comparison, done, operations, rollbacks
 from esper.simic.training.values import read_toml
 from small_runs import contents, main
 
@@ -182,3 +183,43 @@ def test_the_tables_fit_into_eighty_columns() -> None:
     assert "…" not in text
     assert "fixed_schedule" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def printed(*tables: object) -> str:
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*tables)
+    return console.export_text()
+
+
+def test_a_controller_of_which_nothing_was_measured_has_a_dash_and_never_nan() -> None:
+    rows = table([outcome("wait_only", [10.0, 20.0], [0.0, 0.0]), outcome("x", [NAN, NAN], [NAN, NAN])])
+    text = printed(comparison(rows))
+    assert "nan" not in text
+    (line,) = (line for line in text.splitlines() if line.startswith("x"))
+    assert line.split()[:4] == ["x", "-", "-", "-"]
+
+
+def test_hosts_that_were_rolled_back_are_told_below_the_tables() -> None:
+    whole = Outcome("whole", stats(committed_acc=np.array([1.0, 2.0]), rollbacks=np.array([0, 0])), np.zeros(2))
+    once = Outcome("once", stats(committed_acc=np.array([1.0, 2.0]), rollbacks=np.array([1, 0])), np.zeros(2))
+    often = Outcome("often", stats(committed_acc=np.array([NAN, 2.0]), rollbacks=np.array([2, 1])), np.zeros(2))
+    rows = {row.name: row for row in table([whole, once, often])}
+    assert rows["often"].committed == 2.0
+    assert rollbacks([rows["whole"], rows["once"], rows["often"]]) == [
+        "once: hosts were rolled back once.",
+        "often: hosts were rolled back 3 times; 1 of 2 without an accuracy are left out of its means.",
+    ]
+
+
+def test_a_run_that_ends_with_every_host_rolled_back_says_so_with_a_dash() -> None:
+    said = done(
+        {
+            "final_val_accuracy_mean": NAN,
+            "final_test_accuracy_mean": 40.0,
+            "growth_ratio_mean": 1.25,
+            "env_steps_per_second": 20.4,
+        }
+    )
+    assert said == ("done: accuracy - (validation), 40.00 (test, committed); growth 1.25x; 20 env-steps/s with updates")

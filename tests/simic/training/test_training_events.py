@@ -116,6 +116,8 @@ def test_a_metric_beyond_its_threshold_is_an_alarm() -> None:
         ("hidden_rms", 10.5, 10.0),
         ("cell_rms", 1e-7, 1e-6),
         ("nonfinite_minibatches", 1.0, 0.0),
+        ("actions_outside_mask", 1.0, 0.0),
+        ("nonfinite_logits", 1.0, 0.0),
         ("entropy_op", 0.07, 0.08),
         ("entropy_slot", 0.09, 0.10),
         ("entropy_blueprint", 0.04, 0.05),

@@ -131,4 +131,6 @@ def test_a_summary_is_of_the_whole_run() -> None:
     assert found["host_reads_per_step"] == 1.0
     assert (found["task"], found["preset"], found["seed"], found["device"]) == ("null", "quickstart", 0, "cpu")
     assert found["state_digest"] == "abc"
+    broken = summary(config, torch.device("cpu"), stats(), np.array([NAN, 50.0]), total, "abc")
+    assert broken["final_test_accuracy_mean"] == 50.0
     assert found["torch"] == torch.__version__

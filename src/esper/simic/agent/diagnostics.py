@@ -11,6 +11,7 @@ from esper.simic.agent.losses import Losses, LossInputs, LossWeights, RatioStati
 from esper.simic.agent.normalizers import masked_moments
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from esper.simic.telemetry.metrics import metric_row
+from esper.tamiyo.heads import check_stored_actions
 
 MIN_EXPLAINABLE_VARIANCE = 1e-8
 
@@ -21,6 +22,7 @@ def update_row(
     return_scale: Float[Tensor, ""],
     weights: LossWeights,
     lr: float,
+    selectable: Bool[Tensor, " B"],
 ) -> Float[Tensor, " M"]:
     """What is known before the first step; values and returns in scaled units, advantages before normalization."""
     valid = rollout.valid
@@ -44,6 +46,7 @@ def update_row(
             "advantage_mean": normalized.mean,
             "advantage_std": normalized.std,
             "advantage_std_floored": normalized.floored,
+            "actions_outside_mask": ~check_stored_actions(rollout.actions, rollout.legal, rollout.has_gate, selectable),
         }
     )
 
@@ -81,6 +84,7 @@ def minibatch_row(
     grad_norm: Float[Tensor, ""],
     *,
     ran: Bool[Tensor, ""],
+    finite_logits: Bool[Tensor, ""],
     finite: Bool[Tensor, ""],
     takes: Bool[Tensor, ""],
 ) -> Float[Tensor, " M"]:
@@ -102,6 +106,11 @@ def minibatch_row(
         **{f"entropy_{name}": mean for name, mean in zip(HEAD_NAMES, entropies.mean.unbind(0), strict=True)},
     }
     counts = metric_row(
-        {"finite_minibatches": ran & finite, "nonfinite_minibatches": ran & ~finite, "optimizer_steps": takes}
+        {
+            "finite_minibatches": ran & finite,
+            "nonfinite_minibatches": ran & ~finite,
+            "nonfinite_logits": ran & ~finite_logits,
+            "optimizer_steps": takes,
+        }
     )
     return torch.where(counts.isnan(), torch.where(takes, metric_row(numbers), torch.nan), counts)

@@ -10,6 +10,7 @@
 Shape legend: N = hosts, T = steps, M = metrics, P = parameters.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_
 from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 from esper.simic.telemetry.metrics import Read, aggregate_ppo_metrics
-from esper.tamiyo.heads import evaluate_heads, relevance
+from esper.tamiyo.heads import check_logits, evaluate_heads, relevance
 from esper.tamiyo.network import TamiyoNetwork
 
 KL_STOP_FACTOR = 1.5
@@ -110,7 +111,7 @@ def run_ppo_updates(
     normalized = buffer.normalize_advantages(config.advantage_std_floor)
 
     weights = loss_weights(agent, config, slabs.rewards.device)
-    rows = [update_row(slabs, normalized, scale, weights, config.lr)]
+    rows = [update_row(slabs, normalized, scale, weights, config.lr, agent.selectable)]
     if hidden is not None:
         rows.append(health_row(hidden))
     rows += _run_epochs(agent, buffer, config, weights, update_index=update_index, run_seed=run_seed)
@@ -123,10 +124,21 @@ def run_ppo_updates(
     buffer.reset()
     if agent.barren_updates >= MAX_BARREN_UPDATES:
         raise TrainingError(
-            f"{agent.barren_updates} updates in a row had no minibatch with a finite loss and gradient, so the policy "
-            "cannot learn any more; resume from an earlier checkpoint with a smaller ppo.lr, and check the rewards."
+            f"{agent.barren_updates} updates in a row had no minibatch with a finite loss and gradient{_why(metrics)}, "
+            "so the policy cannot learn any more; resume from an earlier checkpoint with a smaller ppo.lr, and check "
+            "the rewards."
         )
     return metrics
+
+
+def _why(metrics: Mapping[str, float]) -> str:
+    """What is known of the reason for minibatches that are not finite."""
+    reasons = {
+        "actions_outside_mask": "a stored action lies outside its mask",
+        "nonfinite_logits": "the network gives logits that are not finite",
+    }
+    found = [text for name, text in reasons.items() if metrics[name] > 0]
+    return f" ({' and '.join(found)})" if found else ""
 
 
 def loss_weights(agent: PPOAgent, config: PPOConfig, device: torch.device) -> LossWeights:
@@ -145,11 +157,15 @@ def loss_weights(agent: PPOAgent, config: PPOConfig, device: torch.device) -> Lo
     )
 
 
-def evaluate_minibatch(agent: PPOAgent, batch: SequenceBatch) -> LossInputs:
-    """Unroll whole rows from their first recurrent state and evaluate the stored actions, with gradient."""
+def evaluate_minibatch(agent: PPOAgent, batch: SequenceBatch) -> tuple[LossInputs, Bool[Tensor, ""]]:
+    """Unroll whole rows from their first recurrent state and evaluate the stored actions, with gradient.
+
+    Returns:
+        What the losses are made of, and whether every logit is finite.
+    """
     logits, values = agent.network.unroll(batch.states, batch.blueprint_index, batch.hidden0, batch.reset)
     heads = evaluate_heads(logits, batch.legal, batch.has_gate, agent.selectable, batch.actions)
-    return LossInputs(
+    inputs = LossInputs(
         log_prob=heads.log_prob,
         old_log_prob=batch.log_probs,
         entropy=heads.entropy,
@@ -162,6 +178,7 @@ def evaluate_minibatch(agent: PPOAgent, batch: SequenceBatch) -> LossInputs:
         valid=batch.valid,
         forced=batch.forced,
     )
+    return inputs, check_logits(logits)
 
 
 def _run_epochs(
@@ -200,7 +217,7 @@ def _train_minibatch(
 ) -> MinibatchResult:
     """Loss, gradient, and a step that the device takes or leaves."""
     parameters = list(agent.network.parameters())
-    x = evaluate_minibatch(agent, batch)
+    x, finite_logits = evaluate_minibatch(agent, batch)
     losses = ppo_losses(x, weights)
     gradient = flatten(torch.autograd.grad(losses.total, parameters))
     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -219,7 +236,9 @@ def _train_minibatch(
     steps = batch.valid.sum(dtype=torch.float64)
     return MinibatchResult(
         optimizer=optimizer,
-        metrics=minibatch_row(x, losses, statistics, norm, ran=~stopped, finite=finite, takes=takes),
+        metrics=minibatch_row(
+            x, losses, statistics, norm, ran=~stopped, finite_logits=finite_logits, finite=finite, takes=takes
+        ),
         kl_sum=torch.where(takes, statistics.approx_kl * steps, 0.0),
         kl_weight=torch.where(takes, steps, 0.0),
     )

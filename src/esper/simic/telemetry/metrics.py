@@ -67,7 +67,7 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(Reducer.LAST, "forced_share", "explained_variance", "value_mean", "value_std"),
     *_metrics(Reducer.LAST, "return_mean", "return_std", "return_scale", "advantage_mean", "advantage_std"),
     *_metrics(Reducer.LAST, "hidden_rms", "hidden_max", "cell_rms", "cell_max"),
-    *_metrics(Reducer.ANY, "advantage_std_floored", "stopped_early"),
+    *_metrics(Reducer.ANY, "advantage_std_floored", "stopped_early", "actions_outside_mask", "nonfinite_logits"),
 )
 """The metric table, in the order of every row."""
 

@@ -15,7 +15,9 @@ class Alarm:
     threshold: float
 
 
-_ABOVE = {"ratio_max": 5.0, "hidden_rms": 10.0, "cell_rms": 10.0, "nonfinite_minibatches": 0.0}
+_NEVER = {"actions_outside_mask": 0.0, "nonfinite_logits": 0.0}
+"""What should be impossible, and makes log-probabilities and with them losses NaN."""
+_ABOVE = {"ratio_max": 5.0, "hidden_rms": 10.0, "cell_rms": 10.0, "nonfinite_minibatches": 0.0, **_NEVER}
 _BELOW = {
     "ratio_min": 0.1,
     "explained_variance": -0.5,

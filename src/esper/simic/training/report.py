@@ -145,7 +145,7 @@ def summary(
         "update_seconds": total.update_seconds,
         "final_val_accuracy_mean": _mean_of_known(last.val_acc),
         "final_committed_accuracy_mean": _mean_of_known(last.committed_acc),
-        "final_test_accuracy_mean": float(test_acc.mean()),
+        "final_test_accuracy_mean": _mean_of_known(test_acc),
         "mean_return_last": float(last.returns.mean()),
         "growth_ratio_mean": float(last.growth.mean()),
         "host_reads_per_step": total.reads / max(total.steps, 1),

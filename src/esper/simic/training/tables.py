@@ -1,13 +1,15 @@
 """What the commands print, as tables that fit into 80 columns."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
 from esper.leyline.actions import LifecycleOp
 from esper.simic.training.evaluate import REFERENCE, Row
 from esper.tasks.registry import TaskSpec
+from esper.telemetry.progress import figure
 
 LEGEND = """Accuracies in %, means over the hosts: committed on validation data (± standard
 deviation), test on the test split; host and fossilized seeds count.
@@ -22,10 +24,10 @@ def comparison(rows: Sequence[Row]) -> Table:
         page.add_row(
             row.name,
             _with_error(row.committed, row.committed_std, ".2f"),
-            f"{row.test:.2f}",
+            figure(row.test, ".2f"),
             gain,
             f"{row.growth:.2f}x",
-            f"{row.mean_return:+.3f}",
+            figure(row.mean_return, "+.3f"),
             f"{row.fossilized:.2f}",
         )
     return page
@@ -38,6 +40,28 @@ def operations(rows: Sequence[Row]) -> Table:
     for row in rows:
         page.add_row(row.name, *(f"{row.ops[name] / len(row.hosts['return']):.1f}" for name in names))
     return page
+
+
+def rollbacks(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each controller whose hosts were rolled back."""
+    return [_rollbacks(row) for row in rows if row.rollbacks]
+
+
+def _rollbacks(row: Row) -> str:
+    hosts, times = len(row.hosts["committed"]), "once" if row.rollbacks == 1 else f"{row.rollbacks} times"
+    missing = sum(map(math.isnan, row.hosts["committed"]))
+    unknown = f"; {missing} of {hosts} without an accuracy are left out of its means" if missing else ""
+    return f"{row.name}: hosts were rolled back {times}{unknown}."
+
+
+def done(summary: Mapping[str, Any]) -> str:
+    """The last line of a run but one: what its summary says."""
+    return (
+        f"done: accuracy {figure(summary['final_val_accuracy_mean'], '.2f')} (validation), "
+        f"{figure(summary['final_test_accuracy_mean'], '.2f')} (test, committed); "
+        f"growth {summary['growth_ratio_mean']:.2f}x; "
+        f"{summary['env_steps_per_second']:.0f} env-steps/s with updates"
+    )
 
 
 def tasks(found: Sequence[TaskSpec]) -> Table:
@@ -60,6 +84,4 @@ def _page(first: str, *columns: str) -> Table:
 
 
 def _with_error(value: float, error: float, form: str) -> str:
-    if math.isnan(value):
-        return ""
-    return format(value, form) + ("" if math.isnan(error) else f" ± {error:.2f}")
+    return figure(value, form) + ("" if math.isnan(error) else f" ± {error:.2f}")

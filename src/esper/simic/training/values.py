@@ -81,8 +81,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     if len(names) <= _MOST_NAMES:
-        return f"{hint}Known names: {', '.join(names)}."
-    return f"{hint}All {len(names)} names are in the config.toml of any run."
+        return f"{hint}{'Known' if close else 'known'} names: {', '.join(names)}."
+    return f"{hint}{'All' if close else 'all'} {len(names)} names are in the config.toml of any run."
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -59,7 +59,10 @@ def find_files(data_dir: Path | None) -> tuple[Path, Path, Path, Path]:
         DataError: no folder is named, it does not exist, or a file is missing in it.
     """
     if data_dir is None:
-        raise DataError("fashion_mnist is read from files but no folder was named; set the data folder (data_dir).")
+        raise DataError(
+            "fashion_mnist is read from files but no folder was named; name the one that holds them with --data-dir, "
+            "data_dir in a configuration file, or the environment variable ESPER_DATA."
+        )
     if not data_dir.is_dir():
         raise DataError(f"{data_dir}: there is no such folder; name the one that holds {FILES[0]}(.gz).")
     candidates = [[_plain_or_gz(data_dir / folder / name) for name in FILES] for folder in FOLDERS]

@@ -1,0 +1,75 @@
+"""Commands as processes of their own, which remember nothing but what is on the disk."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from esper.cli import main
+
+ESPER = (sys.executable, "-m", "esper.cli")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+FRUGAL = """
+from esper.simic.rewards import RewardConfig, make_reward, register_reward
+
+@register_reward("frugal_of_a_file", time_limit="truncate", fossils_as_players=True)
+def build(config: RewardConfig):
+    return make_reward("sparse", RewardConfig(mode="sparse", param_penalty_weight=config.param_penalty_weight))
+"""
+
+
+def esper(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ESPER, *arguments], capture_output=True, text=True, check=False, env=ENVIRONMENT, cwd=cwd, timeout=240
+    )
+
+
+def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(tmp_path: Path) -> None:
+    (tmp_path / "frugal.py").write_text(FRUGAL)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    small = ("--task", "null", "--num-envs", "2", "--episode-length", "4", "--rounds", "1")
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1")
+    own = ("--plugins", "frugal.py", "--reward", "frugal_of_a_file", "--run-dir", "run")
+    trained = esper("train", *small, *network, *own, cwd=tmp_path)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    assert "2 hosts x 4 steps x 1 round, reward frugal_of_a_file" in trained.stdout
+    resumed = esper("train", "--resume", str(tmp_path / "run"), "--rounds", "2", cwd=elsewhere)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert "reward frugal_of_a_file" in resumed.stdout
+    compared = esper("evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "2", cwd=elsewhere)
+    assert compared.returncode == 0
+    assert "trained" in compared.stdout
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(14, True), (15, False)])
+def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], steps: int, noted: bool
+) -> None:
+    # born in 1, trained in 2 to 11, blended in 12 to 14, fossilized in 15
+    small = ("--task", "null", "--num-envs", "1", "--rounds", "1", "--episode-length", str(steps))
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1")
+    assert main(["train", *small, *network, "--run-dir", str(tmp_path / "run")]) == 0
+    said = capfd.readouterr().out
+    assert ("note: no seed can become permanent before step 15, and a round has 14; " in said) == noted
+    assert ("note:" in said) == noted
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["evaluate", "--help"]])
+def test_the_help_fits_into_eighty_columns(command: list[str], tmp_path: Path) -> None:
+    shown = esper(*command, cwd=tmp_path)
+    assert shown.returncode == 0
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+
+
+def test_help_whose_reader_has_left_ends_in_silence() -> None:
+    with subprocess.Popen(
+        [*ESPER, "train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=120) == 0

@@ -1,0 +1,47 @@
+"""A run of any length needs the memory of a short one."""
+
+import gc
+
+import torch
+from test_engine_rollback import learner
+
+import tiny
+from esper.leyline.actions import LifecycleOp
+from esper.tasks.presets import NULL
+from toys import ToyClient, action, script
+
+
+def living_tensors() -> tuple[int, int]:
+    """Number and bytes of all tensors that something holds on to."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return len(found), sum(x.untyped_storage().nbytes() for x in found)
+
+
+def test_a_hundred_episodes_with_their_updates_hold_on_to_nothing():
+    engine = tiny.engine(2, 4, of=NULL)
+    client = learner(engine.spec)
+
+    def rounds(first: int, last: int) -> None:
+        engine.train(client, range(first, last), on_round=lambda stats, metrics: None)
+
+    rounds(0, 3)
+    before = living_tensors()
+    rounds(3, 103)
+    assert living_tensors() == before
+
+
+def test_seeds_that_come_and_go_leave_no_memory_behind():
+    length = 8
+    plan = {1: action(LifecycleOp.GERMINATE, slot=0, style=3), 4: action(LifecycleOp.PRUNE, slot=0)}
+    plan[3] = action(LifecycleOp.GERMINATE, slot=1, blueprint=2)
+    for name in ("streamed", "fused"):
+        engine = tiny.engine(2, length, executor=name, rules={"sequential": False})
+        sizes = []
+        for episode in range(6):
+            client = ToyClient(engine.spec, script(2, length, plan))  # it keeps every step it was told of
+            engine.reset(client, episode)
+            engine.rollout(client)
+            del client
+            sizes.append(living_tensors())
+        assert len(set(sizes[2:])) == 1, (name, sizes)

@@ -2,12 +2,13 @@
 
 import json
 
-import executors
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import executors
 from executors import Options, complaints, main
 from grown_hosts import GrownHosts, grown, task_of
-from torch.utils.flop_counter import FlopCounterMode
 
 TINY = {
     "hosts": 2, "image_hosts": 1, "growth": (1, 2), "memory_hosts": 1, "examples": 16, "val_examples": 8,

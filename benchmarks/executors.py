@@ -11,6 +11,7 @@ CPU; `growth` and `memory` run what `auto` runs.
 
     python benchmarks/executors.py --json executors.json
     python benchmarks/executors.py --min-train 1.5 --min-auto 0.9       # exit code 1 if it is worse
+    python benchmarks/executors.py --sweep                              # training on many shapes instead
 """
 
 import json
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
-from grown_hosts import CPU, NAMES, GrownHosts, Shape
+from grown_hosts import BLOCKS, CPU, DIGITS_SHAPE, IMAGES, GrownHosts, Shape
 
 GIB = 2**30
 GEMM = 1024
@@ -58,6 +59,8 @@ class Options:
     """Validation examples of each task; 128 at most on 32x32 images."""
     repetitions: int = 5
     """Measurements of each; one more is taken before and not counted."""
+    sweep: bool = False
+    """Compare training on many shapes and numbers of hosts instead, with seeds and without; only --min-auto applies."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_train: float = 0.0
@@ -113,7 +116,7 @@ class Facts:
     def lines(self, options: Options) -> list[str]:
         """Sentences for people."""
         small, large = options.growth
-        choices = (f"{NAMES[s]}: {taken}, {self.auto_speed[s]:.2f} of the faster" for s, taken in self.auto.items())
+        choices = (f"{name}: {taken}, {self.auto_speed[name]:.2f} of the faster" for name, taken in self.auto.items())
         return [
             f"peak: {self.gflop:.2f} GFLOP per epoch of the 3x3 blocks; a matrix product of {GEMM}^3 reaches "
             f"{self.peak_gflops:.1f} GFLOP/s; streamed {100 * self.share_streamed:.1f} % of it, fused "
@@ -159,25 +162,25 @@ def compare(name: str, first: str, second: str, work: Sequence[Callable[[], None
 def training(hosts: GrownHosts, repetitions: int) -> Row:
     """One epoch, streamed and fused."""
     work = (lambda: hosts.train(hosts.streamed), lambda: hosts.train(hosts.fused))
-    return compare(f"train {NAMES[hosts.shape]}, N = {hosts.num_hosts}", "streamed", "fused", work, repetitions)
+    return compare(f"train {hosts.shape.name}, N = {hosts.num_hosts}", "streamed", "fused", work, repetitions)
 
 
 def measuring(hosts: GrownHosts, repetitions: int) -> Row:
     """All coalitions, streamed and fused."""
     work = (lambda: hosts.measure(hosts.streamed), lambda: hosts.measure(hosts.fused))
-    return compare(f"measure {NAMES[hosts.shape]}, N = {hosts.num_hosts}", "streamed", "fused", work, repetitions)
+    return compare(f"measure {hosts.shape.name}, N = {hosts.num_hosts}", "streamed", "fused", work, repetitions)
 
 
 def all_against_one(hosts: GrownHosts, how: str, repetitions: int) -> Row:
     """All coalitions against the network as it stands."""
     executor = hosts.fused if how == "fused" else hosts.streamed
     work = (lambda: hosts.measure(executor), lambda: hosts.measure(executor, all_sets=False))
-    return compare(f"coalitions {NAMES[hosts.shape]}, {how}", "all 8", "one", work, repetitions)
+    return compare(f"coalitions {hosts.shape.name}, {how}", "all 8", "one", work, repetitions)
 
 
 def growth(sizes: tuple[int, int], options: Options, how: str) -> Row:
     """A step of the smaller number of hosts against one of the larger, milliseconds per host."""
-    many = [GrownHosts.build("digits", n, options.examples, options.val_examples) for n in sizes]
+    many = [GrownHosts.build(DIGITS_SHAPE, n, options.examples, options.val_examples) for n in sizes]
 
     def step(hosts: GrownHosts) -> None:
         # `auto` trains fused and measures host by host
@@ -189,6 +192,30 @@ def growth(sizes: tuple[int, int], options: Options, how: str) -> Row:
     row = compare(f"step per host of digits, {how}", f"N = {small}", f"N = {large}", work, options.repetitions)
     scaled = {name: getattr(row, name) * large / small for name in ("ratio", "lowest", "highest")}
     return Row(**(asdict(row) | {"first_ms": row.first_ms / small, "second_ms": row.second_ms / large} | scaled))
+
+
+SWEEP = (
+    *((DIGITS_SHAPE, n) for n in (1, 2, 4, 8, 16)),
+    *((BLOCKS, n) for n in (4, 16)),
+    (Shape("16x16, 3x3 of 8-16-32", 16), 8),
+    (Shape("3x16x16, 3x3 of 8-16-32", 16, channels=3), 32),
+    (Shape("20x20, 3x3 of 8-16-32", 20), 8),
+    (Shape("28x28, 3x3 of 4-8-16", 28, base=4, batch=256), 16),
+    (Shape("28x28, 3x3 of 4-8-16, batch 64", 28, base=4), 4),
+    *((IMAGES, n) for n in (2, 8)),
+)
+
+
+def sweep(options: Options) -> dict[str, tuple[Row, str]]:
+    """Training of two batches on each shape, with the executor that `auto` takes."""
+    found: dict[str, tuple[Row, str]] = {}
+    for shape, num_hosts in SWEEP:
+        for seeds in (True, False):
+            hosts = GrownHosts.build(shape, num_hosts, 2 * shape.batch, 8, seeds=seeds)
+            row = training(hosts, options.repetitions)
+            name = f"{row.name}, {'3 seeds' if seeds else 'no seeds'}"
+            found[name] = replace(row, name=name), hosts.chosen
+    return found
 
 
 def flop_of_training(hosts: GrownHosts) -> int:
@@ -221,7 +248,7 @@ def memory_of(num_hosts: int, train: int, val: int) -> tuple[int, int]:
     """Peak bytes of this process after an epoch and all coalitions of digits, as `auto` runs them; bytes of state."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    hosts = GrownHosts.build("digits", num_hosts, train, val)
+    hosts = GrownHosts.build(DIGITS_SHAPE, num_hosts, train, val)
     hosts.train(hosts.fused)
     hosts.measure(hosts.streamed)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -242,16 +269,16 @@ def measure(options: Options) -> tuple[dict[str, Row], Facts]:
     examples, val, repetitions = options.examples, options.val_examples, options.repetitions
 
     def build(shape: Shape, hosts: int) -> GrownHosts:
-        return GrownHosts.build(shape, hosts, examples // (1 + (shape == "images")), val)
+        return GrownHosts.build(shape, hosts, examples // (1 + (shape == IMAGES)), val)
 
-    digits, blocks = build("digits", options.hosts), build("blocks", options.hosts)
-    images = build("images", options.image_hosts)
-    rows = {f"train {hosts.shape}": training(hosts, repetitions) for hosts in (digits, blocks, images)}
+    digits, blocks = build(DIGITS_SHAPE, options.hosts), build(BLOCKS, options.hosts)
+    subjects = {"digits": digits, "blocks": blocks, "images": build(IMAGES, options.image_hosts)}
+    rows = {f"train {name}": training(hosts, repetitions) for name, hosts in subjects.items()}
     peak, flop = gemm_peak(), flop_of_training(blocks)
-    rows |= {f"measure {hosts.shape}": measuring(hosts, repetitions) for hosts in (digits, blocks)}
+    rows |= {f"measure {name}": measuring(subjects[name], repetitions) for name in ("digits", "blocks")}
     rows |= {f"coalitions {how}": all_against_one(digits, how, repetitions) for how in ("streamed", "fused")}
     rows |= {f"growth {how}": growth(options.growth, options, how) for how in ("streamed", "auto")}
-    taken = {hosts.shape: hosts.chosen for hosts in (digits, blocks, images)}
+    taken = {name: hosts.chosen for name, hosts in subjects.items()}
     return rows, Facts(
         gflop=flop / 1e9,
         peak_gflops=peak,
@@ -260,7 +287,7 @@ def measure(options: Options) -> tuple[dict[str, Row], Facts]:
         coalitions_streamed=rows["coalitions streamed"].ratio,
         coalitions_fused=rows["coalitions fused"].ratio,
         auto=dict(taken),
-        auto_speed={shape: _relative_speed(rows[f"train {shape}"], taken[shape]) for shape in taken},
+        auto_speed={name: _relative_speed(rows[f"train {name}"], taken[name]) for name in taken},
         growth_streamed=1.0 / rows["growth streamed"].ratio,
         growth_auto=1.0 / rows["growth auto"].ratio,
         memory_gib=peak_bytes / GIB,
@@ -313,8 +340,30 @@ def complaints(rows: Mapping[str, Row], facts: Facts, options: Options) -> list[
     ]
 
 
+def swept(options: Options) -> int:
+    """`main` of the sweep."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    found = sweep(options)
+    where = environment(CPU) | {"settings": f"two batches, {options.repetitions} repetitions, CPU time"}
+    speed = {name: _relative_speed(row, taken) for name, (row, taken) in found.items()}
+    console = Console(width=140)
+    console.print(shown({name: row for name, (row, _) in found.items()}, where))
+    worst = min(speed, key=speed.__getitem__)
+    console.print(f"auto: {speed[worst]:.2f} of the faster executor at worst, on {worst}", highlight=False)
+    if options.json is not None:
+        listed = {name: asdict(row) | {"auto": taken} for name, (row, taken) in found.items()}
+        options.json.write_text(json.dumps({"environment": where, "rows": listed}, indent=2) + "\n")
+    if speed[worst] >= options.min_auto:
+        return 0
+    print(f"worse: auto on {worst}: {speed[worst]:.2f}; at least {options.min_auto:g} is asked for.", file=sys.stderr)
+    return 1
+
+
 def main(options: Options) -> int:
     """Measure, print, compare with the limits; returns the exit code."""
+    if options.sweep:
+        return swept(options)
     rows, facts = measure(options)
     where = where_and_how(options)
     console = Console(width=140)

@@ -32,26 +32,42 @@ from esper.tolaria.executors.streamed import StreamedExecutor
 
 CPU = torch.device("cpu")
 CLASSES = 10
-NAMES = {"digits": "digits, 1x1, 8-16 channels", "blocks": "8x8, 3x3, 8-16-32", "images": "3x32x32, 3x3, 8-16-32"}
-Shape = Literal["digits", "blocks", "images"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Three 3x3 blocks of `base`, twice and four times as many channels on random images of `size` x `size`.
+
+    The exception is `DIGITS_SHAPE`: the task `digits`, whose host has two 1x1 blocks of 8 and 16 channels.
+    """
+
+    name: str
+    size: int
+    channels: int = 1
+    base: int = 8
+    batch: int = 64
+
+
+DIGITS_SHAPE = Shape("digits 8x8, 1x1 of 8-16", 8)
+BLOCKS = Shape("8x8, 3x3 of 8-16-32", 8)
+IMAGES = Shape("3x32x32, 3x3 of 8-16-32", 32, channels=3, batch=128)
 
 
 def task_of(shape: Shape) -> TaskSpec:
-    """`digits`; three 3x3 blocks of 8-16-32 channels on 8x8 images; or on coloured 32x32 images."""
-    if shape == "digits":
+    """The task with hosts of this shape; it is not registered."""
+    if shape == DIGITS_SHAPE:
         return DIGITS
-    in_channels, size, batch = (1, 8, 64) if shape == "blocks" else (3, 32, 128)
     return TaskSpec(
-        name=shape,
+        name=shape.name,
         description="Random images; for measuring.",
         topology=Topology.CNN,
-        host=CNNHostSpec(in_channels=in_channels, base=8, blocks=3, kernel=3, pools=3, classes=CLASSES),
-        load=lambda folder, seed: _random_images((in_channels, size, size)),
+        host=CNNHostSpec(in_channels=shape.channels, base=shape.base, blocks=3, kernel=3, pools=3, classes=CLASSES),
+        load=lambda folder, seed: _random_images((shape.channels, shape.size, shape.size)),
         enabled=("r0c0", "r0c1", "r0c2"),
         num_classes=CLASSES,
         episode_length=16,
-        batch_train=batch,
-        batch_val=360 if shape == "blocks" else 128,
+        batch_train=shape.batch,
+        batch_val=min(360, 2**17 // shape.size**2),
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.01, seed_lr=0.01),
         min_training_epochs=1,
     )
@@ -80,7 +96,6 @@ class GrownHosts:
 
     shape: Shape
     num_hosts: int
-    batch: int
     streamed: StreamedExecutor
     fused: FusedExecutor
     chosen: Literal["fused", "streamed"]
@@ -89,8 +104,8 @@ class GrownHosts:
     structure: Structure
 
     @classmethod
-    def build(cls, shape: Shape, num_hosts: int, train: int, val: int) -> "GrownHosts":
-        """Episode 0, after all seeds were born; `train` and `val` examples."""
+    def build(cls, shape: Shape, num_hosts: int, train: int, val: int, *, seeds: bool = True) -> "GrownHosts":
+        """Episode 0, after all seeds were born (or without any); `train` and `val` examples."""
         task = task_of(shape)
         assert task.load is not None
         data = shortened(task.load(None, 0), train, val)
@@ -100,11 +115,11 @@ class GrownHosts:
         streamed = executor.streamed if isinstance(executor, FusedExecutor) else executor
         assert isinstance(streamed, StreamedExecutor)
         streamed.reset(0)
-        slots, coalitions, structure = grown(num_hosts, len(task.enabled))
+        slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
         streamed.settle(structure)
         together = FusedExecutor(streamed, measures_together=True)
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
-        return cls(shape, num_hosts, task.batch_train, streamed, together, taken, slots, coalitions, later)
+        return cls(shape, num_hosts, streamed, together, taken, slots, coalitions, later)
 
     def train(self, executor: StreamedExecutor | FusedExecutor) -> None:
         """One epoch of all hosts."""
@@ -151,3 +166,9 @@ def grown(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Struct
     )
     slots = changed(empty_slots(num_hosts, num_slots, CPU), alpha=torch.from_numpy(alpha))
     return slots, coalitions, structure
+
+
+def bare(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Structure]:
+    """No seed anywhere."""
+    slots = empty_slots(num_hosts, num_slots, CPU)
+    return slots, enumerate_coalitions(slots.stage, slots.alpha > 0.0), empty_structure(num_hosts, num_slots)

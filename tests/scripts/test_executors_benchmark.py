@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import executors
 from executors import Options, complaints, main
-from grown_hosts import GrownHosts, grown, task_of
+from grown_hosts import DIGITS_SHAPE, GrownHosts, Shape, grown, task_of
 
 TINY = {
     "hosts": 2, "image_hosts": 1, "growth": (1, 2), "memory_hosts": 1, "examples": 16, "val_examples": 8,
@@ -59,9 +59,19 @@ def test_arithmetic_of_a_grouped_convolution_is_counted_there_and_back():
 
 
 def test_one_plain_evaluation_leaves_the_hosts_as_they_were():
-    hosts = GrownHosts.build("digits", 2, 16, 8)
+    hosts = GrownHosts.build(DIGITS_SHAPE, 2, 16, 8)
     before = {name: x.clone() for name, x in hosts.streamed.state_dict().items()}
     hosts.measure(hosts.fused, all_sets=False)
     assert all(torch.equal(before[name], x) for name, x in hosts.streamed.state_dict().items())
     assert hosts.streamed.structure is hosts.structure
-    assert task_of("images").enabled == ("r0c0", "r0c1", "r0c2")
+
+
+def test_a_sweep_compares_hosts_with_seeds_and_without(monkeypatch, capsys):
+    small = Shape("4x4", 8, base=1, batch=2)
+    monkeypatch.setattr(executors, "SWEEP", ((small, 1),))
+    assert task_of(small).host.channels() == (1, 2, 4)
+    assert main(Options(sweep=True, repetitions=1, min_auto=1.1)) == 1
+    out, err = capsys.readouterr()
+    assert "3 seeds" in out
+    assert "no seeds" in out
+    assert "at least 1.1 is asked for" in err

@@ -178,18 +178,17 @@ def all_against_one(hosts: GrownHosts, how: str, repetitions: int) -> Row:
     return compare(f"coalitions {hosts.shape.name}, {how}", "all 8", "one", work, repetitions)
 
 
-def growth(sizes: tuple[int, int], options: Options, how: str) -> Row:
+def growth(few: GrownHosts, many: GrownHosts, how: str, repetitions: int) -> Row:
     """A step of the smaller number of hosts against one of the larger, milliseconds per host."""
-    many = [GrownHosts.build(DIGITS_SHAPE, n, options.examples, options.val_examples) for n in sizes]
 
     def step(hosts: GrownHosts) -> None:
         # `auto` trains fused and measures host by host
         hosts.train(hosts.fused if how == "auto" and hosts.chosen == "fused" else hosts.streamed)
         hosts.measure(hosts.streamed)
 
-    small, large = sizes
-    work = (lambda: step(many[0]), lambda: step(many[1]))
-    row = compare(f"step per host of digits, {how}", f"N = {small}", f"N = {large}", work, options.repetitions)
+    small, large = few.num_hosts, many.num_hosts
+    work = (lambda: step(few), lambda: step(many))
+    row = compare(f"step per host of digits, {how}", f"N = {small}", f"N = {large}", work, repetitions)
     scaled = {name: getattr(row, name) * large / small for name in ("ratio", "lowest", "highest")}
     return Row(**(asdict(row) | {"first_ms": row.first_ms / small, "second_ms": row.second_ms / large} | scaled))
 
@@ -277,7 +276,8 @@ def measure(options: Options) -> tuple[dict[str, Row], Facts]:
     peak, flop = gemm_peak(), flop_of_training(blocks)
     rows |= {f"measure {name}": measuring(subjects[name], repetitions) for name in ("digits", "blocks")}
     rows |= {f"coalitions {how}": all_against_one(digits, how, repetitions) for how in ("streamed", "fused")}
-    rows |= {f"growth {how}": growth(options.growth, options, how) for how in ("streamed", "auto")}
+    few, many = (build(DIGITS_SHAPE, n) for n in options.growth)
+    rows |= {f"growth {how}": growth(few, many, how, repetitions) for how in ("streamed", "auto")}
     taken = {name: hosts.chosen for name, hosts in subjects.items()}
     return rows, Facts(
         gflop=flop / 1e9,

@@ -117,9 +117,10 @@ class GrownHosts:
         streamed.reset(0)
         slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
         streamed.settle(structure)
-        together = FusedExecutor(streamed, measures_together=True)
+        fused = executor if isinstance(executor, FusedExecutor) else FusedExecutor(streamed)
+        fused.measures_together = True
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
-        return cls(shape, num_hosts, streamed, together, taken, slots, coalitions, later)
+        return cls(shape, num_hosts, streamed, fused, taken, slots, coalitions, later)
 
     def train(self, executor: StreamedExecutor | FusedExecutor) -> None:
         """One epoch of all hosts."""

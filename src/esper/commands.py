@@ -45,8 +45,8 @@ def train(command: Train) -> int:
     path = command.run_dir or _free_name(config)
     require_free(path)
     parts = _assembled(config)
-    with RunDirectory.create(path, plain(config)) as directory:
-        return _run(config, parts, directory, None)
+    with RunDirectory.create(path, plain(parts.config)) as directory:
+        return _run(parts.config, parts, directory, None, asked=config.executor)
 
 
 def _resume(command: Train, path: Path) -> int:
@@ -60,11 +60,12 @@ def _resume(command: Train, path: Path) -> int:
         _require_something_to_do(path, checkpoint, config)
         _warn(missing_records(path, start.cursor))
     parts = _assembled(config)
+    # a run that recorded "auto" keeps it, as its checkpoints do
     if checkpoint:
         restore(parts.engine, parts.client, checkpoint, parts.shape)
     with RunDirectory.reopen(path, start.cursor if start else {}, plain(config)) as directory:
         set_aside(damaged)
-        return _run(config, parts, directory, start)
+        return _run(config, parts, directory, start, asked=config.executor)
 
 
 def _continued(command: Train, path: Path) -> RunConfig:
@@ -113,9 +114,11 @@ def _first_fossil(config: RunConfig) -> int:
     return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
 
 
-def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header | None) -> int:
+def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header | None, *, asked: str) -> int:
     console = RunConsole()
     console.say(f"recorded in {directory.path}, on {parts.engine.spec.device}")
+    if (taken := parts.engine.config.executor) != "auto":  # a task without networks has none
+        console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else ""))
     if start is not None:
         inside = f" and {start.step} steps" if start.step else ""
         console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")

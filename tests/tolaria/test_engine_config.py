@@ -1,15 +1,18 @@
 """Settings of the engine: what is refused, and what the message says."""
 
 import pytest
+import torch
 
 import tiny
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Topology
+from esper.tasks.datasets import Dataset, Split
 from esper.tasks.presets import NULL
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.config import EngineConfig
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import CPU
@@ -67,6 +70,34 @@ def test_a_task_decides_how_its_hosts_are_run():
     assert isinstance(scripted.executor, ScriptedExecutor)
     assert scripted.spec.num_blueprints == NUM_BUILTIN_BLUEPRINTS
     assert load_dataset(NULL, 0, CPU, None) is None
+
+
+def images_of(height, width):
+    split = Split(torch.zeros(4, 1, height, width), torch.arange(4) % tiny.CLASSES)
+    return Dataset(identity={"name": "blank"}, train=split, val=split, test=split, num_classes=tiny.CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "kind", "name"),
+    [(16, 16, FusedExecutor, "fused"), (8, 32, FusedExecutor, "fused"), (16, 17, StreamedExecutor, "streamed")],
+)
+def test_auto_runs_images_of_up_to_256_pixels_fused_and_the_engine_says_what_it_took(height, width, kind, name):
+    asked = config(num_envs=2, episode_length=2, executor="auto")
+    engine = build_engine(asked, tiny.task(), images_of(height, width), CPU)
+    assert isinstance(engine.executor, kind)
+    assert engine.config.executor == name
+    assert asked.executor == "auto"
+
+
+def test_auto_runs_a_host_that_cannot_be_stacked_one_by_one(monkeypatch):
+    monkeypatch.setattr("esper.tolaria.build.can_fuse", lambda population: False)
+    assert tiny.engine(executor="auto").config.executor == "streamed"
+
+
+def test_what_was_asked_for_by_name_is_taken_and_a_script_needs_no_executor():
+    assert tiny.engine(executor="streamed").config.executor == "streamed"
+    assert tiny.engine(executor="fused").config.executor == "fused"
+    assert tiny.engine(of=NULL, executor="auto").config.executor == "auto"
 
 
 def test_a_slot_that_the_host_does_not_have_is_refused():

@@ -1,6 +1,8 @@
 """An engine from a task: the only place where an executor is chosen."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -23,7 +25,11 @@ from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.twins import can_fuse
 
 _FUSED_PIXELS = 256
-"""Images up to this size run fused unless told otherwise: there the time goes into small operations."""
+"""Images up to this size run fused unless told otherwise: there the time goes into small operations.
+
+A rule and no measurement, because the two differ by rounding: a choice by the clock would let a busy machine decide
+which of two states a run ends in.
+"""
 
 
 def load_dataset(task: TaskSpec, run_seed: int, device: torch.device, data_dir: Path | None) -> Dataset | None:
@@ -39,8 +45,12 @@ def build_engine(
     *,
     on_step: StepListener | None = None,
 ) -> VectorizedEngine:
-    """N hosts of `task`, ready for `train`. `dataset` is what `load_dataset` gave for it."""
-    executor = _executor(config, task, dataset, device)
+    """N hosts of `task`, ready for `train`. `dataset` is what `load_dataset` gave for it.
+
+    The engine's `config.executor` is the one that was taken; where no network is run, it stays as it was asked for.
+    """
+    executor, taken = _executor(config, task, dataset, device)
+    config = replace(config, executor=taken)
     rules = config.lifecycle
     # the script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS
@@ -61,9 +71,12 @@ def build_engine(
     return VectorizedEngine(config, executor, spec, on_step=on_step)
 
 
-def _executor(config: EngineConfig, task: TaskSpec, dataset: Dataset | None, device: torch.device) -> Executor:
+def _executor(
+    config: EngineConfig, task: TaskSpec, dataset: Dataset | None, device: torch.device
+) -> tuple[Executor, Literal["auto", "fused", "streamed"]]:
+    """The executor, and what it is called."""
     if task.script is not None:
-        return ScriptedExecutor(
+        scripted = ScriptedExecutor(
             task.script,
             num_envs=config.num_envs,
             num_slots=len(config.slots),
@@ -71,6 +84,7 @@ def _executor(config: EngineConfig, task: TaskSpec, dataset: Dataset | None, dev
             device=device,
             host_offset=config.host_offset,
         )
+        return scripted, config.executor
     assert task.host is not None
     assert dataset is not None
     host_spec, (height, width) = task.host, dataset.train.x.shape[-2:]
@@ -98,8 +112,6 @@ def _executor(config: EngineConfig, task: TaskSpec, dataset: Dataset | None, dev
             "use executor 'streamed', or add a rule to kasmina.lowering.STACKED."
         )
     small = height * width <= _FUSED_PIXELS
-    return (
-        FusedExecutor(streamed)
-        if config.executor == "fused" or (config.executor == "auto" and fits and small)
-        else streamed
-    )
+    if config.executor == "fused" or (config.executor == "auto" and fits and small):
+        return FusedExecutor(streamed), "fused"
+    return streamed, "streamed"

@@ -23,7 +23,8 @@ class EngineConfig:
         slots: enabled slots in action order.
         time_limit: what the last step is to the learner: "truncate" bootstraps, "terminate" is a true end.
         executor: how the hosts are run: "streamed" one after another, bit for bit as if each were alone; "fused" all at
-            once, equal up to rounding; "auto" is fused for small images, where it is faster.
+            once, equal up to rounding; "auto" is fused for small images, where it is faster. The config of a built
+            engine names the one that was taken.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
             that the device supports.
     """

@@ -3,13 +3,17 @@
 import json
 import shutil
 import signal
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import small_runs
+from esper import commands
 from esper.leyline.errors import CheckpointError
 from esper.simic.training import runner as runner_module
+from esper.simic.training.build import assemble, device_of
 from esper.simic.training.checkpoint import checkpoints, load
 from small_runs import contents, interrupted_at, records, resume, summary, train
 
@@ -234,7 +238,6 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_state_of_another_shape_under_a_fitting_header_is_refused(whole: dict[str, Path]) -> None:
-    from esper.simic.training.build import assemble, device_of
     from esper.simic.training.presets import recorded
     from esper.simic.training.values import read_toml
 
@@ -292,3 +295,48 @@ def test_a_checkpoint_that_cannot_be_written_is_said_in_a_sentence(
     err = capfd.readouterr().err
     assert "cannot be written" in err
     assert "--resume" in err
+
+
+def executor_of(run: Path) -> str:
+    found: str = tomllib.loads((run / "config.toml").read_text())["executor"]
+    return found
+
+
+def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {kind: executor_of(path) for kind, path in whole.items()} == {
+        "null": "auto",  # no networks, nothing to choose
+        "tiny": "fused",
+        "streamed": "streamed",
+    }
+    with interrupted_at(2, 3):
+        assert train(tmp_path / "run", "tiny") == 130
+    assert "executor: fused (chosen by image size)" in capfd.readouterr().out
+    monkeypatch.setattr("esper.tolaria.build._FUSED_PIXELS", 0)  # a later version has another rule
+    assert resume(tmp_path / "run") == 0
+    assert "executor: fused\n" in capfd.readouterr().out
+    assert_same_run(tmp_path / "run", whole["tiny"])
+
+
+def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole: dict[str, Path], tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "tiny", 3, "--executor", "fused") == 0
+    assert_same_run(tmp_path / "run", whole["tiny"])
+    assert contents(tmp_path / "run")["config.toml"] == contents(whole["tiny"])["config.toml"]
+
+
+def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
+    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
+    path = tmp_path / "run"
+    monkeypatch.setattr(commands, "assemble", lambda config, device: replace(assemble(config, device), config=config))
+    with interrupted_at(2, 3):
+        assert train(path, "tiny") == 130
+    monkeypatch.undo()
+    assert executor_of(path) == "auto"
+    with interrupted_at(3, 2):
+        assert resume(path) == 130
+    assert resume(path) == 0
+    assert executor_of(path) == "auto"
+    assert summary(path) == summary(whole["tiny"])

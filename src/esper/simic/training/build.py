@@ -1,6 +1,6 @@
 """A run, assembled on one page: engine, policy, reward, learner."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -98,8 +98,13 @@ def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtoco
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of; `shape` is what its checkpoints say of it."""
+    """What a run is made of; `shape` is what its checkpoints say of it.
 
+    `config` is that of the run with the executor that was taken in the place of "auto": whoever records it goes on
+    with the same one, also under a later version that would take another.
+    """
+
+    config: RunConfig
     engine: VectorizedEngine
     client: SimicClient
     shape: dict[str, object]
@@ -110,4 +115,4 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     dataset = dataset_of(config, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
-    return Parts(engine, learner_of(config, engine.spec), shape)
+    return Parts(replace(config, executor=engine.config.executor), engine, learner_of(config, engine.spec), shape)

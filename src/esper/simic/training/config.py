@@ -61,7 +61,7 @@ class RunConfig:
     executor: Literal["auto", "fused", "streamed"] = "streamed"
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
     many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size.
-    The presets say "auto"."""
+    The presets say "auto"; `config.toml` of a run names the one that was taken."""
     threads: int = 0
     """Threads of one operation on the CPU; 0 is PyTorch's own choice. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"

@@ -1,0 +1,175 @@
+"""Hosts with a live, heard seed in every slot, all mixed: what the benchmark of the executors runs.
+
+    blueprint   every one that may be chosen; neighbouring hosts and slots differ
+    algorithm   ADD, MULTIPLY, GATE        stage   BLENDING at alpha 0.5, HOLDING, FOSSILIZED
+
+Seeds are put there by hand, as an episode might have left them; their weights are drawn as always.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from esper.kasmina.blueprints import registry
+from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.optimizers import OptimizerSpec
+from esper.kasmina.slot_fields import empty_slots
+from esper.leyline.messages import SlotState
+from esper.leyline.record import replace as changed
+from esper.leyline.stages import Algorithm, SeedStage, Topology
+from esper.leyline.state_tree import StateTree
+from esper.tasks.datasets import Dataset, Split
+from esper.tasks.presets import DIGITS
+from esper.tasks.registry import TaskSpec
+from esper.tolaria.build import build_engine
+from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.protocol import Structure, empty_structure
+from esper.tolaria.executors.streamed import StreamedExecutor
+
+CPU = torch.device("cpu")
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Three 3x3 blocks of `base`, twice and four times as many channels on random images of `size` x `size`.
+
+    The exception is `DIGITS_SHAPE`: the task `digits`, whose host has two 1x1 blocks of 8 and 16 channels.
+    """
+
+    name: str
+    size: int
+    channels: int = 1
+    base: int = 8
+    batch: int = 64
+
+
+DIGITS_SHAPE = Shape("digits 8x8, 1x1 of 8-16", 8)
+BLOCKS = Shape("8x8, 3x3 of 8-16-32", 8)
+IMAGES = Shape("3x32x32, 3x3 of 8-16-32", 32, channels=3, batch=128)
+
+
+def task_of(shape: Shape) -> TaskSpec:
+    """The task with hosts of this shape; it is not registered."""
+    if shape == DIGITS_SHAPE:
+        return DIGITS
+    return TaskSpec(
+        name=shape.name,
+        description="Random images; for measuring.",
+        topology=Topology.CNN,
+        host=CNNHostSpec(in_channels=shape.channels, base=shape.base, blocks=3, kernel=3, pools=3, classes=CLASSES),
+        load=lambda folder, seed: _random_images((shape.channels, shape.size, shape.size)),
+        enabled=("r0c0", "r0c1", "r0c2"),
+        num_classes=CLASSES,
+        episode_length=16,
+        batch_train=shape.batch,
+        batch_val=min(360, 2**17 // shape.size**2),
+        optimizer=OptimizerSpec(kind="sgd", host_lr=0.01, seed_lr=0.01),
+        min_training_epochs=1,
+    )
+
+
+def _random_images(shape: tuple[int, int, int]) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+
+    def split(n: int) -> Split:
+        return Split(torch.randn(n, *shape, generator=generator), torch.arange(n) % CLASSES)
+
+    return Dataset(
+        identity={"name": "random images"}, train=split(2048), val=split(512), test=split(16), num_classes=CLASSES
+    )
+
+
+def shortened(data: Dataset, train: int, val: int) -> Dataset:
+    """The first examples of each split."""
+    first = Split(data.train.x[:train], data.train.y[:train]), Split(data.val.x[:val], data.val.y[:val])
+    return replace(data, train=first[0], val=first[1])
+
+
+@dataclass(frozen=True)
+class GrownHosts:
+    """The same hosts under both executors, which share weights; `chosen` is the one that `auto` takes."""
+
+    shape: Shape
+    num_hosts: int
+    streamed: StreamedExecutor
+    fused: FusedExecutor
+    chosen: Literal["fused", "streamed"]
+    slots: SlotState
+    coalitions: Coalitions
+    structure: Structure
+
+    @classmethod
+    def build(cls, shape: Shape, num_hosts: int, train: int, val: int, *, seeds: bool = True) -> "GrownHosts":
+        """Episode 0, after all seeds were born (or without any); `train` and `val` examples."""
+        task = task_of(shape)
+        assert task.load is not None
+        data = shortened(task.load(None, 0), train, val)
+        config = EngineConfig(num_envs=num_hosts, slots=task.enabled, episode_length=8, executor="auto")
+        executor = build_engine(config, task, data, CPU).executor
+        taken = "fused" if isinstance(executor, FusedExecutor) else "streamed"
+        streamed = executor.streamed if isinstance(executor, FusedExecutor) else executor
+        assert isinstance(streamed, StreamedExecutor)
+        streamed.reset(0)
+        slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
+        streamed.settle(structure)
+        fused = executor if isinstance(executor, FusedExecutor) else FusedExecutor(streamed)
+        fused.measures_together = True
+        later = replace(structure, germinated=np.zeros_like(structure.germinated))
+        return cls(shape, num_hosts, streamed, fused, taken, slots, coalitions, later)
+
+    def train(self, executor: StreamedExecutor | FusedExecutor) -> None:
+        """One epoch of all hosts."""
+        executor.train_epoch(1, self.slots)
+
+    def measure(self, executor: StreamedExecutor | FusedExecutor, *, all_sets: bool = True) -> None:
+        """All coalitions of all hosts, or the network as it stands alone."""
+        if all_sets:
+            executor.evaluate(1, self.slots, self.coalitions)
+            return
+        sets, valid = self.structure.sets[:, :1], self.structure.sets_valid[:, :1]
+        self.streamed.settle(replace(self.structure, sets=sets, sets_valid=valid))
+        alone = changed(self.coalitions, sets=self.coalitions.sets[:, :1], valid=self.coalitions.valid[:, :1])
+        executor.evaluate(1, self.slots, alone)
+        self.streamed.settle(self.structure)
+
+    def state_bytes(self) -> int:
+        """Bytes of all that a checkpoint holds of the hosts: weights, buffers, optimizers, snapshots."""
+        state: StateTree = self.streamed.state_dict()
+        return sum(tensor.nbytes for tensor in state.values())
+
+
+def grown(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Structure]:
+    """A heard seed in each slot, just born, and all distinct coalitions: 8 for three slots."""
+    n, s = np.indices((num_hosts, num_slots))
+    choice = np.array(registry.selectable(Topology.CNN))
+    algorithm = np.array([Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])[(n + s) % 3]
+    stage = np.array([SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED])[(n // 2 + s) % 3].astype(np.int64)
+    alpha = np.where(stage == SeedStage.BLENDING, 0.5, 1.0).astype(np.float32)
+    everywhere = np.ones((num_hosts, num_slots), dtype=np.bool_)
+    coalitions = enumerate_coalitions(
+        torch.from_numpy(stage), torch.from_numpy(everywhere), fossils_as_players=True, interaction_limit=num_slots
+    )
+    structure = replace(
+        empty_structure(num_hosts, num_slots),
+        stage=stage,
+        blueprint=choice[(n * 3 + s * 5) % len(choice)],
+        algorithm=algorithm.astype(np.int64),
+        has_gate=algorithm == Algorithm.GATE,
+        alpha=alpha,
+        germinated=everywhere,
+        sets=coalitions.sets.numpy(),
+        sets_valid=coalitions.valid.numpy(),
+    )
+    slots = changed(empty_slots(num_hosts, num_slots, CPU), alpha=torch.from_numpy(alpha))
+    return slots, coalitions, structure
+
+
+def bare(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Structure]:
+    """No seed anywhere."""
+    slots = empty_slots(num_hosts, num_slots, CPU)
+    return slots, enumerate_coalitions(slots.stage, slots.alpha > 0.0), empty_structure(num_hosts, num_slots)

@@ -13,7 +13,7 @@ EXAMPLE = re.compile(r"^## ([\w ]+):.*?^```python\n(.*?)^```$", re.MULTILINE | r
 SAYS = {
     "A blueprint": ("the controller can choose blueprint 13", "recorded in runs/own-blueprint"),
     "A reward": ("round 1: return ", "round 2: return "),
-    "A task": ("esper: bars, 2 hosts x 6 steps x 1 rounds", "(test, committed)"),
+    "A task": ("esper: bars, 2 hosts x 6 steps x 1 round", "(test, committed)"),
     "A controller": ("accuracy ", "seeds kept"),
 }
 

@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from test_engine_rollback import learner
 
@@ -18,6 +19,7 @@ def living_tensors() -> tuple[int, int]:
     return len(found), sum(x.untyped_storage().nbytes() for x in found)
 
 
+@pytest.mark.slow
 def test_a_hundred_episodes_with_their_updates_hold_on_to_nothing():
     engine = tiny.engine(2, 4, of=NULL)
     client = learner(engine.spec)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -272,15 +273,22 @@ def test_named_terms_of_an_idle_host_are_empty():
     assert named(out) == {}
 
 
+COMPILED_FORMS = {
+    "the step in one graph": lambda: torch.compile(reward_step, fullgraph=True),
+    "a compiled kernel": lambda: partial(reward_step, pay=kernel_for("on", CPU)),
+}
+
+
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # raised by the compiler's own imports
+@pytest.mark.parametrize("form", COMPILED_FORMS)
 @pytest.mark.parametrize("mode", ["shaped", "escrow", "basic_plus", "objective"])
-def test_a_whole_step_with_a_compiled_kernel_gives_the_same_answer(mode):
+def test_a_step_gives_the_same_answer_compiled(mode, form):
     config = RewardConfig(mode=mode)
     inputs, state = reward_inputs(random_hosts(16, 3, 6, 6, key=8)), initial_state(16, 3, 6, CPU, config)
     want, want_state = reward_step(inputs, state, config)
     torch.compiler.reset()
-    got, got_state = reward_step(inputs, state, config, kernel_for("on", CPU))
+    got, got_state = COMPILED_FORMS[form]()(inputs, state, config)
     torch.testing.assert_close(got.breakdown, want.breakdown, rtol=1e-9, atol=1e-9)
     for (name, value), (_, expected) in zip(named_tensors(got_state), named_tensors(want_state), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9, msg=name)

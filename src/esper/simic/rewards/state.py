@@ -227,16 +227,26 @@ def _output(paid: kernel.RewardOutput, extra: dict[str, Tensor], dtype: torch.dt
     return RewardOutput(total=total_N.to(dtype), breakdown=breakdown_NM.to(dtype), flags=paid.flags)
 
 
+def _is_target(inputs: RewardInputs) -> Bool[Tensor, "N S"]:
+    """The slot that each host's operation aims at.
+
+    What is written there is chosen with this mask and not scattered: where the whole step is compiled for a CPU,
+    PyTorch 2.13 moves a read of the scattered tensor before the scatter.
+    """
+    slots = torch.arange(inputs.slots.stage.shape[1], device=inputs.target.device)
+    return inputs.target[:, None] == slots
+
+
 def _next_accounts(inputs: RewardInputs, state: RewardState, sets: SlotSets, next_N: Tensor) -> Tensor:
     """Accounts after the step; an account lives as long as its seed."""
-    written_NS = state.escrow.scatter(1, inputs.target[:, None], next_N[:, None])
+    written_NS = torch.where(_is_target(inputs), next_N[:, None], state.escrow)
     return torch.where(sets.live, written_NS, 0.0)
 
 
 def _next_pools(inputs: RewardInputs, state: RewardState, index_N: Tensor, opened_N: Tensor) -> Tensor:
     """Pools after the step; a pool pays from the next step to the end of the episode."""
     written_N = torch.where(opened_N > 0, opened_N, state.drip_scale.take(index_N))
-    return state.drip_scale.scatter(1, inputs.target[:, None], written_N[:, None])
+    return torch.where(_is_target(inputs), written_N[:, None], state.drip_scale)
 
 
 def _hindsight(
@@ -263,7 +273,7 @@ def _hindsight(
     thanks_NE = torch.tanh(row_NE * (HINDSIGHT_SLOPE * gain_N)[:, None]) * torch.pow(config.gamma, ages_E)
     thanks_N = torch.clamp(config.hindsight_weight * thanks_NE.sum(-1), max=config.hindsight_cap)
     fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & live_NS.take(index_N)
-    keep_NS = live_NS.scatter(1, inputs.target[:, None], (live_NS.take(index_N) & ~fossilized_N)[:, None])
+    keep_NS = live_NS & ~(_is_target(inputs) & fossilized_N[:, None])
     ledger_NSE = state.ledger * keep_NS[..., None]
     ledger_NSE[..., now] = helped_NS * keep_NS
     return thanks_N * (fossilized_N & (gain_N > 0)), ledger_NSE
@@ -280,7 +290,7 @@ def _at_the_end(
         stage_NS, age_NS = inputs.slots.stage, inputs.slots.age.to(torch.float64)
         young_NS = (stage_NS == int(SeedStage.GERMINATED)) | (stage_NS == int(SeedStage.TRAINING))
         pruned_N = op_N == int(LifecycleOp.PRUNE)
-        gone_NS = torch.zeros_like(young_NS).scatter(1, inputs.target[:, None], pruned_N[:, None])
+        gone_NS = _is_target(inputs) & pruned_N[:, None]
         lent = config.pbrs_weight * NEW_SEED_POTENTIAL
         due_NS = lent * torch.pow(config.gamma, 1.0 - age_NS)
         extra["germination_clawback"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)

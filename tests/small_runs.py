@@ -1,7 +1,8 @@
 """Runs of seconds, started through the command line of this process, that can be stopped at any step.
 
 null    three scripted hosts, of which one is rolled back in step 5 of each round
-tiny    two real hosts on random images, whose seeds grow old fast; `streamed` is the same, host by host
+tiny    two real hosts on random images, whose seeds grow old fast; `streamed` is the same, host by host,
+        and `shared` the same in two processes
 """
 
 import json
@@ -36,7 +37,9 @@ OPTIONS = {
     "null": ("--task", "faulty_null", "--num-envs", "3", "--episode-length", "8", *FAST),
     "tiny": ("--task", "tiny", "--num-envs", "2", "--episode-length", "6", *FAST, "lifecycle.sequential=false"),
 }
-OPTIONS["streamed"] = (*OPTIONS["tiny"], "--executor", "streamed")
+OPTIONS["shared"] = (*OPTIONS["tiny"], "--executor", "streamed", "--workers", "2")
+OPTIONS["streamed"] = (*OPTIONS["shared"][:-1], "1")
+OPTIONS["tiny"] = (*OPTIONS["tiny"], "--workers", "1")
 RECORDS = ("metrics.jsonl", "events.jsonl")
 
 _signals: dict[tuple[int, int], tuple[int, ...]] = {}

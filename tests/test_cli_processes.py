@@ -1,6 +1,7 @@
 """Commands as processes of their own, which remember nothing but what is on the disk."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,48 @@ def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(tmp_path: Pa
     compared = esper("evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "2", cwd=elsewhere)
     assert compared.returncode == 0
     assert "trained" in compared.stdout
+
+
+MOSS = """
+from torch import nn
+
+from esper.kasmina.blueprints import AbstractBlueprint, register
+from esper.leyline.stages import Topology
+
+
+class Moss(AbstractBlueprint):
+    name = "moss"
+    topology = Topology.CNN
+    birth = {"weight": 0.0, "bias": 0.0}
+
+    def build(self, channels):
+        return nn.Conv2d(channels, channels, 1)
+
+
+register(Moss())
+"""
+
+
+def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_blueprint_of_a_plugin(tmp_path: Path) -> None:
+    (tmp_path / "moss.py").write_text(MOSS)
+    small = ("--num-envs", "2", "--episode-length", "6", "--rounds", "200", "--workers", "2", "--plugins", "moss.py")
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1", "--run-dir", "run")
+    with subprocess.Popen(
+        [*ESPER, "train", *small, *network], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=ENVIRONMENT, cwd=tmp_path, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any("executor: fused (chosen by image size), hosts shared by 2 processes" in line for line in lines)
+        assert any(line.startswith("round 1/200  ") for line in lines)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert out.endswith("stopped; continue with: esper train --resume run\n")
+    assert "Traceback" not in err
+    done = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    resumed = esper("train", "--resume", "run", "--rounds", str(done + 1), cwd=tmp_path)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("steps", "noted"), [(14, True), (15, False)])

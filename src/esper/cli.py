@@ -63,6 +63,8 @@ class Train:
     """Folder of the task's data files. (the environment variable ESPER_DATA)"""
     executor: _Text = None
     """How hosts are run: streamed (one by one), fused (all at once) or auto."""
+    workers: _Number = None
+    """Processes that share the hosts of a CPU. (by the preset)"""
     amp: _Text = None
     """Precision of host training: off, auto, bf16 or fp16. (off)"""
     checkpoint_every: _Number = None
@@ -161,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def overrides(command: Train | Evaluate) -> dict[str, Any]:
     """What the command line says of a configuration, as nested tables; raises ConfigError for a malformed --set."""
-    numbers = ("rounds", "num_envs", "episode_length", "seed", "checkpoint_every")
+    numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
     names = ("task", "preset", "device", "executor", "amp", *numbers)
     told: dict[str, Any] = {name: value for name in names if (value := getattr(command, name, None)) is not None}
     if command.data_dir is not None:

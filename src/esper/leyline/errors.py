@@ -6,7 +6,8 @@
     ├── RunDirectoryError      a run directory that exists, is missing, or is not one of ours
     ├── CheckpointError        a checkpoint that is damaged or belongs to another kind of run
     ├── RegistryError          a name that nobody registered, or that is registered already
-    └── TrainingError          learning that cannot go on (three updates without one finite minibatch)
+    ├── TrainingError          learning that cannot go on (three updates without one finite minibatch)
+    └── WorkerError            a process that runs hosts ended before its time
 
 Each message says what was found, what was expected and the way out. What only we can cause is an `assert`.
 """
@@ -44,6 +45,10 @@ class RegistryError(EsperError, KeyError):
 
 class TrainingError(EsperError):
     """Learning that cannot go on."""
+
+
+class WorkerError(EsperError):
+    """A process that runs hosts ended before its time."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

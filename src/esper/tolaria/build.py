@@ -1,35 +1,27 @@
-"""An engine from a task: the only place where an executor is chosen."""
+"""An engine from a task."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.hosts.cnn import CNNHost
-from esper.kasmina.initialization import deterministic_build
-from esper.kasmina.population import Population
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
-from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.amp import LossScaler, amp_dtype
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
-from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
-from esper.tolaria.executors.twins import can_fuse
+from esper.tolaria.executors.sharded import ShardedExecutor, bounds
+from esper.tolaria.executors.worker import ShardRunner, shard_of
 
-_FUSED_PIXELS = 256
-"""Images up to this size run fused unless told otherwise: there the time goes into small operations.
 
-A rule and no measurement, because the two differ by rounding: a choice by the clock would let a busy machine decide
-which of two states a run ends in.
-"""
+def _nothing() -> None:
+    """Built-in tasks register themselves when they are imported."""
 
 
 def load_dataset(task: TaskSpec, run_seed: int, device: torch.device, data_dir: Path | None) -> Dataset | None:
@@ -44,13 +36,15 @@ def build_engine(
     device: torch.device,
     *,
     on_step: StepListener | None = None,
+    prepare: Callable[[], None] = _nothing,
 ) -> VectorizedEngine:
     """N hosts of `task`, ready for `train`. `dataset` is what `load_dataset` gave for it.
 
-    The engine's `config.executor` is the one that was taken; where no network is run, it stays as it was asked for.
+    The engine's `config` names the executor and the number of workers that were taken; where no network is run, the
+    executor stays as it was asked for. A worker's process calls `prepare`, which must be importable there, before it
+    builds its hosts: it imports the modules that register what they are made of.
     """
-    executor, taken = _executor(config, task, dataset, device)
-    config = replace(config, executor=taken)
+    executor, config = _executor(config, task, dataset, device, prepare)
     rules = config.lifecycle
     # the script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS
@@ -72,9 +66,9 @@ def build_engine(
 
 
 def _executor(
-    config: EngineConfig, task: TaskSpec, dataset: Dataset | None, device: torch.device
-) -> tuple[Executor, Literal["auto", "fused", "streamed"]]:
-    """The executor, and what it is called."""
+    config: EngineConfig, task: TaskSpec, dataset: Dataset | None, device: torch.device, prepare: Callable[[], None]
+) -> tuple[Executor, EngineConfig]:
+    """The executor, and the configuration that names what was taken."""
     if task.script is not None:
         scripted = ScriptedExecutor(
             task.script,
@@ -84,34 +78,24 @@ def _executor(
             device=device,
             host_offset=config.host_offset,
         )
-        return scripted, config.executor
-    assert task.host is not None
+        return scripted, replace(config, workers=1)
     assert dataset is not None
-    host_spec, (height, width) = task.host, dataset.train.x.shape[-2:]
-    host = deterministic_build(lambda: CNNHost(host_spec, config.slots, image_size=(height, width)))
-    assert isinstance(host, CNNHost)
-    population = Population(
-        host,
-        task.optimizer,
-        num_envs=config.num_envs,
-        run_seed=config.run_seed,
-        device=device,
-        host_offset=config.host_offset,
-    )
-    streamed = StreamedExecutor(
-        population,
-        dataset,
-        batch_train=task.batch_train,
-        batch_val=task.batch_val,
-        scaler=LossScaler(amp_dtype(config.amp, device), config.num_envs, device),
-    )
-    fits = can_fuse(population)
-    if config.executor == "fused" and not fits:
-        raise ConfigError(
-            "executor is 'fused', but the host has layers with weights that no stacking rule knows; "
-            "use executor 'streamed', or add a rule to kasmina.lowering.STACKED."
-        )
-    small = height * width <= _FUSED_PIXELS
-    if config.executor == "fused" or (config.executor == "auto" and fits and small):
-        return FusedExecutor(streamed), "fused"
-    return streamed, "streamed"
+    workers = min(config.workers, config.num_envs)
+    if workers > 1 and device.type == "cpu":
+        return _sharded(config, task, dataset, workers, prepare)
+    executor, taken = network_executor(config, task, dataset, device)
+    return executor, replace(config, executor=taken, workers=1)
+
+
+def _sharded(
+    config: EngineConfig, task: TaskSpec, dataset: Dataset, workers: int, prepare: Callable[[], None]
+) -> tuple[Executor, EngineConfig]:
+    """This process and `workers - 1` others that share the hosts; each uses as many threads as this one."""
+    parts = bounds(config.num_envs, workers)
+    configs = [
+        replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts
+    ]
+    own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"))
+    shards = [shard_of(replace(part, executor=taken), task, dataset) for part in configs[1:]]
+    executor = ShardedExecutor(ShardRunner(own, configs[0]), configs[0].num_envs, shards, prepare)
+    return executor, replace(config, executor=taken, workers=workers)

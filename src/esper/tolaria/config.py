@@ -25,6 +25,8 @@ class EngineConfig:
         executor: how the hosts are run: "streamed" one after another, bit for bit as if each were alone; "fused" all at
             once, equal up to rounding; "auto" is fused for small images, where it is faster. The config of a built
             engine names the one that was taken.
+        workers: processes that share the hosts of a CPU, at most, this one included. Scripted hosts and hosts on a GPU
+            stay in one process. The config of a built engine names how many there are.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
             that the device supports.
     """
@@ -37,6 +39,7 @@ class EngineConfig:
     executor: Literal["auto", "fused", "streamed"] = "streamed"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     host_offset: int = 0
+    workers: int = 1
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
     governor: GovernorConfig = field(default_factory=GovernorConfig)
 
@@ -62,5 +65,7 @@ class EngineConfig:
             raise ConfigError(f"time_limit is {self.time_limit!r}; it must be 'truncate' or 'terminate'.")
         if self.executor not in ("auto", "fused", "streamed"):
             raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'fused' or 'streamed'.")
+        if self.workers < 1:
+            raise ConfigError(f"workers is {self.workers}; use 1 for this process alone.")
         if self.amp not in ("off", "auto", "bf16", "fp16"):
             raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")

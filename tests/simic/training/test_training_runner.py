@@ -68,13 +68,27 @@ def test_two_equal_runs_are_equal(whole: dict[str, Path], tmp_path: Path, kind: 
     assert_same_run(tmp_path / "again", whole[kind])
 
 
+def test_a_run_in_two_processes_is_that_of_one(whole: dict[str, Path]) -> None:
+    assert summary(whole["shared"]) == summary(whole["streamed"])
+    shared, streamed = (records(whole[kind]) for kind in ("shared", "streamed"))
+    for events in (shared["events.jsonl"], streamed["events.jsonl"]):
+        del events[0]["config_sha256"]
+    assert shared == streamed
+    kept, expected = (tomllib.loads((whole[kind] / "config.toml").read_text()) for kind in ("shared", "streamed"))
+    assert kept == expected | {"workers": 2}
+
+
 def test_another_seed_gives_another_state(whole: dict[str, Path], tmp_path: Path) -> None:
     assert train(tmp_path / "other", "null", 3, "--seed", "1") == 0
     assert summary(tmp_path / "other")["state_digest"] != summary(whole["null"])["state_digest"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [("null", (1, 5)), ("null", (2, 3)), ("tiny", (1, 1)), ("tiny", (2, 3)), ("streamed", (2, 2))]
+    ("kind", "step"),
+    [
+        *(("null", (1, 5)), ("null", (2, 3)), ("tiny", (1, 1)), ("tiny", (2, 3))),
+        *(("streamed", (2, 2)), ("shared", (2, 2))),
+    ],
 )
 def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(
     whole: dict[str, Path], tmp_path: Path, kind: str, step: tuple[int, int]
@@ -309,11 +323,12 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
         "null": "auto",  # no networks, nothing to choose
         "tiny": "fused",
         "streamed": "streamed",
+        "shared": "streamed",
     }
     with interrupted_at(2, 3):
         assert train(tmp_path / "run", "tiny") == 130
     assert "executor: fused (chosen by image size)" in capfd.readouterr().out
-    monkeypatch.setattr("esper.tolaria.build._FUSED_PIXELS", 0)  # a later version has another rule
+    monkeypatch.setattr("esper.tolaria.executors.choice._FUSED_PIXELS", 0)  # a later version has another rule
     assert resume(tmp_path / "run") == 0
     assert "executor: fused\n" in capfd.readouterr().out
     assert_same_run(tmp_path / "run", whole["tiny"])

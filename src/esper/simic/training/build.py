@@ -1,6 +1,8 @@
 """A run, assembled on one page: engine, policy, reward, learner."""
 
+import os
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -12,6 +14,7 @@ from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
+from esper.simic.training.plugins import load_plugins
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.datasets import Dataset
@@ -33,6 +36,8 @@ def device_of(config: RunConfig) -> torch.device:
     keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
+    elif config.workers > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
     return choose_device(config.device)
 
 
@@ -50,7 +55,14 @@ def engine_of(
     on_step: StepListener | None = None,
 ) -> VectorizedEngine:
     """The hosts of a run."""
-    return build_engine(engine_config or config.engine(), config.task_spec(), dataset, device, on_step=on_step)
+    return build_engine(
+        engine_config or config.engine(),
+        config.task_spec(),
+        dataset,
+        device,
+        on_step=on_step,
+        prepare=partial(load_plugins, config.plugins),
+    )
 
 
 def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
@@ -100,8 +112,8 @@ def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtoco
 class Parts:
     """What a run is made of; `shape` is what its checkpoints say of it.
 
-    `config` is that of the run with the executor that was taken in the place of "auto": whoever records it goes on
-    with the same one, also under a later version that would take another.
+    `config` is that of the run with the executor and the workers that were taken: whoever records it goes on with the
+    same ones, also under a later version that would take others.
     """
 
     config: RunConfig
@@ -115,4 +127,5 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     dataset = dataset_of(config, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
-    return Parts(replace(config, executor=engine.config.executor), engine, learner_of(config, engine.spec), shape)
+    taken = replace(config, executor=engine.config.executor, workers=engine.config.workers)
+    return Parts(taken, engine, learner_of(config, engine.spec), shape)

@@ -62,8 +62,12 @@ class RunConfig:
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
     many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size.
     The presets say "auto"; `config.toml` of a run names the one that was taken."""
+    workers: int = 1
+    """Processes that share the hosts of a CPU, at most, this one included. A host's numbers depend on it up to
+    rounding under the fused executor, not at all under the streamed one. `config.toml` names how many were taken."""
     threads: int = 0
-    """Threads of one operation on the CPU; 0 is PyTorch's own choice. Small networks are fastest with 1."""
+    """Threads of one operation on the CPU; 0 is PyTorch's own choice, or with several workers the cores that each of
+    them has. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
     """Whether the reward kernel is compiled before the first round: "on", "off", or "auto", which is "on" on CUDA. On
     the CPU that takes up to half a minute and a C++ compiler, and saves 1 to 2 ms per step, so it pays in long runs
@@ -149,6 +153,7 @@ class RunConfig:
             slots=self.slots,
             time_limit=limit,
             executor=self.executor,
+            workers=self.workers,
             amp=self.amp,
             lifecycle=self.lifecycle,
             governor=self.governor,

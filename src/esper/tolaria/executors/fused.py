@@ -135,14 +135,18 @@ class FusedExecutor:
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples."""
-        s, num_columns = self.streamed, coalitions.sets.shape[1]
+        return self.measure(slots.alpha, coalitions.sets.shape[1])
+
+    @torch.no_grad()
+    def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
+        """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
+        s = self.streamed
         if not self.measures_together:
-            return s.evaluate(t, slots, coalitions)
+            return s.measure(alpha, num_columns)
         sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
-        correct, loss_sum, count = self._measure(s.validation(), slots.alpha, sets, num_columns)
+        correct, loss_sum, count = self._measure(s.validation(), alpha, sets, num_columns)
         return ValidationPass(accuracy=100.0 * correct / count, loss=loss_sum / count)
 
     @torch.no_grad()

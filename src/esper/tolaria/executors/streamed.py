@@ -188,13 +188,17 @@ class StreamedExecutor:
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples."""
-        p, structure = self.population, self.structure
-        sets = [structure.sets[n][structure.sets_valid[n]] for n in range(p.num_envs)]
-        correct, loss_sum, count = self._measure(self._val, slots.alpha, sets)
-        correct_NK = torch.stack([F.pad(c, (0, coalitions.sets.shape[1] - len(c))) for c in correct])
+        return self.measure(slots.alpha, coalitions.sets.shape[1])
+
+    @torch.no_grad()
+    def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
+        """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
+        structure = self.structure
+        sets = [rows[valid] for rows, valid in zip(structure.sets, structure.sets_valid, strict=True)]
+        correct, loss_sum, count = self._measure(self._val, alpha, sets)
+        correct_NK = torch.stack([F.pad(c, (0, num_columns - len(c))) for c in correct])
         return ValidationPass(accuracy=100.0 * correct_NK / count, loss=torch.stack(loss_sum) / count)
 
     @torch.no_grad()

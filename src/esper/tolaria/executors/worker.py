@@ -1,0 +1,215 @@
+"""A worker: a process that runs some of the hosts for `sharded.py`, as it is told over a pipe.
+
+    main process        a call, then its answer        worker
+    prepare, a Shard    -------- once -------->        builds an executor of its own for some hosts
+    Call                ---------------------->        calls the method of that name
+    Answer              <----------------------        what it gave, or what it raised
+
+Only the main process decides when a worker ends: signals are blocked in it, and it stops when the pipe closes.
+"""
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import cloudpickle
+import numpy as np
+import torch
+
+from esper.kasmina.blueprints import AbstractBlueprint, registry
+from esper.kasmina.slot_fields import empty_slots
+from esper.leyline.messages import SlotState
+from esper.leyline.protocols import StateTree
+from esper.leyline.record import replace
+from esper.tasks.datasets import Dataset
+from esper.tasks.registry import TaskSpec
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.executors.choice import network_executor
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import host_read
+
+CPU = torch.device("cpu")
+Arrays = dict[str, np.ndarray]
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a worker builds its executor from; `config` is that of its own hosts. Made by `shard_of`.
+
+    `blueprints` are those that users registered, `names` all names: their places are the values of the blueprint head.
+    """
+
+    config: EngineConfig
+    task: TaskSpec
+    dataset: Dataset
+    threads: int
+    blueprints: tuple[AbstractBlueprint, ...]
+    names: tuple[str, ...]
+
+
+def shard_of(config: EngineConfig, task: TaskSpec, dataset: Dataset) -> Shard:
+    """A shard that another process can be sent, with as many threads as this one.
+
+    Its task has no loader, because the data come with the shard.
+    """
+    bare = replace_field(task, load=_comes_with_the_shard)
+    return Shard(config, bare, dataset, torch.get_num_threads(), registry.own(), registry.names())
+
+
+def _comes_with_the_shard(folder: Path | None, run_seed: int) -> Dataset:
+    raise AssertionError("a worker has its data already")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of `ShardRunner`, and what it is told."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a call gave, or what it raised (where the hosts could not be built, the reason of that)."""
+
+    told: Arrays = field(default_factory=dict)
+    raised: Exception | None = None
+
+
+@final
+class ShardRunner:
+    """The executor of some of the hosts, told of the slots by structures alone: a worker has no other state."""
+
+    def __init__(self, executor: StreamedExecutor | FusedExecutor, config: EngineConfig) -> None:
+        self.executor = executor
+        self._fresh = empty_slots(config.num_envs, len(config.slots), CPU)
+        self._slots = self._fresh
+
+    def reset(self, episode: int) -> None:
+        """Fresh hosts."""
+        self.executor.reset(episode)
+        self._slots = self._fresh
+
+    def settle(self, structure: Structure) -> None:
+        """Operate on the parameters; keep what the next passes must know of the slots."""
+        self.executor.settle(structure)
+        self._slots = slots_of(structure, self._fresh)
+
+    def train_epoch(self, t: int) -> StateTree:
+        """Fields of the train pass."""
+        return vars(self.executor.train_epoch(t, self._slots))
+
+    def measure(self, num_columns: int) -> StateTree:
+        """Fields of the validation pass over the structure's coalitions."""
+        return vars(self.executor.measure(self._slots.alpha, num_columns))
+
+    def test(self) -> StateTree:
+        """Test accuracy of each host."""
+        return {"accuracy": self.executor.test(self._slots)}
+
+    def state_dict(self) -> StateTree:
+        """Weights and all that belongs to them."""
+        return self.executor.state_dict()
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        self.executor.load_state_dict(state)
+
+
+def slots_of(structure: Structure, fresh: SlotState) -> SlotState:
+    """The slots as the structure shows them: what it does not tell is as in fresh ones, and no executor looks at it."""
+    told = ("stage", "blueprint", "algorithm", "alpha_mode", "has_gate", "alpha")
+    return replace(fresh, **{name: torch.from_numpy(getattr(structure, name)) for name in told})
+
+
+def send(pipe: Connection, message: object) -> None:
+    """Send by value: a worker needs no shared memory, and no script whose classes the message is made of."""
+    pipe.send_bytes(cloudpickle.dumps(message))
+
+
+def receive(pipe: Connection) -> object:
+    """The next message; raises EOFError when the other side is gone."""
+    message: object = pickle.loads(pipe.recv_bytes())
+    return message
+
+
+def packed(tensors: StateTree) -> Arrays:
+    """Tensors as arrays, which are far cheaper to send."""
+    return dict(zip(tensors, host_read(*tensors.values()), strict=True))
+
+
+def unpacked(arrays: Arrays) -> StateTree:
+    """The tensors again."""
+    return {name: torch.from_numpy(value) for name, value in arrays.items()}
+
+
+def work(file: int) -> None:
+    """What a worker does from its start to its end, which is when the pipe `file` to the main process closes."""
+    keep_freed_memory()
+    pipe = Connection(file)
+    try:
+        runner, failed = _guarded(lambda: _build(pipe))
+        while True:
+            call = receive(pipe)
+            assert isinstance(call, Call)
+            if runner is None:  # the first call is told why, and so is every later one
+                told, raised = None, failed
+            else:
+                told, raised = _guarded(partial(_run, runner, call))
+            send(pipe, Answer(told=told or {}, raised=raised))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the main process is gone, or wants no more
+
+
+def _build(pipe: Connection) -> ShardRunner:
+    """The first message imports what the second one is made of: modules of the user."""
+    prepare = receive(pipe)
+    assert callable(prepare)
+    prepare()
+    shard = receive(pipe)
+    assert isinstance(shard, Shard)
+    for blueprint in shard.blueprints:
+        registry.ensure(blueprint)
+    assert registry.names() == shard.names, f"blueprints {registry.names()}, in the main process {shard.names}"
+    torch.set_num_threads(shard.threads)
+    executor, _ = network_executor(shard.config, shard.task, shard.dataset, CPU)
+    return ShardRunner(executor, shard.config)
+
+
+def _run(runner: ShardRunner, call: Call) -> Arrays:
+    arguments = (unpacked(a) if isinstance(a, dict) else a for a in call.arguments)
+    told = getattr(runner, call.method)(*arguments)
+    return {} if told is None else packed(told)
+
+
+def _guarded(action: Callable[[], R]) -> tuple[R | None, Exception | None]:
+    """What the action gives, or what it raises in a form that can be sent."""
+    try:
+        return action(), None
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise  # the other side is gone
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        return None, portable(error)
+
+
+def portable(error: Exception) -> Exception:
+    """The error if it can be sent and rebuilt, else a RuntimeError that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class of a user's own raises while it is rebuilt
+        replacement = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in error.__notes__:
+            replacement.add_note(note)
+        return replacement
+    return error

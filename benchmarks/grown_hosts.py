@@ -27,7 +27,8 @@ from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.protocol import Structure, empty_structure
+from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
+from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 
 CPU = torch.device("cpu")
@@ -141,6 +142,41 @@ class GrownHosts:
         """Bytes of all that a checkpoint holds of the hosts: weights, buffers, optimizers, snapshots."""
         state: StateTree = self.streamed.state_dict()
         return sum(tensor.nbytes for tensor in state.values())
+
+
+@dataclass(frozen=True)
+class SharedHosts:
+    """The same hosts under one executor, in one process or shared by several."""
+
+    executor: Executor
+    slots: SlotState
+    coalitions: Coalitions
+
+    @classmethod
+    def build(
+        cls, shape: Shape, num_hosts: int, train: int, val: int, *, executor: Literal["fused", "streamed"], workers: int
+    ) -> "SharedHosts":
+        """Episode 0, after all seeds were born; `train` and `val` examples."""
+        task = task_of(shape)
+        assert task.load is not None
+        config = EngineConfig(
+            num_envs=num_hosts, slots=task.enabled, episode_length=8, executor=executor, workers=workers
+        )
+        built = build_engine(config, task, shortened(task.load(None, 0), train, val), CPU).executor
+        built.reset(0)
+        slots, coalitions, structure = grown(num_hosts, len(task.enabled))
+        built.settle(structure)
+        return cls(built, slots, coalitions)
+
+    def step(self) -> None:
+        """One epoch of all hosts, and all their coalitions."""
+        self.executor.train_epoch(1, self.slots)
+        self.executor.evaluate(1, self.slots, self.coalitions)
+
+    def close(self) -> None:
+        """End the workers, where there are any."""
+        if isinstance(self.executor, ShardedExecutor):
+            self.executor.close()
 
 
 def grown(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Structure]:

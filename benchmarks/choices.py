@@ -1,6 +1,7 @@
 """What some choices of docs/decisions.md are worth: the way that was given up against the one that was taken.
 
-    pooling-and-norm      PyTorch's against ours, in a fused train pass of digits
+    pooling-and-norm      PyTorch's against ours, there and back, alone
+    digits                the same in a fused train pass of digits
     pointwise             grouped convolution against matrix product, there and back, per number of channels
     where                 choosing between wide tensors against a masked term (features) or filling a copy (buffer)
     clamp                 masked logits as they are against clamped ones, in a null step of many hosts
@@ -36,6 +37,7 @@ from torch import Tensor
 import null_control_step
 from esper.kasmina import batch_norm, lowering
 from esper.kasmina.hosts import cnn
+from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.tamiyo import heads
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
@@ -48,7 +50,7 @@ class Options:
     """Compare what was given up with what was taken."""
 
     only: tuple[str, ...] = ()
-    """Choices to measure, instead of all: pooling-and-norm, pointwise, where, clamp, policy, threads, memory."""
+    """Choices to measure, instead of all; pooling-and-norm, digits, pointwise, where, and so on."""
     hosts: int = 16
     """Hosts of digits and of the null step that compares the policy."""
     many_hosts: int = 1024
@@ -89,7 +91,35 @@ def builtin_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> b
     return batch_norm.Normalized(y, mean, unbiased * ((count - 1) / count))
 
 
+def often(form: Callable[[], object]) -> None:
+    """20 calls, because one is too short to be timed."""
+    for _ in range(20):
+        form()
+
+
 def pooling_and_norm(options: Options) -> list[Row]:
+    """There and back, on the features of the first block of digits."""
+    x = torch.randn(64 * options.hosts, 8, 8, 8, requires_grad=True)
+    wide = x.detach().view(64, -1, 8, 8).requires_grad_()
+    weight, bias = (torch.ones(8 * options.hosts, requires_grad=True) for _ in range(2))
+
+    def pool(form: Callable[[Tensor], Tensor]) -> None:
+        y = form(x)
+        torch.autograd.grad(y, x, y)
+
+    def norm(form: Callable[..., batch_norm.Normalized]) -> None:
+        y = form(wide, weight, bias, 1e-5).y
+        torch.autograd.grad(y, (wide, weight, bias), y)
+
+    pools = [partial(often, partial(pool, form)) for form in (builtin_pool, max_pool_2x2)]
+    norms = [partial(often, partial(norm, form)) for form in (builtin_batch_norm, batch_norm.normalize_batch)]
+    return [
+        compare(f"pooling of {list(x.shape)}", "PyTorch's", "ours", pools, options.repetitions),
+        compare(f"batch norm of {list(wide.shape)}", "PyTorch's", "ours", norms, options.repetitions),
+    ]
+
+
+def digits(options: Options) -> list[Row]:
     """A fused train pass with PyTorch's pooling, with its batch normalization, and with ours."""
     ours = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
     with replaced(cnn, "max_pool_2x2", builtin_pool):
@@ -125,12 +155,11 @@ def pointwise(options: Options) -> list[Row]:
             return F.conv2d(wide, weight.flatten(0, 1), groups=options.hosts).view(len(x), -1, 8, 8)
 
         def there_and_back(forward: Callable[[Tensor], Tensor], x: Tensor = x, weight: Tensor = weight) -> None:
-            for _ in range(10):
-                y = forward(x)
-                torch.autograd.grad(y, (x, weight), y)
+            y = forward(x)
+            torch.autograd.grad(y, (x, weight), y)
 
-        work = (partial(there_and_back, grouped), partial(there_and_back, layer))
-        name = f"1x1, {inputs} to {outputs} channels, N = {options.hosts}, 10 times"
+        work = [partial(often, partial(there_and_back, form)) for form in (grouped, layer)]
+        name = f"1x1, {inputs} to {outputs} channels, N = {options.hosts}"
         rows.append(compare(name, "grouped convolution", "matrix product", work, options.repetitions))
     return rows
 
@@ -154,15 +183,12 @@ def where(options: Options) -> list[Row]:
     def filled_copy(x: Tensor) -> Tensor:
         return slab.copy_(x).masked_fill_(~valid, 0.0)
 
-    def often(form: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        for _ in range(100):
-            form(x)
-
     def row(name: str, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Row:
         assert torch.equal(first(x).clone(), second(x))
-        work = (partial(often, first, x), partial(often, second, x))
-        size = f"{options.many_hosts} x 128, 100 times"
-        return compare(f"{name}, {size}", "where", second.__name__.replace("_", " "), work, options.repetitions)
+        work = [partial(often, partial(form, x)) for form in (first, second)]
+        return compare(
+            f"{name}, {options.many_hosts} x 128", "where", second.__name__.replace("_", " "), work, options.repetitions
+        )
 
     return [
         row("features, half missing", anywhere, chosen, masked_term),
@@ -244,6 +270,7 @@ def memory(options: Options) -> tuple[Row, dict[str, int]]:
 
 CHOICES: dict[str, Callable[[Options], list[Row]]] = {
     "pooling-and-norm": pooling_and_norm,
+    "digits": digits,
     "pointwise": pointwise,
     "where": where,
     "clamp": clamp,

@@ -20,7 +20,7 @@ def test_every_choice_that_is_asked_for_is_measured_and_nothing_stays_replaced(t
     clamp = heads.MIN_RELATIVE
     assert main(Options(**TINY, only=ONE_PROCESS, json=tmp_path / "choices.json")) == 0
     rows = json.loads((tmp_path / "choices.json").read_text())["rows"]
-    assert len(rows) == 10
+    assert len(rows) == 12
     assert all(row["first_ms"] > 0.0 and row["second_ms"] > 0.0 for row in rows)
     assert "PyTorch's batch norm" in capsys.readouterr().out
     assert (cnn.max_pool_2x2, lowering.normalize_batch, heads.MIN_RELATIVE) == (max_pool_2x2, normalize_batch, clamp)

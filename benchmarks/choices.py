@@ -44,6 +44,9 @@ from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts
 from paired import Row, compare, comparisons, cpu_ms, row_of, wall_ms
 
+CALLS = 20
+"""Of an operator in one measurement."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -92,8 +95,8 @@ def builtin_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> b
 
 
 def often(form: Callable[[], object]) -> None:
-    """20 calls, because one is too short to be timed."""
-    for _ in range(20):
+    """Several calls, because one is too short to be timed."""
+    for _ in range(CALLS):
         form()
 
 

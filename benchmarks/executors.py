@@ -18,10 +18,8 @@ import json
 import math
 import multiprocessing
 import resource
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,12 +28,12 @@ from typing import Any
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import BLOCKS, CPU, DIGITS_SHAPE, IMAGES, GrownHosts, Shape
+from paired import Row, compare, comparisons, cpu_ms
 
 GIB = 2**30
 GEMM = 1024
@@ -82,20 +80,6 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """Two ways of doing the same work: medians of milliseconds, and how many times faster the second was."""
-
-    name: str
-    first: str
-    second: str
-    first_ms: float
-    second_ms: float
-    ratio: float
-    lowest: float
-    highest: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What is no comparison of two times. Shares and ratios are plain numbers, not per cent."""
 
@@ -129,34 +113,6 @@ class Facts:
             f"memory: {options.memory_hosts} hosts of digits, one epoch and all coalitions: {self.memory_gib:.2f} GiB "
             f"at most; {self.state_mib:.1f} MiB of it are the stacked state",
         ]
-
-
-def cpu_ms(work: Callable[[], None]) -> float:
-    """CPU milliseconds of this process."""
-    began = time.process_time()
-    work()
-    return 1e3 * (time.process_time() - began)
-
-
-def compare(name: str, first: str, second: str, work: Sequence[Callable[[], None]], repetitions: int) -> Row:
-    """Both in turn, each repetition in the other order."""
-    for one in work:
-        one()
-    pairs = []
-    for i in range(repetitions):
-        ms = {j: cpu_ms(work[j]) for j in ((0, 1) if i % 2 else (1, 0))}
-        pairs.append((ms[0], ms[1]))
-    ratios = [a / b for a, b in pairs]
-    return Row(
-        name=name,
-        first=first,
-        second=second,
-        first_ms=statistics.median(a for a, _ in pairs),
-        second_ms=statistics.median(b for _, b in pairs),
-        ratio=statistics.median(ratios),
-        lowest=min(ratios),
-        highest=max(ratios),
-    )
 
 
 def training(hosts: GrownHosts, repetitions: int) -> Row:
@@ -309,18 +265,6 @@ def where_and_how(options: Options) -> dict[str, str | int]:
     return {**environment(CPU), "settings": settings}
 
 
-def shown(rows: Mapping[str, Row], where: dict[str, str | int]) -> Table:
-    """The rows as a table."""
-    page = Table(title="executors", caption=", ".join(map(str, where.values())))
-    page.add_column("work")
-    for column in ("before", "after", "ms before", "ms after", "times faster", "range"):
-        page.add_column(column, justify="right")
-    for r in rows.values():
-        times = (f"{r.first_ms:.1f}", f"{r.second_ms:.1f}", f"{r.ratio:.2f}", f"{r.lowest:.2f} to {r.highest:.2f}")
-        page.add_row(r.name, r.first, r.second, *times)
-    return page
-
-
 def complaints(rows: Mapping[str, Row], facts: Facts, options: Options) -> list[str]:
     """What is worse than was asked for."""
     limits = (
@@ -348,7 +292,7 @@ def swept(options: Options) -> int:
     where = environment(CPU) | {"settings": f"two batches, {options.repetitions} repetitions, CPU time"}
     speed = {name: _relative_speed(row, taken) for name, (row, taken) in found.items()}
     console = Console(width=140)
-    console.print(shown({name: row for name, (row, _) in found.items()}, where))
+    console.print(comparisons("executors", [row for row, _ in found.values()], where))
     worst = min(speed, key=speed.__getitem__)
     console.print(f"auto: {speed[worst]:.2f} of the faster executor at worst, on {worst}", highlight=False)
     if options.json is not None:
@@ -367,7 +311,7 @@ def main(options: Options) -> int:
     rows, facts = measure(options)
     where = where_and_how(options)
     console = Console(width=140)
-    console.print(shown(rows, where))
+    console.print(comparisons("executors", rows.values(), where))
     for line in facts.lines(options):
         console.print(line, highlight=False)
     if options.json is not None:

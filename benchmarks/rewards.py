@@ -9,7 +9,6 @@ the median over repetitions of the ratio within each.
 """
 
 import json
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from torch import Tensor
 from esper.simic.rewards import HostRow, RewardConfig, compute_reward_batched, graphs_compiled, reward_of_row
 from esper.simic.rewards.compilation import kernel_for
 from esper.simic.rewards.golden import kernel_arguments
+from esper.telemetry.machine import environment
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3, 4, 6, 7, 8, 9, 10)
@@ -148,23 +148,15 @@ def _seconds(form: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def environment(options: Options) -> dict[str, str]:
+def where_and_how(options: Options) -> dict[str, str | int]:
     """Where the numbers come from."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "device": f"{names[0] if names else platform.processor() or platform.machine()}, {len(names) or '?'} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "settings": f"mode shaped with breakdown, float64, one thread, {options.repetitions} repetitions",
-    }
+    settings = f"mode shaped with breakdown, float64, {options.repetitions} repetitions"
+    return {**environment(CPU), "settings": settings}
 
 
-def shown(rows: Sequence[Row], where: dict[str, str]) -> Table:
+def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
     """The rows as a table."""
-    page = Table(title="paying one step", caption=", ".join(where.values()))
+    page = Table(title="paying one step", caption=", ".join(map(str, where.values())))
     for column in ("hosts", "form", "us/step", "best", "ns/host", "ratio", "of best"):
         page.add_column(column, justify="left" if column == "form" else "right")
     for row in rows:
@@ -196,7 +188,7 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
 def main(options: Options) -> int:
     """Measure, print, compare with the limits; returns the exit code."""
     torch.set_num_threads(1)
-    where = environment(options)
+    where = where_and_how(options)
     rows = [row for count in options.hosts for row in measure(count, options)]
     Console(width=120).print(shown(rows, where))
     if options.json is not None:

@@ -31,7 +31,8 @@ from esper.leyline.errors import ConfigError, EsperError
 from esper.simic.training.build import dataset_of
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import choose_device
-from measured_rounds import RoundCost, Setting, Subject, alternating, configured, has_setting, percentile, write_result
+from measured_rounds import RoundCost, Setting, Subject, alternating, configured, has_setting, percentile
+from script_report import write_result
 
 TOLERANCE = 0.10
 """How much slower than the baseline is still noise."""

@@ -10,7 +10,6 @@ percentile bootstraps over evaluation hosts (of one run) or over runs (of all).
     python scripts/learning_curve.py --seeds 0 --rounds 60 --config other_values.toml
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from esper.simic.training.evaluate import SEED_OFFSET
 from esper.simic.training.presets import resolve
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
+from script_report import write_result
 
 assert _presets
 RESAMPLES = 10_000
@@ -170,8 +170,7 @@ def main(options: Options) -> int:
         console.print(f"{solved} of {len(runs)} runs closed at least {SOLVED:.0%} of the gap", highlight=False)
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}
-        report = {"settings": settings, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        write_result(options.json, "learning_curve", torch.device("cpu"), settings, [asdict(run) for run in runs])
     return 0
 
 

@@ -8,7 +8,6 @@ Importing this registers two tasks with random images, so that nothing has to be
     synthetic_tiny    1 x 8 x 8, 4-8 channels, three slots, 32 + 16 examples: for tests, and for short looks
 """
 
-import json
 import math
 import time
 import tomllib
@@ -36,9 +35,8 @@ from esper.simic.training.values import plain
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.hub import Hub
-from esper.telemetry.machine import environment
 from esper.telemetry.progress import RunProgress
-from esper.telemetry.run_directory import RunDirectory, plain_json
+from esper.telemetry.run_directory import RunDirectory
 
 CLASSES = 10
 OUTSIDE = "outside the phases"
@@ -232,15 +230,3 @@ def percentile(values: Sequence[float], share: float) -> float:
 def has_setting(name: str) -> bool:
     """Whether a run knows this setting."""
     return name in {f.name for f in fields(RunConfig)}
-
-
-def write_result(path: Path, script: str, device: torch.device, config: Mapping[str, object], results: object) -> None:
-    """The JSON of a measuring script: script, version, environment, config, results."""
-    content = {
-        "script": script,
-        "version": 1,
-        "environment": environment(device),
-        "config": dict(config),
-        "results": results,
-    }
-    path.write_text(json.dumps(plain_json(content), indent=2, default=str) + "\n", encoding="utf-8")

@@ -34,7 +34,8 @@ from esper.simic.training.build import assemble, device_of
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import HostReadCounter, choose_device, host_read
 from esper.tolaria.state import StepReport
-from measured_rounds import Setting, configured, write_result
+from measured_rounds import Setting, configured
+from script_report import write_result
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 LISTED = {r"^esper/simic/training/report\.py:": "the Shapley formula, on CPU tensors of numbers that were read before"}

@@ -39,8 +39,9 @@ from esper.tolaria import governor, phases
 from esper.tolaria.executors import fused
 from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.runtime import CUDATimer, choose_device
-from measured_rounds import Setting, Subject, configured, percentile, write_result
+from measured_rounds import Setting, Subject, configured, percentile
 from operator_counts import most_expensive_operators, operators_by_phase, operators_of, print_functions
+from script_report import write_result
 
 WARM_UP = 3
 NETWORK_STEPS = 4

@@ -34,7 +34,7 @@ from esper.simic.rewards import REWARD_TERMS, HostRow, RewardConfig, compute_rew
 from esper.simic.rewards.golden import kernel_arguments
 from esper.tolaria.coalitions import derive, enumerate_coalitions
 from esper.tolaria.runtime import choose_device
-from script_report import write_report
+from script_report import write_result
 
 FLOAT64, FLOAT32 = 1e-9, 1e-5
 NAN = math.nan
@@ -238,7 +238,7 @@ def main(options: Options) -> int:
     if options.json is not None:
         results = {name: [asdict(line) | {"good": line.good} for line in lines] for name, lines in found.items()}
         settings = {"float64": FLOAT64, "float32": FLOAT32, "quick": options.quick}
-        write_report(options.json, "verify_synergy_bonus", settings, results, device)
+        write_result(options.json, "verify_synergy_bonus", device, settings, results)
     for name in wrong:
         console.print(f"off by more than {FLOAT64} (float64) or {FLOAT32} (float32): {name}", style="bold red")
     return 1 if wrong else 0

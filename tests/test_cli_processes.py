@@ -116,3 +116,9 @@ def test_help_whose_reader_has_left_ends_in_silence() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=120) == 0
+
+
+def test_commands_do_not_wait_for_the_compiler() -> None:
+    script = "import sys, esper.commands; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout == "True False\n"

@@ -20,7 +20,7 @@ def learned(request, tmp_path_factory) -> dict:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, SCRIPT, *told], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (run,) = json.loads(report.read_text())["runs"]
+    (run,) = json.loads(report.read_text())["results"]
     return run
 
 

@@ -7,7 +7,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.tasks.registry import task_by_name
-from measured_rounds import OUTSIDE, Setting, Subject, alternating, configured, percentile, write_result
+from measured_rounds import OUTSIDE, Setting, Subject, alternating, configured, percentile
 
 TOLD = {"task": "synthetic_tiny", "num_envs": 2, "episode_length": 5, "rounds": 3, "schedule_rounds": 3,
         "ppo": {"feature_width": 8, "hidden_width": 8, "epochs": 1, "minibatches": 1}}  # fmt: skip
@@ -64,11 +64,3 @@ def test_recording_changes_what_is_written_and_no_number_that_is_learned(tmp_pat
 def test_the_host_for_measuring_is_that_of_cifar_baseline():
     host = task_by_name("synthetic_cifar").host
     assert host.num_params() == 6418  # (216 + 16) + (1,152 + 32) + (4,608 + 64) + 330
-
-
-def test_a_result_says_where_it_was_measured(tmp_path):
-    write_result(tmp_path / "x.json", "some_script", torch.device("cpu"), {"hosts": 2}, [{"eps": float("nan")}])
-    content = json.loads((tmp_path / "x.json").read_text())
-    assert content.keys() == {"script", "version", "environment", "config", "results"}
-    assert content["results"] == [{"eps": None}]
-    assert content["environment"]["device"] == "cpu"

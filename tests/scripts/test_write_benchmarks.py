@@ -1,10 +1,13 @@
 """The page of benchmarks, of which one section is written by a script."""
 
 import json
-import subprocess
+import runpy
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+import tyro
 
 import write_benchmarks as script
 from esper.leyline.errors import ConfigError
@@ -67,7 +70,16 @@ def test_the_page_of_the_repository_has_its_markers():
 
 
 @pytest.mark.parametrize("path", sorted({m.command[0] for m in MEASUREMENTS}))
-def test_every_command_exists_and_says_what_it_takes(path):
-    done = subprocess.run([sys.executable, ROOT / path, "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout
+def test_every_command_exists_and_says_what_it_takes(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+    assert ended.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda m: m.title)
+def test_every_command_takes_the_options_it_is_given(measurement):
+    path, *given = measurement.command
+    options = import_module(Path(path).stem).Options
+    assert tyro.cli(options, args=[*given, "--json", "x.json"]).json == Path("x.json")

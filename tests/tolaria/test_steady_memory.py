@@ -1,6 +1,7 @@
 """A run of any length needs the memory of a short one."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,8 +13,17 @@ from esper.tasks.presets import NULL
 from toys import ToyClient, action, script
 
 
+@pytest.fixture(autouse=True)
+def only_what_the_test_makes() -> Iterator[None]:
+    """What all other tests and imports left is set aside; to look through it at every count takes most of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def living_tensors() -> tuple[int, int]:
-    """Number and bytes of all tensors that something holds on to."""
+    """Number and bytes of all tensors made in this test that something holds on to."""
     gc.collect()
     found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     return len(found), sum(x.untyped_storage().nbytes() for x in found)

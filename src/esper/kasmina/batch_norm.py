@@ -2,8 +2,8 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias         mean, var of each channel over examples and space
 
-PyTorch's own kernel for contiguous features sums one value after the other in double precision and is two to four times
-slower for many channels; this is used where all hosts are normalized at once.
+PyTorch's own kernel for contiguous features sums one value after the other in double precision; this is used where all
+hosts are normalized at once. Whether it is faster depends on the machine, see `benchmarks/choices.py`.
 
 Shape legend: B = examples, M = channels of all hosts, P = places in space.
 """
@@ -46,7 +46,7 @@ class _BatchNorm(torch.autograd.Function):
         centered = x - mean_M[:, None]
         var_M = torch.linalg.vector_norm(centered, dim=2).square_().sum(dim=0) / count
         inverse_M = (var_M + eps).rsqrt_()
-        # a product and a sum: with two broadcast factors `addcmul` is four times slower than both
+        # a product and a sum: with two broadcast factors `addcmul` is slower than both
         y = (centered * (inverse_M * weight)[:, None]).add_(bias[:, None])
         ctx.save_for_backward(centered, inverse_M, weight)
         ctx.mark_non_differentiable(mean_M, var_M)

@@ -45,7 +45,7 @@ def _side_by_side(x: Tensor, hosts: int) -> Tensor:
 
 @final
 class StackedConv2d(nn.Conv2d):
-    """Grouped convolution: each host is a group. A pointwise one is a matrix product, which is 2 to 4 times faster."""
+    """Grouped convolution: each host is a group. A pointwise one is a matrix product, which is faster."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, C, H, W] -> [B * G, O, H', W']."""

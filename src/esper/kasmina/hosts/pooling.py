@@ -1,6 +1,6 @@
 """2x2 max pooling that is fast on CPUs for contiguous features.
 
-    F.max_pool2d wants channels-last there and is several times slower otherwise; converting to and fro costs more than
+    F.max_pool2d wants channels-last there and is slower otherwise; converting to and fro costs more than
     the pooling. Four maxima of strided views need neither.
 
 Ties go to the first of the window in reading order, as in `F.max_pool2d`: columns are compared first, then rows.

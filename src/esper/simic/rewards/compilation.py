@@ -19,6 +19,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.messages import HostState, RewardInputs, SlotState
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.cpu_kernel import CpuKernel
+from esper.simic.rewards.facts import potential_table
 
 CompileChoice = Literal["auto", "off", "on"]
 R = TypeVar("R")
@@ -39,6 +40,8 @@ def kernel_for(choice: CompileChoice, device: torch.device) -> Kernel:
     """The kernel as it was chosen; one that is compiled is compiled in its first call, see `warm_up`."""
     if not is_compiled(choice, device):
         return compute_reward_batched
+    # said here and not where it is defined: saying it imports the compiler, two seconds that an eager run need not wait
+    torch.compiler.assume_constant_result(potential_table)
     if device.type == "cpu":
         return CpuKernel()
     options = _OPTIONS.get(device.type, {}) | {"guard_filter_fn": _arguments_only}

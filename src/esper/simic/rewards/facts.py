@@ -46,9 +46,8 @@ class derived(Generic[T]):  # noqa: N801 -- used like `property`
         return value
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def potential_table(device: torch.device) -> Tensor:
-    """Stage potentials by stage value, float64 [11], made once per device."""
+    """Stage potentials by stage value, float64 [11], made once per device; a constant of a compiled kernel."""
     table = _POTENTIAL_TABLES.get(device)
     if table is None:
         table = _POTENTIAL_TABLES[device] = torch.tensor(STAGE_POTENTIAL, dtype=torch.float64, device=device)

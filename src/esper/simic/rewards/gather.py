@@ -56,7 +56,6 @@ class Parameters:
     seeds: Float[Tensor, "N S"]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _set_table(device: torch.device) -> Tensor:
     """Membership [set, stage], made once per device."""
     table = _SET_TABLES.get(device)

@@ -110,7 +110,6 @@ def rollback_reward(state: RewardState, config: RewardConfig) -> Float[Tensor, "
     return rollback_breakdown(state, config).sum(-1).to(torch.float32)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, " W"]:
     """The numbers of the mode on `device`, copied there once."""
     weights = _PACKED.get((config, device))

@@ -1,0 +1,312 @@
+"""What some choices of docs/decisions.md are worth: the way that was given up against the one that was taken.
+
+    pooling-and-norm      PyTorch's against ours, there and back, alone
+    digits                the same in a fused train pass of digits
+    pointwise             grouped convolution against matrix product, there and back, per number of channels
+    where                 choosing between wide tensors against a masked term (features) or filling a copy (buffer)
+    clamp                 masked logits as they are against clamped ones, in a null step of many hosts
+    policy                `torch.no_grad` as it is against `torch.inference_mode`, in a null step of few hosts
+    threads               one against two, in a fused train pass of digits; wall time
+    memory                freed memory given back against kept, each in a process of its own, with page faults
+
+Both ways run alternately, on one thread and in CPU time unless said; a ratio is the median over repetitions of the
+ratio within each. Above 1 the second way is faster. Only `memory` compares processes, in pairs.
+
+    python benchmarks/choices.py
+    python benchmarks/choices.py --only memory threads --json choices.json
+"""
+
+import json
+import multiprocessing
+import resource
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+import tyro
+from rich.console import Console
+from torch import Tensor
+
+import null_control_step
+from esper.kasmina import batch_norm, lowering
+from esper.kasmina.hosts import cnn
+from esper.kasmina.hosts.pooling import max_pool_2x2
+from esper.tamiyo import heads
+from esper.telemetry.machine import environment
+from esper.tolaria.memory import keep_freed_memory
+from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts
+from paired import Row, compare, comparisons, cpu_ms, row_of, wall_ms
+
+CALLS = 20
+"""Of an operator in one measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Compare what was given up with what was taken."""
+
+    only: tuple[str, ...] = ()
+    """Choices to measure, instead of all; pooling-and-norm, digits, pointwise, where, and so on."""
+    hosts: int = 16
+    """Hosts of digits and of the null step that compares the policy."""
+    many_hosts: int = 1024
+    """Rows of the features and the buffer, and hosts of the null step that compares the clamp."""
+    examples: int = 512
+    """Train examples of digits."""
+    steps: int = 60
+    """Steps of a null episode."""
+    passes: int = 8
+    """Steps of digits in each process of `memory`."""
+    repetitions: int = 7
+    """Measurements of each; one more is taken before and not counted."""
+    json: Path | None = None
+    """Also write the numbers to this file."""
+
+
+@contextmanager
+def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    """`module.name` is `value` inside."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def builtin_pool(h: Tensor) -> Tensor:
+    """What `max_pool_2x2` does, by PyTorch's own operator."""
+    return F.max_pool2d(h, 2)
+
+
+def builtin_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> batch_norm.Normalized:
+    """What `normalize_batch` does, by PyTorch's own operator."""
+    mean, unbiased = torch.zeros_like(weight), torch.ones_like(weight)
+    y = F.batch_norm(x, mean, unbiased, weight, bias, training=True, momentum=1.0, eps=eps)
+    count = x.numel() // x.shape[1]
+    return batch_norm.Normalized(y, mean, unbiased * ((count - 1) / count))
+
+
+def often(form: Callable[[], object]) -> None:
+    """Several calls, because one is too short to be timed."""
+    for _ in range(CALLS):
+        form()
+
+
+def pooling_and_norm(options: Options) -> list[Row]:
+    """There and back, on the features of the first block of digits."""
+    x = torch.randn(64 * options.hosts, 8, 8, 8, requires_grad=True)
+    wide = x.detach().view(64, -1, 8, 8).requires_grad_()
+    weight, bias = (torch.ones(8 * options.hosts, requires_grad=True) for _ in range(2))
+
+    def pool(form: Callable[[Tensor], Tensor]) -> None:
+        y = form(x)
+        torch.autograd.grad(y, x, y)
+
+    def norm(form: Callable[..., batch_norm.Normalized]) -> None:
+        y = form(wide, weight, bias, 1e-5).y
+        torch.autograd.grad(y, (wide, weight, bias), y)
+
+    pools = [partial(often, partial(pool, form)) for form in (builtin_pool, max_pool_2x2)]
+    norms = [partial(often, partial(norm, form)) for form in (builtin_batch_norm, batch_norm.normalize_batch)]
+    return [
+        compare(f"pooling of {list(x.shape)}", "PyTorch's", "ours", pools, options.repetitions),
+        compare(f"batch norm of {list(wide.shape)}", "PyTorch's", "ours", norms, options.repetitions),
+    ]
+
+
+def digits(options: Options) -> list[Row]:
+    """A fused train pass with PyTorch's pooling, with its batch normalization, and with ours."""
+    ours = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
+    with replaced(cnn, "max_pool_2x2", builtin_pool):
+        pooled = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
+
+    def train_normed() -> None:
+        with replaced(lowering, "normalize_batch", builtin_batch_norm):
+            ours.train(ours.fused)
+
+    def train_pooled() -> None:
+        with replaced(cnn, "max_pool_2x2", builtin_pool):
+            pooled.train(pooled.fused)
+
+    name, repetitions = f"train digits, N = {options.hosts}", options.repetitions
+    train = partial(ours.train, ours.fused)
+    return [
+        compare(name, "PyTorch's pooling", "ours", (train_pooled, train), repetitions),
+        compare(name, "PyTorch's batch norm", "ours", (train_normed, train), repetitions),
+    ]
+
+
+def pointwise(options: Options) -> list[Row]:
+    """A 1x1 convolution of all hosts on 32 images of 8x8."""
+    rows = []
+    for inputs, outputs in ((1, 8), (8, 8), (8, 16)):
+        x = torch.randn(32 * options.hosts, inputs, 8, 8, requires_grad=True)
+        weight = torch.randn(options.hosts, outputs, inputs, 1, 1, requires_grad=True)
+        layer = lowering.StackedConv2d(inputs, outputs, 1, bias=False)
+        layer._parameters["weight"] = weight
+
+        def grouped(x: Tensor = x, weight: Tensor = weight) -> Tensor:
+            wide = x.view(32, -1, 8, 8)
+            return F.conv2d(wide, weight.flatten(0, 1), groups=options.hosts).view(len(x), -1, 8, 8)
+
+        def there_and_back(forward: Callable[[Tensor], Tensor], x: Tensor = x, weight: Tensor = weight) -> None:
+            y = forward(x)
+            torch.autograd.grad(y, (x, weight), y)
+
+        work = [partial(often, partial(there_and_back, form)) for form in (grouped, layer)]
+        name = f"1x1, {inputs} to {outputs} channels, N = {options.hosts}"
+        rows.append(compare(name, "grouped convolution", "matrix product", work, options.repetitions))
+    return rows
+
+
+def where(options: Options) -> list[Row]:
+    """Features with missing values, half of all numbers or a fifth of the columns; a column of the buffer."""
+    wide, value = torch.randn(options.many_hosts, 128), torch.randn(128)
+    anywhere = wide.masked_fill(wide > 0.0, torch.nan)
+    columns = wide.index_fill(1, torch.arange(0, 128, 5), torch.nan)
+    valid, nothing, slab = torch.rand(options.many_hosts, 1) < 0.9, torch.zeros(()), torch.empty_like(wide)
+
+    def chosen(x: Tensor) -> Tensor:
+        return torch.where(x.isnan(), value, x)
+
+    def masked_term(x: Tensor) -> Tensor:
+        return torch.addcmul(x.nan_to_num(nan=0.0), x.isnan().to(x.dtype), value)
+
+    def chosen_rows(x: Tensor) -> Tensor:
+        return torch.where(valid, x, nothing, out=slab)
+
+    def filled_copy(x: Tensor) -> Tensor:
+        return slab.copy_(x).masked_fill_(~valid, 0.0)
+
+    def row(name: str, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Row:
+        assert torch.equal(first(x).clone(), second(x))
+        work = [partial(often, partial(form, x)) for form in (first, second)]
+        return compare(
+            f"{name}, {options.many_hosts} x 128", "where", second.__name__.replace("_", " "), work, options.repetitions
+        )
+
+    return [
+        row("features, half missing", anywhere, chosen, masked_term),
+        row("features, columns missing", columns, chosen, masked_term),
+        row("buffer", wide, chosen_rows, filled_copy),
+    ]
+
+
+def null_subject(num_envs: int, options: Options) -> null_control_step.Subject:
+    """An engine of the null task with its learner."""
+    return null_control_step.Subject.build(num_envs, null_control_step.Options(episode_length=options.steps))
+
+
+def clamp(options: Options) -> list[Row]:
+    """An episode without the clamp of the logits, and with it."""
+    subject = null_subject(options.many_hosts, options)
+
+    def unclamped() -> None:
+        with replaced(heads, "MIN_RELATIVE", -float("inf")):
+            subject.seconds_per_step(0)
+
+    work = (unclamped, lambda: subject.seconds_per_step(0))
+    name = f"{options.steps} null steps, N = {options.many_hosts}"
+    return [compare(name, "logits as they are", "clamped", work, options.repetitions)]
+
+
+def policy(options: Options) -> list[Row]:
+    """An episode with the policy as it is, and inside `torch.inference_mode`."""
+    plain, inferring = (null_subject(options.hosts, options) for _ in range(2))
+    inferring.client.act = torch.inference_mode()(inferring.client.act)
+    work = (lambda: plain.seconds_per_step(0), lambda: inferring.seconds_per_step(0))
+    name = f"{options.steps} null steps, N = {options.hosts}"
+    return [compare(name, "policy: no_grad", "inference_mode", work, options.repetitions)]
+
+
+def threads(options: Options) -> list[Row]:
+    """A fused train pass on one thread and on two."""
+    hosts = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
+
+    def train(number: int) -> None:
+        torch.set_num_threads(number)
+        hosts.train(hosts.fused)
+        torch.set_num_threads(1)
+
+    name, work = f"train digits, N = {options.hosts}", (partial(train, 1), partial(train, 2))
+    return [compare(f"{name}, wall", "1 thread", "2 threads", work, options.repetitions, wall_ms)]
+
+
+def in_this_process(keep: bool, options: Options) -> tuple[float, int]:
+    """CPU milliseconds and page faults of some steps of digits; one more comes before and is not counted."""
+    torch.set_num_threads(1)
+    if keep and not keep_freed_memory():
+        raise SystemExit("choices: freed memory can be kept only where the C library is glibc; leave `memory` out.")
+    hosts = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 360)
+
+    def step() -> None:
+        hosts.train(hosts.fused)
+        hosts.measure(hosts.streamed)
+
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ms = cpu_ms(lambda: [step() for _ in range(options.passes)])
+    return ms, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def memory(options: Options) -> tuple[Row, dict[str, int]]:
+    """Pairs of processes, each pair in the other order; the medians of their page faults."""
+    pairs, faults = [], {"given back": list[int](), "kept": list[int]()}
+    for repetition in range(options.repetitions):
+        ms: dict[str, float] = {}
+        for name in faults if repetition % 2 else reversed(faults):
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                ms[name], number = pool.submit(in_this_process, name == "kept", options).result()
+            faults[name].append(number)
+        pairs.append((ms["given back"], ms["kept"]))
+    row = row_of(f"{options.passes} steps of digits, N = {options.hosts}", "memory given back", "kept", pairs)
+    return row, {name: round(statistics.median(own)) for name, own in faults.items()}
+
+
+CHOICES: dict[str, Callable[[Options], list[Row]]] = {
+    "pooling-and-norm": pooling_and_norm,
+    "digits": digits,
+    "pointwise": pointwise,
+    "where": where,
+    "clamp": clamp,
+    "policy": policy,
+    "threads": threads,
+}
+
+
+def main(options: Options) -> int:
+    """Measure and print; returns the exit code."""
+    wanted = options.only or (*CHOICES, "memory")
+    unknown = sorted(set(wanted) - {*CHOICES, "memory"})
+    if unknown:
+        raise SystemExit(f"choices: there is no {', '.join(unknown)}; take some of {', '.join((*CHOICES, 'memory'))}.")
+    rows, faults = list[Row](), dict[str, int]()
+    if "memory" in wanted:  # in processes of its own, and before this one keeps its memory
+        row, faults = memory(options)
+        rows.append(row)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    for name, measure in CHOICES.items():
+        rows += measure(options) if name in wanted else []
+    where_from = environment(CPU) | {"settings": f"{options.repetitions} repetitions"}
+    console = Console(width=140)
+    console.print(comparisons("choices", rows, where_from))
+    if faults:
+        told = ", ".join(f"{number:,} {name}" for name, number in faults.items())
+        console.print(f"page faults of {options.passes} steps: {told}", highlight=False)
+    if options.json is not None:
+        report = {"environment": where_from, "rows": [asdict(row) for row in rows], "page_faults": faults}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(tyro.cli(Options)))

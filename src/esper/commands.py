@@ -19,7 +19,7 @@ from esper.simic.training.plugins import load_plugins
 from esper.simic.training.presets import recorded, resolve
 from esper.simic.training.runner import Runner, restore
 from esper.simic.training.values import plain, read_toml
-from esper.tamiyo.baselines import BASELINES
+from esper.tamiyo.baselines import BASELINES, STATIC
 from esper.tasks.registry import task_by_name, task_names
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress
@@ -159,11 +159,13 @@ def evaluate(command: Evaluate) -> int:
     run, baselines = _named(command.controllers)
     config = _evaluated_config(command, run)
     with _json_file(command.json) as write_json:
-        controllers = [comparison.baseline(name, config) for name in baselines]
+        controllers, place = [comparison.baseline(name, config) for name in baselines], ""
         if run is not None:
-            controller, complaints = comparison.trained(run, config)
-            controllers.insert(0, controller)
-            _warn(f"{complaint} Using the one before." for complaint in complaints)
+            found = comparison.trained(run, config, best=command.best)
+            controllers.insert(0, found.controller)
+            place = found.place
+            _warn(f"{complaint} Using the one {place} instead." for complaint in found.complaints)
+        controllers = comparison.in_order(controllers)
         seed = config.seed + comparison.SEED_OFFSET if command.seed is None else command.seed
         console = RunConsole(stderr=True)
         outcomes = comparison.evaluate(
@@ -174,14 +176,22 @@ def evaluate(command: Evaluate) -> int:
             on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
         )
         rows = comparison.table(outcomes)
-        write_json(plain_json(comparison.report(rows, config, run, seed, command.num_envs)))
+        write_json(plain_json(comparison.report(rows, config, run, place, seed, command.num_envs)))
     if str(command.json) != "-":
         console = RunConsole()
-        console.say(f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run}" if run else ""))
+        console.say(
+            f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run} {place}" if run else "")
+        )
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
-        console.say("\n".join(("", tables.LEGEND, *tables.rollbacks(rows))))
+        console.say("\n".join(("", tables.LEGEND, *_static_note(controllers), *tables.rollbacks(rows))))
     return 0
+
+
+def _static_note(controllers: Sequence[tuple[str, object]]) -> list[str]:
+    """Whose structure `static_final` has, where it is among them."""
+    names = [name for name, _ in controllers]
+    return [f"static_final: the structure that {names[0]} ended with, host by host, from step 1."] * (STATIC in names)
 
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
@@ -209,6 +219,8 @@ def _evaluated_config(command: Evaluate, run: Path | None) -> RunConfig:
     for name in ("seed", "num_envs"):  # of the evaluation hosts, not of the run
         told.pop(name, None)
     if run is None:
+        if command.best:
+            raise ConfigError("--best chooses a checkpoint of a run, and no run is named; name one, or leave it out.")
         return resolve(told)
     if own := sorted(told.keys() - {"device", "data_dir"}):
         raise ConfigError(

@@ -1,7 +1,6 @@
 """The rules that hold for any executor, to the bit, where hosts run stacked."""
 
 import dataclasses
-
 from typing import Any
 
 import pytest

@@ -166,11 +166,12 @@ def rollout_stats(
         torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
         torch.stack((tally.rollbacks, tally.refused)),
         tally.ops,
-        torch.stack((slots.stage, slots.blueprint)),
+        tally.flags,
+        torch.stack((slots.stage, slots.blueprint, slots.algorithm)),
         slots.alpha,
         subset_acc,
     )
-    returns, floats, counts, mishaps, ops, end, alpha, subsets = read
+    returns, floats, counts, mishaps, ops, flags, end, alpha, subsets = read
     return RolloutStats(
         episode=episode,
         returns=returns,
@@ -186,6 +187,8 @@ def rollout_stats(
         ops=ops,
         stage=end[0],
         blueprint=end[1],
+        algorithm=end[2],
+        flags=flags,
         alpha=alpha,
         subset_acc=subsets,
         cost=cost,

@@ -28,6 +28,7 @@ class Tally:
     ops: Int[Tensor, "N O"]
     refused: Int[Tensor, " N"]
     rollbacks: Int[Tensor, " N"]
+    flags: Int[Tensor, "N 2"]
 
 
 @record
@@ -51,6 +52,7 @@ def initial_tally(num_envs: int, device: torch.device) -> Tally:
         ops=torch.zeros(num_envs, NUM_OPS, dtype=torch.int64, device=device),
         refused=zeros,
         rollbacks=zeros,
+        flags=torch.zeros(num_envs, 2, dtype=torch.int64, device=device),
     )
 
 
@@ -102,6 +104,7 @@ def count_step(
         last_reward=torch.where(valid, paid.total, tally.last_reward),
         ops=tally.ops + (one_hot & valid[:, None]),
         refused=tally.refused + (valid & (effective_op != actions[:, Head.OP])),
+        flags=tally.flags + (paid.flags & valid[:, None]),
     )
 
 
@@ -153,7 +156,9 @@ class RolloutStats:
 
     Attributes:
         returns: undiscounted sum of rewards. growth: (host + fossilized parameters) / host parameters.
-        ops: effective ops [N, 6]. refused: sampled ops without effect. stage, blueprint: the slots at the end [N, S].
+        ops: effective ops [N, 6]. refused: sampled ops without effect.
+        flags: steps with each mark of the reward [N, 2].
+        stage, blueprint, algorithm, alpha: the slots at the end [N, S].
         subset_acc: accuracy of every subset of the live seeds [N, J] (J = 0 where not measured).
     """
 
@@ -169,8 +174,10 @@ class RolloutStats:
     rollbacks: np.ndarray
     ops: np.ndarray
     refused: np.ndarray
+    flags: np.ndarray
     stage: np.ndarray
     blueprint: np.ndarray
+    algorithm: np.ndarray
     alpha: np.ndarray
     subset_acc: np.ndarray
     cost: RolloutCost

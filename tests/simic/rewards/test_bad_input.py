@@ -112,7 +112,7 @@ CASES = {
         "drip_contributions has shape (2, 1) but drip_scales (2, 2)",
         "one column per slot",
     ),
-    "kernel(epoch=torch.tensor([1, 2, 3]))": (SHAPE, "epoch has shape (3,)", "or (2,), one per host"),
+    "kernel(epoch=torch.tensor([1, 2, 3]))": (SHAPE, "epoch has shape (3,)", "or one per host: (2,)"),
     "kernel(max_epochs=torch.zeros(2, 1, dtype=torch.int64))": (SHAPE, "max_epochs has shape (2, 1)", "(2,)"),
     "kernel(epoch=torch.zeros(0, dtype=torch.int64))": (SHAPE, "epoch has shape (0,)", "one number for all hosts"),
     "kernel(epoch=torch.tensor([1.0, 2.0]))": (KIND, "epoch is torch.float32", "it must be torch.int64"),

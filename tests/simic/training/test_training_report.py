@@ -30,6 +30,8 @@ def stats(**changes: object) -> RolloutStats:
         "refused": np.array([1, 0]),
         "stage": np.array([[SeedStage.FOSSILIZED, SeedStage.BLENDING], [SeedStage.DORMANT, SeedStage.EMBARGOED]]),
         "blueprint": np.array([[1, 3], [-1, -1]]),
+        "algorithm": np.array([[3, 1], [0, 0]]),
+        "flags": np.array([[0, 0], [0, 0]]),
         "alpha": np.array([[1.0, 0.5], [0.0, 0.0]], dtype=np.float32),
         "subset_acc": np.array([[44.0, 48.0, 46.0, 50.0], [60.0, NAN, NAN, NAN]], dtype=np.float32),
         "cost": RolloutCost(seconds=2.0, steps=8, env_steps=16, reads=8),

@@ -237,7 +237,8 @@ def check_clock(name: str, value: int | Tensor, num_hosts: int) -> None:
         return
     if value.shape not in ((), (1,), (num_hosts,)):
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; it must be one number for all hosts, or ({num_hosts},), one per host."
+            f"{name} has shape {tuple(value.shape)}; it must be one number for all hosts, or one per host: "
+            f"({num_hosts},)."
         )
     if value.dtype != torch.int64:
         raise TypeError(f"{name} is {value.dtype}; it must be torch.int64.")

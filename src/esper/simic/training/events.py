@@ -7,7 +7,8 @@ stage_changed   a slot moves       from, to, cause, blueprint, alpha, contributi
 refused         a gate says no     which FOSSILIZE, and its failed checks
 shapley         end of an episode  share of each seed in the accuracy of its host
 episode         end of an episode  what each host came to
-alarm           after an update    which metric is beyond its threshold
+alarm           end of an episode  which metric is beyond its threshold, in how many steps the reward of a host was
+                                   suspicious, and every ten rounds whether accuracy rose, fell or stood still
 
 {"kind": "stage_changed", "round": 1, "t": 4, "host": 2, "slot": "r0c1", "serial": 0, "from": "TRAINING",
  "to": "BLENDING", "cause": "AUTO", "blueprint": "conv_light", "alpha": 0.0, "contribution": null}
@@ -25,8 +26,9 @@ import torch
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
-from esper.simic.training.alarms import alarms
+from esper.simic.training.alarms import alarms, flag_alarms
 from esper.simic.training.report import device_name, shapley_of
+from esper.simic.training.trend import Trend
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport
 
@@ -120,7 +122,7 @@ def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
         )
 
 
-def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec) -> Iterator[Event]:
+def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec, trend: Trend) -> Iterator[Event]:
     """The events of the end of a round: what its hosts came to, and what is wrong with learning."""
     head = {"round": stats.episode + 1, "t": spec.episode_length}
     shapley = shapley_of(stats)
@@ -129,8 +131,15 @@ def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: Engine
         yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
     for n in range(len(stats.returns)):
         yield {"kind": "episode", **head, "host": spec.host_offset + n} | _came_to(stats, n)
-    for alarm in alarms(metrics):
-        yield {"kind": "alarm", **head, "host": -1, **vars(alarm)}
+    for host, alarm in (
+        *((-1, found) for found in (*alarms(metrics), *trend.alarms())),
+        *(
+            (spec.host_offset + n, found)
+            for n in range(len(stats.returns))
+            for found in flag_alarms(stats.flags[n].tolist())
+        ),
+    ):
+        yield {"kind": "alarm", **head, "host": host, **vars(alarm)}
 
 
 def _came_to(stats: RolloutStats, n: int) -> Event:

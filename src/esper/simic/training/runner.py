@@ -23,6 +23,7 @@ from esper.simic.training.checkpoint import Checkpoint, Header, require_same_sha
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import fingerprint
 from esper.simic.training.report import Cost
+from esper.simic.training.trend import Trend
 from esper.simic.training.values import plain
 from esper.telemetry.hub import Hub
 from esper.telemetry.run_directory import RunDirectory
@@ -67,6 +68,7 @@ class Runner:
         self.new = start is None
         self.rounds_done = start.rounds_done if start else 0
         self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
+        self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         self._so_far = report.RoundSoFar()
         self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
@@ -109,10 +111,13 @@ class Runner:
         cost, self.begun = self.begun + cost, Cost()
         self.total += cost
         self.last, self.rounds_done = stats, stats.episode + 1
-        self._write_events(events.round_events(stats, metrics, self.engine.spec))
+        self.trend, is_best = self.trend.after(report.mean_of_known(stats.committed_acc))
+        self._write_events(events.round_events(stats, metrics, self.engine.spec, self.trend))
         line = report.round_line(stats, cost, metrics)
         self.directory.write_metrics(line)
         self.listeners.write("round", line)
+        if is_best:
+            save(self.directory.checkpoints, *self._now(0), best=True)
         if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
             self._save()
         self._mark()
@@ -155,6 +160,11 @@ class Runner:
         inside = self.engine.t if 0 < self.engine.t < self.config.episode_length else 0
         if self._saved_at == (self.rounds_done, inside):
             return
+        save(self.directory.checkpoints, *self._now(inside))
+        self._saved_at = (self.rounds_done, inside)
+
+    def _now(self, inside: int) -> tuple[Header, StateTree]:
+        """What a checkpoint of now holds; `inside` steps of an episode that is not over, else 0."""
         state: StateTree = with_prefix("policy", self.client.state_dict())
         if inside or self._all_done:
             state |= with_prefix("engine", self.engine.state_dict())
@@ -166,9 +176,9 @@ class Runner:
             begun=self._begun_so_far() if inside else Cost(),
             shape=self.shape,
             config=plain(self.config),
+            trend=self.trend,
         )
-        save(self.directory.checkpoints, header, state)
-        self._saved_at = (self.rounds_done, inside)
+        return header, state
 
     def _begun_so_far(self) -> Cost:
         """Cost of the steps of the episode that is not over."""

@@ -45,7 +45,7 @@ def train(command: Train) -> int:
     path = command.run_dir or _free_name(config)
     require_free(path)
     parts = _assembled(config)
-    with RunDirectory.create(path, plain(parts.config)) as directory:
+    with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
         return _run(parts.config, parts, directory, None, asked=config.executor)
 
 
@@ -63,7 +63,8 @@ def _resume(command: Train, path: Path) -> int:
     # a run that recorded "auto" keeps it, as its checkpoints do
     if checkpoint:
         restore(parts.engine, parts.client, checkpoint, parts.shape)
-    with RunDirectory.reopen(path, start.cursor if start else {}, plain(config)) as directory:
+    cursor = start.cursor if start else {}
+    with RunDirectory.reopen(path, cursor, plain(config), steps=config.record_steps) as directory:
         set_aside(damaged)
         return _run(config, parts, directory, start, asked=config.executor)
 
@@ -184,14 +185,19 @@ def evaluate(command: Evaluate) -> int:
         )
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
-        console.say("\n".join(("", tables.LEGEND, *_static_note(controllers), *tables.rollbacks(rows))))
+        console.say("\n".join(("", tables.LEGEND, *_static_note(controllers, rows), *tables.rollbacks(rows))))
     return 0
 
 
-def _static_note(controllers: Sequence[tuple[str, object]]) -> list[str]:
+def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence[comparison.Row]) -> list[str]:
     """Whose structure `static_final` has, where it is among them."""
-    names = [name for name, _ in controllers]
-    return [f"static_final: the structure that {names[0]} ended with, host by host, from step 1."] * (STATIC in names)
+    if STATIC not in (row.name for row in rows):
+        return []
+    source = controllers[0][0]
+    (row,) = (row for row in rows if row.name == source)
+    if not any(structure["slots"] for structure in row.structures):
+        return [f"static_final: {source} ended without a permanent seed, so this is {comparison.REFERENCE} again."]
+    return [f"static_final: the structure that {source} ended with, host by host, from step 1."]
 
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """Hosts that have their structure from the first step: the same as hosts without one but for what was planted."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,7 +73,6 @@ def test_planted_weights_are_those_of_step_zero_and_not_of_a_germination() -> No
     grown.reset(ToyClient(grown.spec, script(1, LENGTH, {})), 0)
     population = grown.executor.population
     conv = grown.spec.blueprint_names.index("conv_light")
-    import numpy as np
 
     one = np.array([[True, False, False]])
     drawn = {}

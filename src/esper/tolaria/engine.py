@@ -166,7 +166,7 @@ class VectorizedEngine:
         with self.timer.span("act"):
             state, done = phases.act(state, obs, decided, healthy, rolled_back, self.executor.costs, config)
         with self.timer.span("pay"):
-            state = phases.pay_and_store(client, state, obs, decided, done, seen, healthy, config)
+            state, paid = phases.pay_and_store(client, state, obs, decided, done, seen, healthy, config)
         with self.timer.span("keep"):
             state, kept = phases.keep(state, verdict, done, t, config)
         self._state, self._coalitions = state, self._enumerate(state, t + 1)
@@ -174,7 +174,9 @@ class VectorizedEngine:
             reading.Ended(
                 state=state,
                 coalitions=self._coalitions,
+                num_coalitions=coalitions.valid.sum(dim=1),
                 act=decided,
+                paid=paid,
                 ops=done.ops,
                 ticks=done.ticks,
                 effective_op=done.effective_op,

@@ -20,7 +20,8 @@ from esper.tolaria.governor import GovernorState
 class Tally:
     """Sums over the steps of an episode, kept on the device until its report.
 
-    `last_reward` is what the last valid step of the segment paid (NaN: none): a rollback replaces it.
+    `last_reward` is what the last valid step of the segment paid (NaN: none): a rollback replaces it, and `replaced`
+    says whether it did in this step. `flags` counts steps by mark of the reward.
     """
 
     returns: Float[Tensor, " N"]
@@ -29,6 +30,7 @@ class Tally:
     refused: Int[Tensor, " N"]
     rollbacks: Int[Tensor, " N"]
     flags: Int[Tensor, "N 2"]
+    replaced: Bool[Tensor, " N"]
 
 
 @record
@@ -53,6 +55,7 @@ def initial_tally(num_envs: int, device: torch.device) -> Tally:
         refused=zeros,
         rollbacks=zeros,
         flags=torch.zeros(num_envs, 2, dtype=torch.int64, device=device),
+        replaced=torch.zeros(num_envs, dtype=torch.bool, device=device),
     )
 
 
@@ -85,6 +88,7 @@ def count_rollback(tally: Tally, panic: Bool[Tensor, " N"], reward: Float[Tensor
         returns=tally.returns + change,
         last_reward=torch.where(panic, torch.nan, tally.last_reward),
         rollbacks=tally.rollbacks + panic,
+        replaced=had_row,
     )
 
 
@@ -113,7 +117,8 @@ class StepReport:
     """What the one read of a step brought to the host, as numpy arrays; [N] or [N, S] unless stated.
 
     `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gates` is [4, N, S]: gate, passed,
-    score, failed checks; `rolled_back` marks seeds that a rollback pruned.
+    score, failed checks; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose last step it
+    made a terminal one. `breakdown` [N, M] and `flags` [N, 2] are those of the reward; `op_log_prob` that of the op alone.
     """
 
     episode: int
@@ -127,7 +132,13 @@ class StepReport:
     val_loss: np.ndarray
     train_loss: np.ndarray
     committed_acc: np.ndarray
+    total_params: np.ndarray
+    num_coalitions: np.ndarray
     reward: np.ndarray
+    breakdown: np.ndarray
+    flags: np.ndarray
+    value: np.ndarray
+    op_log_prob: np.ndarray
     actions: np.ndarray
     effective_op: np.ndarray
     panic_reason: np.ndarray
@@ -138,6 +149,7 @@ class StepReport:
     tick_moves: np.ndarray
     gates: np.ndarray
     rolled_back: np.ndarray
+    row_marked: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)

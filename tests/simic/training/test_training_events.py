@@ -48,9 +48,23 @@ def test_a_slot_that_moved_twice_has_two_events_in_order() -> None:
     assert first == {
         "kind": "stage_changed", "round": 3, "t": 3, "host": 11, "slot": "r0c0", "serial": 7, "blueprint": "attention",
         "from": "DORMANT", "to": "GERMINATED", "cause": "OP", "alpha": 0.25,
-        "contribution": pytest.approx(NAN, nan_ok=True),
+        "contribution": pytest.approx(NAN, nan_ok=True), "gate": None, "score": None,
     }  # fmt: skip
     assert (second["from"], second["to"], second["cause"]) == ("GERMINATED", "TRAINING", "AUTO")
+
+
+def test_a_move_says_which_gate_let_it_pass_and_how_well() -> None:
+    gates = np.zeros((4, 2, 2))
+    gates[:, 0, 0] = (2, 1, 0.25, 0)
+    gates[:, 1, 1] = (5, 1, 0.75, 0)
+    report = step(
+        gates=gates,
+        tick_moves=moves((0, 0, SeedStage.TRAINING, SeedStage.BLENDING, Cause.AUTO)),
+        op_moves=moves((1, 1, SeedStage.HOLDING, SeedStage.FOSSILIZED, Cause.OP)),
+    )
+    fossilized, blended = step_events(report, SPEC)
+    assert (fossilized["to"], fossilized["gate"], fossilized["score"]) == ("FOSSILIZED", "G5", 0.75)
+    assert (blended["to"], blended["gate"], blended["score"]) == ("BLENDING", "G2", 0.25)
 
 
 def test_an_empty_slot_has_no_blueprint() -> None:
@@ -67,11 +81,13 @@ def test_a_rollback_says_why_and_what_was_lost() -> None:
         panic_strikes=np.array([0, 3]),
         panic_thresholds=np.array([[0.0, 0.0, 0.0], [11.5, 3.0, 4.0]]),
         rolled_back=np.array([[False, False], [True, False]]),
+        row_marked=np.array([False, True]),
     )
     assert list(step_events(report, SPEC)) == [
         {
             "kind": "rollback", "round": 1, "t": 5, "host": 11, "reason": "divergence", "loss": 90.0,
             "thresholds": [11.5, 3.0, 4.0], "strikes": 3, "pruned": ["r0c0"],
+            "row_marked": True,
         }
     ]  # fmt: skip
 

@@ -206,13 +206,11 @@ def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
         raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(BASELINES)}.")
     runs = [name for name in controllers if name not in BASELINES]
     baselines = [name for name in dict.fromkeys(controllers) if name in BASELINES]
+    for name in runs:
+        if not Path(name).exists():
+            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, BASELINES)}")
     if len(runs) > 1:
-        raise ConfigError(
-            f"{', '.join(runs)} are several run directories or unknown baselines; name one run at a time, and any of "
-            f"{', '.join(BASELINES)}."
-        )
-    if runs and not Path(runs[0]).exists():
-        raise RunDirectoryError(f"{runs[0]} is neither a run directory nor a baseline; {nearest(runs[0], BASELINES)}")
+        raise ConfigError(f"{', '.join(runs)} are several run directories; name one of them, and any baselines.")
     if not baselines:
         baselines = list(comparison.all_baselines())
     if comparison.REFERENCE not in baselines:

@@ -118,7 +118,7 @@ class StepReport:
 
     `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gates` is [4, N, S]: gate, passed,
     score, failed checks; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose last step it
-    made a terminal one. `breakdown` [N, M] and `flags` [N, 2] are those of the reward; `op_log_prob` that of the op alone.
+    made a terminal one. `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
     """
 
     episode: int

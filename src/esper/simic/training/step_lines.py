@@ -2,12 +2,11 @@
 
 {"kind": "step", "round": 1, "t": 4, "host": 2, "val_acc": 61.0, "val_loss": 1.2, "train_loss": 1.3,
  "committed_acc": 58.5, "total_params": 5210, "coalitions": 4, "op": "GERMINATE", "slot": "r0c0", "blueprint": "norm",
- "style": 2, "tempo": 1,
- "alpha_target": 2, "alpha_speed": 0, "alpha_curve": 0, "effective_op": "GERMINATE", "success": true, "value": 0.1,
- "op_probability": 0.2, "reward": 0.01, "terms": {"potential": 0.01}, "flags": []}
+ "style": 2, "tempo": 1, "alpha_target": 2, "alpha_speed": 0, "alpha_curve": 0, "effective_op": "GERMINATE",
+ "success": true, "value": 0.1, "op_probability": 0.2, "reward": 0.01, "terms": {"potential": 0.01}, "flags": []}
 
-Terms that are zero are left out. A host that was rolled back in the step decided nothing: `op` and `reward` are null. Its
-line of the step before keeps what was paid then, although the rollback replaces it.
+Terms that are zero are left out. A host that was rolled back in the step decided nothing: `op` and `reward` are null.
+Its line of the step before keeps what was paid then, although the rollback replaces it.
 """
 
 import math

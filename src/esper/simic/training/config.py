@@ -74,7 +74,7 @@ class RunConfig:
     checkpoint_every: int = 1
     """Rounds between two checkpoints; the last three are kept."""
     record_steps: bool = False
-    """Whether every step of every host is a line of steps.jsonl (about 1 KB each): measurements, decision, reward."""
+    """Whether every step of every host is a line of steps.jsonl: measurements, decision, reward."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)

@@ -31,6 +31,7 @@ from esper.simic.training.build import assemble, device_of
 from esper.simic.training.config import RunConfig
 from esper.simic.training.presets import resolve
 from esper.simic.training.runner import Runner
+from esper.simic.training.trend import Trend
 from esper.simic.training.values import plain
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
@@ -185,7 +186,7 @@ class Subject:
         metrics = client.update()
         updated = time.perf_counter()
         if self._directory is not None:
-            self._directory.write_events(events.round_events(stats, metrics, engine.spec))
+            self._directory.write_events(events.round_events(stats, metrics, engine.spec, Trend()))
             cost = report.Cost(env_steps=self.config.num_envs * self.config.episode_length, seconds=rolled - marks[1])
             line = report.round_line(stats, cost, metrics)
             self._directory.write_metrics(line)

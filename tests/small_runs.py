@@ -86,7 +86,7 @@ def records(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def without_times(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if "second" not in key}
+    return {key: value for key, value in line.items() if "second" not in key and key != "memory_bytes"}
 
 
 def summary(path: Path) -> dict[str, Any]:

@@ -84,13 +84,15 @@ class Train:
 class Evaluate:
     """Compare a trained controller and baselines on fresh hosts with equal seeds.
 
-    A run alone is compared with wait_only, random, fixed_schedule and heuristic.
+    A run alone is compared with wait_only, random, fixed_schedule, heuristic and static_final.
 
     Nobody learns, and nothing in the run directory is changed.
     """
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], _placeholder("RUN|BASELINE ...")] = ()
     """A run directory and names of baselines, in any order."""
+    best: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False
+    """The checkpoint of the run with the best committed accuracy of ten rounds, instead of the newest."""
     task: _Text = None
     """Task, where no run is given. (digits)"""
     preset: _Text = None

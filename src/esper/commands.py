@@ -19,7 +19,7 @@ from esper.simic.training.plugins import load_plugins
 from esper.simic.training.presets import recorded, resolve
 from esper.simic.training.runner import Runner, restore
 from esper.simic.training.values import plain, read_toml
-from esper.tamiyo.baselines import BASELINES
+from esper.tamiyo.baselines import BASELINES, STATIC
 from esper.tasks.registry import task_by_name, task_names
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress
@@ -45,7 +45,7 @@ def train(command: Train) -> int:
     path = command.run_dir or _free_name(config)
     require_free(path)
     parts = _assembled(config)
-    with RunDirectory.create(path, plain(parts.config)) as directory:
+    with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
         return _run(parts.config, parts, directory, None, asked=config.executor)
 
 
@@ -63,7 +63,8 @@ def _resume(command: Train, path: Path) -> int:
     # a run that recorded "auto" keeps it, as its checkpoints do
     if checkpoint:
         restore(parts.engine, parts.client, checkpoint, parts.shape)
-    with RunDirectory.reopen(path, start.cursor if start else {}, plain(config)) as directory:
+    cursor = start.cursor if start else {}
+    with RunDirectory.reopen(path, cursor, plain(config), steps=config.record_steps) as directory:
         set_aside(damaged)
         return _run(config, parts, directory, start, asked=config.executor)
 
@@ -161,11 +162,13 @@ def evaluate(command: Evaluate) -> int:
     run, baselines = _named(command.controllers)
     config = _evaluated_config(command, run)
     with _json_file(command.json) as write_json:
-        controllers = [comparison.baseline(name, config) for name in baselines]
+        controllers, place = [comparison.baseline(name, config) for name in baselines], ""
         if run is not None:
-            controller, complaints = comparison.trained(run, config)
-            controllers.insert(0, controller)
-            _warn(f"{complaint} Using the one before." for complaint in complaints)
+            found = comparison.trained(run, config, best=command.best)
+            controllers.insert(0, found.controller)
+            place = found.place
+            _warn(f"{complaint} Using the one {place} instead." for complaint in found.complaints)
+        controllers = comparison.in_order(controllers)
         seed = config.seed + comparison.SEED_OFFSET if command.seed is None else command.seed
         console = RunConsole(stderr=True)
         outcomes = comparison.evaluate(
@@ -176,14 +179,27 @@ def evaluate(command: Evaluate) -> int:
             on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
         )
         rows = comparison.table(outcomes)
-        write_json(plain_json(comparison.report(rows, config, run, seed, command.num_envs)))
+        write_json(plain_json(comparison.report(rows, config, run, place, seed, command.num_envs)))
     if str(command.json) != "-":
         console = RunConsole()
-        console.say(f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run}" if run else ""))
+        console.say(
+            f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run} {place}" if run else "")
+        )
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
-        console.say("\n".join(("", tables.LEGEND, *tables.rollbacks(rows))))
+        console.say("\n".join(("", tables.LEGEND, *_static_note(controllers, rows), *tables.rollbacks(rows))))
     return 0
+
+
+def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence[comparison.Row]) -> list[str]:
+    """Whose structure `static_final` has, where it is among them."""
+    if STATIC not in (row.name for row in rows):
+        return []
+    source = controllers[0][0]
+    (row,) = (row for row in rows if row.name == source)
+    if not any(structure["slots"] for structure in row.structures):
+        return [f"static_final: {source} ended without a permanent seed, so this is {comparison.REFERENCE} again."]
+    return [f"static_final: the structure that {source} ended with, host by host, from step 1."]
 
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
@@ -192,13 +208,11 @@ def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
         raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(BASELINES)}.")
     runs = [name for name in controllers if name not in BASELINES]
     baselines = [name for name in dict.fromkeys(controllers) if name in BASELINES]
+    for name in runs:
+        if not Path(name).exists():
+            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, BASELINES)}")
     if len(runs) > 1:
-        raise ConfigError(
-            f"{', '.join(runs)} are several run directories or unknown baselines; name one run at a time, and any of "
-            f"{', '.join(BASELINES)}."
-        )
-    if runs and not Path(runs[0]).exists():
-        raise RunDirectoryError(f"{runs[0]} is neither a run directory nor a baseline; {nearest(runs[0], BASELINES)}")
+        raise ConfigError(f"{', '.join(runs)} are several run directories; name one of them, and any baselines.")
     if not baselines:
         baselines = list(comparison.all_baselines())
     if comparison.REFERENCE not in baselines:
@@ -211,6 +225,8 @@ def _evaluated_config(command: Evaluate, run: Path | None) -> RunConfig:
     for name in ("seed", "num_envs"):  # of the evaluation hosts, not of the run
         told.pop(name, None)
     if run is None:
+        if command.best:
+            raise ConfigError("--best chooses a checkpoint of a run, and no run is named; name one, or leave it out.")
         return resolve(told)
     if own := sorted(told.keys() - {"device", "data_dir"}):
         raise ConfigError(

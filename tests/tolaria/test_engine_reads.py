@@ -180,3 +180,22 @@ def test_a_state_with_a_stage_that_cannot_be_is_refused(stage):
     state["control.slots.stage"][1, 0] = stage
     with pytest.raises(CheckpointError, match=rf"slots have the stages \[{stage}\]"):
         engine.load_state_dict(state, client)
+
+
+def test_when_the_read_of_a_step_is_waited_for_changes_no_number():
+    length, told = 9, []
+    for at_once in (False, True):
+        engine = tiny.engine(3, length)
+        reports = []
+        engine.on_step = reports.append
+        client = ToyClient(engine.spec, busy(3, length))
+        engine.reset(client, 0)
+        for _ in range(length):
+            engine.step(client)
+            if at_once:
+                engine.settle()
+        stats = engine.rollout(client)
+        told.append((engine.state_dict(), stats.returns.tolist(), [report.actions.tolist() for report in reports]))
+    assert same_tree(told[0][0], told[1][0])
+    assert told[0][1:] == told[1][1:]
+    assert len(told[0][2]) == length

@@ -1,9 +1,11 @@
 """The rules that hold for any executor, to the bit, where hosts run stacked."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import tiny
 from esper.leyline.actions import LifecycleOp
@@ -41,6 +43,35 @@ def test_measuring_changes_no_tensor_and_no_generator(together):
     executor.test(bench.slots)
     assert same_tree(executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), generator)
+
+
+class LossesCounted(TorchFunctionMode):
+    """Counts calls of the loss: one per batch and host where hosts are measured one by one, else one per batch."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.nn.functional.cross_entropy
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_cpu_hosts_are_measured_one_by_one_unless_told_otherwise():
+    hosts, batches = 3, 2
+    told = {}
+    for together in (None, False, True):
+        bench = Bench(hosts)
+        executor = FusedExecutor(bench.executor, **({} if together is None else {"measures_together": together}))
+        bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
+        bench.grow("r1c0", "norm", S.FOSSILIZED, alpha=1.0)
+        executor.train_epoch(1, bench.slots)
+        found = bench.coalitions()
+        executor.settle(bench.structure(found))
+        with LossesCounted() as counted:
+            measured = executor.evaluate(1, bench.slots, found)
+        told[together] = (counted.calls, measured.accuracy[found.valid].tolist(), executor.test(bench.slots).tolist())
+    assert told[None][0] == told[False][0] == hosts * batches
+    assert told[True][0] == batches  # three hosts with as many states each: one bucket
+    assert told[None][1:] == told[False][1:] == told[True][1:]
 
 
 @pytest.mark.parametrize("algorithm", [ADD, Algorithm.MULTIPLY, GATE])

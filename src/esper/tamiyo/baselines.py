@@ -5,6 +5,7 @@
     fixed_schedule        one seed at fixed steps (schedule `single`)
     fixed_schedule_fill   one seed in every slot at fixed steps (schedule `fill`)
     heuristic             hand-written rules
+    static_final          waits, on hosts in which the structure that another controller ended with grows from the start
 
 They drive the same engine as a learned controller. Shape legend: N = hosts, S = slots, V = values of a head.
 """
@@ -25,6 +26,8 @@ from esper.leyline.record import record
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedule, Remaining, Schedule, fill, single
 from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, canonical_actions
+
+STATIC = "static_final"
 
 
 @final
@@ -129,6 +132,8 @@ _MAKERS: dict[str, Callable[[EngineSpec], ScriptedPolicy[Any]]] = {
     "fixed_schedule": lambda spec: scheduled(single(spec), spec),
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
     "heuristic": lambda spec: ScriptedPolicy(Heuristic(spec), spec),
+    # the controller alone: whoever compares plants the structure (`VectorizedEngine.plant`)
+    STATIC: lambda spec: ScriptedPolicy(WaitOnly(spec), spec),
 }
 BASELINES = tuple(_MAKERS)
 """All names that `make_baseline` knows."""

@@ -1,7 +1,9 @@
 """Where a measurement was taken: a number without its machine, versions and threads is worth nothing."""
 
 import platform
+import resource
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -44,3 +46,15 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
+
+
+def memory_bytes(device: torch.device) -> dict[str, int | None]:
+    """Memory of the device in bytes: in use, held and the most in use; of a CPU only the most, of the whole process."""
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024  # what Linux counts in KiB, macOS counts in bytes
+    return {"allocated": None, "reserved": None, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -3,6 +3,7 @@
 config.toml     the configuration, complete: it gives the same run again
 metrics.jsonl   one line a round
 events.jsonl    one line for each thing that happened to a run, a host or a seed
+steps.jsonl     one line for each step of each host, where the run asks for it
 summary.json    what the run came to; written when it is complete
 checkpoints/    where it can be resumed
 
@@ -23,10 +24,11 @@ import tomli_w
 
 from esper.leyline.errors import RunDirectoryError
 
-CONFIG, METRICS, EVENTS, SUMMARY, CHECKPOINTS = (
+CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS = (
     "config.toml",
     "metrics.jsonl",
     "events.jsonl",
+    "steps.jsonl",
     "summary.json",
     "checkpoints",
 )
@@ -53,12 +55,12 @@ def plain_json(value: object) -> object:
 
 @final
 class RunDirectory:
-    """One run directory, open for writing; `create` and `reopen` give one."""
+    """One run directory, open for writing; `create` and `reopen` give one. `steps`: it has a file for steps."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, steps: bool = False) -> None:
         self.path = path
         self._files: dict[str, TextIO] = {}
-        for name in (METRICS, EVENTS):
+        for name in (METRICS, EVENTS, *([STEPS] if steps or (path / STEPS).exists() else ())):
             self._files[name] = (path / name).open("a", encoding="utf-8")
         try:
             fcntl.flock(self._files[METRICS], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,7 +71,7 @@ class RunDirectory:
             ) from error
 
     @classmethod
-    def create(cls, path: Path, config: Mapping[str, Any]) -> "RunDirectory":
+    def create(cls, path: Path, config: Mapping[str, Any], *, steps: bool = False) -> "RunDirectory":
         """A new directory with its configuration; raises RunDirectoryError where it cannot be made."""
         require_free(path)
         draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
@@ -82,18 +84,21 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"the run directory {path} cannot be made ({error.strerror}); name another with --run-dir."
             ) from error
-        return _translated(path, cls, path)
+        return _translated(path, cls, path, steps)
 
     @classmethod
-    def reopen(cls, path: Path, cursor: Mapping[str, int], config: Mapping[str, Any]) -> "RunDirectory":
+    def reopen(
+        cls, path: Path, cursor: Mapping[str, int], config: Mapping[str, Any], *, steps: bool = False
+    ) -> "RunDirectory":
         """Continue a directory; what was recorded after the checkpoint is cut off, for it will happen again.
 
         Args:
             path: the run directory.
             cursor: length of each record file at the checkpoint.
             config: the configuration from now on.
+            steps: whether steps are recorded from now on.
         """
-        directory = _translated(path, cls, path)
+        directory = _translated(path, cls, path, steps)
 
         def bring_back() -> None:
             (path / SUMMARY).unlink(missing_ok=True)
@@ -114,6 +119,10 @@ class RunDirectory:
     def write_events(self, lines: Iterable[Mapping[str, object]]) -> None:
         """Lines of events.jsonl."""
         self._write(EVENTS, lines)
+
+    def write_steps(self, lines: Iterable[Mapping[str, object]]) -> None:
+        """Lines of steps.jsonl; only where the directory was opened for steps."""
+        self._write(STEPS, lines)
 
     def _write(self, name: str, lines: Iterable[Mapping[str, object]]) -> None:
         text = "".join(_encode(plain_json(line)) + "\n" for line in lines)

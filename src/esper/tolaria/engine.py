@@ -7,14 +7,20 @@ Everything between two steps is a mask over hosts; there is no loop over hosts i
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as data_replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from esper.kasmina.planting import planted
+from esper.kasmina.rollback import memory_of
 from esper.kasmina.slot_fields import require_known_stages
 from esper.leyline.errors import CheckpointError
+from esper.leyline.manifest import TopologyManifest, planting_of
 from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
+from esper.leyline.record import replace
 from esper.leyline.state_tree import below, record_tree, restored, with_prefix
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
@@ -71,6 +77,22 @@ class VectorizedEngine:
         )
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
+
+    def plant(self, grown: Sequence[TopologyManifest]) -> None:
+        """Between `reset` and the first step: each host has its structure from the start, with fresh weights.
+
+        Raises:
+            ConfigError: the structures do not fit the hosts.
+        """
+        assert self.t == 0, "seeds are planted before the first step"
+        kinds = planting_of(grown, self.spec)
+        blueprint, algorithm = (torch.from_numpy(kind).to(self.spec.device) for kind in kinds)
+        slots, hosts = planted(self.state.slots, self.state.hosts, blueprint, algorithm, self.executor.costs)
+        self._state = replace(self.state, slots=slots, hosts=hosts, memory=memory_of(slots))
+        self._coalitions = self._enumerate(self._state, 1)
+        now = reading.structure_now(0, self._state, self._coalitions)
+        everyone = np.ones(self.spec.num_envs, dtype=np.bool_)
+        self.executor.settle(data_replace(now, germinated=kinds[0] >= 0, snapshot=everyone))
 
     def rollout(
         self, client: ClientProtocol, *, should_stop: Callable[[], bool] = lambda: False
@@ -144,7 +166,7 @@ class VectorizedEngine:
         with self.timer.span("act"):
             state, done = phases.act(state, obs, decided, healthy, rolled_back, self.executor.costs, config)
         with self.timer.span("pay"):
-            state = phases.pay_and_store(client, state, obs, decided, done, seen, healthy, config)
+            state, paid = phases.pay_and_store(client, state, obs, decided, done, seen, healthy, config)
         with self.timer.span("keep"):
             state, kept = phases.keep(state, verdict, done, t, config)
         self._state, self._coalitions = state, self._enumerate(state, t + 1)
@@ -152,7 +174,9 @@ class VectorizedEngine:
             reading.Ended(
                 state=state,
                 coalitions=self._coalitions,
+                num_coalitions=coalitions.valid.sum(dim=1),
                 act=decided,
+                paid=paid,
                 ops=done.ops,
                 ticks=done.ticks,
                 effective_op=done.effective_op,

@@ -14,7 +14,7 @@ from esper.kasmina.guards import legal_ops
 from esper.kasmina.ingest import ingest
 from esper.kasmina.rollback import remember, rollback
 from esper.leyline.actions import Head
-from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, StepRecord
+from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import ClientProtocol
 from esper.leyline.record import record, replace
 from esper.tolaria import governor
@@ -129,7 +129,7 @@ def pay_and_store(
     seen: Measurements,
     healthy: Bool[Tensor, " N"],
     config: EngineConfig,
-) -> ParallelEnvState:
+) -> tuple[ParallelEnvState, RewardOutput]:
     """Reward of the step from the state before the op; the transition goes to the client."""
     inputs = RewardInputs(
         epoch=obs.t,
@@ -163,7 +163,7 @@ def pay_and_store(
         )
     )
     tally = count_step(state.tally, decided.actions, done.effective_op, paid, healthy)
-    return replace(state, reward=carried, tally=tally)
+    return replace(state, reward=carried, tally=tally), paid
 
 
 def keep(

@@ -6,7 +6,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.lifecycle import OpEffects, TickEffects
-from esper.leyline.messages import ActResult
+from esper.leyline.actions import Head
+from esper.leyline.messages import ActResult, RewardOutput
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
@@ -24,7 +25,9 @@ class Ended:
 
     state: ParallelEnvState
     coalitions: Coalitions
+    num_coalitions: Int[Tensor, " N"]
     act: ActResult
+    paid: RewardOutput
     ops: OpEffects
     ticks: TickEffects
     effective_op: Int[Tensor, " N"]
@@ -63,24 +66,29 @@ def start(ended: Ended) -> PendingRead:
         hosts.train_loss,
         hosts.committed_acc,
         state.tally.last_reward,
+        ended.act.value,
+        ended.act.log_prob[:, Head.OP],
     )
+    total_params = hosts.host_params + slots.params.sum(dim=1)
     return start_read(
         torch.stack(slot_ints),
         torch.stack(slot_bools),
         torch.stack((slots.alpha, slots.contribution, readings.score)),
         torch.stack(host_floats),
-        torch.stack((ended.effective_op, verdict.reason, verdict.strikes)),
-        torch.stack((verdict.panic, ended.snapshot)),
+        torch.stack((ended.effective_op, verdict.reason, verdict.strikes, total_params, ended.num_coalitions)),
+        torch.stack((verdict.panic, ended.snapshot, state.tally.replaced)),
         ended.act.actions,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
         ended.coalitions.sets,
         ended.coalitions.valid,
+        ended.paid.breakdown,
+        ended.paid.flags,
     )
 
 
 def structure(t: int, arrays: Arrays) -> Structure:
     """What the executor must know for the next step."""
-    ints, bools, floats, _, _, marks, _, _, sets, sets_valid = arrays
+    ints, bools, floats, _, _, marks, _, _, sets, sets_valid, _, _ = arrays
     return Structure(
         t=t,
         stage=ints[0],
@@ -126,7 +134,7 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
 
 def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
     """What listeners are told of the step."""
-    ints, bools, floats, host_floats, host_ints, _, actions, thresholds, _, _ = arrays
+    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, _, _, breakdown, flags = arrays
     return StepReport(
         episode=episode,
         t=t,
@@ -140,6 +148,13 @@ def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
         train_loss=host_floats[2],
         committed_acc=host_floats[3],
         reward=host_floats[4],
+        value=host_floats[5],
+        op_log_prob=host_floats[6],
+        breakdown=breakdown,
+        flags=flags,
+        total_params=host_ints[3],
+        num_coalitions=host_ints[4],
+        row_marked=marks[2],
         actions=actions,
         effective_op=host_ints[0],
         panic_reason=host_ints[1],
@@ -166,11 +181,12 @@ def rollout_stats(
         torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
         torch.stack((tally.rollbacks, tally.refused)),
         tally.ops,
-        torch.stack((slots.stage, slots.blueprint)),
+        tally.flags,
+        torch.stack((slots.stage, slots.blueprint, slots.algorithm)),
         slots.alpha,
         subset_acc,
     )
-    returns, floats, counts, mishaps, ops, end, alpha, subsets = read
+    returns, floats, counts, mishaps, ops, flags, end, alpha, subsets = read
     return RolloutStats(
         episode=episode,
         returns=returns,
@@ -186,6 +202,8 @@ def rollout_stats(
         ops=ops,
         stage=end[0],
         blueprint=end[1],
+        algorithm=end[2],
+        flags=flags,
         alpha=alpha,
         subset_acc=subsets,
         cost=cost,

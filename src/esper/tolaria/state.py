@@ -20,7 +20,8 @@ from esper.tolaria.governor import GovernorState
 class Tally:
     """Sums over the steps of an episode, kept on the device until its report.
 
-    `last_reward` is what the last valid step of the segment paid (NaN: none): a rollback replaces it.
+    `last_reward` is what the last valid step of the segment paid (NaN: none): a rollback replaces it, and `replaced`
+    says whether it did in this step. `flags` counts steps by mark of the reward.
     """
 
     returns: Float[Tensor, " N"]
@@ -28,6 +29,8 @@ class Tally:
     ops: Int[Tensor, "N O"]
     refused: Int[Tensor, " N"]
     rollbacks: Int[Tensor, " N"]
+    flags: Int[Tensor, "N 2"]
+    replaced: Bool[Tensor, " N"]
 
 
 @record
@@ -51,6 +54,8 @@ def initial_tally(num_envs: int, device: torch.device) -> Tally:
         ops=torch.zeros(num_envs, NUM_OPS, dtype=torch.int64, device=device),
         refused=zeros,
         rollbacks=zeros,
+        flags=torch.zeros(num_envs, 2, dtype=torch.int64, device=device),
+        replaced=torch.zeros(num_envs, dtype=torch.bool, device=device),
     )
 
 
@@ -83,6 +88,7 @@ def count_rollback(tally: Tally, panic: Bool[Tensor, " N"], reward: Float[Tensor
         returns=tally.returns + change,
         last_reward=torch.where(panic, torch.nan, tally.last_reward),
         rollbacks=tally.rollbacks + panic,
+        replaced=had_row,
     )
 
 
@@ -102,6 +108,7 @@ def count_step(
         last_reward=torch.where(valid, paid.total, tally.last_reward),
         ops=tally.ops + (one_hot & valid[:, None]),
         refused=tally.refused + (valid & (effective_op != actions[:, Head.OP])),
+        flags=tally.flags + (paid.flags & valid[:, None]),
     )
 
 
@@ -110,7 +117,8 @@ class StepReport:
     """What the one read of a step brought to the host, as numpy arrays; [N] or [N, S] unless stated.
 
     `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gates` is [4, N, S]: gate, passed,
-    score, failed checks; `rolled_back` marks seeds that a rollback pruned.
+    score, failed checks; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose last step it
+    made a terminal one. `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
     """
 
     episode: int
@@ -124,7 +132,13 @@ class StepReport:
     val_loss: np.ndarray
     train_loss: np.ndarray
     committed_acc: np.ndarray
+    total_params: np.ndarray
+    num_coalitions: np.ndarray
     reward: np.ndarray
+    breakdown: np.ndarray
+    flags: np.ndarray
+    value: np.ndarray
+    op_log_prob: np.ndarray
     actions: np.ndarray
     effective_op: np.ndarray
     panic_reason: np.ndarray
@@ -135,6 +149,7 @@ class StepReport:
     tick_moves: np.ndarray
     gates: np.ndarray
     rolled_back: np.ndarray
+    row_marked: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +168,9 @@ class RolloutStats:
 
     Attributes:
         returns: undiscounted sum of rewards. growth: (host + fossilized parameters) / host parameters.
-        ops: effective ops [N, 6]. refused: sampled ops without effect. stage, blueprint: the slots at the end [N, S].
+        ops: effective ops [N, 6]. refused: sampled ops without effect.
+        flags: steps with each mark of the reward [N, 2].
+        stage, blueprint, algorithm, alpha: the slots at the end [N, S].
         subset_acc: accuracy of every subset of the live seeds [N, J] (J = 0 where not measured).
     """
 
@@ -169,8 +186,10 @@ class RolloutStats:
     rollbacks: np.ndarray
     ops: np.ndarray
     refused: np.ndarray
+    flags: np.ndarray
     stage: np.ndarray
     blueprint: np.ndarray
+    algorithm: np.ndarray
     alpha: np.ndarray
     subset_acc: np.ndarray
     cost: RolloutCost

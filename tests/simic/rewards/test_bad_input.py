@@ -98,10 +98,24 @@ CASES = {
     "check(val_accs=torch.zeros(2, 1))": (SHAPE, "val_accs has shape (2, 1)", "it must be (2,)"),
     "check(last_step=torch.zeros(3, dtype=torch.bool))": (SHAPE, "last_step has shape (3,)", "it must be (2,)"),
     "check(committed_accs=torch.zeros(3))": (SHAPE, "committed_accs has shape (3,)", "it must be (2,)"),
-    "check(drip_contributions=torch.zeros(2, 1))": (SHAPE, "drip_contributions has shape (2, 1)", "must be (2, 3)"),
+    "check(drip_contributions=torch.zeros(2, 1))": (SHAPE, "drip_contributions has shape (2, 1)", "drip_scales (2, 3)"),
     "check(stages=torch.zeros(2))": (KIND, "stages is torch.float32", "it must be torch.int64"),
     "kernel(val_accs=torch.zeros(3))": (SHAPE, "val_accs has shape (3,)", "it must be (2,)"),
     "kernel(drip_scales=torch.zeros(3, 2))": (SHAPE, "drip_scales has shape (3, 2)", "it must be (2, S)"),
+    "kernel(drip_scales=torch.zeros(2, 3), drip_contributions=torch.zeros(2, 2))": (
+        SHAPE,
+        "drip_contributions has shape (2, 2) but drip_scales (2, 3)",
+        "both must be (N, S)",
+    ),
+    "kernel(mode='basic_plus', drip_scales=torch.zeros(2, 2), drip_contributions=torch.zeros(2, 1))": (
+        SHAPE,
+        "drip_contributions has shape (2, 1) but drip_scales (2, 2)",
+        "one column per slot",
+    ),
+    "kernel(epoch=torch.tensor([1, 2, 3]))": (SHAPE, "epoch has shape (3,)", "or one per host: (2,)"),
+    "kernel(max_epochs=torch.zeros(2, 1, dtype=torch.int64))": (SHAPE, "max_epochs has shape (2, 1)", "(2,)"),
+    "kernel(epoch=torch.zeros(0, dtype=torch.int64))": (SHAPE, "epoch has shape (0,)", "one number for all hosts"),
+    "kernel(epoch=torch.tensor([1.0, 2.0]))": (KIND, "epoch is torch.float32", "it must be torch.int64"),
     "kernel(seed_ages=torch.zeros(2))": (KIND, "seed_ages is torch.float32", "it must be torch.int64"),
     "kernel(config_weights=LossRewardConfig().pack())": (SHAPE, "config_weights is", "mode 'shaped' takes float64"),
     "kernel(mode='shapd')": (CONFIG, "reward mode 'shapd' has no formula", "did you mean 'shaped'?"),
@@ -115,6 +129,9 @@ SOUND = (
     "check()",
     "check(drip_scales=None, drip_contributions=None)",
     "kernel()",
+    "kernel(epoch=torch.tensor(3), max_epochs=torch.tensor([9]))",
+    "kernel(epoch=torch.tensor([3, 4]), max_epochs=torch.tensor([9, 9]))",
+    "kernel(drip_scales=torch.zeros(2, 3), drip_contributions=torch.zeros(2, 3))",
 )
 
 

@@ -12,6 +12,8 @@ from test_training_report import NAN, stats
 
 import small_runs
 from esper.leyline.errors import CheckpointError, RegistryError
+from esper.leyline.manifest import TopologyManifest
+from esper.simic.training.checkpoint import checkpoints, load, state_digest
 from esper.simic.training.evaluate import Outcome, all_baselines, baseline, evaluate, table, trained
 from esper.simic.training.presets import recorded, resolve
 from esper.simic.training.tables import comparison, done, operations, rollbacks
@@ -34,14 +36,14 @@ def compared(arguments: list[str], path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_is_compared_with_the_four_baselines_and_left_as_it_is(
+def test_a_run_is_compared_with_the_five_baselines_and_left_as_it_is(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(run)
     found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
     assert contents(run) == before
     rows = {row["name"]: row for row in found["controllers"]}
-    assert set(rows) == {"trained", "wait_only", "random", "fixed_schedule", "heuristic"}
+    assert set(rows) == {"trained", "wait_only", "random", "fixed_schedule", "heuristic", "static_final"}
     assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 4, "tiny", str(run))
     assert rows["wait_only"]["gain"] == 0.0
     assert rows["wait_only"]["fossilized"] == 0.0
@@ -115,7 +117,7 @@ def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> Non
 
 def test_a_policy_of_another_shape_is_refused(run: Path) -> None:
     config = recorded(read_toml(run / "config.toml") | {"slots": ["r0c0", "r0c1"]})
-    controller, _ = trained(run, config)
+    controller = trained(run, config).controller
     with pytest.raises(CheckpointError, match="head_sizes"):
         evaluate(config, [controller], run_seed=1, num_envs=1)
 
@@ -223,3 +225,65 @@ def test_a_run_that_ends_with_every_host_rolled_back_says_so_with_a_dash() -> No
         }
     )
     assert said == ("done: accuracy - (validation), 40.00 (test, committed); growth 1.25x; 20 env-steps/s with updates")
+
+
+def test_static_final_has_the_structure_of_the_controller_it_is_named_with_from_the_start(tmp_path: Path) -> None:
+    names = ["static_final", "fixed_schedule_fill", "heuristic"]
+    size = ["--task", "faulty_null", "--episode-length", "30", "--num-envs", "3"]
+    found = compared([*names, *size], tmp_path / "report.json")
+    rows = {row["name"]: row for row in found["controllers"]}
+    assert set(rows) == {*names, "wait_only"}
+    source = rows["fixed_schedule_fill"]["structures"]
+    # the second host is rolled back in step 5, and a schedule does not germinate a lost seed again
+    assert [len(structure["slots"]) for structure in source] == [3, 1, 3]
+    assert rows["static_final"]["structures"] == source
+    assert rows["static_final"]["ops"]["WAIT"] == 3 * 30 - 1  # one host is rolled back in one step
+    assert rows["static_final"]["growth"] == rows["fixed_schedule_fill"]["growth"] > 1.0
+    assert rows["static_final"]["committed"] > rows["wait_only"]["committed"]
+    for structure in source:
+        TopologyManifest.of(structure)
+
+
+def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = compared(["fixed_schedule", "static_final", str(run), "--num-envs", "2"], tmp_path / "report.json")
+    rows = {row["name"]: row for row in found["controllers"]}
+    assert rows["static_final"]["structures"] == rows["trained"]["structures"]
+    grown = any(structure["slots"] for structure in rows["trained"]["structures"])
+    said = "the structure that trained ended with, host by host" if grown else "trained ended without a permanent seed"
+    assert f"static_final: {said}" in capfd.readouterr().out
+
+
+def test_static_final_of_nobody_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    for names in (["static_final"], ["wait_only", "static_final"]):
+        assert main(["evaluate", *names, "--task", "null"]) == 2
+        assert "none is named that grows; name a run directory, or one of random," in capfd.readouterr().err
+
+
+def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, whole = tmp_path / "run", tmp_path / "whole"
+    assert small_runs.train(path, "null", 4) == 0
+    assert main(["evaluate", str(path), "wait_only", "--num-envs", "1", "--best"]) == 2
+    assert "has no best checkpoint" in capfd.readouterr().err
+    assert small_runs.resume(path, "--rounds", "14") == 0
+    best = load(path / "checkpoints" / "best")
+    lines = small_runs.records(path)["metrics.jsonl"]
+    means = {n: np.mean([line["committed_accuracy_mean"] for line in lines[n - 10 : n]]) for n in range(10, 15)}
+    assert best.header.rounds_done == max(means, key=lambda n: (means[n], -n))
+    assert best.header.trend.best == pytest.approx(max(means.values()))
+    found = compared([str(path), "wait_only", "--num-envs", "2", "--best"], tmp_path / "best.json")
+    assert found["trained"] == f"after {best.header.rounds_done} rounds"
+    assert compared([str(path), "wait_only", "--num-envs", "2"], tmp_path / "b.json")["trained"] == "after 14 rounds"
+    # the same run without an interruption has the same best policy
+    assert small_runs.train(whole, "null", 14) == 0
+    assert load(whole / "checkpoints" / "best").header.trend == best.header.trend
+    assert state_digest(load(whole / "checkpoints" / "best").state) == state_digest(best.state)
+    # it is as guarded as the others, and stands in for them
+    for other in checkpoints(path / "checkpoints"):
+        (other / "state.safetensors").write_bytes(b"")
+    assert main(["evaluate", str(path), "wait_only", "--num-envs", "1"]) == 0
+    assert f"Using the one after {best.header.rounds_done} rounds instead." in capfd.readouterr().err
+    (path / "checkpoints" / "best" / "header.json").write_text("{}")
+    assert main(["evaluate", str(path), "wait_only", "--num-envs", "1", "--best"]) == 2
+    assert "best/header.json does not match its checksum" in capfd.readouterr().err

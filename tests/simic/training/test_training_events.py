@@ -8,6 +8,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage, Topology
 from esper.simic.training.alarms import Alarm, alarms
 from esper.simic.training.events import round_events, run_started, step_events
+from esper.simic.training.trend import Trend
 from esper.tolaria.governor import PanicReason
 
 SPEC = EngineSpec(
@@ -47,9 +48,23 @@ def test_a_slot_that_moved_twice_has_two_events_in_order() -> None:
     assert first == {
         "kind": "stage_changed", "round": 3, "t": 3, "host": 11, "slot": "r0c0", "serial": 7, "blueprint": "attention",
         "from": "DORMANT", "to": "GERMINATED", "cause": "OP", "alpha": 0.25,
-        "contribution": pytest.approx(NAN, nan_ok=True),
+        "contribution": pytest.approx(NAN, nan_ok=True), "gate": None, "score": None,
     }  # fmt: skip
     assert (second["from"], second["to"], second["cause"]) == ("GERMINATED", "TRAINING", "AUTO")
+
+
+def test_a_move_says_which_gate_let_it_pass_and_how_well() -> None:
+    gates = np.zeros((4, 2, 2))
+    gates[:, 0, 0] = (2, 1, 0.25, 0)
+    gates[:, 1, 1] = (5, 1, 0.75, 0)
+    report = step(
+        gates=gates,
+        tick_moves=moves((0, 0, SeedStage.TRAINING, SeedStage.BLENDING, Cause.AUTO)),
+        op_moves=moves((1, 1, SeedStage.HOLDING, SeedStage.FOSSILIZED, Cause.OP)),
+    )
+    fossilized, blended = step_events(report, SPEC)
+    assert (fossilized["to"], fossilized["gate"], fossilized["score"]) == ("FOSSILIZED", "G5", 0.75)
+    assert (blended["to"], blended["gate"], blended["score"]) == ("BLENDING", "G2", 0.25)
 
 
 def test_an_empty_slot_has_no_blueprint() -> None:
@@ -66,11 +81,13 @@ def test_a_rollback_says_why_and_what_was_lost() -> None:
         panic_strikes=np.array([0, 3]),
         panic_thresholds=np.array([[0.0, 0.0, 0.0], [11.5, 3.0, 4.0]]),
         rolled_back=np.array([[False, False], [True, False]]),
+        row_marked=np.array([False, True]),
     )
     assert list(step_events(report, SPEC)) == [
         {
             "kind": "rollback", "round": 1, "t": 5, "host": 11, "reason": "divergence", "loss": 90.0,
             "thresholds": [11.5, 3.0, 4.0], "strikes": 3, "pruned": ["r0c0"],
+            "row_marked": True,
         }
     ]  # fmt: skip
 
@@ -86,7 +103,7 @@ def test_a_refused_fossilization_is_told_and_a_gate_that_keeps_waiting_is_not() 
 
 
 def test_the_end_of_a_round_says_what_each_host_came_to() -> None:
-    found = list(round_events(stats(), {"lr": 0.1}, SPEC))
+    found = list(round_events(stats(), {"lr": 0.1}, SPEC, Trend()))
     shares = [(event["host"], event["slot"], event["value"]) for event in found if event["kind"] == "shapley"]
     assert shares == [(10, "r0c0", 4.0), (10, "r0c1", 2.0)]
     episodes = [event for event in found if event["kind"] == "episode"]
@@ -101,7 +118,7 @@ def test_the_end_of_a_round_says_what_each_host_came_to() -> None:
 
 
 def test_a_metric_beyond_its_threshold_is_an_alarm() -> None:
-    (event,) = (e for e in round_events(stats(), {"ratio_max": 7.0}, SPEC) if e["kind"] == "alarm")
+    (event,) = (e for e in round_events(stats(), {"ratio_max": 7.0}, SPEC, Trend()) if e["kind"] == "alarm")
     assert event == {
         "kind": "alarm", "round": 5, "t": 8, "host": -1, "name": "ratio_max", "value": 7.0, "threshold": 5.0,
     }  # fmt: skip
@@ -133,3 +150,22 @@ def test_the_first_event_says_which_run_it_is() -> None:
     event = run_started({"task": "null", "seed": 3}, "abc", 1000, SPEC.device)
     assert (event["kind"], event["round"], event["t"], event["host"]) == ("run_started", 0, 0, -1)
     assert (event["config_sha256"], event["task"], event["seed"], event["device"]) == ("abc", "null", 3, "cpu")
+
+
+def test_steps_that_the_reward_marked_are_an_alarm_of_their_host() -> None:
+    found = list(round_events(stats(flags=np.array([[0, 3], [1, 0]])), {}, SPEC, Trend()))
+    assert [event for event in found if event["kind"] == "alarm"] == [
+        {"kind": "alarm", "round": 5, "t": 8, "host": 10, "name": "ransomware_steps", "value": 3.0, "threshold": 0.0},
+        {
+            "kind": "alarm", "round": 5, "t": 8, "host": 11, "name": "attribution_ratio_steps", "value": 1.0,
+            "threshold": 0.0,
+        },
+    ]  # fmt: skip
+
+
+def test_an_accuracy_that_stands_still_is_an_alarm_of_the_round() -> None:
+    (event,) = (
+        e for e in round_events(stats(), {}, SPEC, Trend(20, (50.0,) * 10 + (50.25,) * 10)) if e["kind"] == "alarm"
+    )
+    assert (event["name"], event["host"]) == ("committed_accuracy_stands_still", -1)
+    assert (event["value"], event["threshold"]) == (0.25, 0.5)

@@ -125,6 +125,8 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     }  # fmt: skip
     check_static(mode, attribution, config_weights)
     check_arguments(given)
+    for name, clock in (("epoch", epoch), ("max_epochs", max_epochs)):
+        check_clock(name, clock, len(actions))
     names = LOSS_FIELDS if mode == "loss" else WEIGHT_NAMES
     facts = CreditFacts(
         arguments=given,
@@ -221,3 +223,22 @@ def check_arguments(given: Mapping[str, Tensor | None]) -> None:
                 raise TypeError(f"{name} is {value.dtype}; it must be torch.bool.")
         elif not value.dtype.is_floating_point:
             raise TypeError(f"{name} is {value.dtype}; it must be a floating type, with NaN where not measured.")
+    scales, contributions = (given.get(name) for name in _POOLS)
+    if scales is not None and contributions is not None and scales.shape != contributions.shape:
+        raise ValueError(
+            f"drip_contributions has shape {tuple(contributions.shape)} but drip_scales {tuple(scales.shape)}; both "
+            "must be (N, S), one column per slot."
+        )
+
+
+def check_clock(name: str, value: int | Tensor, num_hosts: int) -> None:
+    """Reject a step number that is neither one for all hosts nor one for each."""
+    if not isinstance(value, Tensor):
+        return
+    if value.shape not in ((), (1,), (num_hosts,)):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must be one number for all hosts, or one per host: "
+            f"({num_hosts},)."
+        )
+    if value.dtype != torch.int64:
+        raise TypeError(f"{name} is {value.dtype}; it must be torch.int64.")

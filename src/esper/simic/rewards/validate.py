@@ -51,8 +51,6 @@ def validate_reward_inputs(
         }
     )  # fmt: skip
     _require_like("last_step", last_step, actions)
-    if drip_scales is not None and drip_contributions is not None:
-        _require_like("drip_contributions", drip_contributions, drip_scales)
     missing = torch.full_like(val_accs, torch.nan)
     given = {
         "gate_signal": counterfactual_improvements,

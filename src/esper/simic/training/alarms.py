@@ -1,9 +1,10 @@
-"""Detectors of learning that goes wrong, from the metrics of an update: what they find becomes an event."""
+"""Detectors of learning that goes wrong: what they find becomes an event. Those of ten rounds are in `trend.py`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from esper.leyline.actions import HEADS
+from esper.simic.rewards.credit import FLAGS
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,10 @@ def alarms(metrics: Mapping[str, float]) -> Iterator[Alarm]:
             yield Alarm(name, value, _ABOVE[name])
         if value < _BELOW.get(name, float("-inf")):
             yield Alarm(name, value, _BELOW[name])
+
+
+def flag_alarms(steps: Sequence[int]) -> Iterator[Alarm]:
+    """A mark of the reward that one host had in at least one step of an episode; `steps` counts them by mark."""
+    for name, count in zip(FLAGS, steps, strict=True):
+        if count:
+            yield Alarm(f"{name}_steps", float(count), 0.0)

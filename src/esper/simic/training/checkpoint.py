@@ -2,6 +2,7 @@
 
     checkpoints/round-00003/            after three rounds
     checkpoints/round-00003-step-0017/  inside the fourth round
+    checkpoints/best/                   after the ten rounds with the best committed accuracy; stays
         state.safetensors               every tensor, by dotted name
         header.json                     format, place, record cursor, cost so far, what kind of run it belongs to
         checksums.json                  SHA-256 of both
@@ -16,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
 from esper.simic.training.report import Cost
+from esper.simic.training.trend import Trend
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 3
+BEST = "best"
 _STATE, _HEADER, _CHECKSUMS = "state.safetensors", "header.json", "checksums.json"
 _NAME = re.compile(r"round-(\d{5,})(?:-step-(\d{4}))?")
 _DRAFT, _ASIDE = ".draft-", "damaged-"
@@ -45,6 +48,7 @@ class Header:
         total: cost of the complete rounds. begun: cost of the steps of the next one.
         shape: what must agree with the run that loads it (task, data identity, slots, sizes).
         config: the configuration of the run, as in config.toml.
+        trend: committed accuracies of the last rounds, and the best so far.
     """
 
     rounds_done: int
@@ -54,13 +58,20 @@ class Header:
     begun: Cost
     shape: dict[str, Any]
     config: dict[str, Any]
+    trend: Trend = field(default_factory=Trend)
     format: int = FORMAT
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Header":
         """The header that was written as JSON; raises TypeError where keys are missing or unknown."""
         costs = {name: Cost(**fields[name]) for name in ("total", "begun")}
-        return cls(**{**fields, **costs})
+        return cls(**{**fields, **costs, "trend": Trend.of(fields["trend"])})
+
+    @property
+    def place(self) -> str:
+        """Where in the run it was taken, in words."""
+        rounds = f"{self.rounds_done} round{'s' * (self.rounds_done != 1)}"
+        return f"{rounds} and {self.step} steps" if self.step else rounds
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,14 @@ class Checkpoint:
     state: dict[str, Tensor]
 
 
-def save(folder: Path, header: Header, state: Mapping[str, Tensor]) -> Path:
+def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: bool = False) -> Path:
     """Write one checkpoint under `folder` and remove all but the newest three.
+
+    Args:
+        folder: where checkpoints lie.
+        header: what it says of itself.
+        state: every tensor, by name.
+        best: it takes the place of the best one so far, which is not counted among the three.
 
     Returns:
         Its path.
@@ -81,7 +98,8 @@ def save(folder: Path, header: Header, state: Mapping[str, Tensor]) -> Path:
     Raises:
         CheckpointError: it cannot be written; those that were there are left as they are.
     """
-    target = folder / (f"round-{header.rounds_done:05d}" + (f"-step-{header.step:04d}" if header.step else ""))
+    place = f"round-{header.rounds_done:05d}" + (f"-step-{header.step:04d}" if header.step else "")
+    target = folder / (BEST if best else place)
     try:
         _write(target, folder / f"{_DRAFT}{target.name}", header, state)
         for old in (*checkpoints(folder)[KEEP:], *folder.glob(f"{_DRAFT}*")):
@@ -138,7 +156,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]:
-    """The newest whole checkpoint.
+    """The newest whole checkpoint; the best one, which may be older, where all others are damaged.
 
     Returns:
         It, or None where the run ended before its first one; the newer ones that are damaged; a sentence for each.
@@ -148,7 +166,8 @@ def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]
     """
     damaged: list[Path] = []
     complaints: list[str] = []
-    for path in checkpoints(folder):
+    best = folder / BEST
+    for path in (*checkpoints(folder), *([best] if best.is_dir() else ())):
         try:
             return load(path), damaged, complaints
         except CheckpointError as error:

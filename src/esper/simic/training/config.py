@@ -77,6 +77,8 @@ class RunConfig:
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
     checkpoint_every: int = 1
     """Rounds between two checkpoints; the last three are kept."""
+    record_steps: bool = False
+    """Whether every step of every host is a line of steps.jsonl: measurements, decision, reward."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)

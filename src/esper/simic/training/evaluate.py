@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.manifest import TopologyManifest, manifests
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.state_tree import below
 from esper.simic.training.build import baseline_of, dataset_of, device_of, engine_of, learner_of
-from esper.simic.training.checkpoint import Checkpoint, load_newest, require_same_shape
+from esper.simic.training.checkpoint import BEST, Checkpoint, checkpoints, load, load_newest, require_same_shape
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
 from esper.simic.training.report import ops_by_name
-from esper.tamiyo.baselines import BASELINES
+from esper.tamiyo.baselines import BASELINES, STATIC
 from esper.telemetry.run_directory import CHECKPOINTS
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
@@ -39,6 +40,7 @@ class Outcome:
     name: str
     stats: RolloutStats
     test_acc: np.ndarray
+    grown: tuple[TopologyManifest, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Row:
             `test_gain...` the same on the test split. NaN where wait_only was not run or there is one host.
         growth: (host + fossilized parameters) / host parameters. ops: effective operations of all hosts, by name.
         hosts: the numbers of every single host, in the order of the hosts, for statistics of one's own.
+        structures: what each host came to, as `TopologyManifest.tree`.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Row:
     rollbacks: int
     ops: dict[str, int]
     hosts: dict[str, list[float]]
+    structures: list[dict[str, Any]]
 
 
 def evaluate(
@@ -82,7 +86,7 @@ def evaluate(
 
     Args:
         config: the task and all settings; that of the run where a trained controller is among them.
-        controllers: name and maker of each, from `baseline` and `trained`.
+        controllers: name and maker of each, from `baseline` and `trained`, as `in_order` sorts them.
         run_seed: key of all draws of the evaluation.
         num_envs: hosts per controller.
         on_start: told the name of each controller before its hosts begin.
@@ -93,17 +97,41 @@ def evaluate(
     engine_config = config.engine(run_seed=run_seed, num_envs=num_envs)
     device = device_of(config)
     dataset = dataset_of(config, device)
-    outcomes = []
+    outcomes: list[Outcome] = []
     for name, make in controllers:
         engine = engine_of(config, dataset, device, engine_config=engine_config)
         client = make(engine.spec)
         on_start(name)
         engine.reset(client, episode=0)
+        if name == STATIC:
+            engine.plant(outcomes[0].grown)
         stats = engine.rollout(client)
         assert stats is not None
         (test_acc,) = host_read(engine.test())
-        outcomes.append(Outcome(name, stats, test_acc))
+        grown = manifests(stats.stage, stats.blueprint, stats.algorithm, engine.spec)
+        outcomes.append(Outcome(name, stats, test_acc, grown))
     return outcomes
+
+
+def in_order(controllers: Sequence[tuple[str, Maker]]) -> list[tuple[str, Maker]]:
+    """The order in which they are evaluated: whose structure `static_final` has comes first, and itself last.
+
+    That is the trained controller where there is one, else the first one named that grows anything.
+
+    Raises:
+        ConfigError: `static_final` is among them, and nobody who grows.
+    """
+    names = [name for name, _ in controllers]
+    if STATIC not in names:
+        return list(controllers)
+    growing = [name for name in (TRAINED, *names) if name in names and name not in (STATIC, REFERENCE)]
+    if not growing:
+        raise ConfigError(
+            f"{STATIC} has the structure that another controller ends with, and none is named that grows; name a run "
+            f"directory, or one of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))} with it."
+        )
+    rank = {growing[0]: 0, STATIC: 2}
+    return sorted(controllers, key=lambda controller: rank.get(controller[0], 1))
 
 
 def baseline(name: str, config: RunConfig) -> tuple[str, Maker]:
@@ -111,16 +139,42 @@ def baseline(name: str, config: RunConfig) -> tuple[str, Maker]:
     return name, partial(baseline_of, name, config)
 
 
-def trained(run: Path, config: RunConfig) -> tuple[tuple[str, Maker], list[str]]:
-    """The controller of a run's newest whole checkpoint, and a sentence for each newer one that is damaged.
+@dataclass(frozen=True)
+class Trained:
+    """A controller of a run: after how much of it, and a sentence for each newer checkpoint that is damaged."""
+
+    controller: tuple[str, Maker]
+    place: str
+    complaints: list[str]
+
+
+def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
+    """The controller of a run's newest whole checkpoint, or the one that did best in ten rounds.
 
     Raises:
         CheckpointError: there is none.
     """
-    checkpoint, _, complaints = load_newest(run / CHECKPOINTS)
-    if checkpoint is None:
-        raise CheckpointError(f"{run} has no checkpoint yet; continue it with esper train --resume {run}.")
-    return (TRAINED, partial(_trained_client, checkpoint, config)), complaints
+    complaints: list[str] = []
+    if best:
+        checkpoint = _best(run)
+    else:
+        newest, _, complaints = load_newest(run / CHECKPOINTS)
+        if newest is None:
+            raise CheckpointError(f"{run} has no checkpoint yet; continue it with esper train --resume {run}.")
+        checkpoint = newest
+    controller = (TRAINED, partial(_trained_client, checkpoint, config))
+    return Trained(controller, f"after {checkpoint.header.place}", complaints)
+
+
+def _best(run: Path) -> Checkpoint:
+    folder = run / CHECKPOINTS
+    if not (folder / BEST).exists():
+        told = f"its newest is {names[0].name}" if (names := checkpoints(folder)) else "it has no other either"
+        raise CheckpointError(
+            f"{run} has no best checkpoint, which is the mean of ten rounds and so comes after the tenth at the "
+            f"earliest ({told}); leave --best out, or train longer."
+        )
+    return load(folder / BEST)
 
 
 def _trained_client(checkpoint: Checkpoint, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
@@ -163,6 +217,7 @@ def _row(outcome: Outcome, reference: Outcome | None) -> Row:
         rollbacks=int(stats.rollbacks.sum()),
         ops=ops_by_name(stats.ops),
         hosts={name: [float(x) for x in values] for name, values in per_host.items()},
+        structures=[manifest.tree() for manifest in outcome.grown],
     )
 
 
@@ -188,17 +243,20 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def all_baselines() -> tuple[str, ...]:
-    """The four baselines a trained controller is compared with."""
+    """The five baselines a trained controller is compared with."""
     return tuple(name for name in BASELINES if name != "fixed_schedule_fill")
 
 
-def report(rows: Sequence[Row], config: RunConfig, run: Path | None, seed: int, num_envs: int) -> dict[str, Any]:
+def report(
+    rows: Sequence[Row], config: RunConfig, run: Path | None, place: str, seed: int, num_envs: int
+) -> dict[str, Any]:
     """The comparison as plain values, the numbers of every host included."""
     return {
         "task": config.task,
         "preset": config.preset,
         "reward": config.reward_name,
         "run": str(run) if run else None,
+        "trained": place or None,
         "seed": seed,
         "num_envs": num_envs,
         "episode_length": config.episode_length,

@@ -2,15 +2,18 @@
 
 kind            when               says
 run_started     once               task, data, sizes, settings, versions
-rollback        a host panics      why, by which numbers, which seeds were lost
-stage_changed   a slot moves       from, to, cause, blueprint, alpha, contribution
+rollback        a host panics      why, by which numbers, which seeds were lost, whether its last step was made terminal
+stage_changed   a slot moves       from, to, cause, blueprint, alpha, contribution; gate and score if a gate let it
 refused         a gate says no     which FOSSILIZE, and its failed checks
 shapley         end of an episode  share of each seed in the accuracy of its host
 episode         end of an episode  what each host came to
-alarm           after an update    which metric is beyond its threshold
+run_finished    once               what summary.json says
+alarm           end of an episode  which metric is beyond its threshold, in how many steps the reward of a host was
+                                   suspicious, and every ten rounds whether accuracy rose, fell or stood still
 
 {"kind": "stage_changed", "round": 1, "t": 4, "host": 2, "slot": "r0c1", "serial": 0, "from": "TRAINING",
- "to": "BLENDING", "cause": "AUTO", "blueprint": "conv_light", "alpha": 0.0, "contribution": null}
+ "to": "BLENDING", "cause": "AUTO", "blueprint": "conv_light", "alpha": 0.0, "contribution": null, "gate": "G2",
+ "score": 0.41}
 
 Rounds and steps count from 1 as in metrics.jsonl (0: before the first); `host` is the global number of one, or -1.
 """
@@ -25,13 +28,21 @@ import torch
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
-from esper.simic.training.alarms import alarms
+from esper.simic.training.alarms import alarms, flag_alarms
 from esper.simic.training.report import device_name, shapley_of
+from esper.simic.training.trend import Trend
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport
 
 Event = dict[str, object]
 _STAGES = {int(stage): stage.name for stage in SeedStage}
+_S = SeedStage
+_GATE_OF = {
+    (_S.GERMINATED, _S.TRAINING): 1,
+    (_S.TRAINING, _S.BLENDING): 2,
+    (_S.BLENDING, _S.HOLDING): 3,
+    (_S.HOLDING, _S.FOSSILIZED): 5,
+}
 _CAUSES = {int(cause): cause.name for cause in Cause}
 
 
@@ -88,13 +99,17 @@ def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
             "thresholds": [float(x) for x in report.panic_thresholds[n]],
             "strikes": int(report.panic_strikes[n]),
             "pruned": pruned,
+            "row_marked": bool(report.row_marked[n]),
         }
 
 
 def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[Event]:
     before, after, cause = moves
+    gate, passed, score, _ = report.gates
     tables = (report.serial, report.blueprint, before, after, cause, report.alpha, report.contribution)
-    for n, s, serial, blueprint, old, new, why, alpha, contribution in _rows(cause, *tables):
+    gates = (np.where(passed > 0, gate, 0), score)
+    for n, s, serial, blueprint, old, new, why, alpha, contribution, asked, points in _rows(cause, *tables, *gates):
+        opened = asked != 0 and _GATE_OF.get((old, new)) == asked
         yield (
             _head(report, "stage_changed", spec, n)
             | _slot(spec, s, serial, blueprint)
@@ -104,6 +119,8 @@ def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[
                 "cause": _CAUSES[why],
                 "alpha": alpha,
                 "contribution": contribution,
+                "gate": f"G{int(asked)}" if opened else None,
+                "score": points if opened else None,
             }
         )
 
@@ -120,7 +137,7 @@ def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
         )
 
 
-def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec) -> Iterator[Event]:
+def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec, trend: Trend) -> Iterator[Event]:
     """The events of the end of a round: what its hosts came to, and what is wrong with learning."""
     head = {"round": stats.episode + 1, "t": spec.episode_length}
     shapley = shapley_of(stats)
@@ -129,8 +146,15 @@ def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: Engine
         yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
     for n in range(len(stats.returns)):
         yield {"kind": "episode", **head, "host": spec.host_offset + n} | _came_to(stats, n)
-    for alarm in alarms(metrics):
-        yield {"kind": "alarm", **head, "host": -1, **vars(alarm)}
+    for host, alarm in (
+        *((-1, found) for found in (*alarms(metrics), *trend.alarms())),
+        *(
+            (spec.host_offset + n, found)
+            for n in range(len(stats.returns))
+            for found in flag_alarms(stats.flags[n].tolist())
+        ),
+    ):
+        yield {"kind": "alarm", **head, "host": host, **vars(alarm)}
 
 
 def _came_to(stats: RolloutStats, n: int) -> Event:

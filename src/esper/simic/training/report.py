@@ -60,8 +60,8 @@ def round_line(stats: RolloutStats, cost: Cost, metrics: Mapping[str, float]) ->
     return {
         "round": stats.episode + 1,
         "mean_return": float(stats.returns.mean()),
-        "val_accuracy_mean": _mean_of_known(stats.val_acc),
-        "committed_accuracy_mean": _mean_of_known(stats.committed_acc),
+        "val_accuracy_mean": mean_of_known(stats.val_acc),
+        "committed_accuracy_mean": mean_of_known(stats.committed_acc),
         "growth_ratio_mean": float(stats.growth.mean()),
         "germinated_mean": float(stats.germinated.mean()),
         "fossilized_mean": float(stats.fossilized.mean()),
@@ -71,7 +71,7 @@ def round_line(stats: RolloutStats, cost: Cost, metrics: Mapping[str, float]) ->
         "rollbacks": int(stats.rollbacks.sum()),
         "ops": ops_by_name(stats.ops),
         "slots": slots_by_stage(stats.stage),
-        "shapley_mean": _mean_of_known(shapley),
+        "shapley_mean": mean_of_known(shapley),
         "env_steps": cost.env_steps,
         "host_reads": cost.reads,
         "seconds": cost.seconds,
@@ -112,8 +112,8 @@ class RoundSoFar:
             "round": report.episode + 1,
             "t": report.t,
             "mean_return": self._returns,
-            "val_accuracy_mean": _mean_of_known(report.val_acc),
-            "committed_accuracy_mean": _mean_of_known(report.committed_acc),
+            "val_accuracy_mean": mean_of_known(report.val_acc),
+            "committed_accuracy_mean": mean_of_known(report.committed_acc),
             "ops": ops_by_name(self._ops),
             "slots": slots_by_stage(report.stage),
             "env_steps": self._steps * len(report.val_acc),
@@ -121,7 +121,7 @@ class RoundSoFar:
         }
 
 
-def _mean_of_known(values: np.ndarray) -> float:
+def mean_of_known(values: np.ndarray) -> float:
     """Mean of what was measured; NaN where nothing was (a host that was rolled back has no accuracy)."""
     known = values[np.isfinite(values)]
     return float(known.mean()) if known.size else float("nan")
@@ -143,9 +143,9 @@ def summary(
         "env_steps_per_second": total.env_steps / max(total.seconds + total.update_seconds, 1e-9),
         "rollout_seconds": total.seconds,
         "update_seconds": total.update_seconds,
-        "final_val_accuracy_mean": _mean_of_known(last.val_acc),
-        "final_committed_accuracy_mean": _mean_of_known(last.committed_acc),
-        "final_test_accuracy_mean": _mean_of_known(test_acc),
+        "final_val_accuracy_mean": mean_of_known(last.val_acc),
+        "final_committed_accuracy_mean": mean_of_known(last.committed_acc),
+        "final_test_accuracy_mean": mean_of_known(test_acc),
         "mean_return_last": float(last.returns.mean()),
         "growth_ratio_mean": float(last.growth.mean()),
         "host_reads_per_step": total.reads / max(total.steps, 1),

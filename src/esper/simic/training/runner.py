@@ -23,8 +23,11 @@ from esper.simic.training.checkpoint import Checkpoint, Header, require_same_sha
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import fingerprint
 from esper.simic.training.report import Cost
+from esper.simic.training.step_lines import step_lines
+from esper.simic.training.trend import Trend
 from esper.simic.training.values import plain
 from esper.telemetry.hub import Hub
+from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.read_counter import reads_so_far
@@ -67,10 +70,12 @@ class Runner:
         self.new = start is None
         self.rounds_done = start.rounds_done if start else 0
         self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
+        self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         self._so_far = report.RoundSoFar()
         self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
         self._stop = False
+        engine.timer.enabled = True
         self._mark()
         engine.on_step = self._on_step
 
@@ -96,6 +101,8 @@ class Runner:
 
     def _on_step(self, step: StepReport) -> None:
         self._write_events(events.step_events(step, self.engine.spec))
+        if self.config.record_steps:
+            self.directory.write_steps(step_lines(step, self.engine.spec, self.client.terms))
         self.listeners.write("step", self._so_far.add(step, time.monotonic() - self._began))
 
     def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
@@ -109,10 +116,14 @@ class Runner:
         cost, self.begun = self.begun + cost, Cost()
         self.total += cost
         self.last, self.rounds_done = stats, stats.episode + 1
-        self._write_events(events.round_events(stats, metrics, self.engine.spec))
-        line = report.round_line(stats, cost, metrics)
+        self.trend, is_best = self.trend.after(report.mean_of_known(stats.committed_acc))
+        self._write_events(events.round_events(stats, metrics, self.engine.spec, self.trend))
+        phases, memory = self.engine.timer.read(), memory_bytes(self.engine.spec.device)
+        line = report.round_line(stats, cost, metrics) | {"phase_milliseconds": phases, "memory_bytes": memory}
         self.directory.write_metrics(line)
         self.listeners.write("round", line)
+        if is_best:
+            save(self.directory.checkpoints, *self._now(0), best=True)
         if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
             self._save()
         self._mark()
@@ -147,6 +158,8 @@ class Runner:
         digest = state_digest(self._final_state())
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
         result["dropped_records"] = self.listeners.num_lost
+        head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
+        self._write_events([head | result])
         self.directory.write_summary(result)
         return result
 
@@ -155,6 +168,11 @@ class Runner:
         inside = self.engine.t if 0 < self.engine.t < self.config.episode_length else 0
         if self._saved_at == (self.rounds_done, inside):
             return
+        save(self.directory.checkpoints, *self._now(inside))
+        self._saved_at = (self.rounds_done, inside)
+
+    def _now(self, inside: int) -> tuple[Header, StateTree]:
+        """What a checkpoint of now holds; `inside` steps of an episode that is not over, else 0."""
         state: StateTree = with_prefix("policy", self.client.state_dict())
         if inside or self._all_done:
             state |= with_prefix("engine", self.engine.state_dict())
@@ -166,9 +184,9 @@ class Runner:
             begun=self._begun_so_far() if inside else Cost(),
             shape=self.shape,
             config=plain(self.config),
+            trend=self.trend,
         )
-        save(self.directory.checkpoints, header, state)
-        self._saved_at = (self.rounds_done, inside)
+        return header, state
 
     def _begun_so_far(self) -> Cost:
         """Cost of the steps of the episode that is not over."""

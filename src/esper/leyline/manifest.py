@@ -1,0 +1,110 @@
+"""What a host has grown into, without its weights: enough to build the same structure anew.
+
+    {"slots": [{"slot": "r0c0", "blueprint": "conv_light", "algorithm": "ADD"}], "sha256": "5d4f..."}
+
+Permanent (fossilized) seeds alone are listed, in the order of the slots; the digest is of the list.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.protocols import EngineSpec
+from esper.leyline.stages import Algorithm, SeedStage
+
+
+@dataclass(frozen=True)
+class GrownSlot:
+    """One permanent seed, e.g. GrownSlot("r0c0", "conv_light", "ADD")."""
+
+    slot: str
+    blueprint: str
+    algorithm: str
+
+
+@dataclass(frozen=True)
+class TopologyManifest:
+    """The permanent seeds of one host."""
+
+    slots: tuple[GrownSlot, ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the canonical JSON of the list."""
+        rows = [asdict(grown) for grown in self.slots]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def tree(self) -> dict[str, Any]:
+        """Plain values with the digest, for reports."""
+        return {"slots": [asdict(grown) for grown in self.slots], "sha256": self.sha256}
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> "TopologyManifest":
+        """What `tree` gave; raises ConfigError where it was changed since, or is none."""
+        try:
+            manifest = cls(tuple(GrownSlot(**row) for row in tree["slots"]))
+            told = tree["sha256"]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{json.dumps(tree, default=str)[:80]} is no structure of a host ({error}); take one that "
+                "`esper evaluate --json` wrote."
+            ) from error
+        if told != manifest.sha256:
+            raise ConfigError(
+                f"a structure says sha256 {str(told)[:12]}..., but its list has {manifest.sha256[:12]}...: it was "
+                "changed after it was written; take it anew from `esper evaluate --json`."
+            )
+        return manifest
+
+
+def manifests(
+    stage: np.ndarray, blueprint: np.ndarray, algorithm: np.ndarray, spec: EngineSpec
+) -> tuple[TopologyManifest, ...]:
+    """What each host came to, from its slots [N, S] at the end of an episode."""
+    names = {int(a): a.name for a in Algorithm}
+    return tuple(
+        TopologyManifest(
+            tuple(
+                GrownSlot(spec.slot_ids[s], spec.blueprint_names[blueprint[n, s]], names[int(algorithm[n, s])])
+                for s in range(spec.num_slots)
+                if stage[n, s] == SeedStage.FOSSILIZED
+            )
+        )
+        for n in range(len(stage))
+    )
+
+
+def planting_of(grown: Sequence[TopologyManifest], spec: EngineSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Blueprint [N, S], -1 where nothing grows, and algorithm [N, S] of one structure per host.
+
+    Raises:
+        ConfigError: another number of hosts than `spec` has, or a slot, blueprint or algorithm that it does not know.
+    """
+    if len(grown) != spec.num_envs:
+        raise ConfigError(f"there are structures of {len(grown)} hosts for {spec.num_envs}; give one per host.")
+    selectable = {spec.blueprint_names[i]: i for i in spec.selectable}
+    algorithms = {a.name: int(a) for a in Algorithm}
+    slots = {slot: s for s, slot in enumerate(spec.slot_ids)}
+    blueprint = np.full((spec.num_envs, spec.num_slots), -1, dtype=np.int64)
+    algorithm = np.zeros_like(blueprint)
+    for n, manifest in enumerate(grown):
+        for seed in manifest.slots:
+            for kind, name, known in (
+                ("slot", seed.slot, slots),
+                ("blueprint", seed.blueprint, selectable),
+                ("algorithm", seed.algorithm, algorithms),
+            ):
+                if name not in known:
+                    raise ConfigError(
+                        f"a structure has the {kind} {name!r}, which this run has not; {nearest(name, known)}"
+                    )
+            place = n, slots[seed.slot]
+            if blueprint[place] >= 0:
+                raise ConfigError(f"a structure names slot {seed.slot!r} twice; each slot holds one seed.")
+            blueprint[place], algorithm[place] = selectable[seed.blueprint], algorithms[seed.algorithm]
+    return blueprint, algorithm

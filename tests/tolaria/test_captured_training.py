@@ -1,4 +1,4 @@
-"""The fused train pass replayed: the same weights and measurements as run as it is, through every change of structure."""
+"""The fused train pass replayed: weights and measurements of the eager one, through every change of structure."""
 
 import pytest
 import torch

@@ -61,7 +61,7 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
         return _TENSOR
     if value is None or isinstance(value, bool | str):
         return _Plain(type(value), value)
-    kind = type(value)
+    kind: Any = type(value)
     if is_record(value):
         names = _names(kind)
         return _Node(kind, names, tuple(_form(getattr(value, name), tensors) for name in names))
@@ -80,7 +80,7 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
 
 @lru_cache(maxsize=256)
 def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
 
 
 def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401

@@ -16,6 +16,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
+from esper.tolaria.capture import recorder_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.executors.fused import FusedExecutor
@@ -113,5 +114,6 @@ def _executor(
         )
     small = height * width <= _FUSED_PIXELS
     if config.executor == "fused" or (config.executor == "auto" and fits and small):
-        return FusedExecutor(streamed), "fused"
+        recorder = recorder_for(config.capture, "train_batch", device)
+        return FusedExecutor(streamed, recorder=recorder), "fused"
     return streamed, "streamed"

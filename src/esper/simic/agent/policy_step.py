@@ -15,10 +15,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.messages import ActResult, Hidden, HostState, SlotState
 from esper.leyline.record import record
 from esper.simic.agent.normalizers import Frozen, normalized
-from esper.tamiyo.features import features_of
+from esper.simic.compilation import blank
+from esper.tamiyo.features import feature_dim, features_of
 from esper.tamiyo.heads import sample_heads
 from esper.tamiyo.network import TamiyoNetwork
 
@@ -46,6 +48,22 @@ class Decision:
 
 PolicyFunction = Callable[[PolicyInputs, bool], Decision]
 """`PolicyStep`, or a compiled or captured form of it; the second argument asks for the most probable values."""
+
+
+def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.device) -> PolicyInputs:
+    """Empty slots of which only WAIT is legal, with the shapes and dtypes of real inputs."""
+    sizes, width = {"N": n, "S": slots}, feature_dim(slots)
+    legal = torch.zeros(n, NUM_OPS, slots, dtype=torch.bool, device=device)
+    legal[:, LifecycleOp.WAIT] = True
+    return PolicyInputs(
+        t=torch.ones((), dtype=torch.int64, device=device),
+        slots=blank(SlotState, sizes, device),
+        hosts=blank(HostState, sizes, device),
+        legal=legal,
+        uniforms=torch.zeros(n, NUM_HEADS, device=device),
+        hidden=network.initial_hidden(n, device),
+        statistics=Frozen(shift=torch.zeros(width, device=device), spread=torch.ones(width, device=device)),
+    )
 
 
 @final

@@ -67,12 +67,12 @@ def training_program(
     """The program on this memory; with a `recorder` its functions are recorded when they are called again."""
     learned = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
 
-    def train_batch(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
-        answer = _train_batch(learned, groups, scaler, x_NB, y_NB)
+    def run_batch(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+        answer = train_batch(learned, groups, scaler, x_NB, y_NB)
         optimizer.unscale()
         return answer
 
-    functions: dict[str, Any] = {"train_batch": train_batch, "step": optimizer.step}
+    functions: dict[str, Any] = {"train_batch": run_batch, "step": optimizer.step}
     if recorder is not None:
         functions = {name: Captured(f, recorder, name=f"{name} of training") for name, f in functions.items()}
     return TrainingProgram(hosts=hosts, rows=rows, groups=groups, **functions)
@@ -87,7 +87,7 @@ def structure_key(structure: Structure) -> Hashable:
     return (*masks, *(np.where(runs, values, 0).astype(np.int64).tobytes() for values in of_running))
 
 
-def _train_batch(
+def train_batch(
     learned: list[Rows], groups: Groups, scaler: LossScaler, x_NB: Tensor, y_NB: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One forward and one backward of all hosts; `learned[0]` are the hosts. Returns loss and hits [N]."""

@@ -80,7 +80,7 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
 
 @lru_cache(maxsize=256)
 def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401

@@ -60,7 +60,7 @@ def test_on_the_cpu_everything_is_eager_unless_told():
 
 
 def test_capture_on_the_cpu_is_refused_by_every_part_of_a_run():
-    with pytest.raises(ConfigError, match="capture is 'on' on the CPU.*'auto' or 'off'"):
+    with pytest.raises(ConfigError, match=r"capture is 'on' on the CPU.*'auto' or 'off'"):
         config(capture="on", device="cpu")
     told = config(capture="on")  # the device is found out later
     engine = engine_of(config(), None, CPU)

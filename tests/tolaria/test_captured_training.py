@@ -72,6 +72,24 @@ def test_a_structure_that_returns_is_replayed_with_the_weights_of_now():
     assert tape.recorded == recorded
 
 
+def test_a_frozen_seed_is_replayed_with_the_weights_it_has_learned_meanwhile():
+    found = twins(2)
+    eager, _, replayed, _, tape = found
+    falling = {"stage": int(S.BLENDING), "alpha": 0.5, "alpha_mode": int(AlphaMode.DOWN)}
+    for bench in (eager, replayed):
+        bench.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
+        bench.grow("r1c0", "norm", S.HOLDING, alpha=1.0, algorithm=GATE)
+    t = 0
+    for mode in (AlphaMode.DOWN, AlphaMode.HOLD, AlphaMode.DOWN):
+        for bench in (eager, replayed):
+            for slot in ("r0c0", "r1c0"):
+                bench.set(slot, 0, **falling | {"alpha_mode": int(mode)})
+        for _ in range(2):
+            t += 1
+            train_both(found, t)
+    assert tape.recorded == 2 * 3, "two structures: a batch, a short batch, a step"
+
+
 def test_half_precision_is_replayed_with_its_loss_scales():
     found = twins(2, scaler_dtype=torch.bfloat16)
     for bench in (found[0], found[2]):

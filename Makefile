@@ -14,7 +14,7 @@ STAMP := $(VENV)/.setup-stamp
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: setup train test test-slow test-compiled check bench
+.PHONY: setup train test test-slow test-compiled test-gpu check bench
 
 setup: $(STAMP)
 
@@ -39,6 +39,9 @@ test-slow: $(STAMP)
 
 test-compiled: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)  # it cannot trace checked annotations
+
+test-gpu: $(STAMP)
+	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m gpu tests/gpu $(ARGS)  # skipped where there is no GPU
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -82,13 +82,18 @@ def engine(
 
 
 def population(
-    num_envs: int = 2, *, host_offset: int = 0, run_seed: int = 5, optimizer: OptimizerSpec = SGD
+    num_envs: int = 2,
+    *,
+    host_offset: int = 0,
+    run_seed: int = 5,
+    optimizer: OptimizerSpec = SGD,
+    device: torch.device = CPU,
 ) -> Population:
     """Hosts of the tiny task, not yet reset."""
     host = deterministic_build(lambda: CNNHost(HOST, SLOTS, image_size=(IMAGE, IMAGE)))
     assert isinstance(host, CNNHost)
     return Population(
-        host, optimizer, num_envs=num_envs, run_seed=run_seed, device=CPU, host_offset=host_offset
+        host, optimizer, num_envs=num_envs, run_seed=run_seed, device=device, host_offset=host_offset
     )  # fmt: skip
 
 
@@ -106,15 +111,16 @@ class Bench:
         data: Dataset | None = None,
         scaler_dtype: torch.dtype | None = None,
         max_examples: int = 32_768,
+        device: torch.device = CPU,
         **population_settings: object,
     ) -> None:
-        self.population = population(num_envs, **population_settings)
-        self.data = dataset() if data is None else data
+        self.population = population(num_envs, device=device, **population_settings)
+        self.data = (dataset() if data is None else data).to(device)
         self.executor = StreamedExecutor(
             self.population, self.data, batch_train=BATCH, batch_val=VAL_BATCH,
-            scaler=LossScaler(scaler_dtype, num_envs, CPU), max_examples=max_examples,
+            scaler=LossScaler(scaler_dtype, num_envs, device), max_examples=max_examples,
         )  # fmt: skip
-        self.slots = empty_slots(num_envs, len(SLOTS), CPU)
+        self.slots = empty_slots(num_envs, len(SLOTS), device)
         self.episode, self.t = 3, 0
         self.executor.reset(self.episode)
 
@@ -128,8 +134,8 @@ class Bench:
         none = {"germinated": nothing, "released": nothing, "keep": nothing}
         nobody = {"panicked": nothing[:, 0], "snapshot": nothing[:, 0]}
         known = ("stage", "blueprint", "algorithm", "has_gate", "alpha", "alpha_mode")
-        fields = {name: getattr(self.slots, name).numpy() for name in known}
-        found = {"sets": sets.sets.numpy(), "sets_valid": sets.valid.numpy()}
+        fields = {name: getattr(self.slots, name).cpu().numpy() for name in known}
+        found = {"sets": sets.sets.cpu().numpy(), "sets_valid": sets.valid.cpu().numpy()}
         return Structure(**{"t": self.t, **fields, **none, **nobody, **found, **events})
 
     def set(self, slot_id: str, hosts: object = slice(None), *, settle: bool = True, **fields: object) -> None:

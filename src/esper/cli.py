@@ -65,6 +65,10 @@ class Train:
     """How hosts are run: streamed (one by one), fused (all at once) or auto."""
     workers: _Number = None
     """Processes that share the hosts of a CPU. (by the preset)"""
+    compile: _Text = None
+    """Whether reward and policy step are compiled: on, off or auto, which compiles on CUDA. (auto)"""
+    capture: _Text = None
+    """Whether they and fused training are replayed as CUDA graphs: on, off or auto, which waits for proof. (auto)"""
     amp: _Text = None
     """Precision of host training: off, auto, bf16 or fp16. (off)"""
     checkpoint_every: _Number = None
@@ -76,8 +80,8 @@ class Train:
     run_dir: _Path = None
     """Where the run is recorded. (a new folder under runs/)"""
     resume: _Path = None
-    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir and
-    --checkpoint-every may be given with it."""
+    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir,
+    --compile, --capture and --checkpoint-every may be given with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
 def overrides(command: Train | Evaluate) -> dict[str, Any]:
     """What the command line says of a configuration, as nested tables; raises ConfigError for a malformed --set."""
     numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
-    names = ("task", "preset", "device", "executor", "amp", *numbers)
+    names = ("task", "preset", "device", "executor", "compile", "capture", "amp", *numbers)
     told: dict[str, Any] = {name: value for name in names if (value := getattr(command, name, None)) is not None}
     if command.data_dir is not None:
         told["data_dir"] = str(command.data_dir)

@@ -42,6 +42,7 @@ def test_a_decision_uses_the_random_numbers_of_its_own_step(make_client, make_en
         u = policy_uniforms(3, torch.tensor(HOSTS), 2, 6)[t - 1]
         want = sample_heads(out.logits, obs.legal, obs.has_gate, client.agent.selectable, u, False)
         assert torch.equal(act.actions, want.actions)
+        assert torch.equal(act.raw_features, raw), "the step is among the features"
         hidden = act.hidden
 
 

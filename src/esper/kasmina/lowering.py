@@ -122,7 +122,8 @@ class StackedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, C, ...] -> the same; in train mode each host's running statistics move."""
         hosts = self.weight.shape[0]
-        if self.training and x.device.type == "cpu" and x.dim() == _IMAGE_DIM and self.running_var is not None:
+        whole = x.dtype == self.weight.dtype  # half precision needs its statistics in float32, as PyTorch has them
+        if self.training and whole and x.is_cpu and x.dim() == _IMAGE_DIM and self.running_var is not None:
             return self._by_own_batch(x, hosts)
         mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # the slab's rows lie apart
         batch_statistics = self.training or mean is None

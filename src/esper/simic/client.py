@@ -6,7 +6,7 @@
 Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -21,11 +21,12 @@ from esper.leyline.random import Stream, uniform
 from esper.leyline.record import record, tree_map
 from esper.leyline.state_tree import below, check_same_shapes, with_prefix
 from esper.simic.agent.adam import AdamState
+from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.telemetry.metrics import Read
 from esper.tamiyo.features import feature_dim, observe
-from esper.tamiyo.heads import forced, sample_heads
+from esper.tamiyo.heads import forced
 from esper.tamiyo.network import TamiyoNetwork
 
 
@@ -37,13 +38,19 @@ class _Seen:
     blueprint_index: Int[Tensor, "N S"]
 
 
+def _eager(step: PolicyStep) -> PolicyFunction:
+    """The policy step as it is."""
+    return step
+
+
 @final
 class SimicClient:
     """Policy and reward behind `ClientProtocol`; the owner of the network, its optimizer, the buffer, the statistics.
 
     The parts are ready when they come: an initialized `network` of `spec`'s shape, a `reward`, and `read`, which
     brings the metrics of an update to the host (the only host read here). `total_updates` is the length of the run,
-    for the schedules. Raises ConfigError where the parts do not fit together.
+    for the schedules; `policy_form` makes the compiled or captured form of the policy step. Raises ConfigError where
+    the parts do not fit together.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class SimicClient:
         read: Read,
         device: torch.device | str,
         total_updates: int,
+        policy_form: Callable[[PolicyStep], PolicyFunction] = _eager,
     ) -> None:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
@@ -70,6 +78,8 @@ class SimicClient:
             selectable=_selectable(spec, self.device),
             total_updates=total_updates,
         )
+        self._clock_T = torch.arange(1, spec.episode_length + 1, device=self.device)
+        self._decide = policy_form(PolicyStep(self.agent.network, self.agent.selectable, spec.episode_length))
         self.buffer = TamiyoRolloutBuffer(
             spec.num_envs,
             spec.episode_length,
@@ -103,27 +113,19 @@ class SimicClient:
     @torch.no_grad()
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
         """Observe, normalize with frozen statistics, one forward pass, sample all heads; nothing is read."""
-        raw, blueprint_index = observe(obs)
-        features = self.agent.observations.normalize(raw)
-        out = self.agent.network.step(features, blueprint_index, self.hidden)
-        heads = sample_heads(
-            out.logits,
-            obs.legal,
-            obs.has_gate,
-            self.agent.selectable,
-            self._uniforms_TNh[obs.t - 1],
-            deterministic,
+        inputs = PolicyInputs(
+            t=self._clock_T[obs.t - 1],
+            slots=obs.slots,
+            hosts=obs.hosts,
+            legal=obs.legal,
+            uniforms=self._uniforms_TNh[obs.t - 1],
+            hidden=self.hidden,
+            statistics=self.agent.observations.frozen,
         )
-        self.hidden = out.hidden
-        self._seen = _Seen(t=obs.t, blueprint_index=blueprint_index)
-        return ActResult(
-            actions=heads.actions,
-            log_prob=heads.log_prob,
-            value=out.value,
-            hidden=out.hidden,
-            raw_features=raw,
-            features=features,
-        )
+        decision = self._decide(inputs, deterministic)
+        self.hidden = decision.act.hidden
+        self._seen = _Seen(t=obs.t, blueprint_index=decision.blueprint_index)
+        return decision.act
 
     @torch.no_grad()
     def store(self, step: StepRecord) -> None:

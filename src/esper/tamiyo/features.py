@@ -111,18 +111,25 @@ def feature_names(num_slots: int) -> tuple[str, ...]:
 
 def observe(obs: Observation) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N S"]]:
     """Features and blueprint indices, from the state alone; finite for every state, whatever was measured."""
-    tables = _tables(obs.num_slots, obs.episode_length, obs.legal.device)
-    stage_NSC = tables.stage[obs.slots.stage]
-    dormant_NS = obs.slots.stage == SeedStage.DORMANT
-    slots_NSF = torch.cat((stage_NSC[..., : 1 + NUM_STAGE_CLASSES], _slot_columns(obs.slots, obs.t)), dim=-1)
+    return features_of(obs.slots, obs.hosts, obs.t, obs.episode_length)
+
+
+def features_of(
+    slots: SlotState, hosts: HostState, t: int | Int[Tensor, ""], episode_length: int
+) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N S"]]:
+    """As `observe`, from its parts; where one graph serves all steps, `t` is a tensor."""
+    tables = _tables(slots.stage.shape[1], episode_length, slots.stage.device)
+    stage_NSC = tables.stage[slots.stage]
+    dormant_NS = slots.stage == int(SeedStage.DORMANT)
+    slots_NSF = torch.cat((stage_NSC[..., : 1 + NUM_STAGE_CLASSES], _slot_columns(slots, t)), dim=-1)
     slots_NSF = slots_NSF.masked_fill(dormant_NS[..., None], 0.0)
     counts_NC = stage_NSC[..., 1 + NUM_STAGE_CLASSES :].mean(dim=1)
-    raw_ND = torch.cat((*_host_columns(obs.hosts, obs.t, counts_NC, tables.op), slots_NSF.flatten(1)), dim=1)
+    raw_ND = torch.cat((*_host_columns(hosts, t, counts_NC, tables.op), slots_NSF.flatten(1)), dim=1)
     scaled_ND = torch.clamp(raw_ND / tables.unit, tables.low, tables.high)
     # x + [x missing] * missing, which is exact where x was made 0; choosing is slow where the mask is irregular
     missing_ND = scaled_ND.isnan().to(scaled_ND.dtype)
     features_ND = torch.addcmul(scaled_ND.nan_to_num_(nan=0.0), missing_ND, tables.missing)
-    return features_ND, obs.slots.blueprint.masked_fill(dormant_NS, -1)
+    return features_ND, slots.blueprint.masked_fill(dormant_NS, -1)
 
 
 def symlog(x: Float[Tensor, "*R"]) -> Float[Tensor, "*R"]:
@@ -131,12 +138,12 @@ def symlog(x: Float[Tensor, "*R"]) -> Float[Tensor, "*R"]:
 
 
 def _host_columns(
-    hosts: HostState, t: int, counts_NC: Float[Tensor, "N 3"], op_table: Float[Tensor, "6 6"]
+    hosts: HostState, t: int | Tensor, counts_NC: Float[Tensor, "N 3"], op_table: Float[Tensor, "6 6"]
 ) -> tuple[Tensor, ...]:
     """The host block before scaling, in the order of `HOST_FEATURES`."""
     loss_NH = symlog(torch.cat((hosts.val_loss[:, None], hosts.loss_hist), dim=1))
     return (
-        torch.full_like(counts_NC[:, :1], float(t)),
+        _everywhere(t, counts_NC[:, :1]),
         loss_NH[:, :1],
         hosts.val_acc[:, None],
         loss_NH[:, 1:],
@@ -147,9 +154,14 @@ def _host_columns(
     )
 
 
-def _slot_columns(slots: SlotState, t: int) -> Float[Tensor, "N S C"]:
+def _everywhere(t: int | Tensor, like: Float[Tensor, "N 1"]) -> Float[Tensor, "N 1"]:
+    """The step in every row; filling with a tensor would read it."""
+    return t.to(like.dtype).expand_as(like) if isinstance(t, Tensor) else torch.full_like(like, float(t))
+
+
+def _slot_columns(slots: SlotState, t: int | Tensor) -> Float[Tensor, "N S C"]:
     """The slot block after the stage, before scaling, in the order of `SLOT_FEATURES`."""
-    ramping = (slots.alpha_total > 0) & (slots.alpha_mode != AlphaMode.HOLD)
+    ramping = (slots.alpha_total > 0) & (slots.alpha_mode != int(AlphaMode.HOLD))
     velocity = torch.where(ramping, (slots.alpha_target - slots.alpha_start) / slots.alpha_total, 0.0)
     # A norm that overflowed tells no more than one that was not taken; the exploding flag says the rest.
     grad_norm = slots.grad_norm.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

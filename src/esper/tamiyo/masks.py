@@ -63,7 +63,7 @@ def mask_given_op(choices: Tensor, legal: Tensor, op_mask: Tensor, op: Tensor) -
 def mask_given_slot(mask: Tensor, has_gate: Tensor, op: Tensor, slot: Tensor) -> Bool[Tensor, "*R 8 V"]:
     """`mask`, changed in place: a seed without a gate network cannot be retargeted to the style that needs one."""
     gate_here = has_gate.gather(-1, slot[..., None]).squeeze(-1)
-    mask[..., Head.STYLE, Style.GATED_GATE] &= gate_here | (op != LifecycleOp.SET_ALPHA_TARGET)
+    mask[..., Head.STYLE, Style.GATED_GATE] &= gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET))
     return mask
 
 

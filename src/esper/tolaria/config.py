@@ -6,6 +6,7 @@ from typing import Literal
 from esper.kasmina.config import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
+from esper.tolaria.capture import CaptureChoice
 from esper.tolaria.governor import GovernorConfig
 
 _MAX_HOSTS = 2**32
@@ -29,6 +30,7 @@ class EngineConfig:
             stay in one process. The config of a built engine names how many there are.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
             that the device supports.
+        capture: whether the training of a batch is recorded and replayed, see `capture.recorder_for`.
     """
 
     run_seed: int = 0
@@ -38,6 +40,7 @@ class EngineConfig:
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: Literal["auto", "fused", "streamed"] = "streamed"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
+    capture: CaptureChoice = "auto"
     host_offset: int = 0
     workers: int = 1
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
@@ -69,3 +72,5 @@ class EngineConfig:
             raise ConfigError(f"workers is {self.workers}; use 1 for this process alone.")
         if self.amp not in ("off", "auto", "bf16", "fp16"):
             raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")
+        if self.capture not in ("auto", "off", "on"):
+            raise ConfigError(f"capture is {self.capture!r}; it must be 'auto', 'off' or 'on'.")

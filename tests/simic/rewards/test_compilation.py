@@ -6,8 +6,9 @@ from reward_toys import random_hosts, reward_inputs
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.record import named_tensors
+from esper.simic.compilation import explained, is_compiled
 from esper.simic.rewards import RewardConfig, graphs_compiled, initial_state, make_reward, reward_step
-from esper.simic.rewards.compilation import blank_inputs, explained, is_compiled, kernel_for
+from esper.simic.rewards.compilation import blank_inputs, kernel_for
 from esper.simic.rewards.compiled_rewards import compute_reward_batched
 
 CPU = torch.device("cpu")
@@ -38,7 +39,8 @@ def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():
 
 
 def test_a_failed_compilation_names_the_way_out():
-    message = str(explained(RuntimeError("no compiler\nand a long log")))
+    message = str(explained("the toy", RuntimeError("no compiler\nand a long log")))
+    assert message.startswith("the toy could not be compiled")
     assert "no compiler" in message
     assert "log" not in message
     assert "compile = 'off'" in message

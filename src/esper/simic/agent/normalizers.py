@@ -39,6 +39,19 @@ def masked_moments(rows: Float[Tensor, "*R_D"], valid: Bool[Tensor, "*R"]) -> Mo
     return Moments(count=count, mean=mean, var=var)
 
 
+@record
+class Frozen:
+    """What rows are normalized with during a rollout: `(x - shift) / spread`."""
+
+    shift: Float[Tensor, "*D"]
+    spread: Float[Tensor, "*D"]
+
+
+def normalized(rows: Float[Tensor, "*R_D"], by: Frozen) -> Float[Tensor, "*R_D"]:
+    """`clip((x - shift) / spread, +-10)`."""
+    return ((rows - by.shift) / by.spread).clamp(-CLIP, CLIP)
+
+
 @final
 class RunningMeanVar:
     """Exponentially weighted mean and variance of rollouts.
@@ -63,7 +76,7 @@ class RunningMeanVar:
 
     def normalize(self, rows: Float[Tensor, "*R_D"]) -> Float[Tensor, "*R_D"]:
         """`clip((x - mean) / sqrt(var + 1e-4), +-10)`; before the first update `clip(x, +-10)`."""
-        return ((rows - self._shift) / self._spread).clamp(-CLIP, CLIP)
+        return normalized(rows, self.frozen)
 
     def scale_with(self, batch: Moments) -> Float[Tensor, "*D"]:
         """Standard deviation to divide by, at least 1e-4; before the first update that of `batch` itself."""
@@ -92,8 +105,10 @@ class RunningMeanVar:
     def _freeze(self) -> None:
         """What `normalize` needs, in the precision of the features, computed once per rollout."""
         std = (self.var + VARIANCE_EPS).sqrt()
-        self._shift = torch.where(self.started, self.mean, 0.0).to(torch.float32)
-        self._spread = torch.where(self.started, std, 1.0).to(torch.float32)
+        self.frozen = Frozen(
+            shift=torch.where(self.started, self.mean, 0.0).to(torch.float32),
+            spread=torch.where(self.started, std, 1.0).to(torch.float32),
+        )
 
 
 def scale_rewards(rewards: Float[Tensor, "N T"], scale: Float[Tensor, ""]) -> Float[Tensor, "N T"]:

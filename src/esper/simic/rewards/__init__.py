@@ -1,7 +1,7 @@
 """Rewards: what a step is worth, for all hosts at once (`reward_step`) and in plain floats (`reward_of_row`)."""
 
-from esper.simic.rewards.compilation import CompileChoice as CompileChoice
-from esper.simic.rewards.compilation import graphs_compiled as graphs_compiled
+from esper.simic.compilation import CompileChoice as CompileChoice
+from esper.simic.compilation import graphs_compiled as graphs_compiled
 from esper.simic.rewards.compiled_rewards import RewardOutput as RewardOutput
 from esper.simic.rewards.compiled_rewards import compute_reward_batched as compute_reward_batched
 from esper.simic.rewards.config import LOSS_PRESETS as LOSS_PRESETS

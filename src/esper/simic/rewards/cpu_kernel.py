@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from esper.simic.compilation import CompiledStep
 from esper.simic.rewards.compiled_rewards import RewardOutput, compute_reward_batched
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class CpuKernel:
         graph = CpuGraph(tuple(given), forms, names.index(_MASK), _compiled(given))
         self._graphs.append(graph)
         CpuKernel.compiled += 1
+        CompiledStep.graphs_built += 1
         return graph, [given[name] for name in names]
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.protocols import RewardProtocol
-from esper.simic.rewards.compilation import CompileChoice, blank_inputs, explained, kernel_for
+from esper.simic.compilation import CompileChoice, explained
+from esper.simic.rewards.compilation import blank_inputs, kernel_for
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.compiled_rewards import RewardOutput as KernelOutput
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
@@ -31,6 +32,10 @@ else:  # a structural type cannot be checked while tests run
 RewardFactory = Callable[[RewardConfig], AnyReward]
 
 
+def _as_it_is(kernel: Kernel) -> Kernel:
+    return kernel
+
+
 @final
 class ContributionReward:
     """The nine built-in modes behind `RewardProtocol`: all that differs between them is in the configuration."""
@@ -39,21 +44,33 @@ class ContributionReward:
         self.config = config
         self._pay: Kernel = compute_reward_batched
 
-    def warm_up(self, choice: CompileChoice, n: int, slots: int, device: torch.device) -> None:
+    def warm_up(
+        self,
+        choice: CompileChoice,
+        n: int,
+        slots: int,
+        device: torch.device,
+        *,
+        replayed: Callable[[Kernel], Kernel] = _as_it_is,
+    ) -> None:
         """Choose eager or compiled, and compile now rather than in the first step of a run of `n` hosts.
 
+        `replayed` makes a kernel that is recorded in its first calls, which are made here too.
+
         Raises:
-            ConfigError: the kernel cannot be compiled here.
+            ConfigError: the kernel cannot be compiled or recorded here.
         """
-        self._pay = kernel_for(choice, device)
-        if self._pay is compute_reward_batched:
-            return
+        kernel = kernel_for(choice, device)
+        self._pay = replayed(kernel)
+        blank, start = blank_inputs(n, slots, device), initial_state(n, slots, 1, device, self.config)
         try:
-            reward_step(
-                blank_inputs(n, slots, device), initial_state(n, slots, 1, device, self.config), self.config, self._pay
-            )
+            if kernel is not compute_reward_batched:
+                reward_step(blank, start, self.config, kernel)
         except (RuntimeError, ImportError) as error:  # what every part of the compiler raises; its insides may move
-            raise explained(error) from error
+            raise explained("the reward kernel", error) from error
+        if self._pay is not kernel:
+            for _ in range(2):
+                reward_step(blank, start, self.config, self._pay)
 
     @property
     def terms(self) -> Sequence[str]:

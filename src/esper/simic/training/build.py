@@ -14,6 +14,7 @@ from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
+from esper.simic.training.kernels import policy_form, replayed_reward, require_replayed_training
 from esper.simic.training.plugins import load_plugins
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
@@ -54,8 +55,8 @@ def engine_of(
     engine_config: EngineConfig | None = None,
     on_step: StepListener | None = None,
 ) -> VectorizedEngine:
-    """The hosts of a run."""
-    return build_engine(
+    """The hosts of a run; raises ConfigError where they are to be replayed and cannot be."""
+    engine = build_engine(
         engine_config or config.engine(),
         config.task_spec(),
         dataset,
@@ -63,21 +64,25 @@ def engine_of(
         on_step=on_step,
         prepare=partial(load_plugins, config.plugins),
     )
+    require_replayed_training(config, engine)
+    return engine
 
 
 def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
-    """Who pays, compiled before the first step where that was chosen.
+    """Who pays, compiled and recorded before the first step where that was chosen.
 
     Raises:
-        ConfigError: the reward cannot be compiled, here or at all.
+        ConfigError: the reward cannot be compiled or recorded, here or at all.
     """
     reward = make_reward(config.reward_name, config.reward)
     if isinstance(reward, ContributionReward):
-        reward.warm_up(config.compile, spec.num_envs, spec.num_slots, spec.device)
-    elif config.compile == "on":
+        reward.warm_up(
+            config.compile, spec.num_envs, spec.num_slots, spec.device, replayed=replayed_reward(config, spec)
+        )
+    elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
         raise ConfigError(
-            f"compile is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what can "
-            "be compiled; set compile = 'auto'."
+            f"{asked[0]} is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what "
+            f"can be compiled or captured; set {asked[0]} = 'auto'."
         )
     return reward
 
@@ -100,6 +105,7 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
         read=read_floats,
         device=spec.device,
         total_updates=config.schedule_rounds,
+        policy_form=policy_form(config, spec),
     )
 
 

@@ -22,6 +22,7 @@ from esper.simic.agent.config import PPOConfig
 from esper.simic.rewards import MODES, CompileChoice, ModeTraits, RewardConfig, reward_traits
 from esper.simic.training.values import Values, plain
 from esper.tasks.registry import TaskSpec, task_by_name
+from esper.tolaria.capture import CaptureChoice
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
 
@@ -69,9 +70,13 @@ class RunConfig:
     """Threads of one operation on the CPU; 0 is PyTorch's own choice, or with several workers the cores that each of
     them has. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
-    """Whether the reward kernel is compiled before the first round: "on", "off", or "auto", which is "on" on CUDA. On
-    the CPU that takes up to half a minute and a C++ compiler, and saves 1 to 2 ms per step, so it pays in long runs
-    alone, of 10,000 steps or more."""
+    """Whether reward kernel and policy step are compiled before the first round: "on", "off", or "auto", which is "on"
+    on CUDA. On the CPU each takes up to half a minute and a C++ compiler, and saves 1 to 2 ms per step at most, so it
+    pays in long runs alone, of 10,000 steps or more."""
+    capture: CaptureChoice = "auto"
+    """Whether policy step, reward kernel and, with executor "fused", the training of a batch are recorded as CUDA
+    graphs and replayed: "off"; "on", which a CPU refuses; or "auto", which replays on CUDA what has been proven there.
+    So far nothing has, and "auto" is "off"."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
@@ -97,6 +102,8 @@ class RunConfig:
         self._check_slots(task)
         self._check_batches(task)
         self._check_reward()
+        if self.capture == "on" and self.device == "cpu":
+            raise ConfigError("capture is 'on' on the CPU, which has no CUDA graphs; use 'auto' or 'off'.")
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
@@ -157,6 +164,7 @@ class RunConfig:
             executor=self.executor,
             workers=self.workers,
             amp=self.amp,
+            capture=self.capture,
             lifecycle=self.lifecycle,
             governor=self.governor,
         )

@@ -11,6 +11,7 @@ from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
+from esper.tolaria.capture import recorder_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -60,5 +61,6 @@ def network_executor(
         )
     small = height * width <= _FUSED_PIXELS
     if config.executor == "fused" or (config.executor == "auto" and fits and small):
-        return FusedExecutor(streamed), "fused"
+        recorder = recorder_for(config.capture, "train_batch", device)
+        return FusedExecutor(streamed, recorder=recorder), "fused"
     return streamed, "streamed"

@@ -21,6 +21,7 @@ from esper.kasmina.lifecycle import SeedCosts
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.capture import Programs, Recorder
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.fused_prefixes import Bucket, buckets
 from esper.tolaria.executors.fused_slots import Rows, SlotGroup, apply_groups, fixed, learning, slot_groups
@@ -29,6 +30,7 @@ from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPas
 from esper.tolaria.executors.running import begin_training, finish_training
 from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.training_program import TrainingProgram, structure_key, training_program
 from esper.tolaria.executors.twins import Twins
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
 
@@ -44,13 +46,21 @@ class FusedExecutor:
     hosts do not, so there `streamed` does it; `measures_together` says otherwise.
     """
 
-    def __init__(self, streamed: StreamedExecutor, *, measures_together: bool | None = None) -> None:
+    def __init__(
+        self,
+        streamed: StreamedExecutor,
+        *,
+        measures_together: bool | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         on_cpu = streamed.population.device.type == "cpu"
         self.measures_together = not on_cpu if measures_together is None else measures_together
         self.streamed, self.population = streamed, streamed.population
         self.costs: SeedCosts = streamed.costs
         self.host_params = streamed.host_params
         self.twins = Twins(self.population)
+        self._recorder = recorder
+        self._programs: Programs[TrainingProgram] = Programs()
         self._everyone = np.arange(self.population.num_envs)
         self._num_classes = self.population.host_module.spec.classes
         self._floats_per_example = self.streamed.largest_activation
@@ -77,29 +87,23 @@ class FusedExecutor:
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
         p, s = self.population, self.streamed
-        hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
-        rows = begin_training(p, s.structure)
-        optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
-        host = learning(self.twins.host, hosts, 0, p.num_envs, p.host.buffers)
-        groups = slot_groups(p, self.twins, s.structure, slots.alpha, rows, self._everyone)
-        learned = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
+        program = self._program(slots)
         self.twins.train(True)
         loss_sum = torch.zeros(p.num_envs, device=p.device)
         correct = torch.zeros(p.num_envs, dtype=torch.int64, device=p.device)
         batches = s.begin_epoch(t)
         count, last = 0, len(batches) - 1
         for i, (x_NB, y_NB) in enumerate(batches):
-            losses, hits = self._train_batch(learned, groups, x_NB, y_NB)
-            optimizer.unscale()
+            losses, hits = program.train_batch(x_NB, y_NB)
             if i == last:
-                gradients = gradient_statistics(p, s.structure, rows, hosts.grad)
-            optimizer.step()
+                gradients = gradient_statistics(p, s.structure, program.rows, program.hosts.grad)
+            program.step()
             loss_sum += losses * y_NB.shape[1]
             correct += hits
             count += y_NB.shape[1]
-        p.host.finish(hosts)
-        finish_training(p, rows)
-        for group in (g for of_slot in groups.values() for g in of_slot):
+        p.host.finish(program.hosts)
+        finish_training(p, program.rows)
+        for group in (g for of_slot in program.groups.values() for g in of_slot):
             group.keep_buffers(p)
         return TrainPass(
             acc=100.0 * correct / count,
@@ -111,27 +115,16 @@ class FusedExecutor:
             grad_ratio=gradients.ratio,
         )
 
-    def _train_batch(
-        self, learned: list[Rows], groups: dict[str, list[SlotGroup]], x_NB: Tensor, y_NB: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """One forward and one backward of all hosts; `learned[0]` are the hosts. Returns loss and hits [N]."""
-        num_hosts, batch = y_NB.shape
-        x = x_NB.transpose(0, 1).flatten(0, 1)
-        y_BN = y_NB.t()
-
-        def apply(slot_id: str, h: Tensor) -> Tensor:
-            of_slot = groups.get(slot_id)
-            return h if of_slot is None else apply_groups(of_slot, h, num_hosts)
-
-        with self.streamed.scaler.autocast():
-            logits = learned[0](x, apply).float()
-        loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)
-        loss_N = loss_BN.mean(dim=0)
-        leaves = [leaf for rows in learned for leaf in rows.parameters]
-        slopes = torch.autograd.grad((loss_N * self.streamed.scaler.scale).sum(), leaves)
-        torch._foreach_copy_([slope for rows in learned for slope in rows.slopes], slopes)
-        hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
-        return loss_N.detach(), hits
+    def _program(self, slots: SlotState) -> TrainingProgram:
+        """What this pass runs; where it is recorded, on the memory of an earlier pass of the same structure."""
+        p, s = self.population, self.streamed
+        hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
+        rows = begin_training(p, s.structure)
+        optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
+        host = learning(self.twins.host, hosts, 0, p.num_envs, p.host.buffers)
+        groups = slot_groups(p, self.twins, s.structure, slots.alpha, rows, self._everyone)
+        program = training_program(host, hosts, rows, groups, optimizer, s.scaler, self._recorder)
+        return program if self._recorder is None else self._programs.settled(structure_key(s.structure), program)
 
     # -- measuring --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,96 @@
+"""One decision of all hosts as a pure function of tensors: what `SimicClient.act` runs.
+
+    state of hosts and slots --> features --> normalized --> network (recurrent state in, out) --> eight heads
+
+Nothing that changes from step to step is a plain number, so that one recording or one compiled graph serves a run: the
+step enters as a tensor, the random numbers were drawn before.
+
+Shape legend: N = hosts, S = slots, D = features, B = blueprints.
+"""
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
+from esper.leyline.messages import ActResult, Hidden, HostState, SlotState
+from esper.leyline.record import record
+from esper.simic.agent.normalizers import Frozen, normalized
+from esper.simic.compilation import blank
+from esper.tamiyo.features import feature_dim, features_of
+from esper.tamiyo.heads import sample_heads
+from esper.tamiyo.network import TamiyoNetwork
+
+
+@record
+class PolicyInputs:
+    """All that a decision depends on besides the weights; `t` is the step from 1, `uniforms` one number per head."""
+
+    t: Int[Tensor, ""]
+    slots: SlotState
+    hosts: HostState
+    legal: Bool[Tensor, "N 6 S"]
+    uniforms: Float[Tensor, "N 8"]
+    hidden: Hidden
+    statistics: Frozen
+
+
+@record
+class Decision:
+    """What the engine is told, and what the buffer keeps besides."""
+
+    act: ActResult
+    blueprint_index: Int[Tensor, "N S"]
+
+
+PolicyFunction = Callable[[PolicyInputs, bool], Decision]
+"""`PolicyStep`, or a compiled or captured form of it; the second argument asks for the most probable values."""
+
+
+def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.device) -> PolicyInputs:
+    """Empty slots of which only WAIT is legal, with the shapes and dtypes of real inputs."""
+    sizes, width = {"N": n, "S": slots}, feature_dim(slots)
+    legal = torch.zeros(n, NUM_OPS, slots, dtype=torch.bool, device=device)
+    legal[:, LifecycleOp.WAIT] = True
+    return PolicyInputs(
+        t=torch.ones((), dtype=torch.int64, device=device),
+        slots=blank(SlotState, sizes, device),
+        hosts=blank(HostState, sizes, device),
+        legal=legal,
+        uniforms=torch.zeros(n, NUM_HEADS, device=device),
+        hidden=network.initial_hidden(n, device),
+        statistics=Frozen(shift=torch.zeros(width, device=device), spread=torch.ones(width, device=device)),
+    )
+
+
+@final
+class PolicyStep(nn.Module):
+    """The eager form, and what all other forms are made from."""
+
+    def __init__(self, network: TamiyoNetwork, selectable: Bool[Tensor, " B"], episode_length: int) -> None:
+        super().__init__()
+        self.network = network
+        self.selectable = selectable
+        self.episode_length = episode_length
+
+    @torch.no_grad()
+    def forward(self, inputs: PolicyInputs, deterministic: bool = False) -> Decision:
+        """Observe, normalize with frozen statistics, one step of the network, sample all heads; nothing is read."""
+        raw, blueprint_index = features_of(inputs.slots, inputs.hosts, inputs.t, self.episode_length)
+        features = normalized(raw, inputs.statistics)
+        out = self.network.step(features, blueprint_index, inputs.hidden)
+        heads = sample_heads(
+            out.logits, inputs.legal, inputs.slots.has_gate, self.selectable, inputs.uniforms, deterministic
+        )
+        act = ActResult(
+            actions=heads.actions,
+            log_prob=heads.log_prob,
+            value=out.value,
+            hidden=out.hidden,
+            raw_features=raw,
+            features=features,
+        )
+        return Decision(act=act, blueprint_index=blueprint_index)

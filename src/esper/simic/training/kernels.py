@@ -1,0 +1,89 @@
+"""Every function that is compiled or replayed, with its eager twin: the one place where a run chooses among them.
+
+    function      what it is                            setting `compile`            setting `capture`
+    policy_step   a decision of all hosts               compiled on CUDA by "auto"   replayed, CUDA
+    reward        the pay of a step of all hosts        compiled on CUDA by "auto"   replayed, CUDA
+    train_batch   forward, backward and optimizer step  always eager                 replayed, CUDA, executor "fused"
+                  of a batch of all hosts
+
+All forms of a function give the same answer, and the eager one stays importable. Compiling and recording happen here,
+before the first step; `graphs_compiled` and `Captured.num_recordings` tell whether it happened again later. What
+`compile` and `capture` mean on a device is decided in `simic/compilation.py` and `tolaria/capture.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.protocols import EngineSpec
+from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
+from esper.simic.compilation import CompiledStep, explained, is_compiled
+from esper.simic.rewards.compilation import kernel_for
+from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
+from esper.simic.training.config import RunConfig
+from esper.tolaria.capture import Captured, capture, recorder_for
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.training_program import train_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """One function: the eager twin, and what makes its compiled form (None where it is never compiled)."""
+
+    eager: Callable[..., Any]
+    compiled: Callable[..., Any] | None
+
+
+FUNCTIONS: Mapping[str, Forms] = {
+    "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep),
+    "reward": Forms(eager=compute_reward_batched, compiled=kernel_for),
+    "train_batch": Forms(eager=train_batch, compiled=None),
+}
+"""By name; `tolaria.capture.CAPTURED` are those that can be replayed."""
+
+
+def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:
+    """What makes the policy step of a run: eager, or compiled, and then recorded or not.
+
+    Raises:
+        ConfigError: it was asked for and cannot be, here or when it is made.
+    """
+    recorder = recorder_for(config.capture, "policy_step", spec.device)
+
+    def form(step: PolicyStep) -> PolicyFunction:
+        decide: PolicyFunction = step
+        example = blank_inputs(step.network, spec.num_envs, spec.num_slots, spec.device)
+        if is_compiled(config.compile, spec.device):
+            decide = CompiledStep(step)
+            try:
+                decide(example, False)
+            except (RuntimeError, ImportError) as error:  # what every part of the compiler raises
+                raise explained("the policy step", error) from error
+        if recorder is not None:
+            decide = capture(decide, example, False, recorder=recorder, name="the policy step")
+        return decide
+
+    return form
+
+
+def replayed_reward(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel]:
+    """What makes the recorded form of the reward kernel, compiled or not; the kernel itself where none is wanted.
+
+    Raises:
+        ConfigError: recording was asked for on a device that cannot.
+    """
+    recorder = recorder_for(config.capture, "reward", spec.device)
+    if recorder is None:
+        return lambda kernel: kernel
+    return lambda kernel: Captured(kernel, recorder, name="the reward kernel")
+
+
+def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:
+    """Refuse `capture = "on"` where hosts are trained by an executor that cannot be replayed; raises ConfigError."""
+    if config.capture == "on" and isinstance(engine.executor, StreamedExecutor):
+        raise ConfigError(
+            "capture is 'on', but the executor is 'streamed', whose hosts are trained one after another and not "
+            "replayed; use executor 'fused', or capture 'auto'."
+        )

@@ -1,0 +1,179 @@
+"""What must hold on a GPU, as functions of a device and of a way to record; `test_on_cuda.py` calls them there.
+
+`tests/test_gpu_rehearsal.py` calls those that do not need CUDA itself on the CPU with a tape, so that a mistake in a
+check is found without a GPU.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper.leyline.record import named_tensors, replace
+from esper.leyline.stages import Algorithm, SeedStage
+from esper.simic.client import SimicClient
+from esper.simic.training import kernels
+from esper.simic.training.build import dataset_of, engine_of, learner_of
+from esper.simic.training.config import RunConfig
+from esper.simic.training.presets import resolve
+from esper.tolaria.capture import Recorder
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.protocol import TrainPass
+from tiny import Bench
+
+MakeRecorder = Callable[[], Recorder]
+STEPS = 8
+NULL = {
+    "task": "null", "num_envs": 6, "episode_length": STEPS, "reward": {"mode": "shaped"},
+    "ppo": {"feature_width": 32, "hidden_width": 32, "epochs": 1, "minibatches": 2},
+}  # fmt: skip
+TINY = {**NULL, "task": "tiny", "num_envs": 3, "executor": "fused", "lifecycle": {"sequential": False}}
+
+
+def config(device: torch.device, **told: object) -> RunConfig:
+    import small_runs
+
+    assert small_runs.OPTIONS  # registers the tiny task
+    return resolve({**NULL, "device": str(device), **told})
+
+
+def parts(chosen: RunConfig, device: torch.device) -> tuple[VectorizedEngine, SimicClient]:
+    engine = engine_of(chosen, dataset_of(chosen, device), device)
+    return engine, learner_of(chosen, engine.spec)
+
+
+def recording(monkeypatch: pytest.MonkeyPatch, make: MakeRecorder) -> None:
+    """Everything that can be captured is, by recorders of the test's choice."""
+    import esper.tolaria.build as engine_build
+
+    for module in (kernels, engine_build):
+        monkeypatch.setattr(module, "recorder_for", lambda choice, name, device: make())
+
+
+def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorder: MakeRecorder | None) -> None:
+    """A second learner in other forms, shown the steps of an eager one, decides and pays alike."""
+    engine, client = parts(config(device, compile="off", capture="off"), device)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if make_recorder is not None:
+            recording(monkeypatch, make_recorder)
+        other = learner_of(forms, engine.spec)
+    for episode in range(2):
+        engine.reset(client, episode)
+        other.begin_rollout(episode, engine.spec.host_ids())
+        act, pay = client.act, client.step
+
+        def act_both(obs, *, deterministic=False, act=act):
+            other.hidden = client.hidden
+            want, got = act(obs), other.act(obs)
+            assert_close(got, want, atol=1e-4)
+            assert torch.equal(got.actions, want.actions)
+            return want
+
+        def pay_both(inputs, state, pay=pay):
+            want, after = pay(inputs, state)
+            got, other_after = other.step(inputs, state)
+            assert_close(got, want, atol=1e-4)
+            assert_close(other_after, after, atol=1e-4)
+            return want, after
+
+        client.act, client.step = act_both, pay_both
+        engine.rollout(client)
+        client.act, client.step = act, pay
+        client.update()
+        other.load_state_dict(client.state_dict())
+
+
+def assert_close(got: object, want: object, atol: float) -> None:
+    for (name, a), (_, b) in zip(named_tensors(got), named_tensors(want), strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=1e-4, equal_nan=True, msg=lambda text, name=name: name + text)
+
+
+def trained(
+    device: torch.device, kind: str, dtype: torch.dtype | None = None, recorder: Recorder | None = None, epochs: int = 2
+) -> tuple[list[TrainPass], Tensor, Bench]:
+    """Mixed seeds for some epochs: what was told, accuracies of all coalitions afterwards."""
+    bench = Bench(3, device=device, scaler_dtype=dtype)
+    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor, recorder=recorder)
+    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "conv_heavy", SeedStage.BLENDING, alpha=0.3, algorithm=Algorithm.GATE, hosts=[0, 2])
+    bench.grow("r0c1", "norm", SeedStage.TRAINING, algorithm=Algorithm.MULTIPLY, hosts=[1])
+    told = [executor.train_epoch(t, bench.slots) for t in range(1, epochs + 1)]
+    found = bench.coalitions()
+    executor.settle(bench.structure(found))
+    return told, executor.evaluate(epochs, bench.slots, found).loss, bench
+
+
+def check_replayed_training(device: torch.device, make_recorder: MakeRecorder, dtype: torch.dtype | None) -> None:
+    """Replayed epochs give what eager ones give. Atomic additions may round differently, hence the tolerance."""
+    atol = 1e-3 if dtype is None else 3e-2
+    want, loss, eager = trained(device, "fused", dtype, None, 4)
+    got, loss_replayed, replayed = trained(device, "fused", dtype, make_recorder(), 4)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.loss, b.loss, atol=atol, rtol=atol)
+    torch.testing.assert_close(loss_replayed, loss, atol=atol, rtol=atol)
+    torch.testing.assert_close(
+        replayed.population.host.params, eager.population.host.params, atol=atol, rtol=10 * atol
+    )  # fmt: skip
+    assert torch.equal(replayed.executor.scaler.good_steps, eager.executor.scaler.good_steps)
+
+
+def check_executors(device: torch.device) -> None:
+    """Both executors on the device against the streamed one on the CPU."""
+    want, loss, _ = trained(torch.device("cpu"), "streamed")
+    for kind in ("streamed", "fused"):
+        got, other_loss, _ = trained(device, kind)
+        for a, b in zip(got, want, strict=True):
+            for name in ("loss", "grad_norm", "grad_health"):
+                x, y = getattr(a, name).cpu(), getattr(b, name)
+                torch.testing.assert_close(x, y, atol=1e-3, rtol=1e-3, equal_nan=True, msg=f"{kind} {name}")
+        torch.testing.assert_close(other_loss.cpu(), loss, atol=2e-3, rtol=2e-3)
+
+
+def check_half_precision(device: torch.device, kind: str, dtype: torch.dtype) -> None:
+    """Training in half precision stays near that in float32, and loss scales move as they should."""
+    want, _, _ = trained(device, kind)
+    got, _, bench = trained(device, kind, dtype)
+    for a, b in zip(got, want, strict=True):
+        assert bool(a.loss.isfinite().all())
+        torch.testing.assert_close(a.loss, b.loss, atol=0.1, rtol=0.1)
+    steps = bench.executor.scaler.good_steps
+    assert bool((steps == 0).all()) if dtype is torch.bfloat16 else bool((steps > 0).all())
+
+
+def check_captured_run(device: torch.device, make_recorder: MakeRecorder) -> None:
+    """A whole run with everything replayed: it goes on for two rounds, and its first losses are the eager ones."""
+    losses: list[list[Tensor]] = []
+    for make in (None, make_recorder):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if make is not None:
+                recording(monkeypatch, make)
+            engine, client = parts(config(device, **TINY), device)
+        seen: list[Tensor] = []
+        for episode in range(2):
+            engine.reset(client, episode)
+            while engine.t < STEPS:
+                engine.step(client)
+                seen.append(engine.state.hosts.val_loss.clone())
+            engine.settle()
+            client.update()
+        losses.append(seen)
+    assert all(bool(x.isfinite().all()) for x in losses[1])
+    for want, got in zip(losses[0][:3], losses[1][:3], strict=True):  # later ones part: training is chaotic
+        torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+
+
+def check_step_is_an_argument(device: torch.device, make_recorder: MakeRecorder) -> None:
+    """A replayed policy step sees the step number: the features of another step differ in the columns of time."""
+    _, client = parts(config(device), device)
+    from esper.simic.agent.policy_step import PolicyStep, blank_inputs
+    from esper.tolaria.capture import capture
+
+    step = PolicyStep(client.agent.network, client.agent.selectable, STEPS)
+    inputs = blank_inputs(client.agent.network, 6, client.spec.num_slots, device)
+    replayed = capture(step, inputs, False, recorder=make_recorder(), name="policy step")
+    for t in (1, 5, 8):
+        now = replace(inputs, t=torch.full((), t, device=device))
+        assert torch.equal(replayed(now, False).act.raw_features, step(now, False).act.raw_features)
+        assert replayed(now, False).act.raw_features[0, 0].item() == pytest.approx(t / STEPS)

@@ -1,0 +1,40 @@
+"""The checks of `tests/gpu` on the CPU, with a tape in the place of CUDA graphs: a rehearsal, not a proof."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tape import TapeRecorder
+
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+import checks
+
+CPU = torch.device("cpu")
+
+
+def test_replayed_decisions_and_pay():
+    checks.check_decisions_and_pay(CPU, checks.config(CPU), TapeRecorder)
+
+
+def test_a_replayed_policy_step_sees_the_step_number():
+    checks.check_step_is_an_argument(CPU, TapeRecorder)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16"])
+def test_replayed_training(dtype):
+    checks.check_replayed_training(CPU, TapeRecorder, dtype)
+
+
+def test_a_run_with_everything_replayed():
+    checks.check_captured_run(CPU, TapeRecorder)
+
+
+def test_both_executors():
+    checks.check_executors(CPU)
+
+
+@pytest.mark.parametrize("kind", ["streamed", "fused"])
+def test_half_precision(kind):
+    checks.check_half_precision(CPU, kind, torch.bfloat16)

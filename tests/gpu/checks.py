@@ -29,7 +29,7 @@ NULL = {
     "task": "null", "num_envs": 6, "episode_length": STEPS, "reward": {"mode": "shaped"},
     "ppo": {"feature_width": 32, "hidden_width": 32, "epochs": 1, "minibatches": 2},
 }  # fmt: skip
-TINY = {**NULL, "task": "tiny", "num_envs": 3, "executor": "fused", "lifecycle": {"sequential": False}}
+TINY = {**NULL, "task": "tiny", "num_envs": 3, "executor": "fused", "workers": 1, "lifecycle": {"sequential": False}}
 
 
 def config(device: torch.device, **told: object) -> RunConfig:
@@ -46,10 +46,10 @@ def parts(chosen: RunConfig, device: torch.device) -> tuple[VectorizedEngine, Si
 
 def recording(monkeypatch: pytest.MonkeyPatch, make: MakeRecorder) -> None:
     """Everything that can be captured is, by recorders of the test's choice."""
-    import esper.tolaria.build as engine_build
+    import esper.tolaria.executors.choice as choice
 
-    for module in (kernels, engine_build):
-        monkeypatch.setattr(module, "recorder_for", lambda choice, name, device: make())
+    for module in (kernels, choice):
+        monkeypatch.setattr(module, "recorder_for", lambda wanted, name, device: make())
 
 
 def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorder: MakeRecorder | None) -> None:

@@ -24,6 +24,7 @@ from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.training.config import RunConfig
 from esper.tolaria.capture import Captured, capture, recorder_for
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.training_program import train_batch
 
@@ -82,7 +83,7 @@ def replayed_reward(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], K
 
 def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:
     """Refuse `capture = "on"` where hosts are trained by an executor that cannot be replayed; raises ConfigError."""
-    if config.capture == "on" and isinstance(engine.executor, StreamedExecutor):
+    if config.capture == "on" and isinstance(engine.executor, StreamedExecutor | ShardedExecutor):
         raise ConfigError(
             "capture is 'on', but the executor is 'streamed', whose hosts are trained one after another and not "
             "replayed; use executor 'fused', or capture 'auto'."

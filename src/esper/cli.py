@@ -63,6 +63,8 @@ class Train:
     """Folder of the task's data files. (the environment variable ESPER_DATA)"""
     executor: _Text = None
     """How hosts are run: streamed (one by one), fused (all at once) or auto."""
+    topology: _Text = None
+    """What is run: grouped (what grows) or static (all that could grow, without a read between steps). (grouped)"""
     amp: _Text = None
     """Precision of host training: off, auto, bf16 or fp16. (off)"""
     checkpoint_every: _Number = None
@@ -162,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
 def overrides(command: Train | Evaluate) -> dict[str, Any]:
     """What the command line says of a configuration, as nested tables; raises ConfigError for a malformed --set."""
     numbers = ("rounds", "num_envs", "episode_length", "seed", "checkpoint_every")
-    names = ("task", "preset", "device", "executor", "amp", *numbers)
+    names = ("task", "preset", "device", "executor", "topology", "amp", *numbers)
     told: dict[str, Any] = {name: value for name in names if (value := getattr(command, name, None)) is not None}
     if command.data_dir is not None:
         told["data_dir"] = str(command.data_dir)

@@ -118,7 +118,10 @@ def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header
     console = RunConsole()
     console.say(f"recorded in {directory.path}, on {parts.engine.spec.device}")
     if (taken := parts.engine.config.executor) != "auto":  # a task without networks has none
-        console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else ""))
+        if config.topology == "static":
+            console.say("topology: static (records arrive at the end of a round)")
+        else:
+            console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else ""))
     if start is not None:
         inside = f" and {start.step} steps" if start.step else ""
         console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")

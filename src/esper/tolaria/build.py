@@ -21,6 +21,7 @@ from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
+from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.twins import can_fuse
 
@@ -76,6 +77,11 @@ def _executor(
 ) -> tuple[Executor, Literal["auto", "fused", "streamed"]]:
     """The executor, and what it is called."""
     if task.script is not None:
+        if config.topology == "static":
+            raise ConfigError(
+                f"topology is 'static', but task {task.name!r} runs no networks that could be selected by masks; set "
+                "topology to 'grouped'."
+            )
         scripted = ScriptedExecutor(
             task.script,
             num_envs=config.num_envs,
@@ -105,12 +111,15 @@ def _executor(
         batch_val=task.batch_val,
         scaler=LossScaler(amp_dtype(config.amp, device), config.num_envs, device),
     )
-    fits = can_fuse(population)
-    if config.executor == "fused" and not fits:
+    fits, static = can_fuse(population), config.topology == "static"
+    if (config.executor == "fused" or static) and not fits:
+        asked, out = ("topology is 'static'", " with topology 'grouped'") if static else ("executor is 'fused'", "")
         raise ConfigError(
-            "executor is 'fused', but the host has layers with weights that no stacking rule knows; "
-            "use executor 'streamed', or add a rule to kasmina.lowering.STACKED."
+            f"{asked}, but the host has layers with weights that no stacking rule knows; "
+            f"use executor 'streamed'{out}, or add a rule to kasmina.lowering.STACKED."
         )
+    if static:
+        return StaticExecutor(streamed), "fused"
     small = height * width <= _FUSED_PIXELS
     if config.executor == "fused" or (config.executor == "auto" and fits and small):
         return FusedExecutor(streamed), "fused"

@@ -25,6 +25,8 @@ class EngineConfig:
         executor: how the hosts are run: "streamed" one after another, bit for bit as if each were alone; "fused" all at
             once, equal up to rounding; "auto" is fused for small images, where it is faster. The config of a built
             engine names the one that was taken.
+        topology: "grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that
+            could grow under masks, all hosts at once, and nothing is read between the steps of an episode.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
             that the device supports.
     """
@@ -35,6 +37,7 @@ class EngineConfig:
     slots: tuple[str, ...] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: Literal["auto", "fused", "streamed"] = "streamed"
+    topology: Literal["grouped", "static"] = "grouped"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     host_offset: int = 0
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
@@ -62,5 +65,12 @@ class EngineConfig:
             raise ConfigError(f"time_limit is {self.time_limit!r}; it must be 'truncate' or 'terminate'.")
         if self.executor not in ("auto", "fused", "streamed"):
             raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'fused' or 'streamed'.")
+        if self.topology not in ("grouped", "static"):
+            raise ConfigError(f"topology is {self.topology!r}; it must be 'grouped' or 'static'.")
+        if self.topology == "static" and self.executor == "streamed":
+            raise ConfigError(
+                "topology is 'static', which runs all hosts at once, but executor is 'streamed', which runs them one "
+                "after another; set executor to 'auto' or 'fused', or topology to 'grouped'."
+            )
         if self.amp not in ("off", "auto", "bf16", "fp16"):
             raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")

@@ -62,6 +62,9 @@ class RunConfig:
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
     many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size.
     The presets say "auto"; `config.toml` of a run names the one that was taken."""
+    topology: Literal["grouped", "static"] = "grouped"
+    """"grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that could grow,
+    all hosts at once, under masks: nothing is read between the steps of an episode, and records arrive at its end."""
     threads: int = 0
     """Threads of one operation on the CPU; 0 is PyTorch's own choice. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
@@ -91,6 +94,11 @@ class RunConfig:
         self._check_slots(task)
         self._check_batches(task)
         self._check_reward()
+        if self.topology == "static" and task.host is None:
+            raise ConfigError(
+                f"topology is 'static', but task {self.task!r} runs no networks that could be selected by masks; leave "
+                "topology out."
+            )
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
@@ -149,6 +157,7 @@ class RunConfig:
             slots=self.slots,
             time_limit=limit,
             executor=self.executor,
+            topology=self.topology,
             amp=self.amp,
             lifecycle=self.lifecycle,
             governor=self.governor,

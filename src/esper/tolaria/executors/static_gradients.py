@@ -1,4 +1,4 @@
-"""Gradient statistics of seeds by masks: of every kind in every slot, of which each host takes its own; see `gradients`."""
+"""Gradient statistics of seeds by masks: of every kind in every slot; each host takes its own. See `gradients`."""
 
 from collections.abc import Iterable, Mapping
 

@@ -39,7 +39,8 @@ class StackedOptimizer:
         self._scaler, self._decay_mask = scaler, decay_mask
         self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
         self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
-        self._seeds_learn, self._gates_learn = (None, None) if learning is None else learning
+        self._seeds_learn = None if learning is None else learning[0]
+        self._gates_learn = None if learning is None else learning[1]
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last batch."""

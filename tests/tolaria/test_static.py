@@ -1,5 +1,6 @@
 """The static executor gives what the others give: births, losses, gradients, weights, measurements, whole runs."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,10 +12,13 @@ import tiny
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.actions import LifecycleOp
+from esper.leyline.errors import ConfigError
 from esper.leyline.record import named_tensors
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tasks.presets import NULL
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.static import StaticExecutor
+from esper.tolaria.runtime import HostReadCounter
 from tiny import Bench, same_tree
 from toys import ToyClient, action, script
 
@@ -60,11 +64,15 @@ def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **setting
     return static
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("stage", "alpha"), STAGES)
 @pytest.mark.parametrize("blueprint", ALL)
-def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
-    compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1)
+def test_every_blueprint_in_every_stage_and_blend_trains_and_measures_as_host_by_host(blueprint):
+    ways = list(itertools.product(STAGES, ALGORITHMS))
+
+    def grow(bench):
+        for n, ((stage, alpha), algorithm) in enumerate(ways):
+            bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
+
+    compare(grow, num_envs=len(ways), epochs=1)
 
 
 def mixed(bench):
@@ -252,17 +260,17 @@ def own() -> Iterator[tuple[str, ...]]:
         registry.unregister(name)
 
 
-@pytest.mark.parametrize(("stage", "alpha"), STAGES)
-def test_blueprints_of_users_run_among_the_others(own, stage, alpha):
+@pytest.mark.parametrize("reference", [Bench, FusedBench])
+def test_blueprints_of_users_run_among_the_others(own, reference):
     def grow(bench):
-        for n, name in enumerate(own):
-            bench.grow("r0c1", name, stage, alpha=alpha, hosts=[n])
-        bench.grow("r0c1", "conv_light", stage, alpha=alpha, hosts=[3])
-        bench.grow("r0c0", "test_stacked", stage, alpha=alpha, hosts=[3])
+        for i, (stage, alpha) in enumerate(STAGES):
+            for n, name in enumerate((*own, "conv_light"), start=4 * i):
+                bench.grow("r0c1", name, stage, alpha=alpha, hosts=[n])
+        bench.grow("r0c0", "test_stacked", S.HOLDING, alpha=1.0, hosts=[3])
 
-    static = compare(grow, num_envs=5, epochs=1)
-    statistics = static.population.seeds.buffers.view(5, 3, -1).any(dim=2)
-    assert statistics.tolist() == [[n == 3, n in (0, 1), False] for n in range(5)]
+    static = compare(grow, num_envs=17, epochs=1, reference=reference)
+    statistics = static.population.seeds.buffers.view(17, 3, -1).any(dim=2)
+    assert statistics.tolist() == [[n == 3, n < 16 and n % 4 in (0, 1), False] for n in range(17)]
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------------
@@ -275,10 +283,13 @@ LIFE = {
 }
 
 
-def run(num_envs=3, length=10, plan=LIFE, **settings):
+STATIC = {"executor": "fused", "topology": "static"}
+
+
+def run(settings, length=10):
     reports = []
-    engine = tiny.engine(num_envs, length, on_step=reports.append, rules={"sequential": False}, **settings)
-    client = ToyClient(engine.spec, script(num_envs, length, plan))
+    engine = tiny.engine(3, length, on_step=reports.append, rules={"sequential": False}, **settings)
+    client = ToyClient(engine.spec, script(3, length, LIFE))
     engine.reset(client, 0)
     return engine, client, reports
 
@@ -286,8 +297,8 @@ def run(num_envs=3, length=10, plan=LIFE, **settings):
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_a_whole_run_goes_the_same_way_static_and_grouped(executor):
     told = []
-    for settings in ({"executor": executor}, {"executor": "fused", "topology": "static"}):
-        engine, client, reports = run(**settings)
+    for settings in ({"executor": executor}, STATIC):
+        engine, client, reports = run(settings)
         stats = engine.rollout(client)
         told.append((reports, stats, engine.test(), engine.executor.state_dict()))
     (grouped, want, test, state), (static, found, static_test, static_state) = told
@@ -307,10 +318,10 @@ def test_a_whole_run_goes_the_same_way_static_and_grouped(executor):
 
 
 def test_the_hosts_of_a_run_are_those_of_every_host_alone():
-    whole, client, _ = run(executor="fused", topology="static")
+    whole, client, _ = run(STATIC)
     stats = whole.rollout(client)
     for host in range(3):
-        alone, _, _ = run(1, executor="fused", topology="static", host_offset=host)
+        alone = tiny.engine(1, 10, host_offset=host, rules={"sequential": False}, **STATIC)
         own = ToyClient(alone.spec, client.actions[:, host : host + 1])
         alone.reset(own, 0)
         assert alone.rollout(own).stage.tolist() == stats.stage[host : host + 1].tolist()
@@ -318,3 +329,120 @@ def test_the_hosts_of_a_run_are_those_of_every_host_alone():
             size = len(mine)
             theirs = whole.executor.population.state_dict()[name][host * size : (host + 1) * size]
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3, msg=name)
+
+
+# -- reads, reports, stops ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_the_steps_of_an_episode_read_nothing_and_its_end_reads_what_is_told(listens):
+    engine, client, reports = run(STATIC)
+    if not listens:
+        engine.on_step = None
+    for t in range(1, 11):
+        with HostReadCounter() as reads:
+            engine.step(client)
+        assert (t, reads.intended, reads.unintended) == (t, 0, [])
+        assert reports == []
+    with HostReadCounter() as rest:
+        stats = engine.rollout(client)
+    # the reports of all steps, where somebody listens, and the statistics of the episode
+    assert (rest.intended, rest.unintended) == (1 + listens, [])
+    assert stats.cost.reads == listens
+    assert [report.t for report in reports] == list(range(1, 11)) * listens
+
+
+def test_an_episode_with_its_reset_reads_once_for_records_and_once_for_its_statistics():
+    engine, client, _ = run(STATIC)
+    with HostReadCounter() as reads:
+        engine.reset(client, 1)
+        engine.rollout(client)
+    assert (reads.intended, reads.unintended) == (2, [])
+
+
+def test_a_rollout_that_is_stopped_tells_what_happened_and_goes_on_to_the_same_bit():
+    whole, client, wanted = run(STATIC)
+    stats = whole.rollout(client)
+    engine, other, reports = run(STATIC)
+    assert engine.rollout(other, should_stop=lambda: engine.t == 4) is None
+    assert [report.t for report in reports] == [1, 2, 3, 4]
+    again = engine.rollout(other)
+    for mine, theirs in zip(reports, wanted, strict=True):
+        assert same_tree(*({k: torch.as_tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
+    assert again.returns.tolist() == stats.returns.tolist()
+    assert same_tree(engine.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("at", [1, 6])
+def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(at):
+    whole, client, reports = run(STATIC)
+    for _ in range(at):
+        whole.step(client)
+    saved, policy = whole.state_dict(), client.state_dict()
+    assert [report.t for report in reports] == list(range(1, at + 1))  # saving tells what happened so far
+    whole.rollout(client)
+    other, again, resumed = run(STATIC)
+    with HostReadCounter() as reads:
+        other.load_state_dict(saved, again)
+    assert reads.intended == 0
+    again.load_state_dict(policy)
+    other.rollout(again)
+    assert same_tree(other.state_dict(), whole.state_dict())
+    for mine, theirs in zip(resumed, reports[at:], strict=True):
+        assert same_tree(*({k: torch.as_tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
+
+
+def test_a_checkpoint_of_grouped_hosts_goes_on_static():
+    grouped, client, _ = run({"executor": "fused"})
+    for _ in range(5):
+        grouped.step(client)
+    saved, policy = grouped.state_dict(), client.state_dict()
+    want = grouped.rollout(client)
+    static, other, _ = run(STATIC)
+    static.load_state_dict(saved, other)
+    other.load_state_dict(policy)
+    stats = static.rollout(other)
+    assert np.array_equal(stats.stage, want.stage)
+    for name, x in grouped.executor.state_dict().items():
+        torch.testing.assert_close(static.executor.state_dict()[name], x, atol=5e-3, rtol=5e-2, msg=name)
+
+
+def test_a_listener_that_raises_loses_one_report_and_nothing_else():
+    engine, client, _ = run(STATIC)
+    told = []
+
+    def listen(report):
+        if report.t == 3 and not told.count(-3):
+            told.append(-3)
+            raise RuntimeError("the disk is full")
+        told.append(report.t)
+
+    engine.on_step = listen
+    with pytest.raises(RuntimeError, match="disk"):
+        engine.rollout(client)
+    assert told == [1, 2, -3]
+    engine.settle()
+    assert told == [1, 2, -3, *range(4, 11)]
+    assert engine.rollout(client).cost.steps == 0
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_where_it_cannot_work_it_is_refused_with_a_way_out(monkeypatch):
+    with pytest.raises(ConfigError, match=r"set executor to 'auto' or 'fused', or topology to 'grouped'"):
+        tiny.engine(topology="static", executor="streamed")
+    with pytest.raises(ConfigError, match="'null' runs no networks"):
+        tiny.engine(of=NULL, topology="static", executor="auto")
+    with pytest.raises(ConfigError, match="topology is 'tree'"):
+        tiny.engine(topology="tree")
+    monkeypatch.setattr("esper.tolaria.build.can_fuse", lambda population: False)
+    with pytest.raises(ConfigError, match="use executor 'streamed' with topology 'grouped'"):
+        tiny.engine(topology="static", executor="auto")
+
+
+@pytest.mark.parametrize("executor", ["auto", "fused"])
+def test_static_topology_runs_hosts_stacked_whatever_the_size_of_images(executor):
+    engine = tiny.engine(topology="static", executor=executor)
+    assert isinstance(engine.executor, StaticExecutor)
+    assert (engine.config.executor, engine.config.topology) == ("fused", "static")

@@ -122,7 +122,8 @@ class StackedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, C, ...] -> the same; in train mode each host's running statistics move."""
         hosts = self.weight.shape[0]
-        if self.training and x.device.type == "cpu" and x.dim() == _IMAGE_DIM and self.running_var is not None:
+        plain = x.device.type == "cpu" and x.dim() == _IMAGE_DIM and x.dtype is self.weight.dtype
+        if self.training and plain and self.running_var is not None:
             return self._by_own_batch(x, hosts)
         mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # the slab's rows lie apart
         batch_statistics = self.training or mean is None
@@ -226,11 +227,16 @@ class Vmapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""
         tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
-        stacked = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        # running statistics of rows that lie apart would be moved in a copy, and that be forgotten
+        stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
         x_BG = x.view(x.shape[0] // hosts, hosts, *x.shape[1:])
         run: Any = torch.vmap(self._one, in_dims=(0, 1), out_dims=1, randomness="different")
         y: Tensor = run(stacked, x_BG)
+        if self.training:
+            for name, buffer in _own(self, "_buffers"):
+                if name in stacked and stacked[name] is not buffer:
+                    buffer.copy_(stacked[name])
         return y.reshape(x.shape[0], *y.shape[2:])
 
 

@@ -71,7 +71,7 @@ class _Join(torch.autograd.Function):
         """The joined features."""
         bent = torch.tanh(delta)
         spoken = torch.where(ways.multiplies, own * bent, torch.where(ways.gated, delta * gate, delta))
-        joined = torch.where(ways.heard, h + spoken * ways.alpha, h)
+        joined = torch.where(ways.heard, h + spoken * ways.alpha.to(h.dtype), h)
         ctx.ways = ways
         ctx.save_for_backward(own, delta, gate, bent)
         return joined

@@ -101,14 +101,15 @@ def test_adamw_counts_the_steps_of_rows_that_learn_alone():
     assert {*steps.unique().tolist()} == {0, 6}
 
 
+@pytest.mark.parametrize("stacked", [StaticBench, FusedBench])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_trains_as_host_by_host(dtype):
+def test_half_precision_trains_as_host_by_host(dtype, stacked):
     # rounding to 8 or 11 bits differs by kernel, so the losses agree to about as much
     def grow(bench):
         bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=Algorithm.GATE)
         bench.grow("r0c1", "norm", S.TRAINING)
 
-    known, static = Bench(2, scaler_dtype=dtype), StaticBench(2, scaler_dtype=dtype)
+    known, static = Bench(2, scaler_dtype=dtype), stacked(2, scaler_dtype=dtype)
     for bench in (known, static):
         grow(bench)
     told, want = static.train(2), known.train(2)

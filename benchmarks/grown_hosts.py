@@ -18,6 +18,7 @@ from esper.kasmina.optimizers import OptimizerSpec
 from esper.kasmina.slot_fields import empty_slots
 from esper.leyline.messages import SlotState
 from esper.leyline.record import replace as changed
+from esper.leyline.record import tree_map
 from esper.leyline.stages import Algorithm, SeedStage, Topology
 from esper.leyline.state_tree import StateTree
 from esper.tasks.datasets import Dataset, Split
@@ -105,29 +106,32 @@ class GrownHosts:
     structure: Structure
 
     @classmethod
-    def build(cls, shape: Shape, num_hosts: int, train: int, val: int, *, seeds: bool = True) -> "GrownHosts":
+    def build(
+        cls, shape: Shape, num_hosts: int, train: int, val: int, *, seeds: bool = True, device: torch.device = CPU
+    ) -> "GrownHosts":
         """Episode 0, after all seeds were born (or without any); `train` and `val` examples."""
         task = task_of(shape)
         assert task.load is not None
-        data = shortened(task.load(None, 0), train, val)
+        data = shortened(task.load(None, 0), train, val).to(device)
         config = EngineConfig(num_envs=num_hosts, slots=task.enabled, episode_length=8, executor="auto")
-        executor = build_engine(config, task, data, CPU).executor
+        executor = build_engine(config, task, data, device).executor
         taken = "fused" if isinstance(executor, FusedExecutor) else "streamed"
         streamed = executor.streamed if isinstance(executor, FusedExecutor) else executor
         assert isinstance(streamed, StreamedExecutor)
         streamed.reset(0)
         slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
+        slots, coalitions = (tree_map(lambda x: x.to(device), rec) for rec in (slots, coalitions))
         streamed.settle(structure)
         fused = executor if isinstance(executor, FusedExecutor) else FusedExecutor(streamed)
         fused.measures_together = True
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
         return cls(shape, num_hosts, streamed, fused, taken, slots, coalitions, later)
 
-    def train(self, executor: StreamedExecutor | FusedExecutor) -> None:
+    def train(self, executor: Executor) -> None:
         """One epoch of all hosts."""
         executor.train_epoch(1, self.slots)
 
-    def measure(self, executor: StreamedExecutor | FusedExecutor, *, all_sets: bool = True) -> None:
+    def measure(self, executor: Executor, *, all_sets: bool = True) -> None:
         """All coalitions of all hosts, or the network as it stands alone."""
         if all_sets:
             executor.evaluate(1, self.slots, self.coalitions)
@@ -201,7 +205,13 @@ def grown(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Struct
         sets=coalitions.sets.numpy(),
         sets_valid=coalitions.valid.numpy(),
     )
-    slots = changed(empty_slots(num_hosts, num_slots, CPU), alpha=torch.from_numpy(alpha))
+    slots = changed(
+        empty_slots(num_hosts, num_slots, CPU),
+        **{
+            name: torch.from_numpy(getattr(structure, name)) for name in ("stage", "blueprint", "algorithm", "has_gate")
+        },
+        alpha=torch.from_numpy(alpha),
+    )
     return slots, coalitions, structure
 
 

@@ -17,7 +17,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.leyline.record import record, replace
 from esper.leyline.state_tree import copy_into
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Executor, Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import Executor, StaticTopology, Structure, TrainPass, ValidationPass
 
 PENALTY = -7.0
 NUM_BLUEPRINTS = 13
@@ -235,6 +235,8 @@ class WithFaults:
         self.costs, self.host_params = executor.costs, executor.host_params
         self.reset, self.settle, self.train_epoch = executor.reset, executor.settle, executor.train_epoch
         self.test, self.state_dict, self.load_state_dict = executor.test, executor.state_dict, executor.load_state_dict
+        if isinstance(executor, StaticTopology):
+            self.settle_on_device = executor.settle_on_device
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         told = self.executor.evaluate(t, slots, coalitions)

@@ -65,6 +65,8 @@ class Train:
     """How hosts are run: streamed (one by one), fused (all at once) or auto."""
     workers: _Number = None
     """Processes that share the hosts of a CPU. (by the preset)"""
+    topology: _Text = None
+    """What is run: grouped (what grows) or static (all that could grow, without a read between steps). (grouped)"""
     compile: _Text = None
     """Whether reward and policy step are compiled: on, off or auto, which compiles on CUDA. (auto)"""
     capture: _Text = None
@@ -170,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
 def overrides(command: Train | Evaluate) -> dict[str, Any]:
     """What the command line says of a configuration, as nested tables; raises ConfigError for a malformed --set."""
     numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
-    names = ("task", "preset", "device", "executor", "compile", "capture", "amp", *numbers)
+    names = ("task", "preset", "device", "executor", "topology", "compile", "capture", "amp", *numbers)
     told: dict[str, Any] = {name: value for name in names if (value := getattr(command, name, None)) is not None}
     if command.data_dir is not None:
         told["data_dir"] = str(command.data_dir)

@@ -121,7 +121,10 @@ def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header
     if (taken := parts.engine.config.executor) != "auto":  # a task without networks has none
         workers = parts.engine.config.workers
         shared = f", hosts shared by {workers} processes" if workers > 1 else ""
-        console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else "") + shared)
+        if config.topology == "static":
+            console.say("topology: static (records arrive at the end of a round)")
+        else:
+            console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else "") + shared)
     if start is not None:
         inside = f" and {start.step} steps" if start.step else ""
         console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")

@@ -227,11 +227,16 @@ class Vmapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""
         tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
-        stacked = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        # running statistics of rows that lie apart would be moved in a copy, and that be forgotten
+        stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
         x_BG = x.view(x.shape[0] // hosts, hosts, *x.shape[1:])
         run: Any = torch.vmap(self._one, in_dims=(0, 1), out_dims=1, randomness="different")
         y: Tensor = run(stacked, x_BG)
+        if self.training:
+            for name, buffer in _own(self, "_buffers"):
+                if name in stacked and stacked[name] is not buffer:
+                    buffer.copy_(stacked[name])
         return y.reshape(x.shape[0], *y.shape[2:])
 
 

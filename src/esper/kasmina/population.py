@@ -24,12 +24,12 @@ from esper.kasmina.lifecycle import SeedCosts
 from esper.kasmina.optimizers import OptimizerSpec
 from esper.kasmina.slab import Slab
 from esper.kasmina.stacking import Template
-from esper.leyline.random import Stream, words
+from esper.leyline.random import Stream, word_rows
 from esper.leyline.record import tree_map
 from esper.leyline.stages import SeedStage, Topology
 from esper.leyline.state_tree import StateTree, copy_into, with_prefix
 
-_GATE_BLOCK = 2**31
+GATE_BLOCK = 2**31
 """First random block of a gate: far beyond any seed's, so that the two never share numbers."""
 
 
@@ -127,7 +127,7 @@ class Population:
             self._plant(self.seeds, kind, hosts, s, episode, t, first_block=0)
             gated = hosts[has_gate[hosts, s]]
             if gated.size:
-                self._plant(self.gates, self.gate_kinds[channels], gated, s, episode, t, first_block=_GATE_BLOCK)
+                self._plant(self.gates, self.gate_kinds[channels], gated, s, episode, t, first_block=GATE_BLOCK)
 
     def _plant(
         self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
@@ -142,9 +142,8 @@ class Population:
         self, kind: Kind, stream: Stream, host: Tensor, *, episode: int, t: int = 0, slot: int = 0, first_block: int = 0
     ) -> Tensor:
         length = kind.template.parameters.total
-        blocks = torch.arange(first_block, first_block + (length + 3) // 4, device=self.device)
-        drawn = words(self.run_seed, stream, host[:, None], episode=episode, t=t, slot=slot, block=blocks[None, :])
-        return fresh(kind.table, drawn.reshape(len(host), -1)[:, :length])
+        drawn = word_rows(self.run_seed, stream, host, length, episode=episode, t=t, slot=slot, first_block=first_block)
+        return fresh(kind.table, drawn)
 
     def release(self, gone: np.ndarray) -> None:
         """Destroy weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""

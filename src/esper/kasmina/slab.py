@@ -5,6 +5,9 @@
 
 `Working` is a compact copy of the rows that a train pass updates: an optimizer step then costs what is trained, not
 what could be. It is taken before the pass and written back after it.
+
+Where the host does not know which rows are meant, the same things are done under a mask of rows (`..._where`): the cost
+is that of all rows, and nothing is asked of the device.
 """
 
 from collections.abc import Sequence
@@ -12,15 +15,20 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.optimizers import OptimizerSpec, OptimizerState, init_state
-from esper.leyline.record import named_tensors, tree_map
+from esper.leyline.record import lift, named_tensors, tree_map
 
 
 def _take(state: OptimizerState, rows: Tensor, width: int) -> OptimizerState:
     return tree_map(lambda x: x[rows, :width] if x.dim() > 1 else x[rows], state)
+
+
+def put_where(marked: Bool[Tensor, " R"], new: Float[Tensor, "R W"], into: Float[Tensor, "R W"]) -> None:
+    """Write the marked rows of `new` over those of `into`; what lies in the others, NaN or not, does not matter."""
+    torch.where(marked[:, None], new, into, out=into)
 
 
 @final
@@ -74,6 +82,33 @@ class Slab:
         """Take parameters and buffers of these rows from a slab of the same shape."""
         self.params[rows] = source.params[rows]
         self.buffers[rows] = source.buffers[rows]
+
+    # -- under a mask of rows -----------------------------------------------------------------------------------------
+
+    def clear_where(self, marked: Bool[Tensor, " R"]) -> None:
+        """`clear` of the marked rows."""
+        self.params.masked_fill_(marked[:, None], 0.0)
+        self.buffers.masked_fill_(marked[:, None], 0.0)
+        self.forget_optimizer_where(marked)
+
+    def forget_optimizer_where(self, marked: Bool[Tensor, " R"]) -> None:
+        """`forget_optimizer` of the marked rows."""
+        for _, tensor in named_tensors(self.optimizer):
+            tensor.masked_fill_(lift(marked, tensor), 0)
+
+    def copy_where(self, source: "Slab", marked: Bool[Tensor, " R"]) -> None:
+        """`copy_rows` of the marked rows."""
+        put_where(marked, source.params, self.params)
+        put_where(marked, source.buffers, self.buffers)
+
+    def whole(self) -> Working:
+        """All rows to be trained where they lie: nothing is copied, and `finish` has nothing to do."""
+        rows = torch.arange(self.params.shape[0], device=self.params.device)
+        return Working(
+            rows=rows, params=self.params, grad=torch.zeros_like(self.params), optimizer=self.optimizer, leaves=()
+        )
+
+    # -- compact copies -----------------------------------------------------------------------------------------------
 
     def begin(self, rows: Int[Tensor, " R"], widths: Sequence[int]) -> Working:
         """Compact copy of these rows, ready for autograd; `widths` [R] is how many parameters each of them uses."""

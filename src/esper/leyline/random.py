@@ -106,9 +106,10 @@ def word_rows(
     episode: int | Tensor = 0,
     t: int | Tensor = 0,
     slot: int | Tensor = 0,
+    first_block: int = 0,
 ) -> Tensor:
-    """`length` words per host, int64 `[N, length]`: word i is word i % 4 of block i // 4."""
-    blocks = torch.arange((length + 3) // 4, device=host.device)
+    """`length` words per host, int64 `[N, length]`: word i is word i % 4 of block `first_block` + i // 4."""
+    blocks = torch.arange(first_block, first_block + (length + 3) // 4, device=host.device)
     lifted = [x[:, None] if isinstance(x, Tensor) and x.dim() == 1 else x for x in (episode, t, slot)]
     drawn = words(
         run_seed, stream, host[:, None], episode=lifted[0], t=lifted[1], slot=lifted[2], block=blocks[None, :]

@@ -17,6 +17,7 @@ from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor, bounds
+from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.worker import ShardRunner, shard_of
 
 
@@ -70,6 +71,11 @@ def _executor(
 ) -> tuple[Executor, EngineConfig]:
     """The executor, and the configuration that names what was taken."""
     if task.script is not None:
+        if config.topology == "static":
+            raise ConfigError(
+                f"topology is 'static', but task {task.name!r} runs no networks that could be selected by masks; set "
+                "topology to 'grouped'."
+            )
         scripted = ScriptedExecutor(
             task.script,
             num_envs=config.num_envs,
@@ -81,7 +87,7 @@ def _executor(
         return scripted, replace(config, workers=1)
     assert dataset is not None
     workers = min(config.workers, config.num_envs)
-    if workers > 1 and device.type == "cpu":
+    if workers > 1 and device.type == "cpu" and config.topology == "grouped":
         return _sharded(config, task, dataset, workers, prepare)
     executor, taken = network_executor(config, task, dataset, device)
     return executor, replace(config, executor=taken, workers=1)
@@ -96,6 +102,7 @@ def _sharded(
         replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts
     ]
     own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"))
+    assert not isinstance(own, StaticExecutor), "static topology stays in one process"
     shards = [shard_of(replace(part, executor=taken), task, dataset) for part in configs[1:]]
     executor = ShardedExecutor(ShardRunner(own, configs[0]), configs[0].num_envs, shards, prepare)
     return executor, replace(config, executor=taken, workers=workers)

@@ -26,8 +26,10 @@ class EngineConfig:
         executor: how the hosts are run: "streamed" one after another, bit for bit as if each were alone; "fused" all at
             once, equal up to rounding; "auto" is fused for small images, where it is faster. The config of a built
             engine names the one that was taken.
-        workers: processes that share the hosts of a CPU, at most, this one included. Scripted hosts and hosts on a GPU
-            stay in one process. The config of a built engine names how many there are.
+        topology: "grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that
+            could grow under masks, all hosts at once, and nothing is read between the steps of an episode.
+        workers: processes that share the hosts of a CPU, at most, this one included. Scripted hosts, hosts on a
+            GPU and static topology stay in one process. The config of a built engine names how many there are.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
             that the device supports.
         capture: whether the training of a batch is recorded and replayed, see `capture.recorder_for`.
@@ -39,6 +41,7 @@ class EngineConfig:
     slots: tuple[str, ...] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: Literal["auto", "fused", "streamed"] = "streamed"
+    topology: Literal["grouped", "static"] = "grouped"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     capture: CaptureChoice = "auto"
     host_offset: int = 0
@@ -70,6 +73,13 @@ class EngineConfig:
             raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'fused' or 'streamed'.")
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; use 1 for this process alone.")
+        if self.topology not in ("grouped", "static"):
+            raise ConfigError(f"topology is {self.topology!r}; it must be 'grouped' or 'static'.")
+        if self.topology == "static" and self.executor == "streamed":
+            raise ConfigError(
+                "topology is 'static', which runs all hosts at once, but executor is 'streamed', which runs them one "
+                "after another; set executor to 'auto' or 'fused', or topology to 'grouped'."
+            )
         if self.amp not in ("off", "auto", "bf16", "fp16"):
             raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")
         if self.capture not in ("auto", "off", "on"):

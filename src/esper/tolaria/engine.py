@@ -3,10 +3,14 @@
     step t   train -> measure -> guard (panic, rollback) -> ingest -> see -> decide -> act -> tick -> pay -> remember
              -> one read of the device, which brings the next step's structure and the numbers that are reported
 
+An executor of static topology needs no structure on the host. Then nothing is read between steps: what is reported
+stays on the device until somebody settles the engine, at the end of the episode or before.
+
 Everything between two steps is a mask over hosts; there is no loop over hosts in this file.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as data_replace
 
@@ -25,9 +29,9 @@ from esper.leyline.state_tree import below, record_tree, restored, with_prefix
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.protocol import Executor
+from esper.tolaria.executors.protocol import Executor, StaticTopology
 from esper.tolaria.read_counter import reads_so_far
-from esper.tolaria.runtime import PendingRead, PhaseTimer
+from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
 
 StepListener = Callable[[StepReport], None]
@@ -40,8 +44,10 @@ class VectorizedEngine:
         config: how many hosts, for how long, under which rules.
         executor: how they are run.
         spec: what controllers are told of this engine.
-        on_step: called with the report of each step, when the next one begins. It changes nothing; an exception of it
-            surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine could go on.
+        on_step: called with the report of each step, when the next one begins; with static topology when the episode
+            ends or the engine is settled, with the reports of all steps since, in order. It changes nothing; an
+            exception of it surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine
+            could go on.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class VectorizedEngine:
         self._state: ParallelEnvState | None = None
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
+        self._by_mask = executor if isinstance(executor, StaticTopology) else None
         self._pending: PendingRead | None = None
+        self._unread: list[tuple[int, Packed]] = []
+        self._reports: deque[StepReport] = deque()
 
     @property
     def state(self) -> ParallelEnvState:
@@ -69,6 +78,8 @@ class VectorizedEngine:
         """N fresh hosts for episode number `episode`; the client forgets the last one."""
         spec = self.spec
         self.episode, self.t, self._pending = episode, 0, None
+        self._unread.clear()
+        self._reports.clear()
         self.executor.reset(episode)
         guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
         carried = client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device)
@@ -145,7 +156,8 @@ class VectorizedEngine:
 
     def step(self, client: ClientProtocol) -> None:
         """One control step of all hosts."""
-        self.settle()
+        if self._by_mask is None:
+            self.settle()
         assert self.t < self.spec.episode_length, "the episode is over; reset() begins the next one"
         self.t += 1
         t, config, state, coalitions = self.t, self.config, self.state, self._coalitions
@@ -170,7 +182,7 @@ class VectorizedEngine:
         with self.timer.span("keep"):
             state, kept = phases.keep(state, verdict, done, t, config)
         self._state, self._coalitions = state, self._enumerate(state, t + 1)
-        self._pending = reading.start(
+        self._end_step(
             reading.Ended(
                 state=state,
                 coalitions=self._coalitions,
@@ -187,15 +199,34 @@ class VectorizedEngine:
             )
         )
 
-    def settle(self) -> None:
-        """Wait for the read of the last step, operate on the parameters accordingly, and report the step."""
-        if self._pending is None:
+    def _end_step(self, ended: reading.Ended) -> None:
+        """Start the read of the step; with static topology operate on the parameters at once and keep the report."""
+        if self._by_mask is None:
+            self._pending = reading.start(ended)
             return
-        arrays, self._pending = self._pending.wait(), None
         with self.timer.span("settle"):
-            self.executor.settle(reading.structure(self.t, arrays))
+            self._by_mask.settle_on_device(reading.changes(self.t, ended), ended.state.slots)
         if self.on_step is not None:
-            self.on_step(reading.step_report(self.episode, self.t, arrays))
+            self._unread.append((self.t, reading.pack(ended)))
+
+    def settle(self) -> None:
+        """Wait for the read of the last step, operate on the parameters accordingly, and report the step.
+
+        With static topology one read brings the reports of all steps since the last call.
+        """
+        if self._pending is not None:
+            arrays, self._pending = self._pending.wait(), None
+            with self.timer.span("settle"):
+                self.executor.settle(reading.structure(self.t, arrays))
+            if self.on_step is not None:
+                self._reports.append(reading.step_report(self.episode, self.t, arrays))
+        if self._unread:
+            unread, self._unread = self._unread, []
+            self._reports.extend(reading.step_reports(self.episode, unread))
+        while self._reports:
+            report = self._reports.popleft()
+            if self.on_step is not None:
+                self.on_step(report)
 
     def test(self) -> Tensor:
         """Test accuracy [N] (pp) of each host with its fossilized seeds; for the end of a run."""
@@ -244,4 +275,5 @@ class VectorizedEngine:
         require_known_stages(self._state.slots)
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
-        self.executor.settle(reading.structure_now(t, self._state, self._coalitions))
+        if self._by_mask is None:
+            self.executor.settle(reading.structure_now(t, self._state, self._coalitions))

@@ -1,4 +1,7 @@
-"""The one packed read of a control step: what goes in, and what comes out on the host."""
+"""The one packed read of a control step: what goes in, and what comes out on the host.
+
+Where the structure stays on the device (`Changes` instead of `Structure`), steps are packed and read later, together.
+"""
 
 import numpy as np
 import torch
@@ -11,12 +14,10 @@ from esper.leyline.messages import ActResult, RewardOutput
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.protocol import Changes, Structure
 from esper.tolaria.governor import GovernorVerdict
-from esper.tolaria.runtime import PendingRead, host_read, start_read
+from esper.tolaria.runtime import Arrays, Packed, PendingRead, host_read, read_packed, start_read
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport
-
-Arrays = tuple[np.ndarray, ...]
 
 
 @record
@@ -38,7 +39,29 @@ class Ended:
 
 
 def start(ended: Ended) -> PendingRead:
-    """Begin the read of the step that just ended. Tensors of one type and shape travel stacked."""
+    """Begin the read of the step that just ended."""
+    return start_read(*_told(ended), ended.coalitions.sets, ended.coalitions.valid)
+
+
+def pack(ended: Ended) -> Packed:
+    """What listeners are told of the step that just ended, to be read later."""
+    return Packed(*_told(ended))
+
+
+def changes(t: int, ended: Ended) -> Changes:
+    """What the executor must do after step `t`, as masks on the device; nothing is read."""
+    return Changes(
+        t=t,
+        germinated=ended.ops.germinated,
+        released=ended.ops.released | ended.ticks.released | ended.rolled_back,
+        panicked=ended.verdict.panic,
+        snapshot=ended.snapshot,
+        keep=ended.keep,
+    )
+
+
+def _told(ended: Ended) -> tuple[Tensor, ...]:
+    """Structure, events and numbers of a step. Tensors of one type and shape travel stacked."""
     state, ops, ticks, verdict = ended.state, ended.ops, ended.ticks, ended.verdict
     slots, hosts, readings = state.slots, state.hosts, ticks.readings
     slot_ints = (
@@ -70,7 +93,7 @@ def start(ended: Ended) -> PendingRead:
         ended.act.log_prob[:, Head.OP],
     )
     total_params = hosts.host_params + slots.params.sum(dim=1)
-    return start_read(
+    return (
         torch.stack(slot_ints),
         torch.stack(slot_bools),
         torch.stack((slots.alpha, slots.contribution, readings.score)),
@@ -79,8 +102,6 @@ def start(ended: Ended) -> PendingRead:
         torch.stack((verdict.panic, ended.snapshot, state.tally.replaced)),
         ended.act.actions,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
-        ended.coalitions.sets,
-        ended.coalitions.valid,
         ended.paid.breakdown,
         ended.paid.flags,
     )
@@ -88,7 +109,7 @@ def start(ended: Ended) -> PendingRead:
 
 def structure(t: int, arrays: Arrays) -> Structure:
     """What the executor must know for the next step."""
-    ints, bools, floats, _, _, marks, _, _, sets, sets_valid, _, _ = arrays
+    ints, bools, floats, _, _, marks, *_, sets, sets_valid = arrays
     return Structure(
         t=t,
         stage=ints[0],
@@ -134,7 +155,7 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
 
 def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
     """What listeners are told of the step."""
-    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, _, _, breakdown, flags = arrays
+    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, breakdown, flags, *_ = arrays
     return StepReport(
         episode=episode,
         t=t,
@@ -166,6 +187,12 @@ def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
         gates=np.stack((ints[11], bools[5], floats[2], ints[12])),
         rolled_back=bools[4],
     )
+
+
+def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepReport]:
+    """What listeners are told of several steps, by one read; `packs` are steps with what `pack` made of them."""
+    read = read_packed([packed for _, packed in packs])
+    return [step_report(episode, t, arrays) for (t, _), arrays in zip(packs, read, strict=True)]
 
 
 def rollout_stats(

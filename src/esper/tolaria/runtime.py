@@ -12,7 +12,7 @@ A *host read* makes Python wait for the contents of a tensor. `host_read` is the
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, final
@@ -40,21 +40,25 @@ _NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
 }
 
 
-@final
-class PendingRead:
-    """A read that was started; the device goes on working until somebody waits for the arrays."""
+Arrays = tuple[np.ndarray, ...]
 
-    def __init__(self, buffer: Tensor, copied: torch.cuda.Event | None, tensors: tuple[Tensor, ...]) -> None:
-        self._buffer, self._copied = buffer, copied
+
+@final
+class Packed:
+    """Tensors of one device as one row of bytes that stays there until it is read; later writes do not change it."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        devices = {t.device for t in tensors}
+        assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
+        unknown = {t.dtype for t in tensors} - _NUMPY_TYPES.keys()
+        assert not unknown, f"{unknown} cannot be read as numpy arrays; convert before reading"
         self._layout = [(t.dtype, tuple(t.shape), t.numel() * t.element_size()) for t in tensors]
         self._order = _packing_order(tensors)
-
-    def wait(self) -> tuple[np.ndarray, ...]:
-        """The values of the tensors as they were when the read was started, in the order they were given."""
         with silence():
-            if self._copied is not None:
-                self._copied.synchronize()
-            packed = self._buffer.numpy()
+            self.bytes = torch.cat([_bytes(tensors[i]) for i in self._order])
+
+    def unpack(self, packed: np.ndarray) -> Arrays:
+        """The tensors as views of their bytes on the host, in the order they were given."""
         arrays: dict[int, np.ndarray] = {}
         offset = 0
         for i in self._order:
@@ -64,26 +68,45 @@ class PendingRead:
         return tuple(arrays[i] for i in range(len(self._layout)))
 
 
+@final
+class PendingRead:
+    """A read that was started; the device goes on working until somebody waits for the arrays."""
+
+    def __init__(self, buffer: Tensor, copied: torch.cuda.Event | None, packed: Packed) -> None:
+        self._buffer, self._copied, self._packed = buffer, copied, packed
+
+    def wait(self) -> Arrays:
+        """The values of the tensors as they were when the read was started, in the order they were given."""
+        with silence():
+            if self._copied is not None:
+                self._copied.synchronize()
+            return self._packed.unpack(self._buffer.numpy())
+
+
 def start_read(*tensors: Tensor) -> PendingRead:
     """Begin to copy tensors of one device to the host as one transfer; counts as one read.
 
     Writing into the tensors afterwards does not change what is read. On CUDA nothing waits until `PendingRead.wait`.
     """
-    devices = {t.device for t in tensors}
-    assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
-    unknown = {t.dtype for t in tensors} - _NUMPY_TYPES.keys()
-    assert not unknown, f"{unknown} cannot be read as numpy arrays; convert before reading"
+    packed = Packed(*tensors)
     note_intended_read()
-    (device,) = devices
     with silence():
-        packed = torch.cat([_bytes(tensors[i]) for i in _packing_order(tensors)])
-        if device.type != "cuda":
-            return PendingRead(packed.cpu(), None, tensors)
-        pinned = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
-        pinned.copy_(packed, non_blocking=True)
+        if packed.bytes.device.type != "cuda":
+            return PendingRead(packed.bytes.cpu(), None, packed)
+        pinned = torch.empty(packed.bytes.shape, dtype=torch.uint8, pin_memory=True)
+        pinned.copy_(packed.bytes, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(device))
-    return PendingRead(pinned, copied, tensors)
+        copied.record(torch.cuda.current_stream(packed.bytes.device))
+    return PendingRead(pinned, copied, packed)
+
+
+def read_packed(packs: Sequence[Packed]) -> list[Arrays]:
+    """The values of several packs, each as it was when it was packed, by one transfer; counts as one read."""
+    (read,) = host_read(torch.cat([pack.bytes for pack in packs]))
+    # a copy of each begins where numpy can read numbers of any size
+    lengths = [len(pack.bytes) for pack in packs]
+    pieces = np.split(read, np.cumsum(lengths)[:-1])
+    return [pack.unpack(piece.copy()) for pack, piece in zip(packs, pieces, strict=True)]
 
 
 def host_read(*tensors: Tensor) -> tuple[np.ndarray, ...]:

@@ -63,6 +63,9 @@ class RunConfig:
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
     many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size.
     The presets say "auto"; `config.toml` of a run names the one that was taken."""
+    topology: Literal["grouped", "static"] = "grouped"
+    """"grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that could grow,
+    all hosts at once, under masks: nothing is read between the steps of an episode, and records arrive at its end."""
     workers: int = 1
     """Processes that share the hosts of a CPU, at most, this one included. A host's numbers depend on it up to
     rounding under the fused executor, not at all under the streamed one. `config.toml` names how many were taken."""
@@ -104,6 +107,11 @@ class RunConfig:
         self._check_reward()
         if self.capture == "on" and self.device == "cpu":
             raise ConfigError("capture is 'on' on the CPU, which has no CUDA graphs; use 'auto' or 'off'.")
+        if self.topology == "static" and task.host is None:
+            raise ConfigError(
+                f"topology is 'static', but task {self.task!r} runs no networks that could be selected by masks; leave "
+                "topology out."
+            )
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
@@ -163,6 +171,7 @@ class RunConfig:
             time_limit=limit,
             executor=self.executor,
             workers=self.workers,
+            topology=self.topology,
             amp=self.amp,
             capture=self.capture,
             lifecycle=self.lifecycle,

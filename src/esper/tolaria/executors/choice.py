@@ -14,6 +14,7 @@ from esper.tolaria.amp import LossScaler, amp_dtype
 from esper.tolaria.capture import recorder_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.twins import can_fuse
 
@@ -27,11 +28,11 @@ which of two states a run ends in.
 
 def network_executor(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device
-) -> tuple[StreamedExecutor | FusedExecutor, Literal["fused", "streamed"]]:
+) -> tuple[StreamedExecutor | FusedExecutor | StaticExecutor, Literal["fused", "streamed"]]:
     """The executor for hosts that are networks, in this process, and what it is called.
 
     Raises:
-        ConfigError: "fused" was asked for, but the host cannot be stacked.
+        ConfigError: "fused" or static topology was asked for, but the host cannot be stacked.
     """
     assert task.host is not None
     assert dataset is not None
@@ -53,12 +54,15 @@ def network_executor(
         batch_val=task.batch_val,
         scaler=LossScaler(amp_dtype(config.amp, device), config.num_envs, device),
     )
-    fits = can_fuse(population)
-    if config.executor == "fused" and not fits:
+    fits, static = can_fuse(population), config.topology == "static"
+    if (config.executor == "fused" or static) and not fits:
+        asked, out = ("topology is 'static'", " with topology 'grouped'") if static else ("executor is 'fused'", "")
         raise ConfigError(
-            "executor is 'fused', but the host has layers with weights that no stacking rule knows; "
-            "use executor 'streamed', or add a rule to kasmina.lowering.STACKED."
+            f"{asked}, but the host has layers with weights that no stacking rule knows; "
+            f"use executor 'streamed'{out}, or add a rule to kasmina.lowering.STACKED."
         )
+    if static:
+        return StaticExecutor(streamed), "fused"
     small = height * width <= _FUSED_PIXELS
     if config.executor == "fused" or (config.executor == "auto" and fits and small):
         recorder = recorder_for(config.capture, "train_batch", device)

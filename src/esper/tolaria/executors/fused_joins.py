@@ -84,9 +84,7 @@ class _Join(torch.autograd.Function):
                     spoken = piece.of(delta) * _of_gate(piece, pieces, gate)
                 else:
                     spoken = piece.of(delta)
-                total.index_add_(
-                    1, piece.hosts, (spoken * piece.alpha).to(total.dtype)
-                )  # alpha is never in half precision
+                total.index_add_(1, piece.hosts, spoken * piece.alpha.to(h.dtype))
         ctx.plans = plans
         ctx.save_for_backward(*parts, *kept)
         return total
@@ -108,7 +106,7 @@ class _Join(torch.autograd.Function):
             for piece in pieces:
                 bent, weighted = next(kept), piece.of(slope)
                 if piece.heard:
-                    weighted = weighted * piece.alpha
+                    weighted = weighted * piece.alpha.to(grad.dtype)
                 if bent is not None and piece.heard and ctx.needs_input_grad[0]:
                     grad_h.index_add_(1, piece.hosts, (weighted * bent).to(grad_h.dtype))
                 if grad_delta is None:

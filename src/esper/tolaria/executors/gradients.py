@@ -105,17 +105,55 @@ def _write(
     host_rms_R: Tensor,
     grad_clip: float,
 ) -> None:
-    count = norms_RM.shape[1]
+    judged = judge(norms_RM, None, num_params**0.5, host_norm_R, host_rms_R, grad_clip)
+    for name, value in vars(judged).items():
+        getattr(out, name)[place] = value
+
+
+@record
+class Judged:
+    """The statistics of R seeds; the names are those of `GradientStatistics`."""
+
+    norm: Float[Tensor, " R"]
+    health: Float[Tensor, " R"]
+    vanishing: Bool[Tensor, " R"]
+    exploding: Bool[Tensor, " R"]
+    ratio: Float[Tensor, " R"]
+
+
+def judge(
+    norms: Float[Tensor, "R M"],
+    known: Bool[Tensor, "R M"] | None,
+    root_params: float | Float[Tensor, " R"],
+    host_norm: Float[Tensor, " R"],
+    host_rms: Float[Tensor, " R"],
+    grad_clip: float,
+) -> Judged:
+    """The statistics of R seeds from the norms of their tensors, float64.
+
+    Args:
+        norms: of each tensor.
+        known: which tensors the seed has; None for all of them.
+        root_params: square root of the seed's number of parameters.
+        host_norm: of the gradient of the seed's host.
+        host_rms: the same per parameter.
+        grad_clip: what the norm of a seed's gradient is clipped to.
+    """
+    if known is None:
+        known = torch.ones_like(norms, dtype=torch.bool)
+    norms_RM, count_R = torch.where(known, norms, 0.0), known.sum(dim=1)
     norm_R = torch.linalg.vector_norm(norms_RM, dim=1)
-    vanishing_R = (norms_RM < _VANISHING).sum(dim=1)
+    vanishing_R = (known & (norms_RM < _VANISHING)).sum(dim=1)
     exploding_R = ((norms_RM > _EXPLODING_CLIPS * grad_clip) | ~torch.isfinite(norms_RM)).sum(dim=1)
-    health_R = (1.0 - 0.5 * vanishing_R / count - 0.8 * exploding_R / count).clamp(0.0, 1.0)
+    health_R = (1.0 - 0.5 * vanishing_R / count_R - 0.8 * exploding_R / count_R).clamp(0.0, 1.0)
     health_R = torch.where(torch.isfinite(norm_R), health_R, 0.0)
-    silent_R = (norm_R < _NO_GRADIENT) | (host_norm_R < _NO_GRADIENT)
-    ratio_R = (norm_R / num_params**0.5) / (host_rms_R + 1e-8)
+    silent_R = (norm_R < _NO_GRADIENT) | (host_norm < _NO_GRADIENT)
+    ratio_R = (norm_R / root_params) / (host_rms + 1e-8)
     ratio_R = torch.where(silent_R, 0.0, torch.where(torch.isfinite(ratio_R), ratio_R, torch.nan))
-    out.norm[place] = norm_R.float()
-    out.health[place] = health_R.float()
-    out.vanishing[place] = vanishing_R > 0
-    out.exploding[place] = exploding_R > 0
-    out.ratio[place] = ratio_R.float()
+    return Judged(
+        norm=norm_R.float(),
+        health=health_R.float(),
+        vanishing=vanishing_R > 0,
+        exploding=exploding_R > 0,
+        ratio=ratio_R.float(),
+    )

@@ -2,7 +2,8 @@
 
 The control plane (stages, alpha, rewards) lives on the device as masks; the executor owns the heavy state (parameters,
 optimizers, data). Once per step the engine reads the structure of the population and hands it over (`settle`): seeds
-are born, cleared, kept and restored there, by host index, before the next train pass.
+are born, cleared, kept and restored there, by host index, before the next train pass. An executor of static topology
+needs no structure: it is handed the masks as they are (`settle_on_device`), and nothing is read between steps.
 """
 
 from dataclasses import dataclass
@@ -69,6 +70,21 @@ class Structure:
     sets_valid: np.ndarray
 
 
+@record
+class Changes:
+    """What happened in step `t`, as masks on the device; the names are those of `Structure`.
+
+    A host germinates at most one seed in a step.
+    """
+
+    t: int
+    germinated: Bool[Tensor, "N S"]
+    released: Bool[Tensor, "N S"]
+    panicked: Bool[Tensor, " N"]
+    snapshot: Bool[Tensor, " N"]
+    keep: Bool[Tensor, "N S"]
+
+
 def empty_structure(num_envs: int, num_slots: int) -> Structure:
     """N hosts without seeds, before the first step."""
     nothing, nobody = np.zeros((num_envs, num_slots), dtype=np.bool_), np.zeros(num_envs, dtype=np.bool_)
@@ -124,4 +140,13 @@ class Executor(Protocol):
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore what `state_dict` gave."""
+        ...
+
+
+@runtime_checkable
+class StaticTopology(Executor, Protocol):
+    """An executor that runs whatever could grow and selects by masks, so that the host need not know the structure."""
+
+    def settle_on_device(self, changes: Changes, slots: SlotState) -> None:
+        """`settle` without a read: `slots` is the state after the step that ended."""
         ...

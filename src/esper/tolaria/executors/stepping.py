@@ -17,6 +17,12 @@ class StackedOptimizer:
     """Unscales, clips and steps everything that a train pass trains; made once per pass.
 
     Each host is clipped by its own norm, and each seed by its own, its gate included.
+
+    Args:
+        population: whose rows are trained. hosts: all of its hosts. rows: seeds and gates.
+        scaler: precision of training. decay_mask: elements of a host that are decayed.
+        learning: which of the seeds and which of the gates in `rows` learn; the others must have gradient 0 and stay as
+            they are to the bit. None where all of them do.
     """
 
     def __init__(
@@ -26,12 +32,15 @@ class StackedOptimizer:
         rows: TrainedRows,
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
+        learning: tuple[Bool[Tensor, " R"], Bool[Tensor, " G"]] | None = None,
     ) -> None:
         self._spec: OptimizerSpec = population.optimizer_spec
         self._hosts, self._seeds, self._gates = hosts, rows.seeds, rows.gates
         self._scaler, self._decay_mask = scaler, decay_mask
         self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
         self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
+        self._seeds_learn = None if learning is None else learning[0]
+        self._gates_learn = None if learning is None else learning[1]
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last batch."""
@@ -60,11 +69,11 @@ class StackedOptimizer:
         spec = self._spec
         self._step(self._hosts, host_clip, spec.host_lr, self._decay_mask, finite)
         if len(self._seed_host):
-            active = None if finite is None else finite[self._seed_host]
-            self._step(self._seeds, seed_clip, spec.seed_lr, None, active)
+            stable = None if finite is None else finite[self._seed_host]
+            self._step(self._seeds, seed_clip, spec.seed_lr, None, _both(stable, self._seeds_learn))
             if len(self._gate_of):
-                active = None if active is None else active[self._gate_of]
-                self._step(self._gates, gate_clip, spec.seed_lr, None, active)
+                stable = None if stable is None else stable[self._gate_of]
+                self._step(self._gates, gate_clip, spec.seed_lr, None, _both(stable, self._gates_learn))
 
     def _factor(self, norm_R: Tensor) -> Tensor:
         return (self._spec.grad_clip / (norm_R + _CLIP_EPS)).clamp_(max=1.0)
@@ -80,3 +89,10 @@ class StackedOptimizer:
     def _step(self, working: Working, factor_R: Tensor, lr: float, decay: Tensor | None, active: Tensor | None) -> None:
         working.grad.mul_(factor_R[:, None])
         step_rows(self._spec, working.params, working.grad, working.optimizer, lr, decay, active)
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Rows in both masks, where None is a mask of all rows."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b

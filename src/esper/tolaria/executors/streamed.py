@@ -92,6 +92,11 @@ class StreamedExecutor:
         self.structure = structure
 
     @property
+    def episode(self) -> int:
+        """The episode that `reset` began."""
+        return self._episode
+
+    @property
     def largest_activation(self) -> int:
         """Floats of the largest activation of one example in a host."""
         spec = self.population.host_module.spec

@@ -104,7 +104,8 @@ def train_batch(
     loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)
     loss_N = loss_BN.mean(dim=0)
     leaves = [leaf for rows in learned for leaf in rows.parameters]
-    slopes = torch.autograd.grad((loss_N * scaler.scale).sum(), leaves)
+    # a blueprint may have parameters that it does not use
+    slopes = torch.autograd.grad((loss_N * scaler.scale).sum(), leaves, materialize_grads=True)
     torch._foreach_copy_([slope for rows in learned for slope in rows.slopes], slopes)
     hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
     return loss_N.detach(), hits

@@ -33,6 +33,7 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.memory import keep_freed_memory
 from esper.tolaria.runtime import host_read
@@ -183,6 +184,7 @@ def _build(pipe: Connection) -> ShardRunner:
     assert registry.names() == shard.names, f"blueprints {registry.names()}, in the main process {shard.names}"
     torch.set_num_threads(shard.threads)
     executor, _ = network_executor(shard.config, shard.task, shard.dataset, CPU)
+    assert not isinstance(executor, StaticExecutor), "static topology stays in one process"
     return ShardRunner(executor, shard.config)
 
 

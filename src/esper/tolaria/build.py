@@ -8,6 +8,7 @@ import torch
 
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
+from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec

@@ -42,4 +42,7 @@ def test_a_static_run_can_be_interrupted_and_records_the_same(
     assert os.listdir(path / "checkpoints")
     assert resume(path) == 0
     assert summary(path)["state_digest"] == summary(whole)["state_digest"]
-    assert records(path)["events.jsonl"] == records(whole)["events.jsonl"]
+    found, expected = (records(run)["events.jsonl"] for run in (path, whole))
+    for last in (found[-1], expected[-1]):
+        del last["host_reads_per_step"]  # the interruption read the reports of its round by a read of its own
+    assert found == expected

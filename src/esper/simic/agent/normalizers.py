@@ -63,7 +63,7 @@ class RunningMeanVar:
 
     def normalize(self, rows: Float[Tensor, "*R_D"]) -> Float[Tensor, "*R_D"]:
         """`clip((x - mean) / sqrt(var + 1e-4), +-10)`; before the first update `clip(x, +-10)`."""
-        return ((rows - self._shift) / self._spread).clamp(-CLIP, CLIP)
+        return (rows - self._shift).div_(self._spread).clamp_(-CLIP, CLIP)
 
     def scale_with(self, batch: Moments) -> Float[Tensor, "*D"]:
         """Standard deviation to divide by, at least 1e-4; before the first update that of `batch` itself."""

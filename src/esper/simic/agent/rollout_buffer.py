@@ -228,8 +228,8 @@ class TamiyoRolloutBuffer:
     def _write(self, index: tuple[int | slice, int], fields: Mapping[str, Entry]) -> None:
         """One copy per field; a row that is not valid receives the neutral values.
 
-        Most of them are 0. Features, which are wide, are multiplied by 0 on the way; elsewhere a copy that is then filled
-        is much cheaper than a choice between two wide tensors.
+        Most of them are 0. Features, which are wide, are multiplied by 0 on the way; elsewhere a copy that is then
+        filled is much cheaper than a choice between two wide tensors.
         """
         unknown, missing = fields.keys() - _NAMES.keys(), _NAMES.keys() - fields.keys() - _DEFAULTS.keys()
         if unknown or missing:

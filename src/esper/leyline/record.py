@@ -18,7 +18,7 @@ R = TypeVar("R")
 def record(cls: type[R]) -> type[R]:
     """Make `cls` a record: frozen, keyword-only, without `==`."""
     made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
-    _PLAIN_INITS.add(made.__init__)  # type: ignore[misc]
+    _PLAIN_INITS.add(made.__init__)
     return made
 
 

@@ -163,9 +163,10 @@ class Layout:
     up_to: Float64[Tensor, "V V"]
     padding: Int[Tensor, " P"]
 
-    def largest(self, values: Float[Tensor, "V R"]) -> Float[Tensor, "H R"]:
-        """The largest value of each head."""
-        return values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0])).amax(dim=0)
+    def as_columns(self, values: Float[Tensor, "V R"]) -> Float[Tensor, "W H R"]:
+        """The values of each head as a column as long as the longest."""
+        columns: Tensor = values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0]))
+        return columns
 
 
 @record
@@ -201,7 +202,8 @@ def _columns(per_row: Tensor) -> Tensor:
 
 def _restored(columns: Tensor, like: Tensor) -> Tensor:
     """[8, R] as [*R, 8]; `like` is the legality [*R, 6, S]."""
-    return columns.t().unflatten(0, like.shape[:-2])
+    rows: Tensor = columns.t().unflatten(0, like.shape[:-2])
+    return rows
 
 
 def _numbers(uniforms: Tensor | None, deterministic: bool) -> Tensor | None:
@@ -243,7 +245,7 @@ def _draw(below: Tensor, mask: Tensor, u: Float[Tensor, "H R"] | None, layout: L
     finite = below.detach().to(torch.float64).nan_to_num_(nan=0.0)  # a broken network still decides something legal
     weights = finite.exp_().mul_(mask)
     if u is None:
-        return weights.index_select(0, layout.padding).unflatten(0, (-1, layout.sizes.shape[0])).argmax(dim=0)
+        return layout.as_columns(weights).argmax(dim=0)
     whole, member = weights.mul_(_WHOLE).round_(), layout.member64
     bound = member.t() @ (u * (member @ whole))
     above = torch.gt(layout.up_to @ whole, bound, out=bound)  # as numbers, which are counted faster than a mask
@@ -255,7 +257,7 @@ def _below_top(rows: Tensor, mask: Tensor, layout: Layout) -> tuple[Tensor, Tens
 
     A smaller weight exp(x) would not be seen beside the largest, and exponentials that underflow are slow on CPUs.
     """
-    top = layout.largest(torch.add(rows.detach(), mask - 1.0, alpha=_FAR_BELOW))
+    top = layout.as_columns(torch.add(rows.detach(), mask - 1.0, alpha=_FAR_BELOW)).amax(dim=0)
     return (rows - top.index_select(0, layout.head)).clamp(MIN_RELATIVE, 0.0), top
 
 

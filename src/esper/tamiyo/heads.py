@@ -264,13 +264,13 @@ def _below_top(rows: Tensor, mask: Tensor, layout: Layout) -> tuple[Tensor, Tens
 def _relative(rows: Tensor, mask: Tensor, layout: Layout) -> _Relative:
     below, top = _below_top(rows, mask, layout)
     weights = below.exp() * mask
-    return _Relative(logits=below, weights=weights, top=top, total=layout.member @ weights)
+    total = (layout.member @ weights).clamp(min=1.0)  # the largest alone has weight 1; less is only where all is masked
+    return _Relative(logits=below, weights=weights, top=top, total=total)
 
 
 def _entropy(relative: _Relative, layout: Layout, count: Tensor, inverse_log: Tensor) -> Float[Tensor, "8 R"]:
     """`-sum p ln p / ln n` of p = w / sum w; 0 where there are fewer than two choices."""
-    total = relative.total + (count == 0)  # nothing to choose has no entropy
-    raw = total.log() - (layout.member @ (relative.weights * relative.logits)) / total
+    raw = relative.total.log() - (layout.member @ (relative.weights * relative.logits)) / relative.total
     return raw * inverse_log[count.to(torch.int64)]
 
 

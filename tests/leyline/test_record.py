@@ -51,6 +51,21 @@ def test_replace_gives_a_copy_and_keeps_the_original():
     assert b.x is a.x
 
 
+def test_replace_refuses_a_field_that_the_record_does_not_have():
+    with pytest.raises(TypeError, match="y"):
+        replace(outer(), y=1)
+
+
+def test_replace_goes_through_a_constructor_that_checks():
+    class Checked(Inner):
+        def __init__(self, *, count):
+            assert count.dim() == 1, "one axis"
+            super().__init__(count=count)
+
+    with pytest.raises(AssertionError, match="one axis"):
+        replace(Checked(count=torch.tensor([1])), count=torch.tensor(1))
+
+
 def test_only_instances_of_record_classes_are_records():
     assert is_record(outer())
     assert not is_record(Outer)

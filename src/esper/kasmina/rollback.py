@@ -68,9 +68,12 @@ def rollback(
     fossil = (slots.stage == SeedStage.FOSSILIZED) & panic[:, None]
     slots = select(fossil, dict(vars(kept)), slots)
 
-    changes = {name: torch.where(panic, torch.nan, getattr(hosts, name)) for name in _FORGOTTEN}
+    # x + NaN is NaN and x + 0 is x, for all fields in one call
+    gone = torch.zeros_like(hosts.val_acc).masked_fill(panic, torch.nan)
+    forgotten = torch._foreach_add([getattr(hosts, name) for name in _FORGOTTEN], [gone] * len(_FORGOTTEN))
+    changes = dict(zip(_FORGOTTEN, forgotten, strict=True))
     for name in ("acc_hist", "loss_hist"):
-        changes[name] = torch.where(panic[:, None], torch.nan, getattr(hosts, name))
+        changes[name] = getattr(hosts, name) + gone[:, None]
     changes["plateau_count"] = hosts.plateau_count * ~panic
     changes["segment"] = hosts.segment + panic
     return slots, replace(hosts, **changes), pruned

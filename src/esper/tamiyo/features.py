@@ -3,8 +3,9 @@
     features [N, 23 + 31 S]  =  host block [23] | slot 0 [31] | slot 1 [31] | ...       all zero for a DORMANT slot
     blueprint_index [N, S]      which blueprint a slot holds or held last; -1 for a DORMANT slot
 
-Two tables name every column with its range, its unit, and the value that stands for "not measured". All columns are
-gathered raw first and encoded together: `clamp(raw / unit, low, high)`, NaN becoming `missing`.
+Two tables name every column with its range and its unit. All columns are gathered raw first and encoded together:
+`clamp(raw / unit, low, high)`. What was not measured takes the lower end of its range; where 0 stands for it instead,
+`_slot_columns` says so.
 
 Shape legend: N = hosts, S = slots, D = features.
 """
@@ -25,7 +26,6 @@ from esper.leyline.stages import NUM_STAGE_CLASSES, NUM_STAGE_VALUES, STAGE_CLAS
 HISTORY = 5
 FRESHNESS_DECAY = 0.995
 _LOG_UNIT = 7.0
-_MISSING = -1.0
 _COUNTED = ({SeedStage.TRAINING}, {SeedStage.BLENDING}, {SeedStage.HOLDING, SeedStage.FOSSILIZED})
 
 
@@ -36,7 +36,6 @@ class Feature:
     Attributes:
         low, high: declared range, both included; values beyond are clamped.
         unit: what the raw value is divided by. per_episode: it is divided by the length of the episode instead.
-        missing: what stands for a value that was not measured.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Feature:
     high: float
     unit: float = 1.0
     per_episode: bool = False
-    missing: float = 0.0
 
 
 def _share(name: str, unit: float = 1.0) -> Feature:
@@ -55,16 +53,16 @@ def _steps(name: str) -> Feature:
     return Feature(name=name, low=0.0, high=1.0, per_episode=True)
 
 
-def _signed(name: str, unit: float = 1.0, missing: float = 0.0) -> Feature:
-    return Feature(name=name, low=-1.0, high=1.0, unit=unit, missing=missing)
+def _signed(name: str, unit: float = 1.0) -> Feature:
+    return Feature(name=name, low=-1.0, high=1.0, unit=unit)
 
 
 HOST_FEATURES: tuple[Feature, ...] = (
     _steps("step"),
-    _signed("val_loss", _LOG_UNIT, _MISSING),
-    _signed("val_acc", 100.0, _MISSING),
-    *(_signed(f"val_loss_{HISTORY - 1 - i}_steps_ago", _LOG_UNIT, _MISSING) for i in range(HISTORY)),
-    *(_signed(f"val_acc_{HISTORY - 1 - i}_steps_ago", 100.0, _MISSING) for i in range(HISTORY)),
+    _signed("val_loss", _LOG_UNIT),
+    _signed("val_acc", 100.0),
+    *(_signed(f"val_loss_{HISTORY - 1 - i}_steps_ago", _LOG_UNIT) for i in range(HISTORY)),
+    *(_signed(f"val_acc_{HISTORY - 1 - i}_steps_ago", 100.0) for i in range(HISTORY)),
     *(_share(f"slots_in_{name}") for name in ("training", "blending", "holding_or_fossilized")),
     _share("last_success"),
     *(_share(f"last_op_{op.name.lower()}") for op in LifecycleOp),
@@ -90,9 +88,9 @@ SLOT_FEATURES: tuple[Feature, ...] = (
     _share("grad_health"),
     _share("grad_vanishing"),
     _share("grad_exploding"),
-    _signed("grad_health_prev", missing=_MISSING),
+    _signed("grad_health_prev"),
     _steps("epochs_in_stage"),
-    _signed("freshness", missing=_MISSING),
+    _signed("freshness"),
     _steps("age"),
 )
 """The block of one slot, in order; 1 to 10 are the stage. The gradient norm is `ln(1 + x) / 7`."""
@@ -118,18 +116,22 @@ def features_of(
     slots: SlotState, hosts: HostState, t: int | Int[Tensor, ""], episode_length: int
 ) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N S"]]:
     """As `observe`, from its parts; where one graph serves all steps, `t` is a tensor."""
-    tables = _tables(slots.stage.shape[1], episode_length, slots.stage.device)
+    num_envs, num_slots = slots.stage.shape
+    tables = _tables(num_slots, episode_length, slots.stage.device)
     stage_NSC = tables.stage[slots.stage]
-    dormant_NS = slots.stage == int(SeedStage.DORMANT)
-    slots_NSF = torch.cat((stage_NSC[..., : 1 + NUM_STAGE_CLASSES], _slot_columns(slots, t)), dim=-1)
-    slots_NSF = slots_NSF.masked_fill(dormant_NS[..., None], 0.0)
-    counts_NC = stage_NSC[..., 1 + NUM_STAGE_CLASSES :].mean(dim=1)
-    raw_ND = torch.cat((*_host_columns(hosts, t, counts_NC, tables.op), slots_NSF.flatten(1)), dim=1)
-    scaled_ND = torch.clamp(raw_ND / tables.unit, tables.low, tables.high)
-    # x + [x missing] * missing, which is exact where x was made 0; choosing is slow where the mask is irregular
-    missing_ND = scaled_ND.isnan().to(scaled_ND.dtype)
-    features_ND = torch.addcmul(scaled_ND.nan_to_num_(nan=0.0), missing_ND, tables.missing)
-    return features_ND, slots.blueprint.masked_fill(dormant_NS, -1)
+    columns_ND = torch.empty(num_envs, feature_dim(num_slots), device=slots.stage.device)
+    host_NC, slot_NC = columns_ND.split((len(HOST_FEATURES), num_slots * len(SLOT_FEATURES)), dim=1)
+    slot_NSC = slot_NC.unflatten(1, (num_slots, -1))
+    stage_width = 1 + NUM_STAGE_CLASSES
+    counts_NC = stage_NSC[..., stage_width:].mean(dim=1)
+    values = [*_host_columns(hosts, t, counts_NC, tables.op), stage_NSC[..., :stage_width]]
+    places = [*host_NC.split([value.shape[1] for value in values[:-1]], dim=1), slot_NSC[..., :stage_width]]
+    # every field is converted where it is written, all in one call
+    torch._foreach_copy_([*places, *slot_NSC[..., stage_width:].unbind(-1)], [*values, *_slot_columns(slots, t)])
+    columns_ND.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # clamped to the lower end
+    torch.clamp(columns_ND.div_(tables.unit), tables.low, tables.high, out=columns_ND)
+    slot_NSC.mul_(stage_NSC[..., :1])  # the occupied flag
+    return columns_ND, slots.blueprint.masked_fill(slots.stage == int(SeedStage.DORMANT), -1)
 
 
 def symlog(x: Float[Tensor, "*R"]) -> Float[Tensor, "*R"]:
@@ -159,38 +161,35 @@ def _everywhere(t: int | Tensor, like: Float[Tensor, "N 1"]) -> Float[Tensor, "N
     return t.to(like.dtype).expand_as(like) if isinstance(t, Tensor) else torch.full_like(like, float(t))
 
 
-def _slot_columns(slots: SlotState, t: int | Tensor) -> Float[Tensor, "N S C"]:
-    """The slot block after the stage, before scaling, in the order of `SLOT_FEATURES`."""
+def _slot_columns(slots: SlotState, t: int | Tensor) -> tuple[Tensor, ...]:
+    """The slot block after the stage, before scaling, in the order of `SLOT_FEATURES`; each [N, S]."""
     ramping = (slots.alpha_total > 0) & (slots.alpha_mode != int(AlphaMode.HOLD))
     velocity = torch.where(ramping, (slots.alpha_target - slots.alpha_start) / slots.alpha_total, 0.0)
     # A norm that overflowed tells no more than one that was not taken; the exploding flag says the rest.
     grad_norm = slots.grad_norm.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     was_graded = ~slots.grad_health.isnan()
     freshness = torch.where(slots.contribution_step < 0, math.nan, FRESHNESS_DECAY ** (t - slots.contribution_step))
-    return torch.stack(
-        (
-            slots.alpha,
-            slots.contribution,
-            slots.contribution_velocity,
-            slots.tempo,
-            slots.alpha_target,
-            slots.alpha_mode,
-            slots.alpha_total,
-            slots.alpha_done,
-            slots.alpha_total - slots.alpha_done,
-            velocity,
-            slots.algorithm - 1,
-            slots.interaction_sum,
-            symlog(grad_norm),
-            slots.grad_health,
-            slots.grad_vanishing & was_graded,
-            slots.grad_exploding & was_graded,
-            slots.grad_health_prev,
-            slots.epochs_in_stage,
-            freshness,
-            slots.age,
-        ),
-        dim=-1,
+    return (
+        slots.alpha,
+        slots.contribution.nan_to_num(nan=0.0),
+        slots.contribution_velocity.nan_to_num(nan=0.0),
+        slots.tempo,
+        slots.alpha_target,
+        slots.alpha_mode,
+        slots.alpha_total,
+        slots.alpha_done,
+        slots.alpha_total - slots.alpha_done,
+        velocity,
+        slots.algorithm - 1,
+        slots.interaction_sum.nan_to_num(nan=0.0),
+        symlog(grad_norm),
+        slots.grad_health,
+        slots.grad_vanishing & was_graded,
+        slots.grad_exploding & was_graded,
+        slots.grad_health_prev,
+        slots.epochs_in_stage,
+        freshness,
+        slots.age,
     )
 
 
@@ -201,7 +200,6 @@ class _Tables:
     unit: Float[Tensor, " D"]
     low: Float[Tensor, " D"]
     high: Float[Tensor, " D"]
-    missing: Float[Tensor, " D"]
     stage: Float[Tensor, "11 C"]
     op: Float[Tensor, "6 6"]
 
@@ -225,7 +223,6 @@ def _tables(num_slots: int, episode_length: int, device: torch.device) -> _Table
         unit=column([float(episode_length) if f.per_episode else f.unit for f in columns]),
         low=column([f.low for f in columns]),
         high=column([f.high for f in columns]),
-        missing=column([f.missing for f in columns]),
         stage=torch.tensor(stage_rows, dtype=torch.float32, device=device),
         op=torch.eye(NUM_OPS, device=device),
     )

@@ -4,26 +4,29 @@
      `--->  blueprint, tempo, alpha_target, alpha_speed, alpha_curve given op
 
 A head that the op does not read may only take its canonical value; its log-probability, entropy and gradient are then
-exactly zero, because a softmax over one choice is constant. The heads lie side by side, padded to the widest.
+exactly zero, because a softmax over one choice is constant.
 
 Nothing here reads the device. What must never happen leaves a trace that does: a stored action outside its mask and a
 logit that is not finite make the log-probability NaN, and with it the loss. `check_stored_actions` and `check_logits`
 name the reason: their 0-dim answers are metrics of an update, which travel in the one read it makes.
 
-Shape legend: S = slots, B = blueprints, V = values of the widest head; leading axes R are hosts, or hosts and steps.
+Shape legend: S = slots, B = blueprints, V = values of all heads, one head after another; leading axes R are hosts, or
+hosts and steps. Inside, R is one axis and comes last, see `masks.py`; H are the heads of a layout, all eight or one.
 """
 
 from functools import lru_cache
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from esper.leyline.actions import NUM_HEADS, NUM_OPS, Head, head_sizes
+from esper.leyline.actions import Head, head_sizes
 from esper.leyline.record import record
 from esper.tamiyo.masks import (
+    HeadTables,
     available_masks,
     choices_given_op,
+    legal_somewhere,
     mask_given_op,
     mask_given_slot,
     masks_of,
@@ -32,8 +35,12 @@ from esper.tamiyo.masks import (
 from esper.tamiyo.masks import forced as forced
 from esper.tamiyo.masks import relevance as relevance
 
-MASKED_LOGIT = -1e4
 MIN_RELATIVE = -80.0
+_FAR_BELOW = 3e38
+"""Added to the logits of masked values, so that none is the largest."""
+_WHOLE = 2.0**36
+"""Draws count in whole numbers, whose sums are exact in float64 in whatever order they are added."""
+_BELOW_ONE = 1.0 - 2.0**-24
 Logits = tuple[Float[Tensor, "*R _"], ...]
 """One tensor per head, in the order of `HEADS`."""
 
@@ -75,11 +82,12 @@ def sample_heads(
     `selectable` are the blueprints a controller may choose, `uniforms` one number in [0, 1) per head, read unless
     `deterministic`, which takes the most probable value of each head (the lowest index of equals).
     """
-    rows, choices = _rows(logits, legal, selectable), choices_given_op(legal, selectable)
-    decision = _decide(rows, choices, legal, has_gate, _numbers(uniforms, deterministic))
-    relative = _relative(rows, decision.mask)
-    log_prob = _log_prob(rows, decision, relative.top, relative.logits.exp().sum(dim=-1))
-    return SampledHeads(actions=decision.actions, log_prob=log_prob)
+    tables, rows = tables_of(legal, selectable), _rows(logits, legal, selectable)
+    state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
+    decision = _decide(rows, *state, _numbers(uniforms, deterministic), tables)
+    layout = layout_of(tables.sizes, legal.device)
+    log_prob = _log_prob(rows, decision, layout)
+    return SampledHeads(actions=_restored(decision.actions, legal), log_prob=_restored(log_prob, legal))
 
 
 def evaluate_heads(
@@ -95,24 +103,25 @@ def evaluate_heads(
 
     The log-probability of a stored action outside its mask is NaN.
     """
-    rows, choices = _rows(logits, legal, selectable), choices_given_op(legal, selectable)
+    tables, rows = tables_of(legal, selectable), _rows(logits, legal, selectable)
+    state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
+    layout = layout_of(tables.sizes, legal.device)
     if actions is None:
-        decision = _decide(rows, choices, legal, has_gate, _numbers(uniforms, deterministic))
+        decision = _decide(rows, *state, _numbers(uniforms, deterministic), tables)
     else:
-        decision = _Decision(actions=actions, mask=masks_of(choices, legal, has_gate, actions))
-    both = torch.stack((decision.mask, available_masks(choices, legal, has_gate)))
-    relative, count = _relative(rows, both), both.sum(dim=-1)
-    weights = relative.logits.exp()
-    total = weights.sum(dim=-1)
-    # -sum p ln p of p = w / sum w
-    raw_entropy = total.log() - (weights * relative.logits).sum(dim=-1) / total
-    entropy, entropy_avail = (raw_entropy * tables_of(legal, selectable).inverse_log[count]).unbind(0)
+        columns = _columns(actions)
+        mask = masks_of(*state, columns, tables)
+        decision = _Decision(actions=columns, mask=mask, relative=_relative(rows, mask, layout))
+    available = available_masks(*state, tables)
+    count_avail = layout.member @ available
+    entropy = _entropy(decision.relative, layout, layout.member @ decision.mask, tables.inverse_log)
+    entropy_avail = _entropy(_relative(rows, available, layout), layout, count_avail, tables.inverse_log)
     return HeadsOutput(
-        actions=decision.actions,
-        log_prob=_log_prob(rows, decision, relative.top[0], total[0]),
-        entropy=entropy,
-        entropy_avail=entropy_avail,
-        available=count[1] >= 2,
+        actions=_restored(decision.actions, legal),
+        log_prob=_restored(_log_prob(rows, decision, layout), legal),
+        entropy=_restored(entropy, legal),
+        entropy_avail=_restored(entropy_avail, legal),
+        available=_restored(count_avail >= 2, legal),
     )
 
 
@@ -123,11 +132,13 @@ def check_stored_actions(
     selectable: Bool[Tensor, " B"],
 ) -> Bool[Tensor, ""]:
     """Whether every head of every row holds a value that its mask allows. Takes any integers; reads nothing."""
-    tables = tables_of(legal, selectable)
-    in_range = (actions >= 0) & (actions < tables.sizes)
-    inside = torch.where(in_range, actions, 0)
-    mask = masks_of(choices_given_op(legal, selectable), legal, has_gate, inside)
-    return (mask.gather(-1, inside[..., None]).squeeze(-1) & in_range).all()
+    tables, columns = tables_of(legal, selectable), _columns(actions)
+    layout = layout_of(tables.sizes, legal.device)
+    in_range = (columns >= 0) & (columns < layout.sizes)
+    inside = torch.where(in_range, columns, 0)
+    state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
+    mask = masks_of(*state, inside, tables)
+    return ((mask.gather(0, layout.first + inside) > 0) & in_range).all()
 
 
 def check_logits(logits: Logits) -> Bool[Tensor, ""]:
@@ -136,84 +147,154 @@ def check_logits(logits: Logits) -> Bool[Tensor, ""]:
 
 
 @record
-class _Decision:
-    """Actions, and the masks they were drawn under."""
+class Layout:
+    """How the values of some heads lie one after another; sums over a head are matrix products.
 
-    actions: Int[Tensor, "*R 8"]
-    mask: Bool[Tensor, "*R 8 V"]
+    `sizes`, `first`: how many values each head has, and where they begin. `head`: the head of each value. `member`: the
+    same as a matrix, in both precisions. `up_to`: the matrix that adds each value and those before it in its head.
+    `padding`: the values of head after head as columns, short ones filled up with their first value.
+    """
+
+    sizes: Int[Tensor, "H 1"]
+    first: Int[Tensor, "H 1"]
+    head: Int[Tensor, " V"]
+    member: Float[Tensor, "H V"]
+    member64: Float64[Tensor, "H V"]
+    up_to: Float64[Tensor, "V V"]
+    padding: Int[Tensor, " P"]
+
+    def as_columns(self, values: Float[Tensor, "V R"]) -> Float[Tensor, "W H R"]:
+        """The values of each head as a column as long as the longest."""
+        columns: Tensor = values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0]))
+        return columns
 
 
 @record
 class _Relative:
-    """Masked logits minus `top`, the largest of their head."""
+    """Logits minus `top`, the largest of their head, cut to [-80, 0]; their exponentials, 0 where masked; the sum."""
 
-    logits: Float[Tensor, "*R V"]
-    top: Float[Tensor, "*R 1"]
+    logits: Float[Tensor, "V R"]
+    weights: Float[Tensor, "V R"]
+    top: Float[Tensor, "H R"]
+    total: Float[Tensor, "H R"]
 
 
-def _rows(logits: Logits, legal: Tensor, selectable: Tensor) -> Float[Tensor, "*R 8 V"]:
-    """The heads side by side in float32; padding repeats some logit and is always masked."""
+@record
+class _Decision:
+    """Actions, the masks they were drawn under, and the logits under these masks."""
+
+    actions: Int[Tensor, "8 R"]
+    mask: Float[Tensor, "V R"]
+    relative: _Relative
+
+
+def _rows(logits: Logits, legal: Tensor, selectable: Tensor) -> Float[Tensor, "V R"]:
+    """The logits of all heads in float32."""
     sizes = head_sizes(legal.shape[-1], selectable.shape[0])
     assert tuple(head.shape[-1] for head in logits) == sizes, "the network was built for other heads"
-    padding = tables_of(legal, selectable).padding
-    flat = torch.cat(logits, dim=-1).to(torch.float32)
-    rows: Tensor = flat.index_select(-1, padding).unflatten(-1, (NUM_HEADS, max(sizes)))
+    return torch.cat(logits, dim=-1).to(torch.float32).flatten(0, -2).t().contiguous()
+
+
+def _columns(per_row: Tensor) -> Tensor:
+    """[*R, 8] as [8, R]."""
+    return per_row.flatten(0, -2).t()
+
+
+def _restored(columns: Tensor, like: Tensor) -> Tensor:
+    """[8, R] as [*R, 8]; `like` is the legality [*R, 6, S]."""
+    rows: Tensor = columns.t().unflatten(0, like.shape[:-2])
     return rows
 
 
 def _numbers(uniforms: Tensor | None, deterministic: bool) -> Tensor | None:
-    """The numbers to draw with, None for the most probable values."""
+    """The numbers to draw with [8, R], None for the most probable values."""
     assert deterministic or uniforms is not None, "sampling takes one uniform number per head"
-    return None if deterministic else uniforms
+    if deterministic or uniforms is None:
+        return None
+    return _columns(uniforms).to(torch.float64).clamp(max=_BELOW_ONE)
 
 
-def _decide(rows: Tensor, choices: Tensor, legal: Tensor, has_gate: Tensor, uniforms: Tensor | None) -> _Decision:
+def _decide(
+    rows: Tensor, choices: Tensor, legal: Tensor, has_gate: Tensor, u_8R: Tensor | None, tables: HeadTables
+) -> _Decision:
     """Op, then slot, then what depends on both."""
-    num_slots = legal.shape[-1]
-    u = (None,) * NUM_HEADS if uniforms is None else uniforms.unbind(-1)
-    op_mask = legal.any(dim=-1)
-    op = _draw(rows[..., Head.OP, :NUM_OPS], op_mask, u[Head.OP])
-    mask = mask_given_op(choices, legal, op_mask, op)
-    slot = _draw(rows[..., Head.SLOT, :num_slots], mask[..., Head.SLOT, :num_slots], u[Head.SLOT])
-    mask = mask_given_slot(mask, has_gate, op, slot)
-    actions = _draw(rows, mask, uniforms)
-    # The masks belong to these; a draw among padded values might round the same probabilities another way.
-    actions[..., Head.OP], actions[..., Head.SLOT] = op, slot
-    return _Decision(actions=actions, mask=mask)
+
+    def draw(head: Head, mask: Tensor) -> Tensor:
+        u = None if u_8R is None else u_8R[head : head + 1]
+        own, layout = rows[tables.values[head]], layout_of(tables.sizes[head : head + 1], mask.device)
+        return _draw(_below_top(own, mask, layout)[0], mask, u, layout).squeeze(0)
+
+    op_mask = legal_somewhere(legal)
+    op = draw(Head.OP, op_mask)
+    mask = mask_given_op(choices, legal, op_mask, op, tables)
+    slot = draw(Head.SLOT, mask[tables.values[Head.SLOT]])
+    mask = mask_given_slot(mask, has_gate, op, slot, tables)
+    layout = layout_of(tables.sizes, mask.device)
+    relative = _relative(rows, mask, layout)
+    actions = _draw(relative.logits, mask, u_8R, layout)
+    actions[Head.OP], actions[Head.SLOT] = op, slot  # the masks belong to these, however the last draw was rounded
+    return _Decision(actions=actions, mask=mask, relative=relative)
 
 
-def _draw(logits: Tensor, mask: Tensor, u: Tensor | None) -> Int[Tensor, "*R"]:
-    """Inverse CDF in float64: the smallest index whose cumulative probability exceeds u, else the last valid index.
+def _draw(below: Tensor, mask: Tensor, u: Float[Tensor, "H R"] | None, layout: Layout) -> Int[Tensor, "H R"]:
+    """Inverse CDF in float64: the smallest index whose cumulative probability exceeds u.
 
-    Masked probabilities are zero whatever the logits are, hence never drawn. Without `u`, the most probable value.
+    Probabilities are multiples of 2^-36 of the largest, so that their sums are exact: a value of probability zero adds
+    nothing and is never drawn, and the sum of all exceeds u times itself. Without `u`, the most probable value.
     """
-    relative = _relative(logits, mask).logits
+    finite = below.detach().to(torch.float64).nan_to_num_(nan=0.0)  # a broken network still decides something legal
+    weights = finite.exp_().mul_(mask)
     if u is None:
-        return relative.masked_fill(~mask, -torch.inf).argmax(dim=-1)
-    cumulative = (relative.to(torch.float64).exp() * mask).cumsum(dim=-1)
-    above = cumulative > u[..., None] * cumulative[..., -1:]
-    size = mask.shape[-1]
-    last_valid = (mask * _indices(size, mask.device)).amax(dim=-1)
-    return torch.minimum(size - above.sum(dim=-1), last_valid)
+        return layout.as_columns(weights).argmax(dim=0)
+    whole, member = weights.mul_(_WHOLE).round_(), layout.member64
+    bound = member.t() @ (u * (member @ whole))
+    above = torch.gt(layout.up_to @ whole, bound, out=bound)  # as numbers, which are counted faster than a mask
+    return layout.sizes - (member @ above).to(torch.int64)
 
 
-def _relative(logits: Tensor, mask: Tensor) -> _Relative:
-    """The masked logits below their maximum, at least -80.
+def _below_top(rows: Tensor, mask: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The logits minus the largest of their head that is not masked, cut to [-80, 0], and that largest.
 
     A smaller weight exp(x) would not be seen beside the largest, and exponentials that underflow are slow on CPUs.
     """
-    masked = logits.masked_fill(~mask, MASKED_LOGIT)
-    top = masked.detach().amax(dim=-1, keepdim=True)
-    return _Relative(logits=(masked - top).clamp(min=MIN_RELATIVE), top=top)
+    top = layout.as_columns(torch.add(rows.detach(), mask - 1.0, alpha=_FAR_BELOW)).amax(dim=0)
+    return (rows - top.index_select(0, layout.head)).clamp(MIN_RELATIVE, 0.0), top
 
 
-def _log_prob(rows: Tensor, decision: _Decision, top: Tensor, total: Tensor) -> Float[Tensor, "*R 8"]:
+def _relative(rows: Tensor, mask: Tensor, layout: Layout) -> _Relative:
+    below, top = _below_top(rows, mask, layout)
+    weights = below.exp() * mask
+    total = (layout.member @ weights).clamp(min=1.0)  # the largest alone has weight 1; less is only where all is masked
+    return _Relative(logits=below, weights=weights, top=top, total=total)
+
+
+def _entropy(relative: _Relative, layout: Layout, count: Tensor, inverse_log: Tensor) -> Float[Tensor, "8 R"]:
+    """`-sum p ln p / ln n` of p = w / sum w; 0 where there are fewer than two choices."""
+    raw = relative.total.log() - (layout.member @ (relative.weights * relative.logits)) / relative.total
+    return raw * inverse_log[count.to(torch.int64)]
+
+
+def _log_prob(rows: Tensor, decision: _Decision, layout: Layout) -> Float[Tensor, "8 R"]:
     """`x - top - ln(sum exp(x - top))` of each action, NaN for one that is masked; exactly 0 for an only choice."""
-    index = decision.actions[..., None]
-    log_p = (rows.gather(-1, index) - top).squeeze(-1) - total.log()
-    return torch.where(decision.mask.gather(-1, index).squeeze(-1), log_p, torch.nan)
+    index, relative = layout.first + decision.actions, decision.relative
+    log_p = (rows.gather(0, index) - relative.top) - relative.total.log()
+    return torch.where(decision.mask.gather(0, index) > 0, log_p, torch.nan)
 
 
 @lru_cache(maxsize=64)
-def _indices(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, dtype=torch.int16, device=device)
+def layout_of(sizes: tuple[int, ...], device: torch.device) -> Layout:
+    """The constants of heads of these sizes, made once."""
+    size = torch.tensor(sizes)
+    first = size.cumsum(0) - size
+    head = torch.arange(len(sizes)).repeat_interleave(size)
+    place = torch.arange(max(sizes))[:, None]
+    member = (head == torch.arange(len(sizes))[:, None]).to(device, torch.float32)
+    return Layout(
+        sizes=size[:, None].to(device),
+        first=first[:, None].to(device),
+        head=head.to(device),
+        member=member,
+        member64=member.to(torch.float64),
+        up_to=(head == head[:, None]).tril().to(device, torch.float64),
+        padding=(first + place * (place < size)).flatten().to(device),
+    )

@@ -7,22 +7,25 @@
     others     given op           all values
 
 That is where the op reads the head; elsewhere the head may only take its canonical value. As WAIT is always legal, no
-mask is empty. The heads lie side by side, padded to the widest:
+mask is empty. The values of all heads lie one after another, and rows come last:
 
-    mask [..., 8, V]    slot        | x x x . . . . |
-                        blueprint   | . x x x x x x |     x = may be chosen
-                        ...
+    mask [V, R]      slot       | x x x |
+                     blueprint  | . x x x x x x x . . . . . |      x = 1, may be chosen; . = 0
+                     ...
 
-Shape legend: S = slots, B = blueprints, V = values of the widest head; leading axes R are hosts, or hosts and steps.
+Masks are numbers, and hosts the innermost axis, because a CPU works on neither masks nor short inner axes by vectors.
+
+Shape legend: S = slots, B = blueprints, V = values of all heads, R = rows: hosts, or hosts and steps.
 """
 
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import HEADS, NUM_HEADS, NUM_OPS, RELEVANCE, Head, LifecycleOp, Style, head_sizes
+from esper.leyline.actions import HEADS, NUM_OPS, RELEVANCE, Head, LifecycleOp, Style, head_sizes
 from esper.leyline.record import record
 
 
@@ -36,48 +39,62 @@ def forced(legal: Bool[Tensor, "*R 6 S"]) -> Bool[Tensor, "*R"]:
     return ~legal[..., LifecycleOp.WAIT + 1 :, :].flatten(-2).any(dim=-1)
 
 
-def choices_given_op(legal: Tensor, selectable: Tensor) -> Bool[Tensor, "6 8 V"]:
+def legal_somewhere(legal: Bool[Tensor, "R 6 S"]) -> Float[Tensor, "6 R"]:
+    """The mask of the op head."""
+    return legal.any(dim=-1).t().to(torch.float32)
+
+
+def choices_given_op(legal: Tensor, selectable: Tensor) -> Float[Tensor, "V 6"]:
     """Values of each head given the op alone, before the state of the host restricts op, slot and style."""
-    choices = tables_of(legal, selectable).choices.clone()
+    tables = tables_of(legal, selectable)
+    choices = tables.choices.clone()
     for op in HEADS[Head.BLUEPRINT].used_by:
-        choices[op, Head.BLUEPRINT, : selectable.shape[0]] = selectable
+        choices[tables.values[Head.BLUEPRINT], op] = selectable.to(torch.float32)
     return choices
 
 
-def masks_of(choices: Tensor, legal: Tensor, has_gate: Tensor, actions: Tensor) -> Bool[Tensor, "*R 8 V"]:
+def masks_of(
+    choices: Float[Tensor, "V 6"],
+    legal: Bool[Tensor, "R 6 S"],
+    has_gate: Bool[Tensor, "R S"],
+    actions: Int[Tensor, "8 R"],
+    tables: "HeadTables",
+) -> Float[Tensor, "V R"]:
     """What each head could have chosen, given the op and slot that were."""
-    op, slot = actions[..., Head.OP], actions[..., Head.SLOT]
-    return mask_given_slot(mask_given_op(choices, legal, legal.any(dim=-1), op), has_gate, op, slot)
+    op, slot = actions[Head.OP], actions[Head.SLOT]
+    mask = mask_given_op(choices, legal, legal_somewhere(legal), op, tables)
+    return mask_given_slot(mask, has_gate, op, slot, tables)
 
 
-def mask_given_op(choices: Tensor, legal: Tensor, op_mask: Tensor, op: Tensor) -> Bool[Tensor, "*R 8 V"]:
+def mask_given_op(
+    choices: Tensor, legal: Tensor, op_mask: Tensor, op: Int[Tensor, " R"], tables: "HeadTables"
+) -> Float[Tensor, "V R"]:
     """The masks of all heads but style, which also depends on the slot."""
-    num_slots = legal.shape[-1]
-    mask: Tensor = choices[op]
-    mask[..., Head.OP, :NUM_OPS] = op_mask
-    legal_slots = legal.gather(-2, op[..., None, None].expand(*op.shape, 1, num_slots)).squeeze(-2)
-    mask[..., Head.SLOT, :num_slots] &= legal_slots
+    mask: Tensor = choices @ _one_hots(op.device).index_select(1, op)
+    mask[tables.values[Head.OP]] = op_mask
+    legal_slots = legal.gather(1, op[:, None, None].expand(-1, 1, legal.shape[-1])).squeeze(1)
+    mask[tables.values[Head.SLOT]] *= legal_slots.t()
     return mask
 
 
-def mask_given_slot(mask: Tensor, has_gate: Tensor, op: Tensor, slot: Tensor) -> Bool[Tensor, "*R 8 V"]:
+def mask_given_slot(
+    mask: Tensor, has_gate: Tensor, op: Tensor, slot: Tensor, tables: "HeadTables"
+) -> Float[Tensor, "V R"]:
     """`mask`, changed in place: a seed without a gate network cannot be retargeted to the style that needs one."""
-    gate_here = has_gate.gather(-1, slot[..., None]).squeeze(-1)
-    mask[..., Head.STYLE, Style.GATED_GATE] &= gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET))
+    gate_here = has_gate.gather(1, slot[:, None]).squeeze(1)
+    mask[tables.gated_style] *= gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET))
     return mask
 
 
-def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor) -> Bool[Tensor, "*R 8 V"]:
+def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor, tables: "HeadTables") -> Float[Tensor, "V R"]:
     """Union of the masks of each head over all legal ops and slots that read it; empty where there are none."""
-    read_6h = _relevance(legal.device)
-    op_mask = legal.any(dim=-1)
-    read_choices = (choices & read_6h[..., None]).to(torch.float32).flatten(1)
-    count = op_mask.to(torch.float32) @ read_choices
-    mask: Tensor = (count > 0).unflatten(-1, choices.shape[1:])
-    mask[..., Head.OP, :NUM_OPS] = op_mask
-    mask[..., Head.SLOT, : legal.shape[-1]] = (legal & read_6h[:, Head.SLOT, None]).any(dim=-2)
-    gated = (legal[..., LifecycleOp.SET_ALPHA_TARGET, :] & has_gate).any(dim=-1)
-    mask[..., Head.STYLE, Style.GATED_GATE] = op_mask[..., LifecycleOp.GERMINATE] | gated
+    op_mask = legal_somewhere(legal)
+    mask: Tensor = ((choices * tables.read) @ op_mask).clamp(max=1.0)
+    mask[tables.values[Head.OP]] = op_mask
+    reads_slot = _relevance(legal.device)[:, Head.SLOT, None]
+    mask[tables.values[Head.SLOT]] = (legal & reads_slot).any(dim=-2).t().to(torch.float32)
+    gated = (legal[:, LifecycleOp.SET_ALPHA_TARGET] & has_gate).any(dim=-1)
+    mask[tables.gated_style] = torch.maximum(op_mask[LifecycleOp.GERMINATE], gated.to(torch.float32))
     return mask
 
 
@@ -85,13 +102,16 @@ def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor) -> Bool[Te
 class HeadTables:
     """Constants of one layout of the heads.
 
-    `sizes` of the heads; `choices` of each head given the op; `padding`, the place of each padded logit among all
-    logits; `inverse_log[n]`, 1 / ln n, and 0 below two choices.
+    `sizes` of the heads; `values`, where those of each head lie; `gated_style`, where the style that needs a gate lies;
+    `choices` of each head given the op; `read`, whether the op reads the head; `inverse_log[n]`, 1 / ln n, and 0 below
+    two choices.
     """
 
-    sizes: Int[Tensor, " 8"]
-    choices: Bool[Tensor, "6 8 V"]
-    padding: Int[Tensor, " P"]
+    sizes: tuple[int, ...]
+    values: tuple[slice, ...]
+    gated_style: int
+    choices: Float[Tensor, "V 6"]
+    read: Float[Tensor, "V 6"]
     inverse_log: Float[Tensor, " W"]
 
 
@@ -103,26 +123,28 @@ def tables_of(legal: Tensor, selectable: Tensor) -> HeadTables:
 @lru_cache(maxsize=64)
 def _tables(num_slots: int, num_blueprints: int, device: torch.device) -> HeadTables:
     sizes = head_sizes(num_slots, num_blueprints)
-    width = max(sizes)
-    choices = torch.zeros(NUM_OPS, NUM_HEADS, width, dtype=torch.bool)
-    padding, start = torch.zeros(NUM_HEADS, width, dtype=torch.int64), 0
-    for head, (spec, size) in enumerate(zip(HEADS, sizes, strict=True)):
+    ends = list(accumulate(sizes))
+    values = tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    read, choices = torch.zeros(ends[-1], NUM_OPS), torch.zeros(ends[-1], NUM_OPS)
+    for spec, own in zip(HEADS, values, strict=True):
         for op in LifecycleOp:
-            choices[op, head] = torch.arange(width) < size if op in spec.used_by else _one_hot(spec.canonical, width)
-        padding[head, :size] = torch.arange(start, start + size)
-        start += size
-    inverse_log = torch.arange(width + 1).clamp(min=2).log().reciprocal()
+            read[own, op] = float(op in spec.used_by)
+            choices[own if op in spec.used_by else own.start + spec.canonical, op] = 1.0
+    inverse_log = torch.arange(max(sizes) + 1).clamp(min=2).log().reciprocal()
     inverse_log[:2] = 0.0
     return HeadTables(
-        sizes=torch.tensor(sizes, device=device),
+        sizes=sizes,
+        values=values,
+        gated_style=values[Head.STYLE].start + Style.GATED_GATE,
         choices=choices.to(device),
-        padding=padding.flatten().to(device),
+        read=read.to(device),
         inverse_log=inverse_log.to(device),
     )
 
 
-def _one_hot(index: int, width: int) -> Tensor:
-    return torch.arange(width) == index
+@lru_cache(maxsize=8)
+def _one_hots(device: torch.device) -> Float[Tensor, "6 6"]:
+    return torch.eye(NUM_OPS, device=device)
 
 
 @lru_cache(maxsize=8)

@@ -174,9 +174,7 @@ class RunProgress:
 
     def _step(self, shown: Shown) -> None:
         self._now = shown
-        if self._live is not None:
-            self._show()
-        elif self._clock() - self._last_line >= PLAIN_INTERVAL and self._finished % self._steps:
+        if self._live is None and self._clock() - self._last_line >= PLAIN_INTERVAL and self._finished % self._steps:
             self._print(shown)
 
     def _round(self, shown: Shown) -> None:
@@ -185,15 +183,11 @@ class RunProgress:
             return
         self._history.append(shown)
         self._now = None
-        self._show()
 
     def _print(self, shown: Shown) -> None:
         text = line(shown, self._rounds, self._steps, self._eta())
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
         self._last_line = self._clock()
-
-    def _show(self) -> None:
-        self._bar.update(self._task, completed=self._finished, eta=self._eta())
 
     def _eta(self) -> str:
         ran = self._finished - self._first
@@ -203,6 +197,7 @@ class RunProgress:
 
     def page(self) -> RenderableType:
         """The table of the last rounds with the bar under it, as high as the terminal at most."""
+        self._bar.update(self._task, completed=self._finished, eta=self._eta())
         width, height = self._console.size
         shown = [*self._history, *([self._now] if self._now else [])][-height:]
         while True:

@@ -196,6 +196,6 @@ def _statistics(state: GovernorState) -> tuple[Tensor, Tensor]:
 
 
 def _remember(state: GovernorState, loss_N: Tensor, healthy_N: Tensor) -> GovernorState:
-    places_W = _places(state.window.shape[1], state.window.device)
-    next_NW = (places_W == (state.count % places_W.shape[0])[:, None]) & healthy_N[:, None]
-    return replace(state, window=torch.where(next_NW, loss_N[:, None], state.window), count=state.count + healthy_N)
+    next_N1 = (state.count % state.window.shape[1])[:, None]
+    kept_N1 = torch.where(healthy_N[:, None], loss_N[:, None], state.window.gather(1, next_N1))
+    return replace(state, window=state.window.scatter(1, next_N1, kept_N1), count=state.count + healthy_N)

@@ -49,7 +49,7 @@ class Frozen:
 
 def normalized(rows: Float[Tensor, "*R_D"], by: Frozen) -> Float[Tensor, "*R_D"]:
     """`clip((x - shift) / spread, +-10)`."""
-    return ((rows - by.shift) / by.spread).clamp(-CLIP, CLIP)
+    return (rows - by.shift).div_(by.spread).clamp_(-CLIP, CLIP)
 
 
 @final

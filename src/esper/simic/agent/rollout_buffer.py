@@ -11,7 +11,7 @@ actions are canonical, everything else is 0. `valid` and `reset` alone are kept 
 Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width, n = some hosts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
@@ -72,6 +72,8 @@ _NAMES = {
 """Name of one step of a field -> its slab."""
 _DEFAULTS = {"bootstrap_value": 0, "terminal": 0, "truncated": 0, "valid": 1, "reset": 0, "forced": 0}
 _KEPT = ("valid", "reset")
+_FINITE = ("state", "raw_state")
+"""Fields that are finite whatever was measured (`features.observe`)."""
 
 Entry = int | float | bool | Tensor
 """What `add` takes for a scalar: a number of Python or a tensor without axes, which stays on its device."""
@@ -107,7 +109,6 @@ class TamiyoRolloutBuffer:
             name: torch.full((), value, dtype=getattr(self.slabs, _NAMES[name]).dtype, device=device)
             for name, value in _DEFAULTS.items()
         }
-        self._steps_T = torch.arange(max_steps, device=device)
         self._last_N = torch.full((num_envs,), -1, dtype=torch.int64, device=device)
         self._lengths = [0] * num_envs
         self._normalized = False
@@ -151,17 +152,17 @@ class TamiyoRolloutBuffer:
         A last row that is not valid, or terminal already, means that the current segment has no such row: nothing
         happens then.
         """
-        at_NT, slabs = self._last_open_row(mask), self.slabs
-        slabs.terminal.logical_or_(at_NT)
-        slabs.truncated.masked_fill_(at_NT, False)
-        slabs.bootstrap_values.masked_fill_(at_NT, 0.0)
-        torch.where(at_NT, penalty[:, None], slabs.rewards, out=slabs.rewards)
+        place_N1, open_N1 = self._last_open_row(mask)
+        self._change("terminal", place_N1, lambda flag: flag | open_N1)
+        self._change("truncated", place_N1, lambda flag: flag & ~open_N1)
+        self._change("bootstrap_values", place_N1, lambda value: value.masked_fill(open_N1, 0.0))
+        self._change("rewards", place_N1, lambda paid: torch.where(open_N1, penalty[:, None], paid))
 
     def mark_truncated(self, mask: Bool[Tensor, " N"], bootstrap: Float[Tensor, " N"]) -> None:
         """The same row is cut off by the time limit; `bootstrap` is the value of the state after it."""
-        at_NT, slabs = self._last_open_row(mask), self.slabs
-        slabs.truncated.logical_or_(at_NT)
-        torch.where(at_NT, bootstrap[:, None], slabs.bootstrap_values, out=slabs.bootstrap_values)
+        place_N1, open_N1 = self._last_open_row(mask)
+        self._change("truncated", place_N1, lambda flag: flag | open_N1)
+        self._change("bootstrap_values", place_N1, lambda value: torch.where(open_N1, bootstrap[:, None], value))
 
     def compute_advantages_and_returns(
         self, rewards: Float[Tensor, "N T"] | None = None
@@ -227,7 +228,8 @@ class TamiyoRolloutBuffer:
     def _write(self, index: tuple[int | slice, int], fields: Mapping[str, Entry]) -> None:
         """One copy per field; a row that is not valid receives the neutral values.
 
-        Most of them are 0, and a copy that is then filled is much cheaper than a choice between two wide tensors.
+        Most of them are 0. Features, which are wide, are multiplied by 0 on the way; elsewhere a copy that is then
+        filled is much cheaper than a choice between two wide tensors.
         """
         unknown, missing = fields.keys() - _NAMES.keys(), _NAMES.keys() - fields.keys() - _DEFAULTS.keys()
         if unknown or missing:
@@ -236,22 +238,33 @@ class TamiyoRolloutBuffer:
         entries = {**self._defaults, **fields}
         device, dtype = self.slabs.valid.device, torch.bool
         valid = torch.as_tensor(entries["valid"], dtype=dtype, device=device)
-        invalid = ~valid
+        invalid, weight = ~valid, valid.to(torch.float32)[..., None]
         for name, slab_name in _NAMES.items():
             place = getattr(self.slabs, slab_name)[index]
             entry = torch.as_tensor(entries[name], dtype=place.dtype, device=device)
             neutral = self._neutral[slab_name]
-            if name in _KEPT or neutral.dim() == 0:
+            if name in _FINITE:
+                torch.mul(entry, weight, out=place)
+            elif name in _KEPT or neutral.dim() == 0:
                 place.copy_(entry)
                 if name not in _KEPT:
                     place.masked_fill_(lift(invalid, place), neutral)
             else:
                 torch.where(lift(valid, place), entry.expand_as(place), neutral, out=place)
 
-    def _last_open_row(self, mask: Bool[Tensor, " N"]) -> Bool[Tensor, "N T"]:
-        """The last written row of each masked host where it is valid and not terminal, as a mask."""
-        here_NT = (self._steps_T == self._last_N[:, None]) & mask[:, None]
-        return here_NT & self.slabs.valid & ~self.slabs.terminal
+    def _last_open_row(self, mask: Bool[Tensor, " N"]) -> tuple[Int[Tensor, "N 1"], Bool[Tensor, "N 1"]]:
+        """Place of the last written row of each host (0 if there is none), and whether it is masked and open.
+
+        A row is open while it is valid and not terminal; one that was never written is not valid.
+        """
+        place_N1, slabs = self._last_N.clamp(min=0)[:, None], self.slabs
+        closed_N1 = slabs.terminal.gather(1, place_N1)
+        return place_N1, mask[:, None] & slabs.valid.gather(1, place_N1) & ~closed_N1
+
+    def _change(self, slab: str, place_N1: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace one value of each host."""
+        whole = getattr(self.slabs, slab)
+        whole.scatter_(1, place_N1, change(whole.gather(1, place_N1)))
 
 
 def _allocate(n: int, t: int, d: int, s: int, hidden: tuple[int, int], device: torch.device | str) -> SequenceBatch:

@@ -74,14 +74,6 @@ def _head(report: StepReport, kind: str, spec: EngineSpec, host: int) -> Event:
     return {"kind": kind, "round": report.episode + 1, "t": report.t, "host": spec.host_offset + host}
 
 
-def _slot(spec: EngineSpec, s: int, serial: int, blueprint: int) -> Event:
-    return {
-        "slot": spec.slot_ids[s],
-        "serial": serial,
-        "blueprint": spec.blueprint_names[blueprint] if blueprint >= 0 else None,
-    }
-
-
 def _rows(at: np.ndarray, *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
     """Host, slot and the values of the `tables` [N, S] wherever `at` [N, S] is true; one conversion for all."""
     n, s = np.nonzero(at)
@@ -91,6 +83,8 @@ def _rows(at: np.ndarray, *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
 
 
 def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
+    if not report.panic_reason.any():
+        return
     for n in np.flatnonzero(report.panic_reason).tolist():
         pruned = [spec.slot_ids[s] for s in np.flatnonzero(report.rolled_back[n])]
         yield _head(report, "rollback", spec, n) | {
@@ -110,19 +104,22 @@ def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[
     gates = (np.where(passed > 0, gate, 0), score)
     for n, s, serial, blueprint, old, new, why, alpha, contribution, asked, points in _rows(cause, *tables, *gates):
         opened = asked != 0 and _GATE_OF.get((old, new)) == asked
-        yield (
-            _head(report, "stage_changed", spec, n)
-            | _slot(spec, s, serial, blueprint)
-            | {
-                "from": _STAGES[old],
-                "to": _STAGES[new],
-                "cause": _CAUSES[why],
-                "alpha": alpha,
-                "contribution": contribution,
-                "gate": f"G{int(asked)}" if opened else None,
-                "score": points if opened else None,
-            }
-        )
+        yield {  # written out, because there may be thousands in a step
+            "kind": "stage_changed",
+            "round": report.episode + 1,
+            "t": report.t,
+            "host": spec.host_offset + n,
+            "slot": spec.slot_ids[s],
+            "serial": serial,
+            "blueprint": spec.blueprint_names[blueprint] if blueprint >= 0 else None,
+            "from": _STAGES[old],
+            "to": _STAGES[new],
+            "cause": _CAUSES[why],
+            "alpha": alpha,
+            "contribution": contribution,
+            "gate": f"G{int(asked)}" if opened else None,
+            "score": points if opened else None,
+        }
 
 
 def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
@@ -130,11 +127,14 @@ def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
     gate, passed, score, failed = report.gates
     refused = (gate == 5) & (passed == 0)
     for n, s, serial, blueprint, points, checks in _rows(refused, report.serial, report.blueprint, score, failed):
-        yield (
-            _head(report, "refused", spec, n)
-            | _slot(spec, s, serial, blueprint)
-            | {"gate": "G5", "score": float(points), "failed_checks": int(checks)}
-        )
+        yield _head(report, "refused", spec, n) | {
+            "slot": spec.slot_ids[s],
+            "serial": serial,
+            "blueprint": spec.blueprint_names[blueprint] if blueprint >= 0 else None,
+            "gate": "G5",
+            "score": float(points),
+            "failed_checks": int(checks),
+        }
 
 
 def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec, trend: Trend) -> Iterator[Event]:

@@ -34,10 +34,14 @@ class Cost:
         return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
+_OPS = tuple(op.name for op in LifecycleOp)
+_SEED_STAGES = tuple((int(s), s.name) for s in SeedStage if s is not SeedStage.DORMANT)
+
+
 def ops_by_name(ops: np.ndarray) -> dict[str, int]:
     """Number of effective operations by name; `ops` is [..., 6] or counts [6]."""
-    totals = ops.reshape(-1, len(LifecycleOp)).sum(axis=0)
-    return {op.name: int(totals[op]) for op in LifecycleOp}
+    totals = ops.reshape(-1, len(_OPS)).sum(axis=0)
+    return dict(zip(_OPS, totals.tolist(), strict=True))
 
 
 def device_name(device: torch.device) -> str:
@@ -47,8 +51,8 @@ def device_name(device: torch.device) -> str:
 
 def slots_by_stage(stage: np.ndarray) -> dict[str, int]:
     """Number of slots in each stage that occurs, dormant ones left out."""
-    counts = np.bincount(stage.reshape(-1), minlength=len(SeedStage) + 1)
-    return {s.name: int(counts[s]) for s in SeedStage if s is not SeedStage.DORMANT and counts[s]}
+    counts = np.bincount(stage.reshape(-1), minlength=len(SeedStage) + 1).tolist()
+    return {name: counts[value] for value, name in _SEED_STAGES if counts[value]}
 
 
 def round_line(stats: RolloutStats, cost: Cost, metrics: Mapping[str, float]) -> dict[str, object]:
@@ -106,7 +110,7 @@ class RoundSoFar:
             self._begin(report.episode)
         valid = report.panic_reason == 0
         self._steps += 1
-        self._returns += float(np.where(valid, report.reward, 0.0).mean())
+        self._returns += float(report.reward[valid].sum()) / len(valid)
         self._ops += np.bincount(report.effective_op[valid], minlength=len(LifecycleOp))
         return {
             "round": report.episode + 1,
@@ -124,7 +128,7 @@ class RoundSoFar:
 def mean_of_known(values: np.ndarray) -> float:
     """Mean of what was measured; NaN where nothing was (a host that was rolled back has no accuracy)."""
     known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")
+    return float(known.sum()) / known.size if known.size else float("nan")
 
 
 def summary(

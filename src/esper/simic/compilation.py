@@ -126,6 +126,7 @@ class CompiledStep:
         def own() -> list[Tensor]:  # one tensor given twice would be taken for one argument
             return [x.detach().clone(memory_format=torch.contiguous_format) for x in (*self._weights.values(), *given)]
 
+        self._module(*unflatten(form, list(given)))  # makes the tables that are kept, which become constants
         recorded = make_fx(on_tensors)(*own())
         compile_fx(recorded, own(), inner_compile=keep, config_patches=_OPTIONS)
         (run,) = found

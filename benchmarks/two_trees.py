@@ -1,4 +1,4 @@
-"""The control step of the null task under two source trees, in turn: what a change of the code is worth on a busy machine.
+"""The control step of the null task under two source trees, in turn: what a change is worth on a busy machine.
 
 Each tree runs in a process of its own; they take episode after episode alternately, in reversed order every time.
 

@@ -31,6 +31,7 @@ from esper.leyline.actions import NUM_HEADS
 from esper.leyline.errors import EsperError
 from esper.simic.training import events
 from esper.simic.training.build import assemble, device_of
+from esper.simic.training.trend import Trend
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import HostReadCounter, choose_device, host_read
 from esper.tolaria.state import StepReport
@@ -154,7 +155,7 @@ def count(options: Options) -> list[Scope]:
         with updates.counted(device):
             metrics = client.update()
         with between.counted(device):
-            for _ in events.round_events(stats, metrics, engine.spec):
+            for _ in events.round_events(stats, metrics, engine.spec, Trend()):
                 pass
         rest.intended.append(sum(between.intended))
         rest.sites.update(between.sites)

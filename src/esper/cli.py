@@ -90,7 +90,9 @@ class Train:
 class Evaluate:
     """Compare a trained controller and baselines on fresh hosts with equal seeds.
 
-    A run alone is compared with wait_only, random, fixed_schedule, heuristic and static_final.
+    Baselines: wait_only, random, fixed_schedule, heuristic, static_final.
+
+    A run alone is compared with all of them.
 
     Nobody learns, and nothing in the run directory is changed.
     """

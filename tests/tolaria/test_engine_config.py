@@ -90,7 +90,7 @@ def test_auto_runs_images_of_up_to_256_pixels_fused_and_the_engine_says_what_it_
 
 
 def test_auto_runs_a_host_that_cannot_be_stacked_one_by_one(monkeypatch):
-    monkeypatch.setattr("esper.tolaria.build.can_fuse", lambda population: False)
+    monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
     assert tiny.engine(executor="auto").config.executor == "streamed"
 
 

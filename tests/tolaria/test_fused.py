@@ -141,6 +141,6 @@ def test_a_whole_run_goes_the_same_way_fused_and_streamed():
 
 
 def test_an_unknown_host_layer_is_refused_by_name_of_the_way_out(monkeypatch):
-    monkeypatch.setattr("esper.tolaria.build.can_fuse", lambda population: False)
+    monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
     with pytest.raises(ConfigError, match="streamed"):
         engine(2, 4, executor="fused")

@@ -432,7 +432,7 @@ def test_where_it_cannot_work_it_is_refused_with_a_way_out(monkeypatch):
         tiny.engine(topology="static", executor="streamed")
     with pytest.raises(ConfigError, match="'null' runs no networks"):
         tiny.engine(of=NULL, topology="static", executor="auto")
-    monkeypatch.setattr("esper.tolaria.build.can_fuse", lambda population: False)
+    monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
     with pytest.raises(ConfigError, match="use executor 'streamed' with topology 'grouped'"):
         tiny.engine(topology="static", executor="auto")
 

@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -217,8 +217,8 @@ def alternating(subjects: Sequence[Subject], rounds: int) -> list[list[RoundCost
 
 
 def configured(told: Mapping[str, Any], setting: Setting) -> RunConfig:
-    """The run of a setting: one thread unless told otherwise, networks of the preset `small`."""
-    base = {"preset": "small", "threads": max(torch.get_num_threads(), 1)}
+    """The run of a setting: in this process and on one thread unless told otherwise, networks of the preset `small`."""
+    base = {"preset": "small", "workers": 1, "threads": max(torch.get_num_threads(), 1)}
     return resolve({**base, **told, **setting.values})
 
 
@@ -226,8 +226,3 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The least value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
-
-
-def has_setting(name: str) -> bool:
-    """Whether a run knows this setting."""
-    return name in {f.name for f in fields(RunConfig)}

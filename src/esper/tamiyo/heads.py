@@ -286,7 +286,7 @@ def layout_of(sizes: tuple[int, ...], device: torch.device) -> Layout:
     """The constants of heads of these sizes, made once."""
     size = torch.tensor(sizes)
     first = size.cumsum(0) - size
-    head = torch.arange(len(sizes)).repeat_interleave(size)
+    head = torch.tensor([h for h, n in enumerate(sizes) for _ in range(n)])
     place = torch.arange(max(sizes))[:, None]
     member = (head == torch.arange(len(sizes))[:, None]).to(device, torch.float32)
     return Layout(

@@ -32,7 +32,7 @@ train: $(STAMP)
 	$(BIN)/esper train --preset quickstart $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(ARGS)

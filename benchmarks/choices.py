@@ -1,6 +1,6 @@
 """What some choices of docs/decisions.md are worth: the way that was given up against the one that was taken.
 
-    pooling-and-norm      PyTorch's against ours, there and back, alone
+    pooling               PyTorch's against ours, there and back, alone
     digits                the same in a fused train pass of digits
     pointwise             grouped convolution against matrix product, there and back, per number of channels
     where                 choosing between wide tensors against a masked term (features) or filling a copy (buffer)
@@ -35,7 +35,7 @@ from rich.console import Console
 from torch import Tensor
 
 import null_control_step
-from esper.kasmina import batch_norm, lowering
+from esper.kasmina import lowering
 from esper.kasmina.hosts import cnn
 from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.tamiyo import heads
@@ -53,7 +53,7 @@ class Options:
     """Compare what was given up with what was taken."""
 
     only: tuple[str, ...] = ()
-    """Choices to measure, instead of all; pooling-and-norm, digits, pointwise, where, and so on."""
+    """Choices to measure, instead of all; pooling, digits, pointwise, where, and so on."""
     hosts: int = 16
     """Hosts of digits and of the null step that compares the policy."""
     many_hosts: int = 1024
@@ -86,62 +86,36 @@ def builtin_pool(h: Tensor) -> Tensor:
     return F.max_pool2d(h, 2)
 
 
-def builtin_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> batch_norm.Normalized:
-    """What `normalize_batch` does, by PyTorch's own operator."""
-    mean, unbiased = torch.zeros_like(weight), torch.ones_like(weight)
-    y = F.batch_norm(x, mean, unbiased, weight, bias, training=True, momentum=1.0, eps=eps)
-    count = x.numel() // x.shape[1]
-    return batch_norm.Normalized(y, mean, unbiased * ((count - 1) / count))
-
-
 def often(form: Callable[[], object]) -> None:
     """Several calls, because one is too short to be timed."""
     for _ in range(CALLS):
         form()
 
 
-def pooling_and_norm(options: Options) -> list[Row]:
+def pooling(options: Options) -> list[Row]:
     """There and back, on the features of the first block of digits."""
     x = torch.randn(64 * options.hosts, 8, 8, 8, requires_grad=True)
-    wide = x.detach().view(64, -1, 8, 8).requires_grad_()
-    weight, bias = (torch.ones(8 * options.hosts, requires_grad=True) for _ in range(2))
 
     def pool(form: Callable[[Tensor], Tensor]) -> None:
         y = form(x)
         torch.autograd.grad(y, x, y)
 
-    def norm(form: Callable[..., batch_norm.Normalized]) -> None:
-        y = form(wide, weight, bias, 1e-5).y
-        torch.autograd.grad(y, (wide, weight, bias), y)
-
     pools = [partial(often, partial(pool, form)) for form in (builtin_pool, max_pool_2x2)]
-    norms = [partial(often, partial(norm, form)) for form in (builtin_batch_norm, batch_norm.normalize_batch)]
-    return [
-        compare(f"pooling of {list(x.shape)}", "PyTorch's", "ours", pools, options.repetitions),
-        compare(f"batch norm of {list(wide.shape)}", "PyTorch's", "ours", norms, options.repetitions),
-    ]
+    return [compare(f"pooling of {list(x.shape)}", "PyTorch's", "ours", pools, options.repetitions)]
 
 
 def digits(options: Options) -> list[Row]:
-    """A fused train pass with PyTorch's pooling, with its batch normalization, and with ours."""
+    """A fused train pass with PyTorch's pooling, and with ours."""
     ours = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
     with replaced(cnn, "max_pool_2x2", builtin_pool):
         pooled = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
-
-    def train_normed() -> None:
-        with replaced(lowering, "normalize_batch", builtin_batch_norm):
-            ours.train(ours.fused)
 
     def train_pooled() -> None:
         with replaced(cnn, "max_pool_2x2", builtin_pool):
             pooled.train(pooled.fused)
 
-    name, repetitions = f"train digits, N = {options.hosts}", options.repetitions
-    train = partial(ours.train, ours.fused)
-    return [
-        compare(name, "PyTorch's pooling", "ours", (train_pooled, train), repetitions),
-        compare(name, "PyTorch's batch norm", "ours", (train_normed, train), repetitions),
-    ]
+    work = (train_pooled, partial(ours.train, ours.fused))
+    return [compare(f"train digits, N = {options.hosts}", "PyTorch's pooling", "ours", work, options.repetitions)]
 
 
 def pointwise(options: Options) -> list[Row]:
@@ -272,7 +246,7 @@ def memory(options: Options) -> tuple[Row, dict[str, int]]:
 
 
 CHOICES: dict[str, Callable[[Options], list[Row]]] = {
-    "pooling-and-norm": pooling_and_norm,
+    "pooling": pooling,
     "digits": digits,
     "pointwise": pointwise,
     "where": where,

@@ -21,11 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.batch_norm import normalize_batch
 from esper.kasmina.blueprints.layers import LayerScale, TanhScale
 from esper.kasmina.stacking import StackedTemplate, buffer_layout, parameter_layout
 
-_IMAGE_DIM = 4
 _HOSTS, _EXAMPLES = 3, 2
 """Size of the trial in `lower`."""
 
@@ -122,9 +120,6 @@ class StackedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, C, ...] -> the same; in train mode each host's running statistics move."""
         hosts = self.weight.shape[0]
-        whole = x.dtype == self.weight.dtype  # half precision needs its statistics in float32, as PyTorch has them
-        if self.training and whole and x.is_cpu and x.dim() == _IMAGE_DIM and self.running_var is not None:
-            return self._by_own_batch(x, hosts)
         mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # the slab's rows lie apart
         batch_statistics = self.training or mean is None
         y = F.batch_norm(
@@ -143,18 +138,6 @@ class StackedBatchNorm(nn.BatchNorm2d):
             self.running_mean.copy_(mean.view_as(self.running_mean))
             self.running_var.copy_(var.view_as(self.running_var))
         return y.view(x.shape)
-
-    def _by_own_batch(self, x: Tensor, hosts: int) -> Tensor:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.momentum is not None
-        wide = _side_by_side(x, hosts)
-        normalized = normalize_batch(wide, self.weight.flatten(0, 1), self.bias.flatten(0, 1), self.eps)
-        count = wide.numel() // wide.shape[1]
-        unbiased = normalized.var * (count / max(count - 1, 1))
-        self.running_mean.lerp_(normalized.mean.view_as(self.running_mean), self.momentum)
-        self.running_var.lerp_(unbiased.view_as(self.running_var), self.momentum)
-        return normalized.y.view(x.shape)
 
 
 @final

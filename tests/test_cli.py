@@ -282,6 +282,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(
     assert summary(run) == summary(folder / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_a_directory_that_can_be_continued(
     folder: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -65,6 +65,7 @@ register(Moss())
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_blueprint_of_a_plugin(tmp_path: Path) -> None:
     (tmp_path / "moss.py").write_text(MOSS)
     small = ("--num-envs", "2", "--episode-length", "6", "--rounds", "200", "--workers", "2", "--plugins", "moss.py")

@@ -27,6 +27,7 @@ def test_every_block_of_the_page_is_one_of_the_tested_examples():
     assert PAGE.read_text(encoding="utf-8").count("```python") == len(SAYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", SAYS)
 def test_the_example_runs_as_it_stands(heading, tmp_path):
     (tmp_path / "example.py").write_text(examples()[heading], encoding="utf-8")

@@ -89,6 +89,7 @@ def mixed(bench):
                 bench.set(slot, [n], stage=int(S.BLENDING), alpha_mode=int(AlphaMode.DOWN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", [Bench, FusedBench])
 @pytest.mark.parametrize("num_envs", [1, 33])
 def test_different_seeds_in_different_hosts_do_not_meet(num_envs, reference):
@@ -297,6 +298,7 @@ def run(settings, length=10):
     return engine, client, reports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_a_whole_run_goes_the_same_way_static_and_grouped(executor):
     told = []
@@ -320,6 +322,7 @@ def test_a_whole_run_goes_the_same_way_static_and_grouped(executor):
     assert not static_state["population.seeds.params"].view(3, 3, -1)[2, 0].any()
 
 
+@pytest.mark.slow
 def test_the_hosts_of_a_run_are_those_of_every_host_alone():
     whole, client, _ = run(STATIC, length=6)
     stats = whole.rollout(client)
@@ -358,6 +361,7 @@ def test_the_steps_of_an_episode_read_nothing_and_its_end_reads_what_is_told(lis
     assert [report.t for report in reports] == list(range(1, 7)) * listens
 
 
+@pytest.mark.slow
 def test_a_rollout_that_is_stopped_tells_what_happened_and_goes_on_to_the_same_bit():
     whole, client, wanted = run(STATIC)
     stats = whole.rollout(client)
@@ -371,6 +375,7 @@ def test_a_rollout_that_is_stopped_tells_what_happened_and_goes_on_to_the_same_b
     assert same_tree(engine.state_dict(), whole.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 6])
 def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(at):
     whole, client, reports = run(STATIC)

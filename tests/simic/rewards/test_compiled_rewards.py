@@ -50,6 +50,7 @@ def assert_parity(rows, config, tolerance):
             torch.testing.assert_close(out.info[:, column], told, **near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_kernel_and_scalar_reference_agree_on_ten_thousand_arbitrary_rows(mode):
     assert_parity(random_rows(10_000, 1), RewardConfig(mode=mode), 1e-9)

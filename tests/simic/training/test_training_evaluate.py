@@ -261,6 +261,7 @@ def test_static_final_of_nobody_is_refused(capfd: pytest.CaptureFixture[str]) ->
         assert "none is named that grows; name a run directory, or one of random," in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, whole = tmp_path / "run", tmp_path / "whole"
     assert small_runs.train(path, "null", 4) == 0

@@ -33,6 +33,7 @@ from esper.tolaria.executors.static_slots import Candidate, SeedMasks, Slopes, S
 from esper.tolaria.executors.static_states import StaticStates, static_states
 from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.training_program import train_batch
 from esper.tolaria.executors.twins import Twins
 
 _CHUNK_FLOATS = 2**24
@@ -144,28 +145,16 @@ class StaticExecutor:
         self, host: Rows, parts: list[Candidate], passing: dict[str, StaticSlot], x_NB: Tensor, y_NB: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One forward and one backward of everything; gradients arrive in the slabs'. Returns loss and hits [N]."""
-        num_hosts, batch = y_NB.shape
-        x = x_NB.transpose(0, 1).flatten(0, 1)
-        y_BN = y_NB.t()
+        num_hosts = y_NB.shape[0]
 
         def apply(slot_id: str, h: Tensor) -> Tensor:
             return passing[slot_id](h, num_hosts)
 
-        with self.streamed.scaler.autocast():
-            logits = host(x, apply).float()
-        loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)
-        loss_N = loss_BN.mean(dim=0)
-        learned = (host, *(part.rows for part in parts))
-        leaves = [leaf for rows in learned for leaf in rows.parameters]
-        total = (loss_N * self.streamed.scaler.scale).sum()
-        # a blueprint may have parameters that it does not use
-        slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
-        torch._foreach_copy_([slope for rows in learned for slope in rows.slopes], slopes)
+        answer = train_batch([host, *(part.rows for part in parts)], apply, self.streamed.scaler, x_NB, y_NB)
         for part in parts:
             assert part.learning is not None
             part.learning.take_gradient()
-        hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
-        return loss_N.detach(), hits
+        return answer
 
     # -- measuring --------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,11 @@ def training_program(
     learned = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
 
     def run_batch(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
-        answer = train_batch(learned, groups, scaler, x_NB, y_NB)
+        def apply(slot_id: str, h: Tensor) -> Tensor:
+            of_slot = groups.get(slot_id)
+            return h if of_slot is None else apply_groups(of_slot, h, y_NB.shape[0])
+
+        answer = train_batch(learned, apply, scaler, x_NB, y_NB)
         optimizer.unscale()
         return answer
 
@@ -88,17 +92,15 @@ def structure_key(structure: Structure) -> Hashable:
 
 
 def train_batch(
-    learned: list[Rows], groups: Groups, scaler: LossScaler, x_NB: Tensor, y_NB: Tensor
+    learned: list[Rows], apply: Callable[[str, Tensor], Tensor], scaler: LossScaler, x_NB: Tensor, y_NB: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One forward and one backward of all hosts; `learned[0]` are the hosts. Returns loss and hits [N]."""
+    """One forward and one backward of all hosts; `learned[0]` are the hosts. Returns loss and hits [N].
+
+    `apply` is what a slot does to the features that pass it.
+    """
     num_hosts, batch = y_NB.shape
     x = x_NB.transpose(0, 1).flatten(0, 1)
     y_BN = y_NB.t()
-
-    def apply(slot_id: str, h: Tensor) -> Tensor:
-        of_slot = groups.get(slot_id)
-        return h if of_slot is None else apply_groups(of_slot, h, num_hosts)
-
     with scaler.autocast():
         logits = learned[0](x, apply).float()
     loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)

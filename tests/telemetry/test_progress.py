@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from esper.telemetry.progress import PLAIN_INTERVAL, RunConsole, RunProgress, Shown, counts, duration, line
+from esper.telemetry.progress import (
+    FIRST_INTERVAL,
+    PLAIN_INTERVAL,
+    RunConsole,
+    RunProgress,
+    Shown,
+    counts,
+    duration,
+    line,
+)
 
 ROUND: dict[str, Any] = {
     "round": 2,
@@ -87,13 +96,24 @@ def test_a_resumed_run_reckons_with_its_own_speed() -> None:
     assert written(console)[0].startswith("round 2/4  eta 1:20")
 
 
-def test_a_long_round_gives_a_line_now_and_then() -> None:
+def test_a_long_round_gives_a_line_soon_and_then_now_and_then() -> None:
     console, clock = plain(), Clock()
     progress = RunProgress(console, rounds=4, steps=40, clock=clock)
-    for t in range(1, 5):
-        clock.now += PLAIN_INTERVAL / 2
+    for t, seconds in enumerate((FIRST_INTERVAL / 2, FIRST_INTERVAL / 2, *[PLAIN_INTERVAL / 2] * 4), start=1):
+        clock.now += seconds
         progress.write("step", STEP | {"round": 1, "t": t})
-    assert [text[:21] for text in written(console)] == ["round 1/4 step 2/40  ", "round 1/4 step 4/40  "]
+    shown = [text[:21] for text in written(console)]
+    assert shown == [f"round 1/4 step {t}/40  " for t in (2, 4, 6)]
+
+
+def test_short_rounds_are_told_as_wholes_alone() -> None:
+    console, clock = plain(), Clock()
+    progress = RunProgress(console, rounds=4, steps=40, clock=clock)
+    for number in (1, 2):
+        clock.now += FIRST_INTERVAL / 2
+        progress.write("round", ROUND | {"round": number})
+        progress.write("step", STEP | {"round": number + 1, "t": 1})
+    assert [text[:11] for text in written(console)] == ["round 1/4  ", "round 2/4  "]
 
 
 def test_other_records_are_no_concern_of_the_display() -> None:

@@ -26,8 +26,8 @@ from rich.table import Table
 _REFRESH = 1.0  # a second: drawing the page takes milliseconds of the interpreter that the run needs
 _WIDE = 140
 _OPERATIONS, _SLOTS = "operations chosen", "slots by stage"
-PLAIN_INTERVAL = 30.0
-"""Seconds after which a round that is not done yet is worth a plain line."""
+FIRST_INTERVAL, PLAIN_INTERVAL = 3.0, 30.0
+"""Seconds after which a round that is not done yet is worth a plain line: the first one of a run, and each later one."""
 
 
 class RunConsole(Console):
@@ -134,7 +134,8 @@ class RunProgress:
     ) -> None:
         self._console, self._rounds, self._steps, self._clock = console, rounds, steps, clock
         self._first = self._finished = done
-        self._began = self._last_line = clock()
+        self._began = clock()
+        self._next_line = self._began + FIRST_INTERVAL
         self._history: list[Shown] = []
         self._now: Shown | None = None
         self._bar = Progress(
@@ -174,7 +175,7 @@ class RunProgress:
 
     def _step(self, shown: Shown) -> None:
         self._now = shown
-        if self._live is None and self._clock() - self._last_line >= PLAIN_INTERVAL and self._finished % self._steps:
+        if self._live is None and self._clock() >= self._next_line and self._finished % self._steps:
             self._print(shown)
 
     def _round(self, shown: Shown) -> None:
@@ -187,7 +188,7 @@ class RunProgress:
     def _print(self, shown: Shown) -> None:
         text = line(shown, self._rounds, self._steps, self._eta())
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-        self._last_line = self._clock()
+        self._next_line = self._clock() + PLAIN_INTERVAL
 
     def _eta(self) -> str:
         ran = self._finished - self._first

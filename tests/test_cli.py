@@ -38,7 +38,8 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     assert main(["train", *size, "--seed", "3"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    first, note, second, third, *rounds, done, way_on = out.splitlines()
+    lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
+    first, note, second, third, *rounds, done, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can become permanent before step 8, and a round has 3;")
     assert second == "recorded in runs/digits-quickstart-s3, on cpu"

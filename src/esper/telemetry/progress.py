@@ -26,7 +26,7 @@ from rich.table import Table
 _REFRESH = 1.0  # a second: drawing the page takes milliseconds of the interpreter that the run needs
 _WIDE = 140
 _OPERATIONS, _SLOTS = "operations chosen", "slots by stage"
-FIRST_INTERVAL, PLAIN_INTERVAL = 3.0, 30.0
+FIRST_INTERVAL, PLAIN_INTERVAL = 1.0, 30.0
 """Seconds after which a round that is not done yet is worth a plain line: the first of a run, and each later one."""
 
 

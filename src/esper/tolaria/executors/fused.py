@@ -23,6 +23,7 @@ from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.capture import Programs, Recorder
 from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused_prefixes import Bucket, buckets
 from esper.tolaria.executors.fused_slots import Rows, SlotGroup, apply_groups, fixed, learning, slot_groups
 from esper.tolaria.executors.gradients import gradient_statistics
@@ -89,31 +90,19 @@ class FusedExecutor:
         p, s = self.population, self.streamed
         program = self._program(slots)
         self.twins.train(True)
-        loss_sum = torch.zeros(p.num_envs, device=p.device)
-        correct = torch.zeros(p.num_envs, dtype=torch.int64, device=p.device)
-        batches = s.begin_epoch(t)
-        count, last = 0, len(batches) - 1
-        for i, (x_NB, y_NB) in enumerate(batches):
-            losses, hits = program.train_batch(x_NB, y_NB)
-            if i == last:
-                gradients = gradient_statistics(p, s.structure, program.rows, program.hosts.grad)
-            program.step()
-            loss_sum += losses * y_NB.shape[1]
-            correct += hits
-            count += y_NB.shape[1]
+        told = run_epoch(
+            s.begin_epoch(t),
+            p.num_envs,
+            p.device,
+            train=program.train_batch,
+            statistics=lambda: gradient_statistics(p, s.structure, program.rows, program.hosts.grad),
+            step=program.step,
+        )
         p.host.finish(program.hosts)
         finish_training(p, program.rows)
         for group in (g for of_slot in program.groups.values() for g in of_slot):
             group.keep_buffers(p)
-        return TrainPass(
-            acc=100.0 * correct / count,
-            loss=loss_sum / count,
-            grad_norm=gradients.norm,
-            grad_health=gradients.health,
-            grad_vanishing=gradients.vanishing,
-            grad_exploding=gradients.exploding,
-            grad_ratio=gradients.ratio,
-        )
+        return told
 
     def _program(self, slots: SlotState) -> TrainingProgram:
         """What this pass runs; where it is recorded, on the memory of an earlier pass of the same structure."""

@@ -25,6 +25,7 @@ from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage, Topology
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused_slots import Rows, fixed, learning
 from esper.tolaria.executors.protocol import Changes, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running import TrainedRows
@@ -109,31 +110,24 @@ class StaticExecutor:
         passing = static_slots(p, self.twins, masks, Slopes(seeds.grad, gates.grad))
         parts = [part for slot in passing.values() for part in slot.candidates()]
         self.twins.train(True)
-        loss_sum = torch.zeros(p.num_envs, device=p.device)
-        correct = torch.zeros(p.num_envs, dtype=torch.int64, device=p.device)
-        batches = s.begin_epoch(t)
-        count, last = 0, len(batches) - 1
-        for i, (x_NB, y_NB) in enumerate(batches):
-            losses, hits = self._train_batch(host, parts, passing, x_NB, y_NB)
+
+        def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+            answer = self._train_batch(host, parts, passing, x_NB, y_NB)
             optimizer.unscale()
-            if i == last:
-                gradients = static_gradient_statistics(p, passing, masks, slots, hosts.grad)
-            optimizer.step()
-            loss_sum += losses * y_NB.shape[1]
-            correct += hits
-            count += y_NB.shape[1]
+            return answer
+
+        told = run_epoch(
+            s.begin_epoch(t),
+            p.num_envs,
+            p.device,
+            train=train,
+            statistics=lambda: static_gradient_statistics(p, passing, masks, slots, hosts.grad),
+            step=optimizer.step,
+        )
         for part in parts:
             assert part.learning is not None
             part.learning.keep_buffers()
-        return TrainPass(
-            acc=100.0 * correct / count,
-            loss=loss_sum / count,
-            grad_norm=gradients.norm,
-            grad_health=gradients.health,
-            grad_vanishing=gradients.vanishing,
-            grad_exploding=gradients.exploding,
-            grad_ratio=gradients.ratio,
-        )
+        return told
 
     def _optimizer(self, masks: SeedMasks, hosts: Working, seeds: Working, gates: Working) -> StackedOptimizer:
         host, slot, gate_of = self._all_rows

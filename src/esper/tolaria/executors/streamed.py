@@ -23,6 +23,7 @@ from esper.tasks.datasets import Dataset, SplitName
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass, empty_structure
 from esper.tolaria.executors.running import SlotsOfHost, begin_training, finish_training, running_seeds
@@ -133,31 +134,24 @@ class StreamedExecutor:
         seeds = running_seeds(p, structure, slots.alpha, rows)
         optimizer = StackedOptimizer(p, hosts, rows, self.scaler, self.decay_mask)
         self._set_mode(True)
-        loss_sum = torch.zeros(p.num_envs, device=self._device)
-        correct = torch.zeros(p.num_envs, dtype=torch.int64, device=self._device)
-        batches = self.begin_epoch(t)
-        count, last = 0, len(batches) - 1
-        for i, (x_NB, y_NB) in enumerate(batches):
+
+        def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
             optimizer.zero_grad()
-            losses, hits = self._train_batch(hosts.leaves, seeds, x_NB, y_NB)
+            answer = self._train_batch(hosts.leaves, seeds, x_NB, y_NB)
             optimizer.unscale()
-            if i == last:
-                gradients = gradient_statistics(p, structure, rows, hosts.grad)
-            optimizer.step()
-            loss_sum += losses * y_NB.shape[1]
-            correct += hits
-            count += y_NB.shape[1]
+            return answer
+
+        told = run_epoch(
+            self.begin_epoch(t),
+            p.num_envs,
+            self._device,
+            train=train,
+            statistics=lambda: gradient_statistics(p, structure, rows, hosts.grad),
+            step=optimizer.step,
+        )
         p.host.finish(hosts)
         finish_training(p, rows)
-        return TrainPass(
-            acc=100.0 * correct / count,  # in this order, so that all correct is 100 exactly
-            loss=loss_sum / count,
-            grad_norm=gradients.norm,
-            grad_health=gradients.health,
-            grad_vanishing=gradients.vanishing,
-            grad_exploding=gradients.exploding,
-            grad_ratio=gradients.ratio,
-        )
+        return told
 
     def _train_batch(
         self, leaves: tuple[Tensor, ...], seeds: list[SlotsOfHost], x_NB: Tensor, y_NB: Tensor

@@ -5,9 +5,10 @@
     not measured  reset of the hosts, the update of the policy, records on the disk
 
 Every repetition runs one episode at each number of hosts, in alternating order, so that a busy machine slows all of
-them alike; the ratio is the median over repetitions of the ratio within each.
+them alike; a ratio is the median over repetitions of the ratio within each.
 
     python benchmarks/null_control_step.py --json null_control_step.json
+    python benchmarks/null_control_step.py --compile off on
     python benchmarks/null_control_step.py --min-steps-per-second 50 --max-ratio 5      # exit code 1 if it is slower
 """
 
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -46,14 +48,16 @@ class Options:
     """Control steps per episode."""
     threads: tuple[int, ...] = (1,)
     """Settings of torch.set_num_threads to compare. Most operators are too small to be worth a second thread."""
+    compile: tuple[Literal["off", "on"], ...] = ("off",)
+    """Settings of `compile` to compare; "on" needs a C++ compiler and about half a minute per number of hosts."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_steps_per_second: float = 0.0
-    """Least control steps per second at the smallest number of hosts on one thread."""
+    """Least control steps per second at the smallest number of hosts on one thread, in the first form."""
     max_ratio: float = float("inf")
-    """Most that a step at the largest number of hosts may cost, relative to the smallest, on one thread."""
+    """Most that a step at the largest number of hosts may cost, relative to the smallest, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,7 @@ class Row:
     """Cost at one number of hosts under one number of threads; medians over the repetitions."""
 
     threads: int
+    compile: str
     hosts: int
     steps_per_second: float
     env_steps_per_second: float
@@ -68,6 +73,8 @@ class Row:
     ms_per_step_best: float
     ratio: float
     """Cost of a step relative to the smallest number of hosts."""
+    to_first: float
+    """Cost of a step relative to the first setting of `compile`."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,10 @@ class Subject:
     client: SimicClient
 
     @classmethod
-    def build(cls, num_envs: int, options: Options) -> "Subject":
+    def build(cls, num_envs: int, options: Options, compile: Literal["off", "on"] = "off") -> "Subject":
         """The preset `small` on the null task, paid by the objective."""
-        told = {"task": "null", "preset": "small", "num_envs": num_envs, "episode_length": options.episode_length}
+        told: dict[str, object] = {"task": "null", "preset": "small", "num_envs": num_envs, "compile": compile}
+        told |= {"episode_length": options.episode_length}
         config = resolve(told | {"device": options.device, "threads": torch.get_num_threads()})
         engine = engine_of(config, None, device_of(config))
         return cls(engine, learner_of(config, engine.spec))
@@ -94,27 +102,34 @@ class Subject:
 
 
 def measure(options: Options, threads: int) -> list[Row]:
-    """One row per number of hosts."""
+    """One row per form and number of hosts."""
     torch.set_num_threads(threads)
-    subjects = [Subject.build(num_envs, options) for num_envs in options.hosts]
-    for subject in subjects:
+    kinds = [(form, num_envs) for form in options.compile for num_envs in options.hosts]
+    subjects = {kind: Subject.build(kind[1], options, kind[0]) for kind in kinds}
+    for subject in subjects.values():
         subject.seconds_per_step(0)
-    costs: list[list[float]] = [[] for _ in subjects]
+    costs: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
     for repetition in range(1, options.repetitions + 1):
-        order = range(len(subjects)) if repetition % 2 else reversed(range(len(subjects)))
-        for i in order:
-            costs[i].append(subjects[i].seconds_per_step(repetition))
+        for kind in kinds if repetition % 2 else reversed(kinds):
+            costs[kind].append(subjects[kind].seconds_per_step(repetition))
+    smallest, first = options.hosts[0], options.compile[0]
+
+    def relative(own: Sequence[float], others: Sequence[float]) -> float:
+        return statistics.median(a / b for a, b in zip(own, others, strict=True))
+
     return [
         Row(
             threads=threads,
+            compile=form,
             hosts=num_envs,
             steps_per_second=1.0 / statistics.median(own),
             env_steps_per_second=num_envs / statistics.median(own),
             ms_per_step=1e3 * statistics.median(own),
             ms_per_step_best=1e3 * min(own),
-            ratio=statistics.median(a / b for a, b in zip(own, costs[0], strict=True)),
+            ratio=relative(own, costs[form, smallest]),
+            to_first=relative(own, costs[first, num_envs]),
         )
-        for num_envs, own in zip(options.hosts, costs, strict=True)
+        for (form, num_envs), own in costs.items()
     ]
 
 
@@ -130,18 +145,18 @@ def where_and_how(options: Options) -> dict[str, str | int]:
 def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
     """The rows as a table."""
     page = Table(title="control step of the null task", caption=", ".join(map(str, where.values())))
-    for column in ("threads", "hosts", "steps/s", "env-steps/s", "ms/step", "best", "ratio"):
+    for column in ("threads", "compile", "hosts", "steps/s", "env-steps/s", "ms/step", "best", "ratio", "to first"):
         page.add_column(column, justify="right")
     for row in rows:
         speed = (f"{row.steps_per_second:.1f}", f"{row.env_steps_per_second:,.0f}")
-        cost = (f"{row.ms_per_step:.2f}", f"{row.ms_per_step_best:.2f}", f"{row.ratio:.2f}")
-        page.add_row(str(row.threads), str(row.hosts), *speed, *cost)
+        cost = (f"{row.ms_per_step:.2f}", f"{row.ms_per_step_best:.2f}", f"{row.ratio:.2f}", f"{row.to_first:.2f}")
+        page.add_row(str(row.threads), row.compile, str(row.hosts), *speed, *cost)
     return page
 
 
 def complaints(rows: Sequence[Row], options: Options) -> list[str]:
     """What is slower than was asked for, on one thread."""
-    own = [row for row in rows if row.threads == 1]
+    own = [row for row in rows if row.threads == 1 and row.compile == options.compile[0]]
     if not own:
         return ["nothing was measured on one thread, to which the limits apply; leave --threads out or list 1."]
     first, last = own[0], own[-1]

@@ -31,6 +31,12 @@ def test_a_run_with_everything_replayed():
     checks.check_captured_run(CPU, TapeRecorder)
 
 
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the compiler's own imports
+def test_the_compiled_phases_of_a_step():
+    checks.check_control_plane(CPU)
+
+
 def test_both_executors():
     checks.check_executors(CPU)
 

@@ -4,7 +4,9 @@
 check is found without a GPU.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,15 @@ from torch import Tensor
 
 from esper.leyline.record import named_tensors, replace
 from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.tree import flatten
 from esper.simic.client import SimicClient
+from esper.simic.compilation import graphs_compiled
 from esper.simic.training import kernels
 from esper.simic.training.build import dataset_of, engine_of, learner_of
 from esper.simic.training.config import RunConfig
 from esper.simic.training.presets import resolve
 from esper.tolaria.capture import Recorder
+from esper.tolaria.control_plane import ControlPlane
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
@@ -83,6 +88,46 @@ def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorde
         client.act, client.step = act, pay
         client.update()
         other.load_state_dict(client.state_dict())
+
+
+def check_control_plane(device: torch.device) -> None:
+    """The compiled phases of a step answer as the eager ones, whatever happens, and are compiled before it happens."""
+    quick = {"sequential": False, "min_blending_epochs": 1, "embargo_epochs": 1, "min_prune_age": 1}
+    chosen = config(device, compile="on", task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
+    engine, client = parts(chosen, device)
+    eager = ControlPlane(engine.config, engine.executor.costs)
+    before = graphs_compiled()
+    engine.reset(client, 0)
+    assert graphs_compiled() == before + 4, "`see` in two forms, since the last step measures more, `act` and `close`"
+    happened: Counter[str] = Counter()
+
+    def both(name: str) -> Callable[..., object]:
+        compiled = getattr(engine._plane, name)
+
+        def answer(*given: object) -> Any:
+            want, got = getattr(eager, name)(*given), compiled(*given)
+            (tensors, form), (expected, expected_form) = flatten(got), flatten(want)
+            assert form == expected_form
+            for a, b in zip(tensors, expected, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5, equal_nan=True)
+            if name == "see":
+                happened.update(["panic"] * int(got[0].verdict.panic.sum()))
+            if name == "act":
+                happened.update(SeedStage(stage).name for stage in got.state.slots.stage.flatten().tolist())
+            return got
+
+        return answer
+
+    for name in ("see", "act", "close"):
+        setattr(engine._plane, name, both(name))
+    for episode in range(3):
+        engine.reset(client, episode)
+        engine.rollout(client)
+        client.update()
+    assert graphs_compiled() == before + 4
+    passing = {SeedStage.UNKNOWN, SeedStage.GERMINATED}  # the first gate opens in the same step
+    wanted = {"panic", *(stage.name for stage in SeedStage if stage not in passing)}
+    assert not wanted - happened.keys(), happened
 
 
 def assert_close(got: object, want: object, atol: float) -> None:

@@ -7,6 +7,7 @@ import torch
 from checks import (
     TINY,
     check_captured_run,
+    check_control_plane,
     check_decisions_and_pay,
     check_executors,
     check_half_precision,
@@ -38,6 +39,10 @@ def recorder() -> CudaRecorder:
 )
 def test_policy_step_and_reward_agree_in_every_form(compile, replayed):
     check_decisions_and_pay(CUDA, config(CUDA, compile=compile), recorder if replayed else None)
+
+
+def test_the_compiled_phases_of_a_step_answer_as_the_eager_ones():
+    check_control_plane(CUDA)
 
 
 def test_nothing_is_compiled_after_the_first_round():

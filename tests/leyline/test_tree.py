@@ -33,6 +33,15 @@ def test_a_tree_comes_back_as_it_was():
     assert again["c"] is True
 
 
+def test_a_record_of_tensors_and_one_with_something_else_in_it_have_other_forms():
+    whole, half = hidden(1.0), replace(hidden(1.0), c=None)
+    assert flatten(whole)[1] != flatten(half)[1]
+    for rec in (whole, half):
+        again = unflatten(flatten(rec)[1], flatten(rec)[0])
+        assert type(again) is Hidden
+        assert vars(again) == vars(rec)
+
+
 def test_the_form_knows_everything_but_the_tensors():
     x, y = torch.zeros(2), torch.ones(5)
     assert flatten((x, True))[1] == flatten((y, True))[1]

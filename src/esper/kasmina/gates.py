@@ -96,7 +96,7 @@ def gate_3(slots: SlotState, epochs: Int[Tensor, "N S"], c: LifecycleConfig) -> 
     return GateResult(failed=_bits(*checks), score=slots.alpha)
 
 
-def gate_5(slots: SlotState, t: int, c: LifecycleConfig) -> GateResult:
+def gate_5(slots: SlotState, t: int | Int[Tensor, ""], c: LifecycleConfig) -> GateResult:
     """HOLDING -> FOSSILIZED in step `t`."""
     missing = slots.contribution_step != t
     checks = [(missing, FailedCheck.CONTRIBUTION_MISSING)]

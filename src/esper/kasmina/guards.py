@@ -9,6 +9,7 @@ FOSSILIZE         HOLDING                      HOLD
 ADVANCE           stages whose gate is manual  HOLD, UP
 """
 
+import itertools
 from functools import lru_cache
 
 import torch
@@ -65,31 +66,41 @@ def _rules(auto: tuple[bool, bool, bool]) -> dict[LifecycleOp, tuple[frozenset[S
 
 @lru_cache(maxsize=64)
 def _rule_table(auto: tuple[bool, bool, bool], device: torch.device) -> Tensor:
-    """`[stage * 3 + mode, op]`, bool: the columns "stage" and "alpha_mode" of the table above."""
+    """`[((stage * 3 + mode) * 2 + aged) * 2 + free, op]`, bool: the columns of the table above, one row per slot state.
+
+    `aged`: the seed may be pruned; `free`: the host may germinate.
+    """
     rules = _rules(auto)
-    rows = [
-        [stage in rules[op][0] and mode in rules[op][1] for op in LifecycleOp]
-        for stage in range(NUM_STAGE_VALUES)
-        for mode in AlphaMode
-    ]
-    return torch.tensor(rows, device=device)
+
+    def allowed(op: LifecycleOp, stage: int, mode: AlphaMode, aged: bool, free: bool) -> bool:
+        waits = (op is LifecycleOp.PRUNE and not aged) or (op is LifecycleOp.GERMINATE and not free)
+        return stage in rules[op][0] and mode in rules[op][1] and not waits
+
+    states = itertools.product(range(NUM_STAGE_VALUES), AlphaMode, (False, True), (False, True))
+    return torch.tensor([[allowed(op, *state) for op in LifecycleOp] for state in states], device=device)
 
 
 def legal_ops(slots: SlotState, config: LifecycleConfig) -> Bool[Tensor, "N 6 S"]:
     """`legal[n, op, s]`. Masks, execution, effective ops and baselines all read this and nothing else."""
     num_slots = slots.stage.shape[1]
     table = _rule_table((config.auto_g1, config.auto_g2, config.auto_g3), slots.stage.device)
-    legal = table[slots.stage * 3 + slots.alpha_mode].transpose(1, 2).contiguous()
-    assert legal.shape[1] == NUM_OPS
+    aged = slots.age >= config.min_prune_age
+    state = (slots.stage * 3 + slots.alpha_mode) * 4 + aged * 2 + _may_germinate(slots, config)[:, None]
+    legal = table[state].transpose(1, 2).contiguous()
+    assert legal.shape == (len(state), NUM_OPS, num_slots)
+    return legal
+
+
+def _may_germinate(slots: SlotState, config: LifecycleConfig) -> Bool[Tensor, " N"]:
+    """Hosts in which nothing that grows, and no want of room, forbids a further seed."""
+    num_slots = slots.stage.shape[1]
     max_seeds = num_slots if config.max_seeds is None else config.max_seeds
+    free = torch.ones_like(slots.stage[:, 0], dtype=torch.bool)
     if config.sequential:
         free = ~in_stages(slots.stage, _BLOCKS_GERMINATION).any(dim=1)
-        legal[:, LifecycleOp.GERMINATE] &= free[:, None]
     if 0 < max_seeds < num_slots:  # with one seed per slot a DORMANT slot is room enough
-        room = in_stages(slots.stage, HAS_MODULE).sum(dim=1) < max_seeds
-        legal[:, LifecycleOp.GERMINATE] &= room[:, None]
-    legal[:, LifecycleOp.PRUNE] &= slots.age >= config.min_prune_age
-    return legal
+        free = free & (in_stages(slots.stage, HAS_MODULE).sum(dim=1) < max_seeds)
+    return free
 
 
 def resolve_target_slot(

@@ -13,7 +13,7 @@ _STABLE_STEPS = 3
 
 
 def ingest(
-    slots: SlotState, hosts: HostState, seen: Measurements, t: int, healthy: Bool[Tensor, " N"]
+    slots: SlotState, hosts: HostState, seen: Measurements, t: int | Int[Tensor, ""], healthy: Bool[Tensor, " N"]
 ) -> tuple[SlotState, HostState]:
     """Write the measurements of step `t`; hosts with `healthy` False (rolled back in this step) stay as they are."""
     new_slots = _ingest_slots(slots, seen, t)
@@ -21,7 +21,7 @@ def ingest(
     return where(healthy, new_slots, slots), where(healthy, new_hosts, hosts)
 
 
-def _ingest_slots(slots: SlotState, seen: Measurements, t: int) -> SlotState:
+def _ingest_slots(slots: SlotState, seen: Measurements, t: int | Tensor) -> SlotState:
     measured = ~torch.isnan(seen.contribution)
     interactions = torch.nan_to_num(seen.interactions, nan=0.0)
     no_pair = torch.isnan(seen.interactions).all(dim=2)

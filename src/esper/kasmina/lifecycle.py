@@ -107,7 +107,7 @@ def apply_ops(
     actions: Int[Tensor, "N 8"],
     legal: Bool[Tensor, "N 6 S"],
     active: Bool[Tensor, " N"],
-    t: int,
+    t: int | Int[Tensor, ""],
     costs: SeedCosts,
     config: LifecycleConfig,
 ) -> tuple[SlotState, HostState, OpEffects]:

@@ -5,7 +5,7 @@ Fields are tensors, other records, or plain static values (an `int` step number,
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import torch
@@ -38,6 +38,16 @@ def replace(rec: R, **changes: Any) -> R:  # noqa: ANN401 -- mirrors dataclasses
     copy = object.__new__(cls)
     vars(copy).update(values)
     return copy
+
+
+def rebuilt(cls: type[R], names: Iterable[str], values: Iterable[Any]) -> R:
+    """A record of all its fields, in the way of `replace`; the caller knows that the names are those of the class."""
+    fields = dict(zip(names, values, strict=False))
+    if cls.__init__ not in _PLAIN_INITS:
+        return cls(**fields)
+    made = object.__new__(cls)
+    vars(made).update(fields)
+    return made
 
 
 def is_record(value: object) -> bool:
@@ -88,3 +98,17 @@ def where(mask: Tensor, yes: R, no: R) -> R:
 def row(rec: R, index: int) -> R:
     """One host of a record, kept as a batch of one."""
     return tree_map(lambda a: a[index : index + 1], rec)
+
+
+_DTYPES = {"bool": torch.bool, "int64": torch.int64}
+
+
+def blank(kind: type[R], sizes: Mapping[str, int], device: torch.device) -> R:
+    """A record of zeros; shapes and dtypes are those of its annotations, with the axes in `sizes`."""
+    values = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        annotation: Any = field.type
+        shape = [sizes[axis] if axis in sizes else int(axis) for axis in annotation.dim_str.split()]
+        dtype = next((d for name, d in _DTYPES.items() if name in annotation.dtypes), torch.float32)
+        values[field.name] = torch.zeros(shape, dtype=dtype, device=device)
+    return kind(**values)

@@ -8,13 +8,15 @@ keep the number of the first call for good.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from esper.leyline.record import is_record
+from esper.leyline.record import is_record, rebuilt
 
 Form = Hashable
 
@@ -27,11 +29,15 @@ class _Plain(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """An inner node: how it is built (names of a record or keys of a dictionary), and the forms of its parts."""
+    """An inner node: how it is built (names of a record or keys of a dictionary), and the forms of its parts.
 
-    kind: type
-    names: tuple[Hashable, ...]
+    `flat`: it is a record, and all of its parts are tensors.
+    """
+
+    kind: Any
+    names: tuple[Any, ...]
     parts: tuple[Form, ...]
+    flat: bool = False
 
 
 _TENSOR: Form = "tensor"
@@ -63,8 +69,12 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
         return _Plain(type(value), value)
     kind: Any = type(value)
     if is_record(value):
-        names = _names(kind)
-        return _Node(kind, names, tuple(_form(getattr(value, name), tensors) for name in names))
+        fields, flat = _fields(kind)
+        values = fields(value)
+        if _TENSORS.issuperset(map(type, values)):  # most records; there are two hundred tensors in a control step
+            tensors.extend(values)
+            return flat
+        return _Node(kind, flat.names, tuple(_form(part, tensors) for part in values))
     if isinstance(value, tuple | list):
         return _Node(kind, (), tuple(_form(part, tensors) for part in value))
     if isinstance(value, dict):
@@ -78,9 +88,15 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
     )
 
 
+_TENSORS = {Tensor, nn.Parameter}
+
+
 @lru_cache(maxsize=256)
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+def _fields(kind: type) -> tuple[Callable[[object], tuple[Any, ...]], _Node]:
+    """What reads all fields of a record at once, and the form of such a record where all of them are tensors."""
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    read = attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
+    return read, _Node(kind, names, (_TENSOR,) * len(names), flat=True)
 
 
 def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
@@ -89,6 +105,8 @@ def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
     if isinstance(form, _Plain):
         return form.value
     assert isinstance(form, _Node)
+    if form.flat:
+        return rebuilt(form.kind, form.names, islice(rest, len(form.parts)))
     parts = [_built(part, rest) for part in form.parts]
     if form.kind is list:
         return parts
@@ -98,4 +116,4 @@ def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
         return form.kind(*parts)
     if issubclass(form.kind, dict):
         return dict(zip(form.names, parts, strict=True))
-    return form.kind(**dict(zip((str(name) for name in form.names), parts, strict=True)))
+    return rebuilt(form.kind, form.names, parts)

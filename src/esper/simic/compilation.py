@@ -8,9 +8,9 @@ Both forms give the same answer. Which functions there are is listed in `simic/t
 tells whether one of them was compiled again after the warm-up.
 """
 
-import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, final
 
 import torch
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 CompileChoice = Literal["auto", "off", "on"]
 R = TypeVar("R")
 
-_OPTIONS: dict[str, Any] = {"size_asserts": False}  # every call has checked the sizes already
-_DTYPES = {"bool": torch.bool, "int64": torch.int64}
+OPTIONS: Mapping[str, Any] = {"size_asserts": False}  # every call has checked the sizes already
+_NARROW: Mapping[str, Any] = {"cpp.simdlen": 1}
+
+_KEY = attrgetter("shape", "dtype", "device")
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -52,83 +54,125 @@ def explained(what: str, error: Exception) -> ConfigError:
     )
 
 
-def blank(kind: type[R], sizes: Mapping[str, int], device: torch.device) -> R:
-    """A record of zeros; shapes and dtypes are those of its annotations, with the axes in `sizes`."""
-    values = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        annotation: Any = field.type
-        shape = [sizes[axis] if axis in sizes else int(axis) for axis in annotation.dim_str.split()]
-        dtype = next((d for name, d in _DTYPES.items() if name in annotation.dtypes), torch.float32)
-        values[field.name] = torch.zeros(shape, dtype=dtype, device=device)
-    return kind(**values)
+def entered(recorded: torch.fx.GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any] = OPTIONS) -> Run:
+    """A graph compiled for inputs of these forms, without what `torch.compile` does around each call.
+
+    The compiler keeps what it has made on the disk, so that the next process has it in a fraction of the time. For that
+    it asks for shapes that are known to be fixed, and what it keeps at a higher level must not answer first, for that
+    would not be the graph alone.
+
+    Raises:
+        RuntimeError, ImportError: the compiler failed.
+    """
+    from torch._functorch import config as functorch  # imported late: all of this takes seconds
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    found: list[OutputCode] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Sequence[Any], **settings: object) -> "OutputCode":
+        found.append(compile_fx_inner(graph, inputs, **settings))  # type: ignore[arg-type]
+        return found[-1]
+
+    shapes = FakeTensorMode(shape_env=ShapeEnv())
+    examples = [shapes.from_tensor(x, static_shapes=True) for x in inputs]
+    with tracing(TracingContext(shapes)), functorch.patch(enable_autograd_cache=False):
+        compile_fx(recorded, examples, inner_compile=keep, config_patches=dict(options))
+    (run,) = found
+    return run
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """One compiled graph: the constants it begins with, and the form of its answer."""
+    """One compiled graph: the constants it begins with, and the form of its answer.
+
+    `passed[i]` is the argument that is handed on as tensor i of the answer, None where the graph computes it.
+    """
 
     run: Run
     constants: tuple[Tensor, ...]
+    passed: tuple[int | None, ...]
     answer: Form
+
+    def __call__(self, weights: Iterable[Tensor], given: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        """The answer for these tensors."""
+        computed = iter(self.run([*self.constants, *weights, *(x.contiguous() for x in given)]))
+        return unflatten(self.answer, [next(computed) if i is None else given[i] for i in self.passed])
 
 
 @final
 class CompiledStep:
-    """A module without gradients, compiled in the first call with arguments of a new form.
+    """A function of trees of tensors without gradients, compiled in the first call with arguments of a new form.
 
     Its operators are recorded as they are executed, and the graph is entered directly. `torch.compile` would read the
     Python code instead: it takes a comparison of a tensor with a member of an enumeration for a plain value, makes the
-    cached tables anew in every call, and before each call checks everything it has seen. Weights are arguments, so
-    training in place is seen; other tensors of the module must stay the same.
+    cached tables anew in every call, and before each call checks everything it has seen. The weights of a module are
+    arguments, so training in place is seen; other tensors that the function reaches must stay the same.
+
+    `narrow`: the last axes are short. Vectors along them would be cut off and filled up for every few numbers, so the
+    compiler of PyTorch is told to leave vectors to the C++ compiler (CPU only).
+
+    Answers may share memory with each other, so nobody may write into them.
 
     Raises:
-        TypeError: an argument is a plain number. RuntimeError, ImportError: the compiler failed.
+        TypeError: an argument is a plain number. ConfigError: the compiler failed.
     """
 
     graphs_built: ClassVar[int] = 0
     """Graphs that this process has compiled without `torch.compile`, those of the reward on the CPU among them."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._weights = {name: weight.detach() for name, weight in module.named_parameters()}
+    def __init__(self, function: Callable[..., Any], *, name: str, narrow: bool = False) -> None:
+        self._function, self._name, self._options = function, name, {**OPTIONS, **(_NARROW if narrow else {})}
+        self._module = function if isinstance(function, nn.Module) else nn.Module()
+        self._weights = {name: weight.detach() for name, weight in self._module.named_parameters()}
         self._graphs: dict[Hashable, _Graph] = {}
 
-    def __call__(self, *args: Any) -> Any:  # noqa: ANN401 -- those of the module
-        """As the module."""
+    @property
+    def num_graphs(self) -> int:
+        """Forms of arguments that were compiled so far."""
+        return len(self._graphs)
+
+    def __call__(self, *args: Any) -> Any:  # noqa: ANN401 -- those of the function
+        """As the function."""
         given, form = flatten(args)
-        key = (form, tuple((x.shape, x.dtype, x.device) for x in given))
+        key = (form, tuple(map(_KEY, given)))
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._compiled(given, form)
             CompiledStep.graphs_built += 1
-        tensors = [*graph.constants, *self._weights.values(), *(x.contiguous() for x in given)]
-        return unflatten(graph.answer, graph.run(tensors))
+        return graph(self._weights.values(), given)
 
     @torch.no_grad()
     def _compiled(self, given: Sequence[Tensor], form: Form) -> _Graph:
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imported late: it takes seconds
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        found: list[OutputCode] = []
-        answers: list[Form] = []
+        answers: list[tuple[tuple[int | None, ...], Form]] = []
 
         def on_tensors(*tensors: Tensor) -> list[Tensor]:
-            weights = dict(zip(self._weights, tensors, strict=False))
-            arguments = unflatten(form, tensors[len(weights) :])
-            outputs, answer = flatten(torch.func.functional_call(self._module, weights, arguments))
-            answers.append(answer)
-            return outputs
-
-        def keep(graph: torch.fx.GraphModule, inputs: Sequence[Any], **settings: object) -> "OutputCode":
-            found.append(compile_fx_inner(graph, inputs, **settings))  # type: ignore[arg-type]
-            return found[-1]
+            weights, arguments = dict(zip(self._weights, tensors, strict=False)), tensors[len(self._weights) :]
+            outputs, answer = flatten(self._applied(weights, unflatten(form, arguments)))
+            places = {id(x): i for i, x in enumerate(arguments)}
+            passed = tuple(places.get(id(x)) for x in outputs)
+            answers.append((passed, answer))
+            # copies, which the compiler leaves out again: a graph that is entered directly must not answer with views
+            fresh = [x for x, i in zip(outputs, passed, strict=True) if i is None]
+            return [x.clone(memory_format=torch.contiguous_format) for x in fresh]
 
         def own() -> list[Tensor]:  # one tensor given twice would be taken for one argument
             return [x.detach().clone(memory_format=torch.contiguous_format) for x in (*self._weights.values(), *given)]
 
-        self._module(*unflatten(form, list(given)))  # makes the tables that are kept, which become constants
+        self._function(*unflatten(form, list(given)))  # makes the tables that are kept, which become constants
         recorded = make_fx(on_tensors)(*own())
-        compile_fx(recorded, own(), inner_compile=keep, config_patches=_OPTIONS)
-        (run,) = found
+        try:
+            run = entered(recorded, own(), self._options)
+        except (RuntimeError, ImportError) as error:  # what every part of the compiler raises
+            raise explained(self._name, error) from error
         constants = tuple(x.detach() for _, x in recorded.named_buffers())
-        return _Graph(run, constants, answers[0])
+        return _Graph(run, constants, *answers[0])
+
+    def _applied(self, weights: dict[str, Tensor], arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401
+        if self._function is self._module:
+            return torch.func.functional_call(self._module, weights, arguments)
+        return self._function(*arguments)

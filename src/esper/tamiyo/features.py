@@ -116,21 +116,15 @@ def features_of(
     slots: SlotState, hosts: HostState, t: int | Int[Tensor, ""], episode_length: int
 ) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N S"]]:
     """As `observe`, from its parts; where one graph serves all steps, `t` is a tensor."""
-    num_envs, num_slots = slots.stage.shape
-    tables = _tables(num_slots, episode_length, slots.stage.device)
+    tables = _tables(episode_length, slots.stage.device)
     stage_NSC = tables.stage[slots.stage]
-    columns_ND = torch.empty(num_envs, feature_dim(num_slots), device=slots.stage.device)
-    host_NC, slot_NC = columns_ND.split((len(HOST_FEATURES), num_slots * len(SLOT_FEATURES)), dim=1)
-    slot_NSC = slot_NC.unflatten(1, (num_slots, -1))
     stage_width = 1 + NUM_STAGE_CLASSES
-    counts_NC = stage_NSC[..., stage_width:].mean(dim=1)
-    values = [*_host_columns(hosts, t, counts_NC, tables.op), stage_NSC[..., :stage_width]]
-    places = [*host_NC.split([value.shape[1] for value in values[:-1]], dim=1), slot_NSC[..., :stage_width]]
-    # every field is converted where it is written, all in one call
-    torch._foreach_copy_([*places, *slot_NSC[..., stage_width:].unbind(-1)], [*values, *_slot_columns(slots, t)])
-    columns_ND.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # clamped to the lower end
-    torch.clamp(columns_ND.div_(tables.unit), tables.low, tables.high, out=columns_ND)
-    slot_NSC.mul_(stage_NSC[..., :1])  # the occupied flag
+    host_values = _host_columns(hosts, t, stage_NSC[..., stage_width:].mean(dim=1), tables.op)
+    slot_values = torch.stack(_slot_columns(slots, t), dim=-1)  # of several types, converted where they are written
+    host_NC = tables.host.scaled(torch.cat(host_values, dim=1))
+    slot_NSC = tables.slot.scaled(torch.cat((stage_NSC[..., :stage_width], slot_values), dim=-1))
+    slot_NSC = slot_NSC * stage_NSC[..., :1]  # the occupied flag
+    columns_ND = torch.cat((host_NC, slot_NSC.flatten(1)), dim=1)
     return columns_ND, slots.blueprint.masked_fill(slots.stage == int(SeedStage.DORMANT), -1)
 
 
@@ -194,19 +188,31 @@ def _slot_columns(slots: SlotState, t: int | Tensor) -> tuple[Tensor, ...]:
 
 
 @record
+class _Scale:
+    """Unit and range of the columns of a block."""
+
+    unit: Float[Tensor, " C"]
+    low: Float[Tensor, " C"]
+    high: Float[Tensor, " C"]
+
+    def scaled(self, raw: Float[Tensor, "*R C"]) -> Float[Tensor, "*R C"]:
+        """In units and within the range; what is missing is at its lower end. Writes into `raw`."""
+        raw.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        return raw.div_(self.unit).clamp_(self.low, self.high)
+
+
+@record
 class _Tables:
     """Constants of one run on a device; `stage` holds the occupied flag, the stage, and the three host counts."""
 
-    unit: Float[Tensor, " D"]
-    low: Float[Tensor, " D"]
-    high: Float[Tensor, " D"]
+    host: _Scale
+    slot: _Scale
     stage: Float[Tensor, "11 C"]
     op: Float[Tensor, "6 6"]
 
 
 @lru_cache(maxsize=64)
-def _tables(num_slots: int, episode_length: int, device: torch.device) -> _Tables:
-    columns = (*HOST_FEATURES, *SLOT_FEATURES * num_slots)
+def _tables(episode_length: int, device: torch.device) -> _Tables:
     stage_rows = [
         [
             value != SeedStage.DORMANT,
@@ -219,10 +225,16 @@ def _tables(num_slots: int, episode_length: int, device: torch.device) -> _Table
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
+    def scale(block: tuple[Feature, ...]) -> _Scale:
+        return _Scale(
+            unit=column([float(episode_length) if f.per_episode else f.unit for f in block]),
+            low=column([f.low for f in block]),
+            high=column([f.high for f in block]),
+        )
+
     return _Tables(
-        unit=column([float(episode_length) if f.per_episode else f.unit for f in columns]),
-        low=column([f.low for f in columns]),
-        high=column([f.high for f in columns]),
+        host=scale(HOST_FEATURES),
+        slot=scale(SLOT_FEATURES),
         stage=torch.tensor(stage_rows, dtype=torch.float32, device=device),
         op=torch.eye(NUM_OPS, device=device),
     )

@@ -13,6 +13,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.config import EngineConfig
+from esper.tolaria.control_plane import PhaseForm, as_it_is
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.protocol import Executor
@@ -39,6 +40,7 @@ def build_engine(
     *,
     on_step: StepListener | None = None,
     prepare: Callable[[], None] = _nothing,
+    form: PhaseForm = as_it_is,
 ) -> VectorizedEngine:
     """N hosts of `task`, ready for `train`. `dataset` is what `load_dataset` gave for it.
 
@@ -64,7 +66,7 @@ def build_engine(
         host_offset=config.host_offset,
         device=device,
     )
-    return VectorizedEngine(config, executor, spec, on_step=on_step)
+    return VectorizedEngine(config, executor, spec, on_step=on_step, form=form)
 
 
 def _executor(

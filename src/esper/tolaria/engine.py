@@ -29,6 +29,7 @@ from esper.leyline.state_tree import below, record_tree, restored, with_prefix
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
+from esper.tolaria.control_plane import ControlPlane, PhaseForm, as_it_is
 from esper.tolaria.executors.protocol import Executor, StaticTopology
 from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
@@ -48,10 +49,17 @@ class VectorizedEngine:
             ends or the engine is settled, with the reports of all steps since, in order. It changes nothing; an
             exception of it surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine
             could go on.
+        form: makes the form of the pure phases of a step; what is compiled is compiled in the first `reset`.
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, spec: EngineSpec, *, on_step: StepListener | None = None
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        spec: EngineSpec,
+        *,
+        on_step: StepListener | None = None,
+        form: PhaseForm = as_it_is,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
         self.on_step = on_step
@@ -65,6 +73,9 @@ class VectorizedEngine:
         self._pending: PendingRead | None = None
         self._unread: list[tuple[int, Packed]] = []
         self._reports: deque[StepReport] = deque()
+        self._plane = ControlPlane(config, executor.costs, form)
+        self._rehearsed = form is as_it_is
+        self._clock = torch.arange(config.episode_length + 1, device=spec.device)
 
     @property
     def state(self) -> ParallelEnvState:
@@ -88,6 +99,10 @@ class VectorizedEngine:
         )
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
+        if not self._rehearsed:
+            several = [self._enumerate(self._state, t) for t in (1, spec.episode_length)]
+            self._plane.rehearse(replace(self._state, reward=None), several, len(client.terms))
+            self._rehearsed = True
 
     def plant(self, grown: Sequence[TopologyManifest]) -> None:
         """Between `reset` and the first step: each host has its structure from the start, with fresh weights.
@@ -161,53 +176,35 @@ class VectorizedEngine:
         assert self.t < self.spec.episode_length, "the episode is over; reset() begins the next one"
         self.t += 1
         t, config, state, coalitions = self.t, self.config, self.state, self._coalitions
+        now = self._clock[t]
         assert coalitions is not None
         with self.timer.span("train"):
             trained = self.executor.train_epoch(t, state.slots)
         with self.timer.span("measure"):
             validated = self.executor.evaluate(t, state.slots, coalitions)
-        with self.timer.span("guard"):
-            state, verdict, rolled_back = phases.guard(state, validated.loss, client, config)
-            healthy = ~verdict.panic
         with self.timer.span("see"):
-            seen = phases.measurements(trained, validated, coalitions)
-            self._subset_acc = seen.subset_acc
-            state, obs = phases.see(state, seen, healthy, t, config)
+            penalty = client.rollback_reward(state.reward)
+            seen, measured = self._plane.see(replace(state, reward=None), trained, validated, coalitions, penalty, now)
+            client.rollback(seen.verdict.panic, penalty)
+            self._subset_acc = measured.subset_acc
+            obs = phases.observation(seen.state, seen.legal, t, config)
         with self.timer.span("decide"):
             decided = client.act(obs)
         with self.timer.span("act"):
-            state, done = phases.act(state, obs, decided, healthy, rolled_back, self.executor.costs, config)
+            done = self._plane.act(seen, decided.actions, now)
         with self.timer.span("pay"):
-            state, paid = phases.pay_and_store(client, state, obs, decided, done, seen, healthy, config)
-        with self.timer.span("keep"):
-            state, kept = phases.keep(state, verdict, done, t, config)
-        self._state, self._coalitions = state, self._enumerate(state, t + 1)
-        self._end_step(
-            reading.Ended(
-                state=state,
-                coalitions=self._coalitions,
-                num_coalitions=coalitions.valid.sum(dim=1),
-                act=decided,
-                paid=paid,
-                ops=done.ops,
-                ticks=done.ticks,
-                effective_op=done.effective_op,
-                verdict=verdict,
-                rolled_back=rolled_back,
-                snapshot=kept.hosts,
-                keep=kept.fossils,
-            )
-        )
-
-    def _end_step(self, ended: reading.Ended) -> None:
-        """Start the read of the step; with static topology operate on the parameters at once and keep the report."""
+            paid, carried = phases.pay_and_store(client, state.reward, obs, decided, seen, measured, done, config)
+        with self.timer.span("close"):
+            closed = self._plane.close(seen, done, reading.chosen(decided), paid, now)
+        self._state = replace(closed.state, reward=carried)
+        self._coalitions = self._enumerate(self._state, t + 1)
         if self._by_mask is None:
-            self._pending = reading.start(ended)
+            self._pending = reading.start(closed.told, self._coalitions)
             return
         with self.timer.span("settle"):
-            self._by_mask.settle_on_device(reading.changes(self.t, ended), ended.state.slots)
+            self._by_mask.settle_on_device(phases.changes(t, seen, done, closed), self._state.slots)
         if self.on_step is not None:
-            self._unread.append((self.t, reading.pack(ended)))
+            self._unread.append((t, Packed(*closed.told)))
 
     def settle(self) -> None:
         """Wait for the read of the last step, operate on the parameters accordingly, and report the step.

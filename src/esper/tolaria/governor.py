@@ -165,13 +165,13 @@ def after_rollback(state: GovernorState, panic: Bool[Tensor, " N"]) -> GovernorS
 def snapshot_due(
     state: GovernorState,
     verdict: GovernorVerdict,
-    t: int,
+    t: int | Int[Tensor, ""],
     fossilized: Bool[Tensor, " N"],
     config: GovernorConfig = DEFAULT_CONFIG,
 ) -> Bool[Tensor, " N"]:
     """Hosts that are to be kept in step `t`: healthy now, and the turn has come or a seed fossilized in this step."""
     sound_N = ~verdict.panic & (state.strikes == 0)
-    return sound_N if t % config.snapshot_every == 0 else sound_N & fossilized
+    return sound_N & (fossilized | (t % config.snapshot_every == 0))
 
 
 def fossil_patch_due(

@@ -1,12 +1,20 @@
 """The phases of a control step after the passes over the data, each a function from state to state.
 
-    guard -> see -> (the controller decides) -> act -> pay -> keep          the engine calls them in this order
+    see     judge the losses (panic, rollback), measurements into state, what is legal
+            (the controller decides)
+    act     ops, tick, feedback
+            (the reward pays, the controller stores)
+    close   tally, what is kept as a snapshot, what the host is told
 
-Everything is a mask over hosts. None of them knows the executor: parameters follow when the step is settled.
+Everything is a mask over hosts. None of them knows the executor: parameters follow when the step is settled. The three
+named here are pure functions of trees of tensors, and nothing that changes from step to step is a plain number, so that
+each can be compiled as a whole, see `control_plane.py`.
 """
 
+from typing import Any
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina import lifecycle
@@ -17,30 +25,54 @@ from esper.leyline.actions import Head
 from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import ClientProtocol
 from esper.leyline.record import record, replace
-from esper.tolaria import governor
+from esper.tolaria import governor, reading
 from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.protocol import TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import Changes, TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
+from esper.tolaria.reading import Chosen
 from esper.tolaria.state import ParallelEnvState, count_rollback, count_step
 
 
 @record
-class Executed:
-    """What became of the actions of one step."""
+class Seen:
+    """After the measurements: the state that is shown, who went back, what is legal.
 
-    ops: lifecycle.OpEffects
-    ticks: lifecycle.TickEffects
-    success: Bool[Tensor, " N"]
-    effective_op: Tensor
+    `rolled_back` are the slots that a rollback pruned; a host that went back is not `healthy` in this step.
+    `num_coalitions` were measured in it.
+    """
+
+    state: ParallelEnvState
+    verdict: GovernorVerdict
+    healthy: Bool[Tensor, " N"]
+    rolled_back: Bool[Tensor, "N S"]
+    num_coalitions: Int[Tensor, " N"]
+    legal: Bool[Tensor, "N 6 S"]
 
 
 @record
-class Kept:
-    """What joins the snapshots: whole hosts [N], and single new fossils [N, S] of hosts under suspicion."""
+class Executed:
+    """After the ops: the state, and what became of the actions."""
 
-    hosts: Bool[Tensor, " N"]
-    fossils: Bool[Tensor, "N S"]
+    state: ParallelEnvState
+    ops: lifecycle.OpEffects
+    ticks: lifecycle.TickEffects
+    success: Bool[Tensor, " N"]
+    effective_op: Int[Tensor, " N"]
+
+
+@record
+class Closed:
+    """After the step: the state, what joins the snapshots, what the host is told.
+
+    `snapshot` are whole hosts [N], `keep` single new fossils [N, S] of hosts under suspicion; `told` are the tensors of
+    `reading.told`.
+    """
+
+    state: ParallelEnvState
+    snapshot: Bool[Tensor, " N"]
+    keep: Bool[Tensor, "N S"]
+    told: tuple[Tensor, ...]
 
 
 def measurements(trained: TrainPass, validated: ValidationPass, coalitions: Coalitions) -> Measurements:
@@ -64,91 +96,99 @@ def measurements(trained: TrainPass, validated: ValidationPass, coalitions: Coal
     )
 
 
-def guard(
-    state: ParallelEnvState, loss: Float[Tensor, " N"], client: ClientProtocol, config: EngineConfig
-) -> tuple[ParallelEnvState, GovernorVerdict, Bool[Tensor, "N S"]]:
-    """Compare each host's loss with its own history; hosts in panic go back to their snapshot.
-
-    Returns:
-        State, verdict, and the slots that a rollback pruned.
-    """
-    guards, verdict = governor.check(state.governor, loss, config.governor)
-    panic = verdict.panic
-    slots, hosts, rolled_back = rollback(state.slots, state.hosts, panic, state.memory)
-    penalty = client.rollback_reward(state.reward)
-    client.rollback(panic, penalty)
-    tally = count_rollback(state.tally, panic, penalty)
-    guards = governor.after_rollback(guards, panic)
-    return replace(state, slots=slots, hosts=hosts, governor=guards, tally=tally), verdict, rolled_back
-
-
 def see(
-    state: ParallelEnvState, seen: Measurements, healthy: Bool[Tensor, " N"], t: int, config: EngineConfig
-) -> tuple[ParallelEnvState, Observation]:
-    """The measurements enter the state of healthy hosts, and the controller is shown all hosts."""
-    slots, hosts = ingest(state.slots, state.hosts, seen, t, healthy)
-    state = replace(state, slots=slots, hosts=hosts)
-    return state, observation(state, t, config)
+    state: ParallelEnvState,
+    trained: TrainPass,
+    validated: ValidationPass,
+    coalitions: Coalitions,
+    penalty: Float[Tensor, " N"],
+    t: Int[Tensor, ""],
+    *,
+    config: EngineConfig,
+) -> tuple[Seen, Measurements]:
+    """Judge each host's loss by its own history; hosts in panic go back to their snapshot, the others are told.
 
-
-def observation(state: ParallelEnvState, t: int, config: EngineConfig) -> Observation:
-    """What a controller may look at."""
-    return Observation(
-        t=t,
-        episode_length=config.episode_length,
-        slots=state.slots,
-        hosts=state.hosts,
-        legal=legal_ops(state.slots, config.lifecycle),
+    `penalty` is what the last row of a host is paid if the host goes back now. Measurements are returned apart, because
+    they have another form in the last step of an episode.
+    """
+    guards, verdict = governor.check(state.governor, validated.loss, config.governor)
+    panic, healthy = verdict.panic, ~verdict.panic
+    slots, hosts, rolled_back = rollback(state.slots, state.hosts, panic, state.memory)
+    measured = measurements(trained, validated, coalitions)
+    slots, hosts = ingest(slots, hosts, measured, t, healthy)
+    state = replace(
+        state,
+        slots=slots,
+        hosts=hosts,
+        governor=governor.after_rollback(guards, panic),
+        tally=count_rollback(state.tally, panic, penalty),
     )
+    seen = Seen(
+        state=state,
+        verdict=verdict,
+        healthy=healthy,
+        rolled_back=rolled_back,
+        num_coalitions=coalitions.valid.sum(dim=1),
+        legal=legal_ops(slots, config.lifecycle),
+    )
+    return seen, measured
+
+
+def observation(state: ParallelEnvState, legal: Bool[Tensor, "N 6 S"], t: int, config: EngineConfig) -> Observation:
+    """What a controller may look at in step `t`."""
+    return Observation(t=t, episode_length=config.episode_length, slots=state.slots, hosts=state.hosts, legal=legal)
 
 
 def act(
-    state: ParallelEnvState,
-    obs: Observation,
-    decided: ActResult,
-    healthy: Bool[Tensor, " N"],
-    rolled_back: Bool[Tensor, "N S"],
+    seen: Seen,
+    actions: Int[Tensor, "N 8"],
+    t: Int[Tensor, ""],
+    *,
     costs: lifecycle.SeedCosts,
     config: EngineConfig,
-) -> tuple[ParallelEnvState, Executed]:
+) -> Executed:
     """Ops, tick and feedback; hosts that are not healthy execute nothing, but time passes for them too."""
-    rules, actions = config.lifecycle, decided.actions
-    slots, hosts, ops = lifecycle.apply_ops(obs.slots, obs.hosts, actions, obs.legal, healthy, obs.t, costs, rules)
-    slots, hosts, ticks = lifecycle.tick(slots, hosts, ops, rolled_back, rules)
-    hosts, success, effective = lifecycle.feedback(hosts, actions, ops, ticks, healthy)
-    done = Executed(ops=ops, ticks=ticks, success=success, effective_op=effective)
-    return replace(state, slots=slots, hosts=hosts), done
+    rules, before = config.lifecycle, seen.state
+    slots, hosts, ops = lifecycle.apply_ops(
+        before.slots, before.hosts, actions, seen.legal, seen.healthy, t, costs, rules
+    )
+    slots, hosts, ticks = lifecycle.tick(slots, hosts, ops, seen.rolled_back, rules)
+    hosts, success, effective = lifecycle.feedback(hosts, actions, ops, ticks, seen.healthy)
+    state = replace(before, slots=slots, hosts=hosts)
+    return Executed(state=state, ops=ops, ticks=ticks, success=success, effective_op=effective)
 
 
 def pay_and_store(
     client: ClientProtocol,
-    state: ParallelEnvState,
+    carried: Any,  # noqa: ANN401 -- whatever the client's reward carries
     obs: Observation,
     decided: ActResult,
+    seen: Seen,
+    measured: Measurements,
     done: Executed,
-    seen: Measurements,
-    healthy: Bool[Tensor, " N"],
     config: EngineConfig,
-) -> tuple[ParallelEnvState, RewardOutput]:
+) -> tuple[RewardOutput, Any]:
     """Reward of the step from the state before the op; the transition goes to the client."""
+    healthy = seen.healthy
     inputs = RewardInputs(
         epoch=obs.t,
         max_epochs=config.episode_length,
         slots=obs.slots,
         hosts=obs.hosts,
-        interactions=seen.interactions,
+        interactions=measured.interactions,
         ops=decided.actions[:, Head.OP],
         target=done.ops.target,
         success=done.success,
         auto_pruned=done.ticks.auto_pruned,
     )
-    paid, carried = client.step(inputs, state.reward)
+    paid, carried = client.step(inputs, carried)
     carried = client.reset_hosts(carried, ~healthy)
     last, truncates = obs.t == config.episode_length, config.time_limit == "truncate"
     never, nothing = torch.zeros_like(healthy), torch.zeros_like(paid.total)
     bootstrap = nothing
     if last and truncates:
-        bootstrap = torch.where(healthy, client.bootstrap(observation(state, obs.t, config)), nothing)
+        after = observation(done.state, legal_ops(done.state.slots, config.lifecycle), obs.t, config)
+        bootstrap = torch.where(healthy, client.bootstrap(after), nothing)
     client.store(
         StepRecord(
             t=obs.t,
@@ -162,17 +202,51 @@ def pay_and_store(
             valid=healthy,
         )
     )
-    tally = count_step(state.tally, decided.actions, done.effective_op, paid, healthy)
-    return replace(state, reward=carried, tally=tally), paid
+    return paid, carried
 
 
-def keep(
-    state: ParallelEnvState, verdict: GovernorVerdict, done: Executed, t: int, config: EngineConfig
-) -> tuple[ParallelEnvState, Kept]:
-    """Which hosts are kept as a snapshot now, and which new fossils join an older one."""
-    fossilized = done.ops.fossilized
+def close(
+    seen: Seen,
+    done: Executed,
+    chosen: Chosen,
+    paid: RewardOutput,
+    t: Int[Tensor, ""],
+    *,
+    config: EngineConfig,
+) -> Closed:
+    """Count the step, choose who is kept as a snapshot now, alone or as a new fossil, and gather what is told."""
+    guards, verdict, fossilized = done.state.governor, seen.verdict, done.ops.fossilized
     any_fossil = fossilized.any(dim=1)
-    hosts = governor.snapshot_due(state.governor, verdict, t, any_fossil, config.governor)
-    fossils = fossilized & governor.fossil_patch_due(state.governor, verdict, any_fossil)[:, None]
-    memory = remember(state.memory, state.slots, hosts[:, None] | fossils)
-    return replace(state, memory=memory), Kept(hosts=hosts, fossils=fossils)
+    snapshot = governor.snapshot_due(guards, verdict, t, any_fossil, config.governor)
+    keep = fossilized & governor.fossil_patch_due(guards, verdict, any_fossil)[:, None]
+    state = replace(
+        done.state,
+        memory=remember(done.state.memory, done.state.slots, snapshot[:, None] | keep),
+        tally=count_step(done.state.tally, chosen.actions, done.effective_op, paid, seen.healthy),
+    )
+    ended = reading.Ended(
+        state=state,
+        num_coalitions=seen.num_coalitions,
+        chosen=chosen,
+        paid=paid,
+        ops=done.ops,
+        ticks=done.ticks,
+        effective_op=done.effective_op,
+        verdict=verdict,
+        rolled_back=seen.rolled_back,
+        snapshot=snapshot,
+        keep=keep,
+    )
+    return Closed(state=state, snapshot=snapshot, keep=keep, told=reading.told(ended))
+
+
+def changes(t: int, seen: Seen, done: Executed, closed: Closed) -> Changes:
+    """What the executor must do after step `t`, as masks on the device; nothing is read."""
+    return Changes(
+        t=t,
+        germinated=done.ops.germinated,
+        released=done.ops.released | done.ticks.released | seen.rolled_back,
+        panicked=seen.verdict.panic,
+        snapshot=closed.snapshot,
+        keep=closed.keep,
+    )

@@ -1,7 +1,9 @@
 """The one packed read of a control step: what goes in, and what comes out on the host.
 
-Where the structure stays on the device (`Changes` instead of `Structure`), steps are packed and read later, together.
+Where the structure stays on the device, steps are packed and read later, together.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,10 +16,24 @@ from esper.leyline.messages import ActResult, RewardOutput
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Changes, Structure
+from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.governor import GovernorVerdict
 from esper.tolaria.runtime import Arrays, Packed, PendingRead, host_read, read_packed, start_read
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport
+
+
+@record
+class Chosen:
+    """What the host is told of a decision."""
+
+    actions: Int[Tensor, "N 8"]
+    value: Float[Tensor, " N"]
+    op_log_prob: Float[Tensor, " N"]
+
+
+def chosen(act: ActResult) -> Chosen:
+    """The part of a controller's answer that the host is told."""
+    return Chosen(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP])
 
 
 @record
@@ -25,9 +41,8 @@ class Ended:
     """Everything of a step that ended from which the host is told something."""
 
     state: ParallelEnvState
-    coalitions: Coalitions
     num_coalitions: Int[Tensor, " N"]
-    act: ActResult
+    chosen: Chosen
     paid: RewardOutput
     ops: OpEffects
     ticks: TickEffects
@@ -38,29 +53,12 @@ class Ended:
     keep: Bool[Tensor, "N S"]
 
 
-def start(ended: Ended) -> PendingRead:
-    """Begin the read of the step that just ended."""
-    return start_read(*_told(ended), ended.coalitions.sets, ended.coalitions.valid)
+def start(told: Sequence[Tensor], coalitions: Coalitions) -> PendingRead:
+    """Begin the read of the step that just ended; `coalitions` are those of the next one."""
+    return start_read(*told, coalitions.sets, coalitions.valid)
 
 
-def pack(ended: Ended) -> Packed:
-    """What listeners are told of the step that just ended, to be read later."""
-    return Packed(*_told(ended))
-
-
-def changes(t: int, ended: Ended) -> Changes:
-    """What the executor must do after step `t`, as masks on the device; nothing is read."""
-    return Changes(
-        t=t,
-        germinated=ended.ops.germinated,
-        released=ended.ops.released | ended.ticks.released | ended.rolled_back,
-        panicked=ended.verdict.panic,
-        snapshot=ended.snapshot,
-        keep=ended.keep,
-    )
-
-
-def _told(ended: Ended) -> tuple[Tensor, ...]:
+def told(ended: Ended) -> tuple[Tensor, ...]:
     """Structure, events and numbers of a step. Tensors of one type and shape travel stacked."""
     state, ops, ticks, verdict = ended.state, ended.ops, ended.ticks, ended.verdict
     slots, hosts, readings = state.slots, state.hosts, ticks.readings
@@ -89,8 +87,8 @@ def _told(ended: Ended) -> tuple[Tensor, ...]:
         hosts.train_loss,
         hosts.committed_acc,
         state.tally.last_reward,
-        ended.act.value,
-        ended.act.log_prob[:, Head.OP],
+        ended.chosen.value,
+        ended.chosen.op_log_prob,
     )
     total_params = hosts.host_params + slots.params.sum(dim=1)
     return (
@@ -100,7 +98,7 @@ def _told(ended: Ended) -> tuple[Tensor, ...]:
         torch.stack(host_floats),
         torch.stack((ended.effective_op, verdict.reason, verdict.strikes, total_params, ended.num_coalitions)),
         torch.stack((verdict.panic, ended.snapshot, state.tally.replaced)),
-        ended.act.actions,
+        ended.chosen.actions,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
         ended.paid.breakdown,
         ended.paid.flags,
@@ -190,7 +188,7 @@ def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
 
 
 def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepReport]:
-    """What listeners are told of several steps, by one read; `packs` are steps with what `pack` made of them."""
+    """What listeners are told of several steps, by one read; `packs` are steps with what they told, packed."""
     read = read_packed([packed for _, packed in packs])
     return [step_report(episode, t, arrays) for (t, _), arrays in zip(packs, read, strict=True)]
 

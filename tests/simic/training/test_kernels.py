@@ -13,10 +13,11 @@ from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards.compiled_rewards import compute_reward_batched
 from esper.simic.training import build, kernels
 from esper.simic.training.build import engine_of, learner_of
-from esper.simic.training.kernels import FUNCTIONS, policy_form, replayed_reward
+from esper.simic.training.kernels import FUNCTIONS, phase_form, policy_form, replayed_reward
 from esper.simic.training.presets import resolve
 from esper.tolaria import capture as capture_module
 from esper.tolaria.capture import CAPTURED, Captured
+from esper.tolaria.control_plane import as_it_is
 from esper.tolaria.engine import VectorizedEngine
 from tape import TapeRecorder
 
@@ -44,8 +45,8 @@ def rounds(engine: VectorizedEngine, client: SimicClient, episodes: range) -> No
 
 
 def test_the_list_names_what_can_be_captured_and_what_compiled():
-    assert tuple(FUNCTIONS) == CAPTURED
-    assert [name for name, forms in FUNCTIONS.items() if forms.compiled is not None] == ["policy_step", "reward"]
+    assert tuple(name for name in FUNCTIONS if name in CAPTURED) == CAPTURED
+    assert [name for name, forms in FUNCTIONS.items() if forms.compiled is None] == ["train_batch"]
     for name in FUNCTIONS:
         assert name in kernels.__doc__
 
@@ -57,6 +58,8 @@ def test_on_the_cpu_everything_is_eager_unless_told():
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
     assert policy_form(chosen, engine.spec)(step) is step
     assert replayed_reward(chosen, engine.spec)(compute_reward_batched) is compute_reward_batched
+    assert phase_form(chosen, CPU) is as_it_is
+    assert phase_form(config(compile="on"), CPU) is not as_it_is
 
 
 def test_capture_on_the_cpu_is_refused_by_every_part_of_a_run():

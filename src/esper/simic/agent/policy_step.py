@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.messages import ActResult, Hidden, HostState, SlotState
-from esper.leyline.record import record
+from esper.leyline.record import blank, record
 from esper.simic.agent.normalizers import Frozen, normalized
-from esper.simic.compilation import blank
 from esper.tamiyo.features import feature_dim, features_of
 from esper.tamiyo.heads import sample_heads
 from esper.tamiyo.network import TamiyoNetwork

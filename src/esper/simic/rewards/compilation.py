@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from esper.leyline.messages import HostState, RewardInputs, SlotState
-from esper.simic.compilation import CompileChoice, blank, is_compiled
+from esper.leyline.record import blank
+from esper.simic.compilation import CompileChoice, is_compiled
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.cpu_kernel import CpuKernel
 from esper.simic.rewards.facts import potential_table

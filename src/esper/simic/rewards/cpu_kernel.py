@@ -5,24 +5,19 @@ kernel has none) takes about as long as the generated loop. Here the same compil
 the form of every argument and enters the graph directly.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from esper.simic.compilation import CompiledStep
+from esper.simic.compilation import CompiledStep, Run, entered
 from esper.simic.rewards.compiled_rewards import RewardOutput, compute_reward_batched
 
-if TYPE_CHECKING:
-    from torch._inductor.output_code import OutputCode
-
-_OPTIONS: dict[str, Any] = {"size_asserts": False}  # every call has checked the sizes already
 _MASK = "has_seed_mask"
 
 Argument = Tensor | str | int | None
-Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -130,22 +125,12 @@ class _OnTensors(torch.nn.Module):
 
 def _compiled(given: Mapping[str, Any]) -> Run:
     """The graph for such arguments."""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imported late: it takes seconds
-
     _check_mask(given[_MASK])
-    found: list[OutputCode] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: Sequence[Any], **settings: object) -> "OutputCode":
-        found.append(compile_fx_inner(graph, inputs, **settings))  # type: ignore[arg-type]
-        return found[-1]
-
     own = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}  # one tensor given twice
     own[_MASK] = own[_MASK].view(torch.uint8)  # would be taken for one argument
     with torch.no_grad():
         exported = torch.export.export(_OnTensors(given), tuple(own.values()), strict=False).module(check_guards=False)
-        compile_fx(exported, list(own.values()), inner_compile=keep, config_patches=_OPTIONS)
-    (run,) = found
-    return run
+        return entered(exported, list(own.values()))
 
 
 def _check_mask(mask: Tensor) -> None:

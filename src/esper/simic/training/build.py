@@ -14,7 +14,7 @@ from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
-from esper.simic.training.kernels import policy_form, replayed_reward, require_replayed_training
+from esper.simic.training.kernels import phase_form, policy_form, replayed_reward, require_replayed_training
 from esper.simic.training.plugins import load_plugins
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
@@ -63,6 +63,7 @@ def engine_of(
         device,
         on_step=on_step,
         prepare=partial(load_plugins, config.plugins),
+        form=phase_form(config, device),
     )
     require_replayed_training(config, engine)
     return engine

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ def evaluate(
     Raises:
         ConfigError, RegistryError, CheckpointError, DataError: what cannot be evaluated, before anything is.
     """
+    config = replace(config, compile="off")  # an episode of each is over before anything is compiled
     engine_config = config.engine(run_seed=run_seed, num_envs=num_envs)
     device = device_of(config)
     dataset = dataset_of(config, device)
@@ -182,7 +183,7 @@ def _trained_client(checkpoint: Checkpoint, config: RunConfig, spec: EngineSpec)
     found = {name: value for name, value in checkpoint.header.shape.items() if name not in _FREE}
     own = run_shape(config, spec, {})
     require_same_shape(found, {name: value for name, value in own.items() if name not in _FREE}, checkpoint.path)
-    client = learner_of(config, spec)
+    client = learner_of(replace(config, compile="off"), spec)
     policy = below("policy", checkpoint.state)
     client.load_state_dict({name: x for name, x in policy.items() if not name.startswith("rollout.")})
     return client

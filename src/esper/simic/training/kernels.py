@@ -1,8 +1,11 @@
 """Every function that is compiled or replayed, with its eager twin: the one place where a run chooses among them.
 
     function      what it is                            setting `compile`            setting `capture`
+    see           losses judged, measurements to state  compiled on CUDA by "auto"   as it is
     policy_step   a decision of all hosts               compiled on CUDA by "auto"   replayed, CUDA
+    act           ops, tick and feedback of all hosts   compiled on CUDA by "auto"   as it is
     reward        the pay of a step of all hosts        compiled on CUDA by "auto"   replayed, CUDA
+    close         tally, snapshots, what is told        compiled on CUDA by "auto"   as it is
     train_batch   forward, backward and optimizer step  always eager                 replayed, CUDA, executor "fused"
                   of a batch of all hosts
 
@@ -13,16 +16,21 @@ before the first step; `graphs_compiled` and `Captured.num_recordings` tell whet
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
-from esper.simic.compilation import CompiledStep, explained, is_compiled
+from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards.compilation import kernel_for
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.training.config import RunConfig
+from esper.tolaria import phases
 from esper.tolaria.capture import Captured, capture, recorder_for
+from esper.tolaria.control_plane import PhaseForm, as_it_is
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -38,8 +46,11 @@ class Forms:
 
 
 FUNCTIONS: Mapping[str, Forms] = {
+    "see": Forms(eager=phases.see, compiled=CompiledStep),
     "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep),
+    "act": Forms(eager=phases.act, compiled=CompiledStep),
     "reward": Forms(eager=compute_reward_batched, compiled=kernel_for),
+    "close": Forms(eager=phases.close, compiled=CompiledStep),
     "train_batch": Forms(eager=train_batch, compiled=None),
 }
 """By name; `tolaria.capture.CAPTURED` are those that can be replayed."""
@@ -57,16 +68,20 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
         decide: PolicyFunction = step
         example = blank_inputs(step.network, spec.num_envs, spec.num_slots, spec.device)
         if is_compiled(config.compile, spec.device):
-            decide = CompiledStep(step)
-            try:
-                decide(example, False)
-            except (RuntimeError, ImportError) as error:  # what every part of the compiler raises
-                raise explained("the policy step", error) from error
+            decide = CompiledStep(step, name="the policy step")
+            decide(example, False)
         if recorder is not None:
             decide = capture(decide, example, False, recorder=recorder, name="the policy step")
         return decide
 
     return form
+
+
+def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
+    """What makes the pure phases of a control step: eager, or compiled in the first reset of the engine."""
+    if not is_compiled(config.compile, device):
+        return as_it_is
+    return partial(CompiledStep, name="a phase of the control step", narrow=True)
 
 
 def replayed_reward(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel]:

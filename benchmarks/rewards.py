@@ -27,6 +27,7 @@ from esper.simic.rewards import HostRow, RewardConfig, compute_reward_batched, g
 from esper.simic.rewards.compilation import kernel_for
 from esper.simic.rewards.golden import kernel_arguments
 from esper.telemetry.machine import environment
+from esper.tolaria.memory import keep_freed_memory
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3, 4, 6, 7, 8, 9, 10)
@@ -188,6 +189,7 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
 def main(options: Options) -> int:
     """Measure, print, compare with the limits; returns the exit code."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every run does
     where = where_and_how(options)
     rows = [row for count in options.hosts for row in measure(count, options)]
     Console(width=120).print(shown(rows, where))

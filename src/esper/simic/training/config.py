@@ -73,9 +73,10 @@ class RunConfig:
     """Threads of one operation on the CPU; 0 is PyTorch's own choice, or with several workers the cores that each of
     them has. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
-    """Whether reward kernel and policy step are compiled before the first round: "on", "off", or "auto", which is "on"
-    on CUDA. On the CPU each takes up to half a minute and a C++ compiler, and saves 1 to 2 ms per step at most, so it
-    pays in long runs alone, of 10,000 steps or more."""
+    """Whether reward kernel, policy step and the phases of a control step are compiled before the first step: "on",
+    "off", or "auto", which is "on" on CUDA. On the CPU that takes a C++ compiler, and half a minute for the first run
+    of its kind on a machine, a few seconds for the next; it halves what a step costs beside the networks (about 3 ms
+    at 16 hosts), so it pays where that is most of it, or in runs of 10,000 steps and more."""
     capture: CaptureChoice = "auto"
     """Whether policy step, reward kernel and, with executor "fused", the training of a batch are recorded as CUDA
     graphs and replayed: "off"; "on", which a CPU refuses; or "auto", which replays on CUDA what has been proven there.

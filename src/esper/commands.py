@@ -9,6 +9,7 @@ from pathlib import Path
 from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
 from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
+from esper.simic.compilation import is_compiled
 from esper.simic.training import evaluate as comparison
 from esper.simic.training import tables
 from esper.simic.training.build import Parts, assemble, device_of
@@ -107,6 +108,8 @@ def _assembled(config: RunConfig) -> Parts:
             f"note: no seed can become permanent before step {first}, and a round has {config.episode_length}; "
             "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
         )
+    if is_compiled(config.compile, device):
+        RunConsole().say("compiling (half a minute or more for the first run of its kind on a machine, seconds for the next)")
     return assemble(config, device)
 
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as data_replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class VectorizedEngine:
             ends or the engine is settled, with the reports of all steps since, in order. It changes nothing; an
             exception of it surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine
             could go on.
-        form: makes the form of the pure phases of a step; what is compiled is compiled in the first `reset`.
+        form: makes the form of the pure phases of a step; see `rehearse`.
     """
 
     def __init__(
@@ -91,18 +92,29 @@ class VectorizedEngine:
         self.episode, self.t, self._pending = episode, 0, None
         self._unread.clear()
         self._reports.clear()
+        self.rehearse(len(client.terms))
         self.executor.reset(episode)
-        guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
         carried = client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device)
-        self._state = initial_state(
-            spec.num_envs, spec.num_slots, self.executor.host_params, guards, carried, spec.device
-        )
+        self._state = self._fresh(carried)
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
+
+    def rehearse(self, num_terms: int) -> None:
+        """Compile what is to be compiled, once; the first `reset` does it otherwise. `num_terms` are the reward's.
+
+        Raises:
+            ConfigError: something cannot be compiled.
+        """
         if not self._rehearsed:
-            several = [self._enumerate(self._state, t) for t in (1, spec.episode_length)]
-            self._plane.rehearse(replace(self._state, reward=None), several, len(client.terms))
+            fresh = self._fresh(None)
+            several = [self._enumerate(fresh, t) for t in (1, self.spec.episode_length)]
+            self._plane.rehearse(fresh, several, num_terms)
             self._rehearsed = True
+
+    def _fresh(self, carried: Any) -> ParallelEnvState:  # noqa: ANN401 -- whatever the client's reward carries
+        spec = self.spec
+        guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
+        return initial_state(spec.num_envs, spec.num_slots, self.executor.host_params, guards, carried, spec.device)
 
     def plant(self, grown: Sequence[TopologyManifest]) -> None:
         """Between `reset` and the first step: each host has its structure from the start, with fresh weights.

@@ -130,9 +130,15 @@ class Parts:
 
 
 def assemble(config: RunConfig, device: torch.device) -> Parts:
-    """A new run, before its first step; raises DataError where data are missing or broken."""
+    """A new run, before its first step, with everything compiled that is to be.
+
+    Raises:
+        DataError: data are missing or broken. ConfigError: the run cannot be as it is configured.
+    """
     dataset = dataset_of(config, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     taken = replace(config, executor=engine.config.executor, workers=engine.config.workers)
-    return Parts(taken, engine, learner_of(config, engine.spec), shape)
+    learner = learner_of(config, engine.spec)
+    engine.rehearse(len(learner.terms))
+    return Parts(taken, engine, learner, shape)

@@ -109,7 +109,9 @@ def _assembled(config: RunConfig) -> Parts:
             "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
         )
     if is_compiled(config.compile, device):
-        RunConsole().say("compiling (half a minute or more for the first run of its kind on a machine, seconds for the next)")
+        RunConsole().say(
+            "compiling (half a minute or more for the first run of its kind on a machine, seconds for the next)"
+        )
     return assemble(config, device)
 
 

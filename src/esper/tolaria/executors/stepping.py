@@ -60,9 +60,10 @@ class StackedOptimizer:
     def step(self) -> None:
         """Clip and step. Under fp16 hosts whose gradients are not finite stay as they are."""
         host_norm = torch.linalg.vector_norm(self._hosts.grad, dim=1)
-        seed_square = self._seeds.grad.square().sum(dim=1)
-        seed_square.index_add_(0, self._gate_of, self._gates.grad.square().sum(dim=1))
-        seed_norm = seed_square.sqrt()
+        seed_square, gate_square = (
+            torch.linalg.vector_norm(own.grad, dim=1).square() for own in (self._seeds, self._gates)
+        )
+        seed_norm = seed_square.index_add_(0, self._gate_of, gate_square).sqrt()
         finite = self._finite(host_norm, seed_norm)
         host_clip, seed_clip = self._factor(host_norm), self._factor(seed_norm)
         gate_clip = seed_clip[self._gate_of]

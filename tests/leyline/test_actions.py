@@ -7,8 +7,10 @@ from esper.leyline.actions import (
     ALPHA_TARGET_NAMES,
     ALPHA_TARGETS,
     CANONICAL_ACTION,
+    FIRST_RAMP_STEEPNESS,
     HEAD_NAMES,
     HEADS,
+    NUM_BUILTIN_BLUEPRINTS,
     NUM_HEADS,
     NUM_OPS,
     RELEVANCE,
@@ -63,14 +65,50 @@ def test_the_canonical_action_is_wait_with_values_inside_their_heads():
     assert (TEMPO_TICKS[1], ALPHA_TARGETS[2], ALPHA_SPEED_TICKS[0]) == (5, 1.0, 0)
 
 
-def test_the_gated_style_ramps_linearly_and_uses_the_gate():
-    assert STYLE_ALGORITHM[Style.GATED_GATE] is Algorithm.GATE
-    assert STYLE_CURVE[Style.GATED_GATE] is AlphaCurve.LINEAR
-    assert STYLE_CURVE[Style.SIGMOID_ADD] is AlphaCurve.SIGMOID
+def test_every_stored_number_means_what_it_always_meant():
+    # runs, checkpoints and recorded steps hold these numbers; the literals are written out on purpose
+    assert [(head.name, int(head)) for head in Head] == [
+        ("SLOT", 0), ("BLUEPRINT", 1), ("STYLE", 2), ("TEMPO", 3), ("ALPHA_TARGET", 4), ("ALPHA_SPEED", 5),
+        ("ALPHA_CURVE", 6), ("OP", 7),
+    ]  # fmt: skip
+    assert [(op.name, int(op)) for op in LifecycleOp] == [
+        ("WAIT", 0), ("GERMINATE", 1), ("SET_ALPHA_TARGET", 2), ("PRUNE", 3), ("FOSSILIZE", 4), ("ADVANCE", 5),
+    ]  # fmt: skip
+    assert [(style.name, int(style)) for style in Style] == [
+        ("LINEAR_ADD", 0), ("LINEAR_MULTIPLY", 1), ("SIGMOID_ADD", 2), ("GATED_GATE", 3),
+    ]  # fmt: skip
+    assert list(zip(TEMPO_NAMES, TEMPO_TICKS, strict=True)) == [("FAST", 3), ("STANDARD", 5), ("SLOW", 8)]
+    assert list(zip(ALPHA_TARGET_NAMES, ALPHA_TARGETS, strict=True)) == [("HALF", 0.5), ("SEVENTY", 0.7), ("FULL", 1.0)]
+    assert list(zip(ALPHA_SPEED_NAMES, ALPHA_SPEED_TICKS, strict=True)) == [
+        ("INSTANT", 0), ("FAST", 3), ("MEDIUM", 5), ("SLOW", 8),
+    ]  # fmt: skip
+    assert NUM_BUILTIN_BLUEPRINTS == 13
 
 
-def test_entropy_constants_are_usable():
-    for head in HEADS:
-        assert head.bonus >= 1.0
-        assert 0.0 < head.alarm < head.floor < 1.0
-        assert head.floor_weight > 0.0
+def test_every_style_is_a_curve_of_the_first_ramp_and_an_algorithm():
+    assert list(zip(Style, STYLE_CURVE, STYLE_ALGORITHM, strict=True)) == [
+        (Style.LINEAR_ADD, AlphaCurve.LINEAR, Algorithm.ADD),
+        (Style.LINEAR_MULTIPLY, AlphaCurve.LINEAR, Algorithm.MULTIPLY),
+        (Style.SIGMOID_ADD, AlphaCurve.SIGMOID, Algorithm.ADD),
+        (Style.GATED_GATE, AlphaCurve.LINEAR, Algorithm.GATE),
+    ]
+    assert FIRST_RAMP_STEEPNESS == 12.0
+
+
+def test_every_curve_has_its_shape_and_the_sigmoids_their_steepness():
+    found = dict(zip(ALPHA_CURVE_NAMES, zip(ALPHA_CURVES, ALPHA_CURVE_STEEPNESS, strict=True), strict=True))
+    assert list(found) == ["LINEAR", "COSINE", "SIGMOID_GENTLE", "SIGMOID", "SIGMOID_SHARP"]
+    assert (found["LINEAR"][0], found["COSINE"][0]) == (AlphaCurve.LINEAR, AlphaCurve.COSINE)
+    assert [found[name] for name in ("SIGMOID_GENTLE", "SIGMOID", "SIGMOID_SHARP")] == [
+        (AlphaCurve.SIGMOID, 6.0), (AlphaCurve.SIGMOID, 12.0), (AlphaCurve.SIGMOID, 24.0),
+    ]  # fmt: skip
+
+
+def test_the_entropy_constants_of_every_head():
+    # bonus, floor, coefficient of the floor, alarm
+    ramp = (1.2, 0.10, 0.1, 0.08)
+    assert {head.name: (head.bonus, head.floor, head.floor_weight, head.alarm) for head in HEADS} == {
+        "op": (1.0, 0.30, 0.3, 0.08), "slot": (1.0, 0.15, 0.1, 0.10), "blueprint": (1.3, 0.20, 0.3, 0.05),
+        "style": (1.2, 0.15, 0.1, 0.08), "tempo": (1.3, 0.20, 0.3, 0.05),
+        "alpha_target": ramp, "alpha_speed": ramp, "alpha_curve": ramp,
+    }  # fmt: skip

@@ -127,6 +127,33 @@ def test_statistics_are_frozen_during_a_rollout_and_used_after_it(make_client, m
     assert not torch.equal(second.features, first.features)
 
 
+def test_every_row_of_a_rollout_is_normalized_by_the_same_statistics(make_client, make_engine):
+    client = make_client(HOSTS)
+    played(client, make_engine, 1)
+    frozen = client.agent.observations.state_dict()
+    make_engine(HOSTS).run(client, 1, {2: [1], 4: [0]})
+    slabs = client.buffer.slabs
+    want = client.agent.observations.normalize(slabs.raw_states)
+    assert torch.equal(slabs.states[slabs.valid], want[slabs.valid])
+    assert all(torch.equal(value, frozen[name]) for name, value in client.agent.observations.state_dict().items())
+    client.update()
+    assert not torch.equal(client.agent.observations.mean, frozen["mean"])
+
+
+def test_two_rollouts_of_hosts_in_another_order_give_equal_statistics(make_client, make_engine):
+    # no learning between them, which would round differently: the same rows, seen in another order
+    forwards, backwards = make_client(HOSTS, lr=1e-30), make_client(HOSTS[::-1], lr=1e-30)
+    for client, hosts in ((forwards, HOSTS), (backwards, HOSTS[::-1])):
+        for episode in range(2):
+            at = hosts.index(1)
+            make_engine(hosts).run(client, episode, {3: [at]})
+            client.update()
+    for name in ("observations", "returns"):
+        one, other = getattr(forwards.agent, name), getattr(backwards.agent, name)
+        torch.testing.assert_close(other.mean, one.mean, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(other.var, one.var, rtol=1e-9, atol=1e-15)
+
+
 def test_deterministic_decisions_repeat_and_need_no_random_numbers(make_client, make_engine):
     a, b, engine = make_client(HOSTS), make_client(HOSTS), make_engine(HOSTS)
     a.begin_rollout(0, torch.tensor(HOSTS))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from esper.leyline.protocols import ClientProtocol
@@ -9,7 +10,10 @@ from esper.simic.rewards import RewardConfig, make_reward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.build import baseline_of, engine_of
 from esper.simic.training.presets import resolve
-from esper.tamiyo.baselines import BASELINES
+from esper.tamiyo.baselines import BASELINES, scheduled
+from esper.tamiyo.schedules import Schedule
+from esper.tasks import null
+from esper.tolaria.state import RolloutStats
 
 CPU = torch.device("cpu")
 CONFIG = resolve({"task": "null", "num_envs": 3, "episode_length": 12, "lifecycle": {"min_training_epochs": 2}})
@@ -58,6 +62,49 @@ def test_its_state_survives_a_restart_in_the_middle_of_an_episode(tmp_path: Path
         return [*stats.returns.tolist(), *stats.growth.tolist(), *stats.ops.flatten().tolist()]
 
     assert finished(5) == finished(None)
+
+
+def follow_the_best_schedule(num_slots: int, episode_length: int, training: int) -> RolloutStats:
+    """An episode of two hosts of the null task, driven by the schedule that is worked out for it."""
+    lifecycle = {"min_training_epochs": training}
+    slots = tuple(f"r0c{i}" for i in range(num_slots))
+    told = {"task": "null", "num_envs": 2, "episode_length": episode_length, "slots": slots, "lifecycle": lifecycle}
+    config = resolve(told)
+    engine = engine_of(config, None, CPU)
+    rows = null.best_schedule(episode_length, training, num_slots)
+    policy = scheduled(Schedule.from_rows("best", 1, rows), engine.spec)
+    client = ScriptedClient(policy, make_reward("objective"))
+    engine.reset(client, episode=0)
+    stats = engine.rollout(client)
+    assert stats is not None
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "episode_length", "training", "worth"),
+    [
+        # a(E) + 6 sum_i (1 - e^(-(E - e_i) / 10)), a(E) = 50 (1 - e^(-E / 10)), seeds born in e_i = 1 + i (M + 1)
+        (3, 60, 10, 67.6619),  # 49.876062 + 6 (3 - e^-5.9 - e^-4.8 - e^-3.7)
+        (3, 20, 3, 56.9998),  # 43.233236 + 6 (3 - e^-1.9 - e^-1.5 - e^-1.1)
+    ],
+)
+def test_the_best_schedule_of_the_null_task_reaches_its_value_in_the_engine(num_slots, episode_length, training, worth):
+    stats = follow_the_best_schedule(num_slots, episode_length, training)
+    assert stats.committed_acc.tolist() == pytest.approx([worth] * 2, abs=1e-4)
+    assert stats.val_acc.tolist() == pytest.approx([worth] * 2, abs=1e-4)  # nothing is heard that is not permanent
+    assert stats.fossilized.tolist() == [num_slots] * 2
+    assert stats.refused.tolist() == [0, 0]
+    assert null.best_schedule_value(episode_length, training, num_slots) == pytest.approx(worth, abs=5e-5)
+
+
+def test_waiting_on_the_null_task_is_worth_the_host_alone() -> None:
+    config = resolve({"task": "null", "num_envs": 2, "episode_length": 10})
+    engine = engine_of(config, None, CPU)
+    client = baseline_of("wait_only", config, engine.spec)
+    engine.reset(client, episode=0)
+    stats = engine.rollout(client)
+    assert stats is not None
+    assert stats.committed_acc.tolist() == pytest.approx([31.6060] * 2, abs=1e-4)  # 50 (1 - e^-1)
 
 
 def test_the_heuristic_fossilizes_seeds_on_the_null_task() -> None:

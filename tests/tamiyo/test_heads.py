@@ -272,6 +272,41 @@ def test_sampling_frequencies_are_the_masked_probabilities():
     assert joint.float().mean().item() == pytest.approx(apart.item(), abs=0.01)
 
 
+def test_every_head_is_drawn_as_often_as_its_masked_softmax_says_for_each_op_and_slot():
+    # one host, all of whose ops are legal on two slots at least; only the second of its three has a gate
+    draws, g = 150_000, generator(6)
+    legal = torch.ones(6, NUM_SLOTS, dtype=torch.bool)
+    legal[LifecycleOp.GERMINATE, 0] = legal[LifecycleOp.PRUNE, 2] = False
+    has_gate = torch.tensor([False, True, False])
+    logits = random_logits(g, scale=1.0)
+    logits[OP].mul_(0.3)
+    state = legal.expand(draws, -1, -1), has_gate.expand(draws, -1), SELECTABLE
+    rows = tuple(head.expand(draws, -1) for head in logits)
+    actions = sample_heads(rows, *state, torch.rand(draws, 8, generator=g)).actions
+    compared = 0
+
+    def compare(values: torch.Tensor, head: Head, op: int, slot: int) -> None:
+        allowed = allowed_values(head, op, slot, legal.tolist(), has_gate.tolist())
+        want = softmax(logits[head].tolist(), [v in allowed for v in range(len(logits[head]))])
+        found = values.bincount(minlength=len(want)) / len(values)
+        for value, p in enumerate(want):
+            spread = 4.5 * math.sqrt(p * (1 - p) / len(values))
+            assert abs(found[value].item() - p) <= spread, (head, op, slot, value)
+
+    compare(actions[:, OP], OP, 0, 0)
+    for op in LifecycleOp:
+        given_op = actions[actions[:, OP] == op]
+        compare(given_op[:, SLOT], SLOT, op, 0)
+        for slot in given_op[:, SLOT].unique().tolist():
+            given_slot = given_op[given_op[:, SLOT] == slot]
+            assert len(given_slot) > 1_000
+            for head in Head:
+                if head not in (OP, SLOT):
+                    compare(given_slot[:, head], head, op, slot)
+                    compared += 1
+    assert compared == 6 * (1 + 2 + 3 + 2 + 3 + 3)  # slots of each op
+
+
 def test_the_inverse_cdf_takes_the_first_value_whose_cumulative_probability_exceeds_u():
     # op probabilities 1/4, 1/4, 1/2 for WAIT, GERMINATE, FOSSILIZE: cumulative 0.25, 0.5, 1
     u = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, 0.9999])
@@ -340,6 +375,22 @@ def test_heads_that_the_op_does_not_read_are_exactly_zero_in_value_and_gradient(
         assert gradient.isfinite().all()
         assert (gradient[~read[:, head]] == 0).all()
         assert (gradient[read[:, head]] != 0).any()
+
+
+@pytest.mark.parametrize("scale", [0.0, 100.0, 1e6, 1e30])
+def test_heads_that_the_op_does_not_read_are_exactly_zero_however_large_the_logits(scale):
+    # the canonical value may be the least probable of its head by far
+    case = Case(27, 200)
+    logits = tuple((scale * head).requires_grad_() for head in case.logits)
+    sampled = sample_heads(logits, *case.state, case.uniforms)
+    out = case.evaluate(sampled.actions, logits)
+    read = relevance(sampled.actions[:, OP])
+    for values in (sampled.log_prob, out.log_prob, out.entropy):
+        assert (values[~read] == 0).all()
+    for call in (sampled.log_prob, out.log_prob + out.entropy):
+        gradients = torch.autograd.grad(call.sum(), logits, retain_graph=True)
+        for head, gradient in enumerate(gradients):
+            assert (gradient[~read[:, head]] == 0).all()
 
 
 def test_a_state_with_one_choice_only_teaches_nothing():

@@ -160,6 +160,16 @@ def test_the_forget_bias_adds_exactly_one_to_the_pre_activation():
     assert not torch.stack((i, g, o)).any()
 
 
+def test_a_new_cell_that_sees_nothing_keeps_the_sigmoid_of_one_of_its_memory():
+    # c' = sigmoid(1) c + sigmoid(0) tanh(0), h' = sigmoid(0) tanh(c'): the forget bias counts once, and nothing else
+    layer = new_network(2).core[0]
+    x = torch.zeros(1, 32)
+    h, c = lstm_cell(layer.input_gates(x), x, torch.full((1, 32), 0.5), layer.recurrent_weight)
+    kept = 0.5 / (1 + math.exp(-1.0))
+    torch.testing.assert_close(c, torch.full((1, 32), kept))
+    torch.testing.assert_close(h, torch.full((1, 32), 0.5 * math.tanh(kept)))
+
+
 def test_the_trunk_gives_every_output_its_own_rows():
     network = new_network()
     slices = network.trunk_slices()

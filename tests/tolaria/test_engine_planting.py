@@ -6,8 +6,11 @@ import torch
 
 from esper.leyline.manifest import GrownSlot, TopologyManifest, manifests
 from esper.leyline.stages import AlphaMode, SeedStage
+from esper.simic.scripted_client import ScriptedClient
+from esper.tamiyo.baselines import make_baseline
+from esper.tasks.registry import task_by_name
 from tiny import SLOTS, engine, same_tree
-from toys import ToyClient, script
+from toys import ToyClient, ToyReward, script
 
 NOTHING = TopologyManifest()
 TWO = TopologyManifest((GrownSlot("r0c0", "conv_light", "ADD"), GrownSlot("r1c0", "norm", "GATE")))
@@ -101,9 +104,26 @@ def test_an_empty_structure_is_a_host_that_waits_to_the_bit() -> None:
     assert same_tree(built.state_dict(), plain.state_dict())
 
 
-def test_a_scripted_host_can_be_planted_too() -> None:
-    from esper.tasks.registry import task_by_name
+@pytest.mark.parametrize("executor", ["streamed", "fused", "scripted"])
+def test_the_baseline_with_nothing_to_plant_is_the_one_that_waits_to_the_bit_in_every_step(executor: str) -> None:
+    settings = {"of": task_by_name("null")} if executor == "scripted" else {"executor": executor}
+    trees: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name in ("static_final", "wait_only"):
+        built = engine(2, LENGTH, **settings)
+        client = ScriptedClient(make_baseline(name, built.spec), ToyReward())
+        built.reset(client, 0)
+        if name == "static_final":
+            built.plant((NOTHING, NOTHING))
+        trees[name] = []
+        for _ in range(LENGTH):
+            built.step(client)
+            trees[name].append(built.state_dict())
+    assert len(trees["wait_only"]) == LENGTH
+    for one, other in zip(*trees.values(), strict=True):
+        assert same_tree(one, other)
 
+
+def test_a_scripted_host_can_be_planted_too() -> None:
     task = task_by_name("null")
     some = TopologyManifest(tuple(GrownSlot(slot, "conv_light", "ADD") for slot in task.enabled[:2]))
     both = {}

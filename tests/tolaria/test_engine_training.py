@@ -11,9 +11,11 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, SeedStage, Topology
+from esper.simic.scripted_client import ScriptedClient
+from esper.tamiyo.baselines import make_baseline
 from plain import PlainTraining, assert_close
 from tiny import Bench, same_tree
-from toys import ToyClient, action, script
+from toys import ToyClient, ToyReward, action, script
 
 Op, S = LifecycleOp, SeedStage
 EPISODE = Bench(1).episode
@@ -45,6 +47,29 @@ def test_waiting_is_plain_training():
         assert seen.hosts.val_acc.item() == pytest.approx(twin.accuracy(), abs=1e-3)
         assert seen.hosts.train_loss.item() == pytest.approx(twin.loss / twin.examples, abs=1e-4)
     assert_close(run.bench.host_params(), twin.model.give())
+
+
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
+def test_the_baseline_that_waits_is_plain_training_of_every_host(executor):
+    steps, hosts = 6, 2
+    run = tiny.engine(hosts, steps, executor=executor)
+    client = ScriptedClient(make_baseline("wait_only", run.spec), ToyReward())
+    run.reset(client, EPISODE)
+    twins, bench = [PlainTraining(Bench(hosts), n) for n in range(hosts)], Bench(hosts)
+    for t in range(1, steps + 1):
+        run.step(client)
+        run.settle()
+        for twin in twins:
+            twin.epoch(t)
+        found, seen = run.state.hosts, [twin.accuracy() for twin in twins]
+        assert found.val_acc.tolist() == pytest.approx(seen, abs=1e-3), t
+        assert found.committed_acc.tolist() == pytest.approx(seen, abs=1e-3), t
+        assert found.train_loss.tolist() == pytest.approx([x.loss / x.examples for x in twins], abs=1e-4), t
+        assert found.train_acc.tolist() == pytest.approx([100 * x.correct / x.examples for x in twins], abs=1e-3), t
+    bench.population = run.executor.population
+    for n, twin in enumerate(twins):
+        assert_close(bench.host_params(n), twin.model.give())
+    assert not run.state.slots.params.any()
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])

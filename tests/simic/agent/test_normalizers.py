@@ -75,6 +75,37 @@ def test_the_order_of_rows_is_immaterial(values, random):
     torch.testing.assert_close(a.var, b.var, rtol=1e-9, atol=1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.integers(2, 6), st.integers(1, 7))
+def test_two_rollouts_give_equal_statistics_in_any_order_of_their_rows(seed, hosts, steps):
+    g = torch.Generator().manual_seed(seed)
+
+    def shuffled(rows: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hosts in another order, and the steps of all hosts among each other."""
+        order = torch.randperm(hosts * steps, generator=g)
+        return rows.flatten(0, 1)[order].view_as(rows), valid.flatten()[order].view_as(valid)
+
+    running, other = RunningMeanVar(0.99, (3,)), RunningMeanVar(0.99, (3,))
+    for scale in (1.0, 1e4):  # the columns differ by orders of magnitude, and some steps are not valid
+        rows = scale * torch.randn(hosts, steps, 3, generator=g) * torch.tensor([1e-3, 1.0, 1e3]) + scale
+        valid = torch.rand(hosts, steps, generator=g) < 0.8
+        valid[0, 0] = True
+        running.update(masked_moments(rows, valid))
+        other.update(masked_moments(*shuffled(rows, valid)))
+    torch.testing.assert_close(other.mean, running.mean, rtol=1e-12, atol=0)
+    torch.testing.assert_close(other.var, running.var, rtol=1e-9, atol=0)
+    x = torch.randn(5, 3, generator=g)
+    torch.testing.assert_close(other.normalize(x), running.normalize(x), rtol=0, atol=1e-6)
+
+
+def test_sums_over_many_rows_lose_nothing_of_small_ones():
+    # 2^24 + 1 + 1 + ... is 2^24 in float32 whatever the number of ones; in float64 their order is immaterial
+    rows = torch.ones(1, 4_097)
+    rows[0, 0] = 2.0**24
+    for order in (rows, rows.flip(1)):
+        assert masked_moments(order, torch.ones_like(order, dtype=torch.bool)).mean == (2.0**24 + 4_096) / 4_097
+
+
 def test_the_first_rollout_of_rewards_is_scaled_by_its_own_returns():
     rewards = torch.tensor([[1.0, 0, -1, 2], [1, 2, -10, 0]])
     terminal = torch.tensor([[False] * 4, [False, False, True, False]])

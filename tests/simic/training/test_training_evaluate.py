@@ -1,5 +1,6 @@
 """The comparison of controllers: equal hosts, nobody learns, nothing is changed."""
 
+import dataclasses
 import io
 import json
 import math
@@ -253,6 +254,25 @@ def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
     grown = any(structure["slots"] for structure in rows["trained"]["structures"])
     said = "the structure that trained ended with, host by host" if grown else "trained ended without a permanent seed"
     assert f"static_final: {said}" in capfd.readouterr().out
+
+
+def test_static_final_of_a_controller_that_kept_nothing_is_wait_only_to_the_bit() -> None:
+    config = resolve({"task": "tiny", "episode_length": 5, "workers": 1})
+    idle = baseline("wait_only", config)[1]
+    found = evaluate(
+        config, [("idle", idle), baseline("static_final", config), baseline("wait_only", config)],
+        run_seed=3, num_envs=3,
+    )  # fmt: skip
+    assert found[0].grown == (TopologyManifest(),) * 3
+    _, static, waits = found
+    assert (static.name, waits.name) == ("static_final", "wait_only")
+    assert np.array_equal(static.test_acc, waits.test_acc)
+    for field in dataclasses.fields(static.stats):
+        one, other = getattr(static.stats, field.name), getattr(waits.stats, field.name)
+        if isinstance(one, np.ndarray):
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f"), field.name
+    assert len({*waits.stats.committed_acc.tolist(), *waits.test_acc.tolist()}) > 2  # real hosts that differ
 
 
 def test_static_final_of_nobody_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

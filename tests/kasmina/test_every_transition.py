@@ -126,4 +126,3 @@ def test_an_op_on_a_ramp_that_runs_leaves_the_ramp_as_it_is():
     assert [s.after.alpha.item() for s in meddled] == [s.after.alpha.item() for s in plain]
     assert [s.after.alpha_steepness.item() for s in meddled] == [12.0] * 10
     assert meddled[-1].after.alpha.item() == 1.0
-

@@ -128,7 +128,7 @@ def test_every_legal_op_executes_or_is_refused_by_its_gate_and_every_illegal_one
     config, step = RULES[name], episode(name)[-2]
     for slot, speed, target in ((0, 0, 2), (1, 2, 0), (2, 1, 2)):
         chosen = everybody(HOSTS, action(op, slot=slot, alpha_speed=speed, alpha_target=target))
-        slots, hosts, ops, after, success, effective = execute(step, chosen, config)
+        slots, hosts, ops, _, success, effective = execute(step, chosen, config)
         legal = step.legal[:, op, slot]
         for n, twins in enumerate(slot_dicts(step.slots)):
             refused = op == Op.FOSSILIZE and gate_5(twins[slot], step.t, config) != 0

@@ -175,7 +175,9 @@ def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_o
             assert torch.equal(now[f"{part}.{name}"][back], kept[f"{part}.{name}"][back]), (part, name)
         others = [i for i in range(len(now[f"{part}.params"])) if i != back]
         state = [name.removeprefix(f"{part}.") for name in now if name.startswith(f"{part}.")]
-        assert {*state} == {"params", "buffers"} | ({"momentum"} if kind == "sgd" else {"exp_avg", "exp_avg_sq", "steps"})
+        assert {*state} == {"params", "buffers"} | (
+            {"momentum"} if kind == "sgd" else {"exp_avg", "exp_avg_sq", "steps"}
+        )
         for name in state:
             if name not in ("params", "buffers"):
                 assert not now[f"{part}.{name}"][back].any(), (part, name)

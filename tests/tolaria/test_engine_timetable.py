@@ -127,9 +127,12 @@ def test_a_partial_target_is_held_only_when_it_was_raised(speed, held):
     client, reports = live({1: born(target=HALF), 11: raised}, 17)
     assert ticks_to(reports, 6) == [held]
     assert stages(client)[held:] == [6] * (17 - held)
-    waiting, never = live({1: born(target=HALF)}, 17)
-    assert ticks_to(never, 6) == []
-    assert alphas(waiting)[-10:] == [0.5] * 10
+
+
+def test_a_partial_target_that_is_not_raised_is_never_held():
+    client, reports = live({1: born(target=HALF)}, 17)
+    assert ticks_to(reports, 6) == []
+    assert alphas(client)[-10:] == [0.5] * 10
 
 
 # -- two players ------------------------------------------------------------------------------------------------------

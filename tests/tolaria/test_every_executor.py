@@ -165,6 +165,20 @@ def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
     assert sorted(matched) == list(range(8))
 
 
+@pytest.mark.parametrize("executor", ["fused", "static"])
+def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatch):
+    bench = grown_bench(executor)
+    found, whole = bench.measure(shapley=True)
+    tested = bench.executor.test(bench.slots)
+    monkeypatch.setattr(f"esper.tolaria.executors.{executor}._CHUNK_FLOATS", 1)
+    with Answers() as answers:
+        pieces = bench.executor.evaluate(bench.t, bench.slots, found)
+    assert len(answers.seen) >= len(bench.data.val.y)
+    assert torch.equal(pieces.accuracy[found.valid], whole.accuracy[found.valid])
+    torch.testing.assert_close(pieces.loss, whole.loss)
+    assert torch.equal(bench.executor.test(bench.slots), tested)
+
+
 @every_executor
 def test_measuring_leaves_every_tensor_and_every_generator_alone(executor):
     bench = grown_bench(executor)

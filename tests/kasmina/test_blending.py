@@ -70,6 +70,7 @@ def test_multiply_stays_within_one_plus_minus_alpha(alpha, seed):
     y = blend(h, delta, Algorithm.MULTIPLY, torch.tensor(alpha))
     assert (y.abs() <= (1.0 + alpha) * h.abs() * (1 + 1e-6)).all()
     assert (y.abs() >= (1.0 - alpha) * h.abs() * (1 - 1e-6) - 1e-6 * h.abs()).all()
+    assert (y * h >= 0.0).all()  # and never beyond zero
 
 
 @given(alpha=st.floats(0.0, 1.0, width=32), algorithm=st.sampled_from([Algorithm.ADD, Algorithm.GATE]))

@@ -1,5 +1,7 @@
 """Quality gates, check by check, just below, at and just above their thresholds."""
 
+from dataclasses import replace as data_replace
+
 import pytest
 import torch
 from driver import CPU, Driver, action, measured
@@ -225,12 +227,43 @@ def test_gates_agree_with_their_scalar_twins(rows, epochs, config):
 # -- gates where they are asked ---------------------------------------------------------------------------------------
 
 
-def test_g0_refuses_a_blueprint_that_may_not_be_chosen():
-    driver = Driver(1, 1)
+@pytest.mark.parametrize("config", [PERMISSIVE, STRICT])
+def test_g0_refuses_a_blueprint_that_may_not_be_chosen(config):
+    driver = Driver(1, 1, config)
     step = driver.step(torch.tensor([action(LifecycleOp.GERMINATE, blueprint=0)]))
     assert step.legal[0, LifecycleOp.GERMINATE, 0]
     assert (step.after.stage.item(), step.success.item(), step.effective.item()) == (1, False, LifecycleOp.WAIT)
     assert step.hosts_after.n_germinated.item() == 0
+    step = driver.step(torch.tensor([action(LifecycleOp.GERMINATE, blueprint=1)]))
+    assert (step.after.stage.item(), step.success.item()) == (3, True)
+
+
+@pytest.mark.parametrize("config", [PERMISSIVE, STRICT])
+def test_g1_needs_no_measurement_at_all(config):
+    driver = Driver(1, 2, config)
+    nothing = dict.fromkeys(("grad_health", "grad_ratio", "contribution"), torch.full((1, 2), NAN))
+    driver.measure = lambda t, slots: measured(t, slots, **nothing)
+    step = driver.run({1: action(LifecycleOp.GERMINATE)}, until=1)[0]
+    assert step.after.stage.tolist() == [[3, 1]]
+    readings = step.ticks.readings
+    assert (readings.gate.tolist(), readings.passed.tolist()) == ([[1, 0]], [[True, False]])
+    assert (readings.score[0, 0].item(), readings.failed_checks[0, 0].item()) == (1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "missing", "bit"), [(PERMISSIVE, "grad_health", 2), (STRICT, "grad_ratio", 32), (STRICT, "val_acc", 16)]
+)
+def test_a_seed_whose_measurement_never_comes_stays_in_training(config, missing, bit):
+    def told(t, slots):
+        seen = measured(t, slots)
+        return replace(seen, **{missing: torch.full_like(getattr(seen, missing), NAN)})
+
+    config = data_replace(config, min_training_epochs=1)
+    steps = Driver(1, 1, config, told).run({1: action(LifecycleOp.GERMINATE)}, until=9)
+    assert [step.after.stage.item() for step in steps] == [3] * 9
+    assert {step.ticks.readings.failed_checks.item() for step in steps[1:]} == {bit}
+    whole = Driver(1, 1, config).run({1: action(LifecycleOp.GERMINATE)}, until=2)
+    assert whole[-1].after.stage.item() == 4
 
 
 def test_the_tick_reports_every_gate_that_was_asked_with_score_and_failed_checks():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from driver import HOST_PARAMS, Driver, action, everybody, measured, random_episode, seed_costs
 from episodes import HOSTS, LENGTH, MANUAL, RULES, SEEDS, SLOTS, differing, episode, every_rulebook, execute, same
-from scalar_rules import gate_5, new_host
+from scalar_rules import gate_5, new_host, tick_slot
 from scalar_step import cost_dict, measurement_dicts, slot_dicts
 from scalar_step import step as scalar_step
 
@@ -128,12 +128,13 @@ def test_every_legal_op_executes_or_is_refused_by_its_gate_and_every_illegal_one
     config, step = RULES[name], episode(name)[-2]
     for slot, speed, target in ((0, 0, 2), (1, 2, 0), (2, 1, 2)):
         chosen = everybody(HOSTS, action(op, slot=slot, alpha_speed=speed, alpha_target=target))
-        slots, hosts, ops, after, success, effective = execute(step, chosen, config)
+        slots, hosts, ops, _, success, effective = execute(step, chosen, config)
         legal = step.legal[:, op, slot]
         for n, twins in enumerate(slot_dicts(step.slots)):
             refused = op == Op.FOSSILIZE and gate_5(twins[slot], step.t, config) != 0
             if op == Op.ADVANCE:
-                refused = after.stage[n, slot] == step.slots.stage[n, slot]
+                epochs, val_acc = twins[slot]["epochs_in_stage"] + 1, step.hosts.val_acc[n].item()
+                refused = tick_slot(dict(twins[slot]), epochs, True, val_acc, config) is None
             took_effect = bool(legal[n]) and not bool(refused)
             assert success[n].item() == took_effect
             assert effective[n].item() == (op if took_effect else Op.WAIT)

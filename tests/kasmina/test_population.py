@@ -12,8 +12,9 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.errors import CheckpointError
 from esper.leyline.random import Stream, to_uniform, words
+from esper.leyline.record import named_tensors
 from esper.leyline.stages import SeedStage, Topology
-from tiny import CHANNELS, CPU, SLOTS, adamw, population, same_tree
+from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population, same_tree
 
 CONV_LIGHT, ATTENTION, NORM = 1, 2, 3
 EPISODE, T = 2, 4
@@ -150,7 +151,10 @@ def test_a_birth_in_a_used_slot_starts_without_momentum_and_without_old_weights(
     assert not hosts.seeds.params[1, used:].any()
 
 
-def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_momentum(hosts):
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_optimizers(kind):
+    hosts = population(3, optimizer=SGD if kind == "sgd" else adamw())
+    hosts.reset(EPISODE)
     born(hosts, [(0, 0), (1, 0), (1, 2)], gated=True)
     hosts.host.buffers.add_(0.5)
     kept = copies(hosts)
@@ -158,7 +162,8 @@ def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_m
     for slab in (hosts.host, hosts.seeds, hosts.gates):
         slab.params.add_(1.0)
         slab.buffers.add_(2.0)
-        slab.optimizer.momentum.fill_(3.0)
+        for _, tensor in named_tensors(slab.optimizer):
+            tensor.fill_(3)
     moved = copies(hosts)
     stage = np.full((3, S), int(SeedStage.DORMANT))
     stage[0, 0] = stage[1, 0] = SeedStage.FOSSILIZED
@@ -168,9 +173,14 @@ def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_m
     for part, back in (("host", 1), ("seeds", row), ("gates", row)):
         for name in ("params", "buffers"):
             assert torch.equal(now[f"{part}.{name}"][back], kept[f"{part}.{name}"][back]), (part, name)
-        assert not now[f"{part}.momentum"][back].any(), part
         others = [i for i in range(len(now[f"{part}.params"])) if i != back]
-        for name in ("params", "buffers", "momentum"):
+        state = [name.removeprefix(f"{part}.") for name in now if name.startswith(f"{part}.")]
+        assert {*state} == {"params", "buffers"} | (
+            {"momentum"} if kind == "sgd" else {"exp_avg", "exp_avg_sq", "steps"}
+        )
+        for name in state:
+            if name not in ("params", "buffers"):
+                assert not now[f"{part}.{name}"][back].any(), (part, name)
             assert torch.equal(now[f"{part}.{name}"][others], moved[f"{part}.{name}"][others]), (part, name)
 
 

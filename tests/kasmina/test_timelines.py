@@ -178,7 +178,17 @@ def test_with_a_manual_third_gate_a_seed_may_be_pruned_or_retargeted_while_it_wa
     ids=["TRAINING", "HOLDING", "GERMINATED"],
 )
 def test_after_an_immediate_prune_a_slot_is_germinable_seven_steps_later(t, rules):
-    steps = Driver(1, 1, rules).run({1: action(Op.GERMINATE, tempo=0), t: action(Op.PRUNE)}, until=t + 7)
+    check_cooldown(t, rules, target=2)
+
+
+def test_a_seed_that_rests_half_blended_cools_down_alike():
+    check_cooldown(8, FAST, target=0)
+
+
+def check_cooldown(t, rules, target):
+    born = action(Op.GERMINATE, tempo=0, alpha_target=target)
+    steps = Driver(1, 1, rules).run({1: born, t: action(Op.PRUNE)}, until=t + 7)
+    assert steps[t - 1].slots.stage.item() == {2: 2, 7: 3, 8: 6 if target == 2 else 4}[t]
     assert steps[t - 1].ops.released.item()
     assert (tick_of(steps, 9), tick_of(steps, 10), tick_of(steps, 1)) == ([t], [t + 5], [t + 6])
     assert stages(steps)[t:] == [9, 9, 9, 9, 9, 10, 1]

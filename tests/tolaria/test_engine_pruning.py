@@ -20,12 +20,13 @@ LIVES = [
 ]
 
 
-@pytest.mark.parametrize("executor", ["streamed", "fused"])
+@pytest.mark.parametrize("executor", ["streamed", "fused", "static"])
 @pytest.mark.parametrize(("stage", "t", "speed", "last", "rules"), LIVES)
 def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(stage, t, speed, last, rules, executor):
     rules = dict(rules)
     target = rules.pop("target", 2)
-    engine = tiny.engine(2, 12, executor=executor, rules=rules)
+    how = {"executor": "fused", "topology": "static"} if executor == "static" else {"executor": executor}
+    engine = tiny.engine(2, 12, rules=rules, **how)
     plan = {
         1: action(Op.GERMINATE, slot=1, style=3, tempo=0, alpha_target=target),
         t: {0: action(Op.PRUNE, slot=1, alpha_speed=speed)},

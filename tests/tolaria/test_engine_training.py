@@ -94,11 +94,16 @@ def test_a_whole_life_is_plain_training_of_a_network_that_grows(algorithm):
     assert_close(run.bench.seed_params("r1c0"), dict(twin.seeds["r1c0"].named_parameters()), rtol=1e-3, atol=1e-4)
 
 
-def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it():
+HOW = {"streamed": {}, "fused": {"executor": "fused"}, "static": {"executor": "fused", "topology": "static"}}
+
+
+@pytest.mark.parametrize("executor", list(HOW))
+def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it(executor):
     # held from 6 on; falls in the ticks of 7 to 11, frozen in the passes 8 to 11
     plan = {1: action(Op.GERMINATE, slot=0, style=3, **LIVE), 7: action(Op.PRUNE, slot=0, alpha_speed=2)}
-    run = Watched(12, plan)
-    weights, gates, hosts, counts, modes = [], [], [], [], []
+    run = Watched(12, plan, **HOW[executor])
+    slabs = (run.bench.population.seeds, run.bench.population.gates)
+    weights, gates, hosts, counts, modes, everything = [], [], [], [], [], []
     for t in range(1, 13):
         counts.append(run.engine.state.slots.params[0, 0].item())
         modes.append(run.engine.state.slots.alpha_mode[0, 0].item())
@@ -107,16 +112,20 @@ def test_a_scheduled_prune_freezes_the_seed_to_the_bit_and_then_destroys_it():
         if t <= 10:
             weights.append(run.bench.seed_params("r0c0"))
             gates.append(run.bench.gate_params("r0c0"))
+            everything.append(
+                {f"{k}.{name}": x[0].clone() for k, slab in enumerate(slabs) for name, x in slab.tensors().items()}
+            )
     assert [t for t, mode in enumerate(modes, start=1) if mode == 2] == [8, 9, 10, 11]
     for t in (8, 9, 10):
         assert same_tree(weights[t - 1], weights[6]), t
         assert same_tree(gates[t - 1], gates[6]), t
+        assert same_tree(everything[t - 1], everything[6]), t  # momentum and statistics too
         assert not torch.equal(hosts[t - 1]["blocks.0.conv.weight"], hosts[t - 2]["blocks.0.conv.weight"])
     assert not same_tree(weights[6], weights[5])
     assert len(set(counts[1:11])) == 1
     assert counts[11] == 0
-    population = run.bench.population
-    for slab in (population.seeds, population.gates):
+    assert bool(everything[6]["0.momentum"].any() & everything[6]["1.momentum"].any())
+    for slab in slabs:
         for name, tensor in slab.tensors().items():
             assert not tensor[0].any(), name
 

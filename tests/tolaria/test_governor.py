@@ -89,6 +89,26 @@ def test_nine_losses_are_too_little_past_to_compare_with():
     assert state.window[0, 9] == 1e6
 
 
+@pytest.mark.parametrize(("past", "panics"), [(9, False), (10, True)])
+def test_ten_losses_tell_that_a_host_had_learned(past, panics):
+    state, verdict = check(after([0.5] * past), losses(GUESS))
+    assert verdict.reason.tolist() == [PanicReason.LOBOTOMY if panics else PanicReason.NONE]
+    assert state.count.tolist() == [past + (not panics)]
+
+
+def test_a_host_that_guesses_again_panics_whatever_else_is_true_of_its_loss():
+    # far below five times guessing, so only the fall back to guessing can be meant
+    _, verdict = check(after([0.1] * 10 + [50.0, 50.0]), losses(GUESS))
+    assert (verdict.reason.item(), verdict.strikes.item()) == (PanicReason.LOBOTOMY, 2)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_panics_with_a_long_past_too(loss):
+    state, verdict = check(after([1.0] * 10), losses(loss))
+    assert verdict.reason.tolist() == [PanicReason.NAN]
+    assert (state.count.tolist(), state.window[0, 10].item()) == ([10], initial(1, CPU).window[0, 10].item())
+
+
 @pytest.mark.parametrize(("excess", "strikes"), [(EPS, 1), (-EPS, 0)])
 @pytest.mark.parametrize(
     ("past", "bound"),
@@ -106,6 +126,14 @@ def test_an_anomaly_lies_above_all_three_bounds(past, bound, excess, strikes):
     assert state.strikes.tolist() == [strikes]
     assert verdict.healthy.tolist() == [strikes == 0]
     assert state.count.tolist() == [11 - strikes]
+
+
+@pytest.mark.parametrize(
+    ("past", "bound"), [([1.0] * 10, 5 * math.log(10.0)), ([1.0, 5.0] * 5, 15.0), ([5.0] * 10, 15.0)]
+)
+def test_a_loss_at_a_bound_is_healthy(past, bound):
+    state, verdict = check(after(past), losses(bound))
+    assert (state.strikes.tolist(), verdict.healthy.tolist(), state.count.tolist()) == ([0], [True], [11])
 
 
 def test_the_report_holds_all_three_bounds():

@@ -153,7 +153,10 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
 
 def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
     """What listeners are told of the step."""
-    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, breakdown, flags, *_ = arrays
+    # copies, because the executor goes on working with the structure that was read: what a listener does to its report
+    # must not reach it
+    own = [array.copy() for array in arrays[:10]]
+    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, breakdown, flags = own
     return StepReport(
         episode=episode,
         t=t,

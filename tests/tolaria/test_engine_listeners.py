@@ -1,0 +1,84 @@
+"""Whoever listens to an engine, and whatever becomes of it, no number of a run is another one."""
+
+import functools
+
+import pytest
+from test_engine_reads import learner
+
+import tiny
+from esper.leyline.actions import LifecycleOp
+from esper.tasks.presets import NULL
+from tiny import same_tree
+from toys import ToyClient, action, script
+
+LENGTH = 4
+PLAN = {t: action(LifecycleOp.GERMINATE, slot=t - 1, style=0, tempo=0) for t in (1, 2, 3)}
+HOW = {
+    "scripted": {"of": NULL},
+    "streamed": {"executor": "streamed"},
+    "fused": {"executor": "fused"},
+    "static": {"executor": "fused", "topology": "static"},
+}
+
+
+class BrokenError(Exception):
+    """What a listener raises that cannot do its work."""
+
+
+def deaf(heard):
+    return None
+
+
+def quiet(heard):
+    return heard.append
+
+
+def meddling(heard):
+    def listen(report):
+        heard.append(report.t)
+        for value in vars(report).values():
+            if hasattr(value, "fill"):
+                value.fill(0)  # what it was given is its own
+
+    return listen
+
+
+def failing(heard):
+    def listen(report):
+        heard.append(report.t)
+        raise BrokenError(f"step {report.t}")
+
+    return listen
+
+
+@functools.cache
+def episode(executor, listener, learns):
+    """State of engine and client after an episode and its update, and what they told."""
+    heard = []
+    engine = tiny.engine(2, LENGTH, on_step=listener(heard), rules={"sequential": False}, **HOW[executor])
+    engine.timer.enabled = listener is not deaf
+    client = learner(engine.spec) if learns else ToyClient(engine.spec, script(2, LENGTH, PLAN))
+    engine.reset(client, 0)
+    stats = None
+    while stats is None:
+        try:
+            stats = engine.rollout(client)
+        except BrokenError:
+            continue
+    told = {name: str(value) for name, value in vars(stats).items() if name != "cost"}
+    assert len(heard) == (0 if listener is deaf else LENGTH)
+    return engine.state_dict(), told, str(client.update()), client.state_dict()
+
+
+@pytest.mark.parametrize("listener", [quiet, meddling, failing])
+@pytest.mark.parametrize(
+    ("executor", "learns"),
+    [("scripted", True), ("streamed", True), ("streamed", False), ("fused", False), ("static", False)],
+)
+def test_a_run_that_is_listened_to_comes_to_the_same_as_one_that_is_not(executor, learns, listener):
+    state, *told, policy = episode(executor, deaf, learns)
+    found, *told_too, its_policy = episode(executor, listener, learns)
+    assert same_tree(found, state)
+    assert same_tree(its_policy, policy)
+    assert told_too == told
+    assert bool((state["control.slots.stage"] > 1).any())

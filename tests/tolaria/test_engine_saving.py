@@ -1,0 +1,149 @@
+"""What is saved of an engine and its learner in the middle of an episode: everything, by name, and to the bit."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_engine_reads import learner
+
+import tiny
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.errors import CheckpointError
+from esper.leyline.messages import HostState, SlotState
+from esper.leyline.record import named_tensors
+from esper.tasks.null import Fault, NullSpec
+from esper.tasks.presets import NULL
+from esper.tolaria.governor import PanicReason
+from esper.tolaria.state import Tally
+from tiny import same_tree
+from toys import ToyClient, action, script
+
+Op = LifecycleOp
+LENGTH, AT = 4, 3
+
+
+def names_of(record):
+    return {field.name for field in dataclasses.fields(record)}
+
+
+def stopped(**settings):
+    """An engine and a learner that has learned once, in the middle of the second episode."""
+    engine = tiny.engine(2, LENGTH, **settings)
+    client = learner(engine.spec)
+    engine.reset(client, 0)
+    engine.rollout(client)
+    client.update()
+    engine.reset(client, 1)
+    for _ in range(AT):
+        engine.step(client)
+    return engine, client
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_state_of_a_run_holds_both_states_weights_optimizers_governor_reward_statistics_and_policy(optimizer):
+    of = tiny.task(optimizer=tiny.SGD if optimizer == "sgd" else tiny.adamw())
+    engine, client = stopped(of=of)
+    tree, policy = engine.state_dict(), client.state_dict()
+    carried = client.initial_state(2, 3, LENGTH, tiny.CPU)
+    control = {
+        "slots": names_of(SlotState),
+        "hosts": names_of(HostState),
+        "governor": {"window", "count", "strikes"},
+        "memory": {"contribution", "contribution_step", "contribution_velocity", "interaction_sum", "boost_received"},
+        "reward": {name for name, _ in named_tensors(carried)},
+        "tally": names_of(Tally),
+    }
+    assert control["reward"]
+    moments = {"momentum"} if optimizer == "sgd" else {"exp_avg", "exp_avg_sq", "steps"}
+    slabs = {f"{part}.{name}" for part in ("host", "seeds", "gates") for name in ({"params", "buffers"} | moments)}
+    kept = {f"kept_{part}.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")}
+    want = {f"control.{part}.{name}" for part, names in control.items() for name in names}
+    want |= {f"executor.population.{name}" for name in slabs | kept}
+    assert tree.keys() == want | {"place", "executor.episode", "executor.loss_scale", "executor.good_steps"}
+    weights = {f"network.{name}" for name in client.agent.network.state_dict()}
+    statistics = {name for name in policy if name.startswith(("observations.", "returns."))}
+    assert {name.split(".")[0] for name in statistics} == {"observations", "returns"}
+    assert policy.keys() >= weights | {f"optimizer.{name}" for name in ("exp_avg", "exp_avg_sq", "step")}
+    assert policy.keys() >= {"rollout.h", "rollout.c", "rollout.reset", "counters"}
+    # and it is that of a run in full swing
+    assert bool(policy["rollout.h"].any() & policy["rollout.c"].any() & policy["optimizer.exp_avg"].any())
+    assert bool(policy["observations.mean"].any())
+    assert bool(tree["executor.population.host.params"].any())
+    assert any(bool(tree[f"executor.population.host.{name}"].any()) for name in moments)
+    assert bool(tree["control.governor.count"].eq(AT).all())
+
+
+def test_what_was_loaded_is_what_was_saved_before_anything_else_happens():
+    engine, client = stopped()
+    tree, policy = engine.state_dict(), client.state_dict()
+    other = tiny.engine(2, LENGTH)
+    heir = learner(other.spec)
+    other.load_state_dict(tree, heir)
+    heir.load_state_dict(policy)
+    assert same_tree(other.state_dict(), tree)
+    assert same_tree(heir.state_dict(), policy)
+    assert (other.episode, other.t) == (1, AT)
+
+
+def test_a_state_in_which_one_name_is_missing_is_refused_whichever_it_is():
+    engine, client = stopped(of=NULL)
+    tree, policy = engine.state_dict(), client.state_dict()
+    for name in tree:
+        with pytest.raises(CheckpointError):
+            engine.load_state_dict({other: x for other, x in tree.items() if other != name}, client)
+    for name in policy:
+        with pytest.raises(CheckpointError):
+            client.load_state_dict({other: x for other, x in policy.items() if other != name})
+
+
+@pytest.mark.parametrize("at", [12, 13, 14, 15])
+def test_a_host_under_suspicion_goes_on_to_its_panic_after_it_was_taken_up_again(at):
+    # strikes in 12, 13 and 14, where the third one takes the host back; a fossil of step 12 joins the older snapshot
+    faults = tuple(Fault(host=1, t=t, loss=12.0) for t in (12, 13, 14))
+    of = dataclasses.replace(NULL, script=NullSpec(faults=faults))
+    plan = {
+        1: action(Op.GERMINATE, slot=0, tempo=0, blueprint=5, style=0, alpha_target=2),
+        8: action(Op.GERMINATE, slot=1, tempo=2, blueprint=5, style=3),
+        12: action(Op.FOSSILIZE, slot=0),
+        16: action(Op.GERMINATE, slot=2, blueprint=4),
+    }
+
+    def fresh():
+        reports = []
+        engine = tiny.engine(2, 18, of=of, on_step=reports.append)
+        return engine, ToyClient(engine.spec, script(2, 18, plan)), reports
+
+    whole, client, told = fresh()
+    whole.reset(client, 3)
+    for _ in range(at):
+        whole.step(client)
+    tree, policy = whole.state_dict(), client.state_dict()
+    assert tree["control.governor.strikes"].tolist() == [0, {12: 1, 13: 2, 14: 0, 15: 0}[at]]
+    whole.rollout(client)
+    other, heir, resumed = fresh()
+    other.load_state_dict(tree, heir)
+    heir.load_state_dict(policy)
+    other.rollout(heir)
+    assert same_tree(other.state_dict(), whole.state_dict())
+    assert [r.panic_reason[1] for r in told][13] == PanicReason.DIVERGENCE
+    for mine, theirs in zip(resumed, told[at:], strict=True):
+        assert same_tree(*({k: torch.as_tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
+
+
+def test_the_statistics_that_are_saved_are_used():
+    engine, client = stopped(of=NULL)
+    tree, policy = engine.state_dict(), client.state_dict()
+
+    def features(policy):
+        other = tiny.engine(2, LENGTH, of=NULL)
+        heir = learner(other.spec)
+        other.load_state_dict(tree, heir)
+        heir.load_state_dict(policy)
+        other.step(heir)
+        return heir.buffer.slabs.values[:, AT].clone(), heir.hidden.h.clone()
+
+    value, hidden = features(policy)
+    for name in ("observations.mean", "rollout.h", "rollout.c"):
+        changed = features(policy | {name: policy[name] + 0.5})
+        assert not torch.equal(changed[0], value), name
+        assert not torch.equal(changed[1], hidden), name

@@ -1,0 +1,165 @@
+"""When things happen in a running engine: the life of a seed, by whole control steps on scripted hosts.
+
+e = step of the germination, M = epochs of training, tau = ticks of the first ramp.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tiny
+from esper.leyline.actions import LifecycleOp
+from esper.tasks.null import Fault, NullSpec
+from esper.tasks.presets import NULL
+from toys import ToyClient, action, ops_of, script
+
+Op = LifecycleOp
+NAN = float("nan")
+FULL, HALF = 2, 0
+
+
+def born(slot=0, tempo=0, target=FULL):
+    return action(Op.GERMINATE, slot=slot, blueprint=5, style=0, tempo=tempo, alpha_target=target)
+
+
+def live(plan, length, *, faults=(), script_of=None, **rules):
+    """Everything that was seen and told of one host."""
+    spec = NullSpec(faults=tuple(Fault(host=0, t=t, loss=NAN) for t in faults)) if script_of is None else script_of
+    reports = []
+    engine = tiny.engine(1, length, of=dataclasses.replace(NULL, script=spec), rules=rules, on_step=reports.append)
+    client = ToyClient(engine.spec, script(1, length, plan))
+    engine.reset(client, 0)
+    engine.rollout(client)
+    return client, reports
+
+
+def stages(client, slot=0):
+    return [step.obs.slots.stage[0, slot].item() for step in client.steps]
+
+
+def alphas(client):
+    return [round(step.obs.slots.alpha[0, 0].item(), 4) for step in client.steps]
+
+
+def ticks_to(reports, stage, slot=0):
+    """The steps whose tick brought the slot to `stage`."""
+    return [r.t for r in reports if r.tick_moves[2, 0, slot] > 0 and r.tick_moves[1, 0, slot] == stage]
+
+
+def legal(client, op, slot=0):
+    return [step.t for step in client.steps if step.obs.legal[0, op, slot]]
+
+
+def test_ten_epochs_of_training_and_five_ticks_from_step_1():
+    client, reports = live({1: born(tempo=1), 17: action(Op.FOSSILIZE)}, 18, min_training_epochs=10, min_prune_age=5)
+    assert stages(client) == [1] + [3] * 10 + [4] * 5 + [6, 7]
+    assert alphas(client) == [0.0] * 12 + [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
+    assert [ticks_to(reports, stage) for stage in (3, 4, 6)] == [[1], [11], [16]]
+    measured = [step.t for step in client.steps if step.obs.slots.contribution_step[0, 0] == step.t]
+    assert measured == [13, 14, 15, 16, 17]  # a fossil is not in question any more
+    assert legal(client, Op.FOSSILIZE) == [17]
+    assert legal(client, Op.PRUNE) == [*range(6, 12), 17]
+    assert legal(client, Op.GERMINATE, slot=1) == [1, *range(12, 19)]
+
+
+def test_three_epochs_of_training_and_three_ticks_from_step_1():
+    client, reports = live({1: born()}, 9, min_training_epochs=3, min_prune_age=5)
+    assert stages(client) == [1, 3, 3, 3, 4, 4, 4, 6, 6]
+    assert alphas(client) == [0.0] * 5 + [0.3333, 0.6667, 1.0, 1.0]
+    assert [ticks_to(reports, stage) for stage in (3, 4, 6)] == [[1], [4], [7]]
+    measured = [step.t for step in client.steps if step.obs.slots.contribution_step[0, 0] == step.t]
+    assert measured == [6, 7, 8, 9]
+    assert legal(client, Op.FOSSILIZE) == [8, 9]
+    assert legal(client, Op.PRUNE) == [8, 9]
+    assert legal(client, Op.GERMINATE, slot=1) == [1, *range(5, 10)]
+
+
+def test_with_manual_gates_the_best_steps_are_one_later():
+    # M = 3, tau = 3: ADVANCE in e + 1, e + M + 1, e + M + tau + 1, then FOSSILIZE
+    best = (2, 5, 8)
+    plan = {1: born(), **dict.fromkeys(best, action(Op.ADVANCE)), 9: action(Op.FOSSILIZE)}
+    manual = {"auto_g1": False, "auto_g2": False, "auto_g3": False, "min_training_epochs": 3}
+    client, reports = live(plan, 10, **manual)
+    assert stages(client) == [1, 2, 3, 3, 3, 4, 4, 4, 6, 7]
+    assert [op for (op,) in ops_of(client)] == [1, 5, 0, 0, 5, 0, 0, 5, 4, 0]
+    # one step earlier each of them is refused, and what was asked for in vain costs nothing
+    hasty = {**plan, 3: action(Op.ADVANCE), 4: action(Op.ADVANCE), 6: action(Op.ADVANCE), 7: action(Op.ADVANCE)}
+    again, _ = live(hasty, 10, **manual)
+    assert stages(again) == stages(client)
+    assert [op for (op,) in ops_of(again)] == [op for (op,) in ops_of(client)]
+    assert [ticks_to(reports, stage) for stage in (3, 4, 6)] == [[t] for t in best]
+
+
+@pytest.mark.parametrize(("t", "target", "stage"), [(3, FULL, 3), (8, HALF, 4), (8, FULL, 6)])
+def test_a_slot_is_germinable_seven_steps_after_a_prune_at_once(t, target, stage):
+    client, reports = live({1: born(target=target), t: action(Op.PRUNE)}, t + 7, min_training_epochs=3)
+    assert stages(client)[t - 1] == stage
+    assert [ticks_to(reports, stage) for stage in (9, 10, 1)] == [[t], [t + 5], [t + 6]]
+    assert legal(client, Op.GERMINATE)[1:] == [t + 7]
+
+
+@pytest.mark.parametrize(("speed", "k"), [(1, 3), (2, 5), (3, 8)])
+@pytest.mark.parametrize("target", [FULL, HALF])
+def test_a_prune_with_ticks_ends_in_the_last_of_them(speed, k, target):
+    t, full = 8, 1.0 if target == FULL else 0.5
+    client, reports = live({1: born(target=target), t: action(Op.PRUNE, alpha_speed=speed)}, t + k + 7)
+    assert alphas(client)[t - 1 : t + k] == [round(full * (1.0 - j / k), 4) for j in range(k + 1)]
+    assert ticks_to(reports, 8) == [t + k - 1]
+    assert stages(client)[t : t + k] == [4] * (k - 1) + [8]
+    assert legal(client, Op.GERMINATE)[1:] == [t + k + 7]
+
+
+@pytest.mark.parametrize("t", [3, 5, 8])
+def test_after_a_rollback_a_slot_is_germinable_in_seven_steps_too(t):
+    # M = 3, tau = 3: TRAINING, BLENDING, HOLDING; the op of the panicking host is not executed
+    client, reports = live({1: born(), t: action(Op.FOSSILIZE)}, t + 7, faults=(t,), min_training_epochs=3)
+    assert reports[t - 2].stage[0, 0] == {3: 3, 5: 4, 8: 6}[t]
+    assert reports[t - 1].rolled_back.tolist() == [[True, False, False]]
+    assert ops_of(client)[t - 1] == [Op.WAIT]
+    assert [ticks_to(reports, stage) for stage in (9, 10, 1)] == [[t], [t + 5], [t + 6]]
+    assert legal(client, Op.GERMINATE)[1:] == [t + 7]
+
+
+@pytest.mark.parametrize(("speed", "held"), [(0, 11), (1, 13), (2, 15)])
+def test_a_partial_target_is_held_only_when_it_was_raised(speed, held):
+    raised = action(Op.SET_ALPHA_TARGET, style=0, alpha_target=FULL, alpha_speed=speed)
+    client, reports = live({1: born(target=HALF), 11: raised}, 17)
+    assert ticks_to(reports, 6) == [held]
+    assert stages(client)[held:] == [6] * (17 - held)
+
+
+def test_a_partial_target_that_is_not_raised_is_never_held():
+    client, reports = live({1: born(target=HALF)}, 17)
+    assert ticks_to(reports, 6) == []
+    assert alphas(client)[-10:] == [0.5] * 10
+
+
+# -- two players ------------------------------------------------------------------------------------------------------
+
+
+def interactions(weight):
+    """What was measured in each step with two seeds, heard together from step 4 on."""
+    plan = {1: born(slot=0), 2: born(slot=2)}
+    client, reports = live(plan, 8, script_of=NullSpec(interaction=weight), sequential=False)
+    return [(inputs.slots, inputs.interactions[0]) for inputs in client.inputs], reports
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.05, -0.05])
+def test_two_players_tell_their_interaction_in_every_step_and_it_is_zero_where_they_only_add_up(weight):
+    additive, _ = interactions(0.0)
+    found, reports = interactions(weight)
+    assert [r.num_coalitions.item() for r in reports] == [1, 1, 1, 2, 4, 4, 4, 4]
+    for t, ((plain, _), (slots, told)) in enumerate(zip(additive, found, strict=True), start=1):
+        together = t >= 5
+        assert bool(told[0, 2].isnan()) is not together, t
+        assert bool(slots.interaction_sum[0, [0, 2]].isnan().any()) is not together, t
+        assert bool(told.diagonal().isnan().all() & told[1].isnan().all())
+        if together:
+            v = plain.contribution[0]  # with nothing between them, what each adds is what it is worth
+            want = weight * v[0].item() * v[2].item()
+            assert abs(want) > 1e-3 or weight == 0.0
+            assert told[0, 2].item() == told[2, 0].item() == pytest.approx(want, abs=2e-5)
+            assert slots.interaction_sum[0, [0, 2]].tolist() == pytest.approx([want] * 2, abs=2e-5)
+            assert slots.boost_received[0, [0, 2]].tolist() == pytest.approx([max(want, 0.0)] * 2, abs=2e-5)
+            torch.testing.assert_close(slots.contribution[0, [0, 2]], v[[0, 2]] + want, atol=2e-5, rtol=0.0)

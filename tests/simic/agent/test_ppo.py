@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import TrainingError
 from esper.leyline.random import Stream, permutation
+from esper.simic.agent import ppo
+from esper.simic.agent.losses import entropy_loss, policy_loss
+from esper.simic.agent.normalizers import masked_moments
 from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
 from esper.simic.telemetry.metrics import METRIC_NAMES
 
@@ -262,3 +265,103 @@ def test_updates_that_cannot_go_on_say_what_is_known_of_the_reason(rolled_out, m
             learn(client)
     with pytest.raises(TrainingError, match=r"gradient \(a stored action lies outside its mask\)"):
         learn(client)
+
+
+# -- what is learned from -------------------------------------------------------------------------------------------
+
+
+def one_step_rows(client, rewards: torch.Tensor, values: torch.Tensor) -> None:
+    """Every row of the buffer is an episode of its own, so that its return is its reward."""
+    slabs = client.buffer.slabs
+    slabs.valid.fill_(True)
+    slabs.terminal.fill_(True)
+    slabs.rewards.copy_(rewards.expand(4, 6))
+    slabs.values.copy_(values.expand(4, 6))
+
+
+def test_a_rollout_is_scaled_by_the_returns_of_those_before_it_and_the_first_by_its_own(rolled_out, make_engine):
+    client = rolled_out(return_momentum=0.75)
+    paid = torch.tensor([3.0, -3.0]).repeat(3)  # mean 0, deviation 3
+    one_step_rows(client, paid, torch.zeros(6))
+    found = [learn(client)["return_scale"]]
+    for update, factor in ((1, 5.0), (2, 1.0)):
+        make_engine(HOSTS).run(client, update)
+        one_step_rows(client, factor * paid, torch.zeros(6))
+        found.append(learn(client, update_index=update)["return_scale"])
+    # 9, then 9 again because 225 comes after it, then 0.75 * 9 + 0.25 * 225 = 63
+    assert found == pytest.approx([3.0, 3.0, math.sqrt(63.0)])
+
+
+def test_advantages_and_returns_are_in_scaled_units(rolled_out):
+    client = rolled_out()
+    one_step_rows(client, torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, 50.0]), torch.full((6,), 0.5))
+    client.agent.returns.update(masked_moments(torch.tensor([2.0, -2.0]), torch.ones(2, dtype=torch.bool)))
+    metrics = learn(client)
+    # scale 2: 1, -1, 1, -1, 1 and 25, of which 10 is left
+    assert metrics["return_scale"] == pytest.approx(2.0)
+    assert metrics["return_mean"] == pytest.approx(11 / 6)
+    assert metrics["advantage_mean"] == pytest.approx(11 / 6 - 0.5)
+    assert metrics["value_mean"] == pytest.approx(0.5)
+
+
+def test_a_value_that_tells_half_of_the_return_explains_three_quarters_of_its_variance(rolled_out):
+    client = rolled_out()
+    returns = torch.tensor([2.0, -2.0]).repeat(3)
+    one_step_rows(client, returns, 0.25 * returns)  # 0.5 of the scaled return
+    client.agent.returns.update(masked_moments(returns, torch.ones(6, dtype=torch.bool)))
+    assert learn(client)["explained_variance"] == pytest.approx(0.75)
+
+
+def test_of_a_return_that_never_varies_nothing_can_be_explained(rolled_out):
+    client = rolled_out()
+    one_step_rows(client, torch.ones(6), torch.linspace(0, 1, 6))
+    assert math.isnan(learn(client)["explained_variance"])
+
+
+@pytest.mark.parametrize("took_effect", [False, True])
+def test_a_fossilization_that_was_refused_in_every_step_teaches_the_op_head_alone(rolled_out, took_effect):
+    client = rolled_out()
+    slabs, op = client.buffer.slabs, LifecycleOp.FOSSILIZE
+    slabs.valid.fill_(True)
+    slabs.forced.fill_(False)
+    slabs.legal.fill_(False)
+    slabs.legal[:, :, [LifecycleOp.WAIT, op]] = True
+    slabs.actions.copy_(torch.tensor(CANONICAL_ACTION))
+    slabs.actions[..., Head.OP], slabs.actions[..., Head.SLOT] = int(op), 1
+    slabs.effective_op.fill_(int(op if took_effect else LifecycleOp.WAIT))
+    slabs.advantages.copy_(torch.linspace(-1, 1, 24).view(4, 6))
+    x, _ = evaluate_minibatch(client.agent, client.buffer.sequences(torch.arange(4)))
+    heads = client.agent.network.head_outputs
+    loss = policy_loss(x, 0.2) + entropy_loss(x)
+    gradients = torch.autograd.grad(loss, [heads[head].weight for head in Head])
+    moved = {head for head, gradient in zip(Head, gradients, strict=True) if gradient.any()}
+    assert moved == ({Head.OP, Head.SLOT} if took_effect else {Head.OP})
+
+
+# -- the divergence of a pass ---------------------------------------------------------------------------------------
+
+
+def test_the_divergence_of_a_pass_weighs_its_minibatches_by_their_valid_steps(rolled_out, monkeypatch):
+    client, seen = rolled_out(epochs=1, minibatches=2, lr=5e-3), []
+    client.buffer.slabs.valid[0, 1:] = False
+    original = ppo.ratio_statistics
+
+    def watched(x, clip):
+        seen.append((original(x, clip).approx_kl.item(), x.valid.sum().item()))
+        return original(x, clip)
+
+    monkeypatch.setattr(ppo, "ratio_statistics", watched)
+    found = learn(client)["approx_kl"]
+    (first, n_first), (second, n_second) = seen
+    assert n_first != n_second
+    assert second > 1e-4
+    assert found == pytest.approx((first * n_first + second * n_second) / (n_first + n_second), rel=1e-5)
+
+
+@pytest.mark.parametrize(("share_of_limit", "epochs"), [(1.01, 1), (0.99, 2)])
+def test_a_pass_is_the_last_where_its_divergence_exceeds_one_and_a_half_times_the_target(
+    rolled_out, share_of_limit, epochs
+):
+    divergence = learn(rolled_out(epochs=1, target_kl=1e3))["approx_kl"]
+    metrics = learn(rolled_out(epochs=2, target_kl=divergence / 1.5 / share_of_limit))
+    assert metrics["epochs_done"] == epochs

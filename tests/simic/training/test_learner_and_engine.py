@@ -26,18 +26,14 @@ from esper.tolaria.phases import observation
 from tiny import CPU
 
 E, NAN = 8, float("nan")
-register_task(
-    replace(NULL, name="late_fault", script=NullSpec(sigma=1.0, faults=(Fault(1, 3, NAN), Fault(2, E, NAN))))
-)
+register_task(replace(NULL, name="late_fault", script=NullSpec(sigma=1.0, faults=(Fault(1, 3, NAN), Fault(2, E, NAN)))))
 register_task(replace(NULL, name="noisy", script=NullSpec(sigma=1.0)))
 
 
 def config(task: str = "noisy", num_envs: int = 3, **told: object) -> RunConfig:
     young = {"min_training_epochs": 1, "min_prune_age": 1, "min_blending_epochs": 1, "embargo_epochs": 1}
     small = {"feature_width": 64, "hidden_width": 64, "epochs": 1, "minibatches": 1}
-    return resolve(
-        {"task": task, "num_envs": num_envs, "episode_length": E, "lifecycle": young, "ppo": small, **told}
-    )
+    return resolve({"task": task, "num_envs": num_envs, "episode_length": E, "lifecycle": young, "ppo": small, **told})
 
 
 def played(chosen: RunConfig, *, rounds: int = 1) -> tuple[VectorizedEngine, SimicClient]:

@@ -190,7 +190,7 @@ def heard(request, tmp_path_factory):
     """One of the small runs, recorded as usual."""
     path = tmp_path_factory.mktemp("heard") / request.param
     torch.manual_seed(1)
-    np.random.seed(1)  # noqa: NPY002 -- the generator that nobody may use
+    np.random.seed(1)
     assert small_runs.train(path, request.param, 2) == 0
     return path
 
@@ -199,15 +199,15 @@ def test_a_run_of_which_nobody_hears_comes_to_the_same_state_whatever_the_genera
     # no runner: no listener, no record, no file; and generators in another state, which stays as it is
     chosen = recorded(read_toml(heard / "config.toml"))
     torch.manual_seed(2)
-    np.random.seed(2)  # noqa: NPY002
+    np.random.seed(2)
     random.seed(2)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     parts = assemble(chosen, device_of(chosen))
     assert parts.engine.on_step is None
     parts.engine.train(parts.client, range(2), on_round=lambda stats, metrics: None)
     parts.engine.test()
     assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
+    assert np.random.get_state()[1].tolist() == before[1]
     population = with_prefix("population", parts.engine.executor.state_dict())
     found = state_digest({**with_prefix("policy", parts.client.state_dict()), **population})
     assert found == small_runs.summary(heard)["state_digest"]

@@ -13,6 +13,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.leyline.state_tree import with_prefix
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient, compute_batched_bootstrap
+from esper.simic.rewards import MODES
 from esper.simic.training.build import assemble, device_of, engine_of, learner_of
 from esper.simic.training.checkpoint import state_digest
 from esper.simic.training.config import RunConfig
@@ -27,6 +28,8 @@ from tiny import CPU
 
 E, NAN = 8, float("nan")
 register_task(replace(NULL, name="late_fault", script=NullSpec(sigma=1.0, faults=(Fault(1, 3, NAN), Fault(2, E, NAN)))))
+BROKEN = tuple(Fault(n, t, loss) for n, loss in enumerate((NAN, float("inf"), -float("inf"))) for t in (1, 4, 5))
+register_task(replace(NULL, name="broken_losses", script=NullSpec(sigma=1.0, faults=BROKEN)))
 register_task(replace(NULL, name="noisy", script=NullSpec(sigma=1.0)))
 
 
@@ -130,6 +133,20 @@ def test_the_update_sees_the_decisions_of_the_rollout_whatever_statistics_they_w
     assert finite
     torch.testing.assert_close(evaluated.log_prob[batch.valid], batch.log_probs[batch.valid], atol=1e-5, rtol=0)
     torch.testing.assert_close(evaluated.values[batch.valid], batch.values[batch.valid], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_no_number_reaches_neither_reward_nor_learner_under_any_mode(mode):
+    chosen = config("broken_losses", num_envs=4, reward={"mode": mode}, compile="off")
+    engine, client = played(chosen)
+    assert (~client.buffer.slabs.valid).nonzero().tolist() == [[n, t] for n in range(3) for t in (0, 3, 4)]
+    for name in ("states", "raw_states", "values", "rewards", "log_probs", "bootstrap_values"):
+        assert getattr(client.buffer.slabs, name).isfinite().all(), name
+    assert np.isfinite(engine.rollout(client).returns).all()
+    metrics = client.update()
+    assert metrics["nonfinite_minibatches"] == 0
+    assert metrics["optimizer_steps"] == 1
+    assert all(parameter.isfinite().all() for parameter in client.agent.network.parameters())
 
 
 # -- hosts do not know each other -----------------------------------------------------------------------------------

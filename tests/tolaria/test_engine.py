@@ -105,7 +105,7 @@ def test_a_step_after_the_last_one_is_refused():
 class OnlyTheProtocol:
     """A client that has nothing but what the protocol names."""
 
-    names = {n for base in ClientProtocol.__mro__ if getattr(base, "_is_protocol", False) for n in vars(base)}
+    names = frozenset(n for base in ClientProtocol.__mro__ if getattr(base, "_is_protocol", False) for n in vars(base))
 
     def __init__(self, client):
         self._client = client

@@ -227,6 +227,21 @@ def test_advantages_are_normalized_once():
     buffer.normalize_advantages()
 
 
+def test_minibatches_are_made_of_normalized_advantages_and_of_returns_that_are_not():
+    # deltas 1, 3 and 8 of single steps: mean 4, deviation sqrt(26 / 3)
+    buffer = new_buffer()
+    paid, ends = torch.tensor([2.0, 4.0, 9.0]), torch.ones(N, dtype=torch.bool)
+    buffer.store(0, **column(0, reward=paid, value=torch.ones(N), terminal=ends))
+    buffer.compute_advantages_and_returns()
+    told = buffer.normalize_advantages()
+    batch = buffer.sequences(torch.arange(N))
+    want = torch.tensor([-3.0, -1.0, 4.0]) / (26 / 3) ** 0.5
+    torch.testing.assert_close(batch.advantages[:, 0], want)
+    assert torch.equal(batch.advantages, told.advantages)
+    assert not batch.advantages[:, 1:].any()
+    assert batch.returns[:, 0].tolist() == paid.tolist()
+
+
 def test_sequences_are_whole_rows_of_the_chosen_hosts():
     buffer = new_buffer(num_layers=2)
     for t in range(T):

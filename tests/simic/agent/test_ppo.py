@@ -1,6 +1,7 @@
 """One update: what it changes, what it leaves, and that the device decides."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -365,3 +366,52 @@ def test_a_pass_is_the_last_where_its_divergence_exceeds_one_and_a_half_times_th
     divergence = learn(rolled_out(epochs=1, target_kl=1e3))["approx_kl"]
     metrics = learn(rolled_out(epochs=2, target_kl=divergence / 1.5 / share_of_limit))
     assert metrics["epochs_done"] == epochs
+
+
+# -- settings reach their place -------------------------------------------------------------------------------------
+
+
+def test_discount_and_decay_of_the_configuration_are_those_of_returns_and_advantages(rolled_out):
+    client = rolled_out(gamma=0.5, gae_lambda=0.25)
+    slabs = client.buffer.slabs
+    one_step_rows(client, torch.ones(6), torch.ones(6))
+    slabs.terminal[:, :-1] = False
+    slabs.reset.fill_(False)
+    advantages, _ = client.buffer.compute_advantages_and_returns(torch.zeros(4, 6))
+    # the last has -1, the one before 0.5 - 1 - 0.5 * 0.25
+    assert advantages[0, -2:].tolist() == pytest.approx([-0.625, -1.0])
+    accumulated = [1.0, 1.5, 1.75, 1.875, 1.9375, 1.96875]
+    assert learn(client)["return_scale"] == pytest.approx(statistics.pstdev(accumulated))
+
+
+def test_the_gradient_is_clipped_before_it_enters_the_moments(rolled_out):
+    client = rolled_out(epochs=1, minibatches=1, grad_norm=1e-3)
+    metrics = learn(client)
+    assert metrics["grad_norm"] > 1e-2
+    assert client.agent.optimizer.exp_avg.norm().item() == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+def test_every_pass_over_the_hosts_has_an_order_of_its_own(rolled_out, monkeypatch):
+    client, groups = rolled_out(epochs=3, minibatches=2, target_kl=1e3), []
+    rows = client.buffer.sequences
+    monkeypatch.setattr(client.buffer, "sequences", lambda hosts: groups.append(hosts.tolist()) or rows(hosts))
+    learn(client, update_index=4)
+    zero = torch.zeros(1, dtype=torch.int64)
+    orders = [permutation(7, Stream.MINIBATCH_ORDER, zero, 4, episode=4, t=k)[0].tolist() for k in (1, 2, 3)]
+    assert [groups[2 * k] + groups[2 * k + 1] for k in range(3)] == orders
+    assert len({tuple(order) for order in orders}) > 1
+
+
+def test_the_coefficients_of_an_update_are_those_of_its_place_in_the_run(rolled_out):
+    client = rolled_out(entropy_start=0.05, entropy_end=0.01, value_start=0.05, value_end=0.5, value_warmup=10)
+    names, found = ("entropy_coef", "value_coef", "floor_scale"), []
+    for position in (0, 5, 19):
+        client.agent.schedule_position = position
+        weights_now = ppo.loss_weights(client.agent, client.config, torch.device("cpu"))
+        found.append([getattr(weights_now, name).item() for name in ("entropy", "value", "floor")])
+    # of 20 updates: linear over 19 intervals; warm after 10; the floor is strong in the first quarter and weak at last
+    assert found[0] == pytest.approx([0.05, 0.05, 1.5])
+    assert found[1][:2] == pytest.approx([0.05 - 0.04 * 5 / 19, 0.275])
+    assert found[2] == pytest.approx([0.01, 0.5, 0.5])
+    metrics = learn(client)
+    assert [metrics[name] for name in names] == pytest.approx(found[2])

@@ -40,6 +40,27 @@ MAY_READ = {
     "simic/rewards/validate.py": "validation for debugging",
     "tamiyo/network.py": "sizes of layers, in the constructor",
 }
+DRAWS = re.compile(
+    "|".join(
+        (
+            r"\btorch\.(?:manual_seed|seed|get_rng_state|set_rng_state|random\b)",
+            r"\btorch\.(?:rand|randn|randint|randperm|normal|bernoulli|multinomial)\((?!.*generator=)",
+            r"\.(?:bernoulli|normal|uniform|random|exponential)_\((?!.*generator=)",
+            r"\btorch\.Generator\(",
+            r"\bnp\.random\b",
+            r"\bimport random\b",
+        )
+    )
+)
+MAY_DRAW = {
+    "leyline/random.py": "the border: a generator of its own from a key",
+    "kasmina/lowering.py": "tries a stacking rule on a layer, with a generator of its own",
+    "kasmina/initialization.py": "keeps what a user's module draws in its constructor from the process",
+}
+MAY_CATCH_ALL = {
+    "telemetry/hub.py": "whatever a listener does, it does not stop a run",
+    "tolaria/executors/worker.py": "sends the exception to the process that asked, which raises it",
+}
 FORBIDDEN = re.compile(
     "|".join(
         (
@@ -115,6 +136,31 @@ def test_every_reason_to_read_is_still_needed():
 )
 def test_the_lint_finds_each_kind_of_read(code):
     assert READS.search(code)
+
+
+def test_only_keyed_generators_draw():
+    found = {inside(path) for path in SOURCES if DRAWS.search(code_of(path))}
+    assert found == set(MAY_DRAW)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("torch.manual_seed(0)", "torch.rand(3)", "x.normal_()", "torch.randperm(n)", "torch.Generator()"),
+        *("np.random.default_rng(0)", "import random", "x.uniform_(0, 1)"),
+    ],
+)
+def test_the_lint_finds_each_kind_of_draw(code):
+    assert DRAWS.search(code)
+    assert not DRAWS.search("torch.rand(3, generator=own)")
+
+
+def test_nobody_swallows_exceptions_that_he_cannot_name():
+    def catches_all(path):
+        handlers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler)]
+        return any(h.type is None or ast.unparse(h.type) in ("Exception", "BaseException") for h in handlers)
+
+    assert {inside(path) for path in SOURCES if catches_all(path)} == set(MAY_CATCH_ALL)
 
 
 def test_the_repository_speaks_of_the_product_alone():

@@ -115,6 +115,15 @@ def test_the_bootstrap_is_the_value_after_the_last_step_and_leaves_the_state_alo
     assert not found.requires_grad
 
 
+def test_the_bootstrap_is_one_forward_pass_of_all_hosts(make_client, make_engine, monkeypatch):
+    client, engine, widths = make_client(HOSTS), make_engine(HOSTS), []
+    engine.run(client, 0, last_step=5)
+    step = client.agent.network.step
+    monkeypatch.setattr(client.agent.network, "step", lambda x, *rest: widths.append(len(x)) or step(x, *rest))
+    assert client.bootstrap(engine.observation(6)).shape == (4,)
+    assert widths == [4]
+
+
 def test_statistics_are_frozen_during_a_rollout_and_used_after_it(make_client, make_engine):
     client, engine = make_client(HOSTS), make_engine(HOSTS)
     first = engine.run(client, 0)[0]
@@ -192,6 +201,13 @@ def test_a_restored_client_goes_on_bit_for_bit(make_client, make_engine):
     assert str(client.update()) == str(other.update())
     assert torch.equal(weights(client), weights(other))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in client.state_dict().items())
+
+
+def test_every_counter_of_the_learner_survives_a_restart(make_client):
+    client, other = make_client(HOSTS), make_client(HOSTS)
+    client.updates, client.agent.schedule_position, client.agent.barren_updates = 7, 5, 2
+    other.load_state_dict(client.state_dict())
+    assert (other.updates, other.agent.schedule_position, other.agent.barren_updates) == (7, 5, 2)
 
 
 def test_a_client_restored_inside_an_episode_goes_on_bit_for_bit(make_client, make_engine):

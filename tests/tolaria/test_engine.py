@@ -6,7 +6,7 @@ import torch
 import tiny
 from esper.kasmina.config import LifecycleConfig
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.stages import SeedStage, Topology
 from esper.simic.attribution.shapley import shapley_values
 from esper.tasks.null import host_accuracy
@@ -100,6 +100,37 @@ def test_a_step_after_the_last_one_is_refused():
     client, _ = run(engine)
     with pytest.raises(AssertionError, match="the episode is over"):
         engine.step(client)
+
+
+class OnlyTheProtocol:
+    """A client that has nothing but what the protocol names."""
+
+    names = frozenset(n for base in ClientProtocol.__mro__ if getattr(base, "_is_protocol", False) for n in vars(base))
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        assert name in self.names
+        assert not name.startswith("_")
+        return getattr(self._client, name)
+
+
+def test_an_engine_asks_a_client_for_nothing_that_the_protocol_does_not_name():
+    plan = script(2, 4, {1: action(Op.GERMINATE), 3: action(Op.PRUNE)})
+    told = []
+    for wrap in (lambda client: client, OnlyTheProtocol):
+        engine = toy_engine(2, 2, 4, losses={3: [1.0, float("nan")]})
+        client, rounds = ToyClient(engine.spec, plan), []
+        engine.train(wrap(client), range(1), on_round=lambda stats, metrics, to=rounds: to.append((stats, metrics)))
+        saved = engine.state_dict()
+        engine.load_state_dict(saved, wrap(client))
+        engine.reset(wrap(client), 1)
+        engine.rollout(wrap(client))
+        ((stats, metrics),) = rounds
+        told.append((stats.returns.tolist(), stats.rollbacks.tolist(), metrics, len(client.steps), ops_of(client)))
+    assert told[0] == told[1]
+    assert told[0][1] == [0, 1]
 
 
 # -- what is shown, paid and told -----------------------------------------------------------------------------------

@@ -67,6 +67,22 @@ def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(task,
     assert (learning.intended, learning.unintended) == (int(learns), [])
 
 
+@pytest.mark.parametrize("num_slots", [1, 6])
+def test_the_number_of_slots_and_of_coalitions_costs_no_read(num_slots):
+    length, measured = 8, set()
+    slots = tuple(f"r0c{i}" for i in range(num_slots))
+    engine = tiny.engine(2, length, of=NULL, slots=slots, rules={"sequential": False})
+    plan = {1 + s: action(Op.GERMINATE, slot=s, tempo=0, blueprint=5) for s in range(num_slots)}
+    client = ToyClient(engine.spec, script(2, length, plan))
+    engine.reset(client, 0)
+    for t in range(1, length + 1):
+        with HostReadCounter() as reads:
+            engine.step(client)
+        assert (t, reads.intended, reads.unintended) == (t, 1, [])
+        measured |= set(engine._coalitions.valid.sum(dim=1).tolist())
+    assert measured >= ({1, 2} if num_slots == 1 else {1, 2, 4, 8})
+
+
 def test_a_listener_costs_no_read():
     engine = tiny.engine(2, 6, of=NULL, on_step=lambda report: report.val_acc.mean())
     client = ToyClient(engine.spec)

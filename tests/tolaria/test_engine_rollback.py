@@ -68,6 +68,17 @@ def test_the_step_of_a_panic_is_no_transition_and_the_one_before_it_is_told(t):
 
 
 @pytest.mark.parametrize("t", [1, 3, E])
+def test_where_time_truly_ends_a_panic_in_the_last_step_is_no_end(t):
+    client, _ = run(null_engine((1, t, NAN), time_limit="terminate"))
+    for step in client.steps:
+        assert step.terminal.tolist() == [step.t == E, step.t == E and t != E]
+        assert step.valid.tolist() == [True, step.t != t]
+        assert not step.truncated.any()
+        assert not step.bootstrap_value.any()
+    assert client.bootstraps == []
+
+
+@pytest.mark.parametrize("t", [1, 3, E])
 def test_the_buffer_of_the_learner_ends_the_segment_and_begins_another(t):
     engine = null_engine((1, t, NAN))
     client = learner(engine.spec)

@@ -13,6 +13,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, SeedStage, Topology
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
+from esper.tasks.datasets import Dataset, Split
 from plain import PlainTraining, assert_close
 from tiny import Bench, same_tree
 from toys import ToyClient, ToyReward, action, script
@@ -177,3 +178,68 @@ def test_a_second_round_starts_with_other_hosts_and_without_seeds():
     assert torch.equal(run.bench.population.host.params, fresh.host.params)
     assert not same_tree(run.bench.host_params(), first)
     assert not run.bench.population.seeds.params.any()
+
+
+EXECUTORS = {
+    "streamed": {"executor": "streamed"},
+    "fused": {"executor": "fused"},
+    "static": {"executor": "fused", "topology": "static"},
+}
+
+
+class Watching(Dataset):
+    """A data set that remembers who asked for its test split; it stays itself on any device."""
+
+    asked: list[str]
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "test":
+            object.__getattribute__(self, "asked").append(name)
+        return object.__getattribute__(self, name)
+
+    def split(self, name: str) -> Split:
+        return getattr(self, name)
+
+    def to(self, device: torch.device) -> Dataset:
+        return self
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_nobody_looks_at_the_test_split_before_the_end(executor, monkeypatch):
+    data, plain = object.__new__(Watching), tiny.dataset()
+    vars(data).update(vars(plain), asked=[])
+    monkeypatch.setattr(tiny, "dataset", lambda: data)
+    run = Watched(4, {1: action(Op.GERMINATE, **LIVE)}, 1, **EXECUTORS[executor])
+    for _ in range(4):
+        run.step()
+    run.engine.rollout(run.client)
+    run.engine.reset(run.client, EPISODE + 1)
+    run.step()
+    assert data.asked == []
+    run.engine.test()
+    assert data.asked
+
+
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
+def test_what_was_refused_touches_no_weight_and_no_momentum(executor):
+    life = {1: action(Op.GERMINATE, slot=0, style=3, **LIVE)}
+    # GERMINATE and FOSSILIZE where they are not legal, FOSSILIZE where its gate is shut, in TRAINING, BLENDING, HOLDING
+    refused = life | {
+        2: action(Op.FOSSILIZE, slot=0),
+        3: action(Op.GERMINATE, slot=0, blueprint=2),
+        4: action(Op.PRUNE, slot=1),
+        5: action(Op.SET_ALPHA_TARGET, slot=2),
+        **{t: action(Op.FOSSILIZE, slot=0) for t in range(6, 10)},
+    }
+    rules = {"g5_contribution": 1000.0, "gate_mode": "strict", "g2_improvement": -1000.0, "g2_ratio": -1.0}
+    rules["min_blending_epochs"] = 1
+    trees = []
+    for plan in (life, refused):
+        run = Watched(9, plan, executor=executor, rules=rules)
+        stages = [run.step().slots.stage[0, 0].item() for _ in range(9)]
+        assert [step.effective_op.item() for step in run.client.steps] == [Op.GERMINATE] + [Op.WAIT] * 8
+        trees.append({name: x.clone() for name, x in run.bench.population.state_dict().items()})
+    assert {S.TRAINING, S.BLENDING, S.HOLDING} <= set(stages)
+    assert trees[0]["seeds.momentum"][0].any()
+    assert trees[0]["gates.momentum"][0].any()
+    assert same_tree(*trees)

@@ -45,6 +45,22 @@ def test_measuring_changes_no_tensor_and_no_generator(together):
     assert torch.equal(torch.random.get_rng_state(), generator)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_training_after_measuring_updates_batch_statistics_again(together):
+    trees = []
+    for measures in (False, True):
+        bench, executor = fused(together=together)
+        bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
+        executor.train_epoch(1, bench.slots)
+        found = bench.coalitions()
+        executor.settle(bench.structure(found))
+        if measures:
+            executor.evaluate(1, bench.slots, found)
+        executor.train_epoch(2, bench.slots)
+        trees.append({name: x.clone() for name, x in executor.state_dict().items()})
+    assert same_tree(*trees)
+
+
 class LossesCounted(TorchFunctionMode):
     """Counts calls of the loss: one per batch and host where hosts are measured one by one, else one per batch."""
 

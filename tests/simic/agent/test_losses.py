@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from esper.leyline.actions import Head
+from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp, head_sizes
 from esper.leyline.record import replace
 from esper.simic.agent.losses import (
     LossInputs,
@@ -18,6 +18,7 @@ from esper.simic.agent.losses import (
     ratio_statistics,
     value_loss,
 )
+from esper.tamiyo.heads import evaluate_heads, relevance
 
 OP, SLOT = Head.OP, Head.SLOT
 
@@ -160,3 +161,32 @@ def test_reported_entropies_are_means_over_the_steps_that_used_the_head():
     assert float(found.mean[OP]) == pytest.approx(0.6)
     assert float(found.mean[SLOT]) == pytest.approx(0.85)
     assert found.steps.tolist() == [2, 0, 0, 0, 0, 0, 0, 3]
+
+
+def test_a_head_that_no_decision_used_has_its_entropy_raised_where_it_could_have_been_used():
+    # only WAIT was decided, but PRUNE was legal: nothing but the floor speaks to the speed of a prune
+    logits = [torch.zeros(1, 4, size) for size in head_sizes(2)]
+    logits[Head.ALPHA_SPEED][..., 0] = 8.0
+    for head in logits:
+        head.requires_grad_()
+    legal = torch.zeros(1, 4, 6, 2, dtype=torch.bool)
+    legal[:, :, [LifecycleOp.WAIT, LifecycleOp.PRUNE]] = True
+    state = legal, torch.zeros(1, 4, 2, dtype=torch.bool), torch.ones(13, dtype=torch.bool)
+    actions = torch.tensor(CANONICAL_ACTION).expand(1, 4, 8)
+
+    def evaluated(heads):
+        return evaluate_heads(tuple(heads), *state, actions)
+
+    out = evaluated(logits)
+    x = four_steps(
+        log_prob=out.log_prob, old_log_prob=out.log_prob.detach(), entropy=out.entropy,
+        entropy_avail=out.entropy_avail, available=out.available, causal=relevance(actions[..., Head.OP]),
+        forced=torch.zeros(1, 4, dtype=torch.bool),
+    )  # fmt: skip
+    speed = logits[Head.ALPHA_SPEED]
+    (elsewhere,) = torch.autograd.grad(policy_loss(x, 0.2) + entropy_loss(x), speed, retain_graph=True)
+    assert not elsewhere.any()
+    (gradient,) = torch.autograd.grad(floor_loss(x), speed)
+    with torch.no_grad():
+        moved = [head - gradient / gradient.norm() if head is speed else head for head in logits]
+        assert (evaluated(moved).entropy_avail > out.entropy_avail)[..., Head.ALPHA_SPEED].all()

@@ -1,13 +1,17 @@
 """One update: what it changes, what it leaves, and that the device decides."""
 
 import math
+import statistics
 
 import pytest
 import torch
 
-from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import TrainingError
 from esper.leyline.random import Stream, permutation
+from esper.simic.agent import ppo
+from esper.simic.agent.losses import entropy_loss, policy_loss
+from esper.simic.agent.normalizers import masked_moments
 from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
 from esper.simic.telemetry.metrics import METRIC_NAMES
 
@@ -262,3 +266,152 @@ def test_updates_that_cannot_go_on_say_what_is_known_of_the_reason(rolled_out, m
             learn(client)
     with pytest.raises(TrainingError, match=r"gradient \(a stored action lies outside its mask\)"):
         learn(client)
+
+
+# -- what is learned from -------------------------------------------------------------------------------------------
+
+
+def one_step_rows(client, rewards: torch.Tensor, values: torch.Tensor) -> None:
+    """Every row of the buffer is an episode of its own, so that its return is its reward."""
+    slabs = client.buffer.slabs
+    slabs.valid.fill_(True)
+    slabs.terminal.fill_(True)
+    slabs.rewards.copy_(rewards.expand(4, 6))
+    slabs.values.copy_(values.expand(4, 6))
+
+
+def test_a_rollout_is_scaled_by_the_returns_of_those_before_it_and_the_first_by_its_own(rolled_out, make_engine):
+    client = rolled_out(return_momentum=0.75)
+    paid = torch.tensor([3.0, -3.0]).repeat(3)  # mean 0, deviation 3
+    one_step_rows(client, paid, torch.zeros(6))
+    found = [learn(client)["return_scale"]]
+    for update, factor in ((1, 5.0), (2, 1.0)):
+        make_engine(HOSTS).run(client, update)
+        one_step_rows(client, factor * paid, torch.zeros(6))
+        found.append(learn(client, update_index=update)["return_scale"])
+    # 9, then 9 again because 225 comes after it, then 0.75 * 9 + 0.25 * 225 = 63
+    assert found == pytest.approx([3.0, 3.0, math.sqrt(63.0)])
+
+
+def test_advantages_and_returns_are_in_scaled_units(rolled_out):
+    client = rolled_out()
+    one_step_rows(client, torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, 50.0]), torch.full((6,), 0.5))
+    client.agent.returns.update(masked_moments(torch.tensor([2.0, -2.0]), torch.ones(2, dtype=torch.bool)))
+    metrics = learn(client)
+    # scale 2: 1, -1, 1, -1, 1 and 25, of which 10 is left
+    assert metrics["return_scale"] == pytest.approx(2.0)
+    assert metrics["return_mean"] == pytest.approx(11 / 6)
+    assert metrics["advantage_mean"] == pytest.approx(11 / 6 - 0.5)
+    assert metrics["value_mean"] == pytest.approx(0.5)
+
+
+def test_a_value_that_tells_half_of_the_return_explains_three_quarters_of_its_variance(rolled_out):
+    client = rolled_out()
+    returns = torch.tensor([2.0, -2.0]).repeat(3)
+    one_step_rows(client, returns, 0.25 * returns)  # 0.5 of the scaled return
+    client.agent.returns.update(masked_moments(returns, torch.ones(6, dtype=torch.bool)))
+    assert learn(client)["explained_variance"] == pytest.approx(0.75)
+
+
+def test_of_a_return_that_never_varies_nothing_can_be_explained(rolled_out):
+    client = rolled_out()
+    one_step_rows(client, torch.ones(6), torch.linspace(0, 1, 6))
+    assert math.isnan(learn(client)["explained_variance"])
+
+
+@pytest.mark.parametrize("took_effect", [False, True])
+def test_a_fossilization_that_was_refused_in_every_step_teaches_the_op_head_alone(rolled_out, took_effect):
+    client = rolled_out()
+    slabs, op = client.buffer.slabs, LifecycleOp.FOSSILIZE
+    slabs.valid.fill_(True)
+    slabs.forced.fill_(False)
+    slabs.legal.fill_(False)
+    slabs.legal[:, :, [LifecycleOp.WAIT, op]] = True
+    slabs.actions.copy_(torch.tensor(CANONICAL_ACTION))
+    slabs.actions[..., Head.OP], slabs.actions[..., Head.SLOT] = int(op), 1
+    slabs.effective_op.fill_(int(op if took_effect else LifecycleOp.WAIT))
+    slabs.advantages.copy_(torch.linspace(-1, 1, 24).view(4, 6))
+    x, _ = evaluate_minibatch(client.agent, client.buffer.sequences(torch.arange(4)))
+    heads = client.agent.network.head_outputs
+    loss = policy_loss(x, 0.2) + entropy_loss(x)
+    gradients = torch.autograd.grad(loss, [heads[head].weight for head in Head])
+    moved = {head for head, gradient in zip(Head, gradients, strict=True) if gradient.any()}
+    assert moved == ({Head.OP, Head.SLOT} if took_effect else {Head.OP})
+
+
+# -- the divergence of a pass ---------------------------------------------------------------------------------------
+
+
+def test_the_divergence_of_a_pass_weighs_its_minibatches_by_their_valid_steps(rolled_out, monkeypatch):
+    client, seen = rolled_out(epochs=1, minibatches=2, lr=5e-3), []
+    client.buffer.slabs.valid[0, 1:] = False
+    original = ppo.ratio_statistics
+
+    def watched(x, clip):
+        seen.append((original(x, clip).approx_kl.item(), x.valid.sum().item()))
+        return original(x, clip)
+
+    monkeypatch.setattr(ppo, "ratio_statistics", watched)
+    found = learn(client)["approx_kl"]
+    (first, n_first), (second, n_second) = seen
+    assert n_first != n_second
+    assert second > 1e-4
+    assert found == pytest.approx((first * n_first + second * n_second) / (n_first + n_second), rel=1e-5)
+
+
+@pytest.mark.parametrize(("share_of_limit", "epochs"), [(1.01, 1), (0.99, 2)])
+def test_a_pass_is_the_last_where_its_divergence_exceeds_one_and_a_half_times_the_target(
+    rolled_out, share_of_limit, epochs
+):
+    divergence = learn(rolled_out(epochs=1, target_kl=1e3))["approx_kl"]
+    metrics = learn(rolled_out(epochs=2, target_kl=divergence / 1.5 / share_of_limit))
+    assert metrics["epochs_done"] == epochs
+
+
+# -- settings reach their place -------------------------------------------------------------------------------------
+
+
+def test_discount_and_decay_of_the_configuration_are_those_of_returns_and_advantages(rolled_out):
+    client = rolled_out(gamma=0.5, gae_lambda=0.25)
+    slabs = client.buffer.slabs
+    one_step_rows(client, torch.ones(6), torch.ones(6))
+    slabs.terminal[:, :-1] = False
+    slabs.reset.fill_(False)
+    advantages, _ = client.buffer.compute_advantages_and_returns(torch.zeros(4, 6))
+    # the last has -1, the one before 0.5 - 1 - 0.5 * 0.25
+    assert advantages[0, -2:].tolist() == pytest.approx([-0.625, -1.0])
+    accumulated = [1.0, 1.5, 1.75, 1.875, 1.9375, 1.96875]
+    assert learn(client)["return_scale"] == pytest.approx(statistics.pstdev(accumulated))
+
+
+def test_the_gradient_is_clipped_before_it_enters_the_moments(rolled_out):
+    client = rolled_out(epochs=1, minibatches=1, grad_norm=1e-3)
+    metrics = learn(client)
+    assert metrics["grad_norm"] > 1e-2
+    assert client.agent.optimizer.exp_avg.norm().item() == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+def test_every_pass_over_the_hosts_has_an_order_of_its_own(rolled_out, monkeypatch):
+    client, groups = rolled_out(epochs=3, minibatches=2, target_kl=1e3), []
+    rows = client.buffer.sequences
+    monkeypatch.setattr(client.buffer, "sequences", lambda hosts: groups.append(hosts.tolist()) or rows(hosts))
+    learn(client, update_index=4)
+    zero = torch.zeros(1, dtype=torch.int64)
+    orders = [permutation(7, Stream.MINIBATCH_ORDER, zero, 4, episode=4, t=k)[0].tolist() for k in (1, 2, 3)]
+    assert [groups[2 * k] + groups[2 * k + 1] for k in range(3)] == orders
+    assert len({tuple(order) for order in orders}) > 1
+
+
+def test_the_coefficients_of_an_update_are_those_of_its_place_in_the_run(rolled_out):
+    client = rolled_out(entropy_start=0.05, entropy_end=0.01, value_start=0.05, value_end=0.5, value_warmup=10)
+    names, found = ("entropy_coef", "value_coef", "floor_scale"), []
+    for position in (0, 5, 19):
+        client.agent.schedule_position = position
+        weights_now = ppo.loss_weights(client.agent, client.config, torch.device("cpu"))
+        found.append([getattr(weights_now, name).item() for name in ("entropy", "value", "floor")])
+    # of 20 updates: linear over 19 intervals; warm after 10; the floor is strong in the first quarter and weak at last
+    assert found[0] == pytest.approx([0.05, 0.05, 1.5])
+    assert found[1][:2] == pytest.approx([0.05 - 0.04 * 5 / 19, 0.275])
+    assert found[2] == pytest.approx([0.01, 0.5, 0.5])
+    metrics = learn(client)
+    assert [metrics[name] for name in names] == pytest.approx(found[2])

@@ -7,6 +7,7 @@ from esper.leyline.actions import CANONICAL_ACTION
 from esper.leyline.errors import CheckpointError
 from esper.leyline.record import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tolaria.read_counter import HostReadCounter
 
 N, T, D, S, H = 3, 5, 4, 2, 6
 
@@ -103,6 +104,44 @@ def test_writing_reads_nothing_from_the_device(monkeypatch):
     assert reads == []
 
 
+SCALARS = {
+    "log_prob": -0.5, "value": 0.25, "reward": -1.5, "bootstrap_value": 0.75, "effective_op": 3, "terminal": False,
+    "truncated": True, "valid": True, "reset": True, "forced": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("valid", [True, False])
+@pytest.mark.parametrize("given", [lambda x: x, torch.tensor], ids=["numbers of Python", "tensors without axes"])
+def test_a_row_of_scalars_is_added_without_a_single_read(given, valid):
+    buffer, fields = new_buffer(), {name: values[0] for name, values in column(0).items()}
+    scalars = {name: given(value) for name, value in (SCALARS | {"valid": valid}).items()}
+    with HostReadCounter() as reads:
+        buffer.add(1, **fields | scalars)
+    assert (reads.intended, reads.unintended) == (0, [])
+    slabs, kept = buffer.slabs, int(valid)
+    assert slabs.log_probs[1, 0].tolist() == [-0.5 * kept] * 8
+    assert (slabs.values[1, 0], slabs.rewards[1, 0], slabs.bootstrap_values[1, 0]) == (
+        0.25 * kept, -1.5 * kept, 0.75 * kept,
+    )  # fmt: skip
+    assert slabs.effective_op[1, 0] == 3 * kept
+    flags = ("terminal", "truncated", "valid", "reset", "forced")
+    assert [bool(getattr(slabs, name)[1, 0]) for name in flags] == [False, valid, valid, True, valid]
+
+
+def test_a_column_and_every_mark_on_it_cost_no_read():
+    buffer = new_buffer()
+    with HostReadCounter() as reads:
+        for t in range(T):
+            buffer.mark_terminal(only(1), PENALTY)
+            buffer.store(t, **column(t, valid=~only(1), reset=only(2)))
+        buffer.mark_truncated(only(0), PENALTY)
+        buffer.compute_advantages_and_returns()
+        buffer.normalize_advantages()
+        buffer.sequences(torch.tensor([0, 2]))
+        buffer.reset()
+    assert (reads.intended, reads.unintended) == (0, [])
+
+
 def test_rows_without_content_are_neutral():
     buffer = new_buffer()
     for t in range(3):
@@ -186,6 +225,21 @@ def test_advantages_are_normalized_once():
         buffer.normalize_advantages()
     buffer.compute_advantages_and_returns()
     buffer.normalize_advantages()
+
+
+def test_minibatches_are_made_of_normalized_advantages_and_of_returns_that_are_not():
+    # deltas 1, 3 and 8 of single steps: mean 4, deviation sqrt(26 / 3)
+    buffer = new_buffer()
+    paid, ends = torch.tensor([2.0, 4.0, 9.0]), torch.ones(N, dtype=torch.bool)
+    buffer.store(0, **column(0, reward=paid, value=torch.ones(N), terminal=ends))
+    buffer.compute_advantages_and_returns()
+    told = buffer.normalize_advantages()
+    batch = buffer.sequences(torch.arange(N))
+    want = torch.tensor([-3.0, -1.0, 4.0]) / (26 / 3) ** 0.5
+    torch.testing.assert_close(batch.advantages[:, 0], want)
+    assert torch.equal(batch.advantages, told.advantages)
+    assert not batch.advantages[:, 1:].any()
+    assert batch.returns[:, 0].tolist() == paid.tolist()
 
 
 def test_sequences_are_whole_rows_of_the_chosen_hosts():

@@ -30,6 +30,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def assert_same_run(found: Path, expected: Path) -> None:
     assert records(found) == records(expected)
     assert summary(found) == summary(expected)
+    trends = [load(checkpoints(path / "checkpoints")[0]).header.trend for path in (found, expected)]
+    assert trends[0] == trends[1]  # what the best policy will be judged by
 
 
 def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole: dict[str, Path]) -> None:

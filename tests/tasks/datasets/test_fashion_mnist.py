@@ -92,3 +92,31 @@ def test_the_official_files_are_read():
     assert [len(data.split(name)) for name in ("train", "val", "test")] == [54_000, 6_000, 10_000]
     assert abs(data.train.x.mean().item()) < 0.01
     assert abs(data.train.x.std().item() - 1.0) < 0.01
+
+
+def test_another_folder_is_another_data_set_however_much_the_files_look_alike(tmp_path, monkeypatch):
+    for name, value in (("NUM_TRAIN_FILE", 200), ("NUM_TEST", 100), ("NUM_VAL", 20)):
+        monkeypatch.setattr(fashion_mnist, name, value)
+
+    def write(folder: Path, first_pixel: int) -> Path:
+        folder.mkdir()
+        for names, count in ((FILES[:2], 200), (FILES[2:], 100)):
+            images = np.zeros((count, 28, 28), np.uint8)
+            images[:, 0, 0] = first_pixel
+            write_idx(folder / names[0], images)
+            write_idx(folder / names[1], (np.arange(count) % 10).astype(np.uint8))
+        return folder
+
+    def first_pixels(folder: Path) -> set[float]:
+        data = fashion_mnist.load(folder, run_seed=5)
+        found = torch.cat([split.x[:, 0, 0, 0] for split in (data.train, data.val, data.test)])
+        return {round(x * 0.3530 * 255 + 0.2860 * 255) for x in found.tolist()}
+
+    here, there = write(tmp_path / "here", 17), write(tmp_path / "there", 99)
+    assert fashion_mnist.load(here, 5).identity != fashion_mnist.load(there, 5).identity
+    assert [first_pixels(folder) for folder in (here, there, here)] == [{17}, {99}, {17}]
+    # the same folder with other contents, too: nothing is remembered
+    for old in here.iterdir():
+        old.unlink()
+    here.rmdir()
+    assert first_pixels(write(here, 5)) == {5}

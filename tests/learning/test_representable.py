@@ -1,0 +1,59 @@
+"""The best that can be done on the scripted task can be decided by the heads as they are."""
+
+import pytest
+import torch
+
+from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, Head
+from esper.leyline.messages import ActResult, Observation
+from esper.leyline.record import replace
+from esper.simic.training.build import engine_of
+from esper.simic.training.presets import resolve
+from esper.tamiyo.heads import sample_heads
+from esper.tasks import null
+from toys import ToyClient
+
+HOSTS, SURE = 4, 40.0
+
+
+class SureClient(ToyClient):
+    """Follows the best schedule by nothing but large logits: each entry as soon as it is due, in order, else WAIT.
+
+    The numbers it draws with are the least and the most convenient ones, by turns; every draw must come out alike.
+    """
+
+    def follow(self) -> "SureClient":
+        spec = self.spec
+        self.due = list(null.best_schedule(spec.episode_length, spec.min_training_epochs, spec.num_slots))
+        self.selectable = torch.zeros(spec.num_blueprints, dtype=torch.bool)
+        self.selectable[list(spec.selectable)] = True
+        self.certainty: list[float] = []
+        return self
+
+    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
+        wanted = CANONICAL_ACTION
+        if self.due and obs.t >= self.due[0].earliest:
+            wanted = self.due.pop(0).action
+        logits = tuple(torch.zeros(obs.num_envs, size) for size in self.spec.head_sizes)
+        for head, value in zip(logits, wanted, strict=True):
+            head[:, value] = SURE
+        uniforms = torch.tensor([0.0, 1.0 - 2.0**-24]).repeat(HOSTS // 2)[:, None].expand(HOSTS, NUM_HEADS)
+        state = obs.legal, obs.has_gate, self.selectable
+        drawn = sample_heads(logits, *state, uniforms)
+        for decision in (drawn, sample_heads(logits, *state, deterministic=True)):
+            assert decision.actions.tolist() == [list(wanted)] * HOSTS, obs.t
+        self.certainty.append(drawn.log_prob.sum(dim=1).exp().min().item())
+        return replace(super().act(obs), actions=drawn.actions, log_prob=drawn.log_prob)
+
+
+def test_the_best_schedule_is_a_policy_of_the_heads_and_reaches_its_value_on_the_engine():
+    config = resolve({"task": "null", "num_envs": HOSTS})
+    engine = engine_of(config, None, torch.device("cpu"))
+    client = SureClient(engine.spec).follow()
+    engine.reset(client, episode=0)
+    stats = engine.rollout(client)
+    assert client.due == []
+    ops = [step.effective_op[0].item() for step in client.steps if step.effective_op[0]]
+    assert ops == [step.action[Head.OP] for step in null.best_schedule(60, 10, 3)]
+    best = null.best_schedule_value(60, 10, 3)
+    assert stats.committed_acc.tolist() == pytest.approx([best] * HOSTS, abs=1e-4)
+    assert min(client.certainty) > 1.0 - 1e-6  # no share of any step goes to another op

@@ -45,7 +45,9 @@ def busy(num_envs, length):
 # -- reads ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("task", "num_envs"), [(NULL, 2), (NULL, 64), (None, 1), (None, 5)])
+@pytest.mark.parametrize(
+    ("task", "num_envs"), [(NULL, 2), (NULL, 64), (None, 1), pytest.param(None, 5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(task, num_envs, learns):
     length = 9

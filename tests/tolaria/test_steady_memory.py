@@ -43,6 +43,7 @@ def test_a_hundred_episodes_with_their_updates_hold_on_to_nothing():
     assert living_tensors() == before
 
 
+@pytest.mark.slow
 def test_seeds_that_come_and_go_leave_no_memory_behind():
     length = 8
     plan = {1: action(LifecycleOp.GERMINATE, slot=0, style=3), 4: action(LifecycleOp.PRUNE, slot=0)}

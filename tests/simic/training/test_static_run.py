@@ -14,6 +14,7 @@ from small_runs import records, resume, summary, train
 STATIC = ("--topology", "static")
 
 
+@pytest.mark.slow
 def test_a_static_run_can_be_interrupted_and_records_the_same(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_run_is_compared_with_the_five_baselines_and_left_as_it_is(
     assert "heuristic, 4 hosts of tiny" in err
 
 
+@pytest.mark.slow
 def test_the_same_evaluation_twice_gives_the_same_numbers(run: Path, tmp_path: Path) -> None:
     first = compared([str(run), "wait_only", "--num-envs", "2"], tmp_path / "a.json")
     assert compared([str(run), "wait_only", "--num-envs", "2"], tmp_path / "b.json") == first
@@ -228,6 +229,7 @@ def test_a_run_that_ends_with_every_host_rolled_back_says_so_with_a_dash() -> No
     assert said == ("done: accuracy - (validation), 40.00 (test, committed); growth 1.25x; 20 env-steps/s with updates")
 
 
+@pytest.mark.slow
 def test_static_final_has_the_structure_of_the_controller_it_is_named_with_from_the_start(tmp_path: Path) -> None:
     names = ["static_final", "fixed_schedule_fill", "heuristic"]
     size = ["--task", "faulty_null", "--episode-length", "30", "--num-envs", "3"]

@@ -89,7 +89,8 @@ def test_another_seed_gives_another_state(whole: dict[str, Path], tmp_path: Path
     ("kind", "step"),
     [
         *(("null", (1, 5)), ("null", (2, 3)), ("tiny", (1, 1)), ("tiny", (2, 3))),
-        *(("streamed", (2, 2)), ("shared", (2, 2))),
+        ("streamed", (2, 2)),
+        pytest.param("shared", (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(

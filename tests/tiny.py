@@ -206,6 +206,17 @@ class Bench:
         return {name: value.clone() for name, value in both.items()}
 
 
+def with_players(bench: Bench) -> Bench:
+    """Three players of different kinds, trained a little; host 1 has two of them and a fossil."""
+    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "conv_light", SeedStage.BLENDING, alpha=0.6, algorithm=Algorithm.MULTIPLY)
+    bench.grow("r0c1", "conv_heavy", SeedStage.BLENDING, alpha=0.3, algorithm=Algorithm.GATE)
+    bench.set("r0c0", 1, stage=int(SeedStage.FOSSILIZED))
+    bench.train(2)
+    bench.population.seeds.params.mul_(6.0)  # loud enough to change answers
+    return bench
+
+
 def bit_equal(a: Tensor, b: Tensor) -> bool:
     """Same type, shape and contents; NaN equals NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:

@@ -11,7 +11,7 @@ from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.static import StaticExecutor
 from plain import PlainTraining, assert_close
-from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree
+from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
@@ -32,15 +32,7 @@ def bench_of(executor: str, num_envs: int = 1) -> Bench:
 
 
 def grown_bench(executor: str) -> Bench:
-    """Three players of different kinds, trained a little; host 1 has two of them and a fossil."""
-    bench = bench_of(executor, 2)
-    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
-    bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.6, algorithm=MULTIPLY)
-    bench.grow("r0c1", "conv_heavy", S.BLENDING, alpha=0.3, algorithm=GATE)
-    bench.set("r0c0", 1, stage=int(S.FOSSILIZED))
-    bench.train(2)
-    bench.population.seeds.params.mul_(6.0)  # loud enough to change answers
-    return bench
+    return with_players(bench_of(executor, 2))
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

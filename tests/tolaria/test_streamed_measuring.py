@@ -9,22 +9,14 @@ import torch.nn.functional as F
 
 from esper.leyline.stages import Algorithm, SeedStage
 from plain import PlainTraining
-from tiny import EXECUTION_ORDER, SLOTS, Bench, dataset, same_tree
+from tiny import EXECUTION_ORDER, SLOTS, Bench, dataset, same_tree, with_players
 
 S = SeedStage
 MULTIPLY, GATE = Algorithm.MULTIPLY, Algorithm.GATE
 
 
 def grown_bench(**settings: object) -> Bench:
-    """Three players of different kinds, trained a little; host 1 has two of them and a fossil."""
-    bench = Bench(2, **settings)
-    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
-    bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.6, algorithm=MULTIPLY)
-    bench.grow("r0c1", "conv_heavy", S.BLENDING, alpha=0.3, algorithm=GATE)
-    bench.set("r0c0", 1, stage=int(S.FOSSILIZED))
-    bench.train(2)
-    bench.population.seeds.params.mul_(6.0)  # loud enough to change answers
-    return bench
+    return with_players(Bench(2, **settings))
 
 
 @torch.no_grad()

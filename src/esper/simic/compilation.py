@@ -11,7 +11,7 @@ tells whether one of them was compiled again after the warm-up.
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch._inductor.output_code import OutputCode
 
 CompileChoice = Literal["auto", "off", "on"]
-R = TypeVar("R")
 
 OPTIONS: Mapping[str, Any] = {"size_asserts": False}  # every call has checked the sizes already
 _NARROW: Mapping[str, Any] = {"cpp.simdlen": 1}

@@ -13,7 +13,21 @@ from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards.config import MIN_CONTRIBUTION
 from esper.simic.rewards.facts import Facts, derived
-from esper.simic.rewards.masks import both, either, without_nan
+from esper.simic.rewards.masks import (
+    Mask,
+    above,
+    as_bool,
+    at_least,
+    below,
+    both,
+    choose,
+    differ,
+    either,
+    is_known,
+    no,
+    only,
+    without_nan,
+)
 
 UNKNOWN_PROGRESS_SHARE = 0.5
 """Share of a contribution that is credited while progress since germination is unknown."""
@@ -21,6 +35,8 @@ SUSPICIOUS_CONTRIBUTION = 1.0
 """Contribution above which it is compared with the gate signal."""
 RATIO_PENALTY_STEP = 0.1
 RATIO_PENALTY_CAP = 0.3
+UNBOUNDED = 1e300
+"""A bound on a change of an account that bounds nothing; finite, as choices want it."""
 UNSUPPORTED_PENALTY = -0.03
 """Ratio penalty of an unsupported claim, per point, up to the cap at a contribution of 10."""
 
@@ -35,7 +51,7 @@ class CreditFacts(Facts):
         return self.mode == "escrow"
 
     @derived
-    def measured_seed(self) -> Tensor:
+    def measured_seed(self) -> Mask:
         """A live seed with both a contribution and a gate signal."""
         return both(self.seed, self.has_contribution, self.has_gate_signal)
 
@@ -45,29 +61,28 @@ class CreditFacts(Facts):
         if self.escrow:
             return self.one
         share = torch.sigmoid(self.gate_signal * self.weights["attribution_sigmoid_steepness"])
-        return torch.where(both(self.harmful, self.has_contribution), share, self.one)
+        return choose(both(self.harmful, self.has_contribution), share, self.one)
 
     @derived
-    def trusted(self) -> Tensor:
+    def trusted(self) -> Mask:
         """The discount is so small that the seed does not count as harmful."""
-        return self.discount >= 0.5
+        return at_least(self.discount, 0.5)
 
     @derived
     def ratio_penalty(self) -> Tensor:
         """Penalty rho <= 0: a contribution that the gate signal does not support (others lean on the seed)."""
         w, c, limit = self.weights, self.contribution, self.weights["hacking_ratio_threshold"]
-        supported = self.gate_signal > w["improvement_safe_threshold"]
+        supported = above(self.gate_signal, w["improvement_safe_threshold"])
         excess = torch.relu(self.gate_ratio - limit)
         of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
         unsupported = torch.clamp(UNSUPPORTED_PENALTY * c, min=-RATIO_PENALTY_CAP)
-        penalty = torch.where(supported, of_ratio, unsupported)
-        suspicious = self.measured_seed, c > SUSPICIOUS_CONTRIBUTION, self.trusted
-        return self.only(penalty, *suspicious, self.anti_gaming_on)
+        penalty = choose(supported, of_ratio, unsupported)
+        return only(penalty, self.anti_gaming_on, self.measured_seed, above(c, SUSPICIOUS_CONTRIBUTION), self.trusted)
 
     @derived
     def gate_ratio(self) -> Tensor:
         """Contribution relative to a positive gate signal; where there is none, the contribution itself."""
-        return self.contribution / torch.where(self.positive_gate_signal, self.gate_signal, self.one)
+        return self.contribution / choose(self.positive_gate_signal, self.gate_signal, self.one)
 
     @derived
     def progress(self) -> Tensor:
@@ -83,7 +98,7 @@ class CreditFacts(Facts):
         """
         c, p = self.contribution, self.progress
         moderated = torch.minimum(c, self.combine(torch.relu(without_nan(p)), c))
-        return torch.where(p == p, moderated, UNKNOWN_PROGRESS_SHARE * c)
+        return choose(is_known(p), moderated, UNKNOWN_PROGRESS_SHARE * c)
 
     def timing(self, epochs: Tensor) -> Tensor:
         """Factor of what starts at `epochs`: early germinations learn from a host that has learned nothing yet."""
@@ -94,24 +109,24 @@ class CreditFacts(Facts):
     def timing_line(self) -> tuple[Tensor, Tensor]:
         """Timing factor of step 0, and what a step of warm-up adds to it; 1 and 0 where it is switched off. Scalars."""
         warmup, floor = self.weights["germination_warmup_epochs"], self.weights["germination_discount_floor"]
-        off = either(warmup <= 0, self.weights["disable_timing_discount"] != 0)
-        floor = torch.where(off, 1.0, floor)
+        off = either(no(above(warmup, 0)), differ(self.weights["disable_timing_discount"], 0))
+        floor = choose(off, 1.0, floor)
         return floor, (1 - floor) / torch.clamp(warmup, min=1.0)
 
     @derived
-    def credited(self) -> Tensor:
+    def credited(self) -> Mask:
         """Rows in which a non-negative contribution of something not yet permanent is paid."""
-        return both(self.raw_contribution >= self.zero, ~self.fossil)
+        return both(at_least(self.raw_contribution, 0), no(self.fossil))
 
     @derived
     def attribution_timing(self) -> Tensor:
         """Timing factor of the target seed's birth; 1 where no contribution is paid, and in escrow."""
         if self.escrow:
             return self.one
-        return torch.where(both(self.credited, self.seed), self.timing(self.epoch - self.age), self.one)
+        return choose(both(self.credited, self.seed), self.timing(self.epoch - self.age), self.one)
 
     @derived
-    def harmful_fossilize(self) -> Tensor:
+    def harmful_fossilize(self) -> Mask:
         """A harmful seed is made permanent."""
         return both(self.fossilize, self.harmful)
 
@@ -125,18 +140,18 @@ class CreditFacts(Facts):
         """Mode shaped: the moderated contribution itself; its negative when the seed is pruned."""
         w, c = self.weights, self.contribution
         improvement = self.known("stage_improvements")
-        blended = self.seed, self.stage >= int(SeedStage.BLENDING), improvement > self.zero
-        proxy = self.only(w["proxy_confidence_factor"] * improvement, *blended)
+        blended = self.seed, at_least(self.stage, int(SeedStage.BLENDING))
+        proxy = only(w["proxy_confidence_factor"] * torch.relu(improvement), *blended)
         helpful = self.raw_attribution * self.discount * self.attribution_timing
-        earned = torch.where(self.negative_contribution, c, torch.where(self.has_contribution, helpful, proxy))
-        earned = torch.where(self.harmful_fossilize, self.zero, earned * w["contribution_weight"])
-        earned = torch.where(self.prune, -earned, earned)
-        return torch.where(self.fossil, self.zero, earned + self.ratio_penalty)
+        earned = choose(self.negative_contribution, c, choose(self.has_contribution, helpful, proxy))
+        earned = only(earned * w["contribution_weight"], no(self.harmful_fossilize))
+        earned = choose(self.prune, -earned, earned)
+        return only(earned + self.ratio_penalty, no(self.fossil))
 
     @derived
-    def earning(self) -> Tensor:
+    def earning(self) -> Mask:
         """The target slot earns something."""
-        return self.attribution > self.zero
+        return above(self.attribution, 0)
 
     @derived
     def account(self) -> Tensor:
@@ -149,8 +164,8 @@ class CreditFacts(Facts):
         if not self.escrow:
             return self.zero
         deserved = self.weights["contribution_weight"] * self.raw_attribution + self.ratio_penalty
-        target = self.only(torch.relu(deserved), self.credited)
-        return torch.where(self.prune, self.zero, torch.where(self.fossil, self.account, target))
+        target = only(torch.relu(deserved), self.credited)
+        return only(choose(self.fossil, self.account, target), no(self.prune))
 
     @derived
     def escrow_delta(self) -> Tensor:
@@ -159,10 +174,10 @@ class CreditFacts(Facts):
             return self.zero
         gap = self.escrow_target - self.account
         clip = self.weights["escrow_delta_clip"]
-        bound = torch.where(clip > 0, clip, torch.inf)
+        bound = choose(above(clip, 0), clip, UNBOUNDED)
         bounded = torch.minimum(torch.maximum(gap, -bound), bound)
-        change = torch.where(self.credited, bounded, self.only(gap, self.has_contribution))
-        return torch.where(self.prune, -self.account, torch.where(self.fossil, self.zero, change))
+        change = choose(self.credited, bounded, only(gap, self.has_contribution))
+        return choose(self.prune, -self.account, only(change, no(self.fossil)))
 
     @derived
     def escrow_next(self) -> Tensor:
@@ -172,17 +187,17 @@ class CreditFacts(Facts):
     @derived
     def escrow_attribution(self) -> Tensor:
         """Mode escrow: the change of the account, and the harm of a harmful seed."""
-        harm = torch.where(either(self.prune, self.fossil), self.zero, torch.minimum(self.contribution, self.zero))
+        harm = only(torch.clamp(self.contribution, max=0.0), no(either(self.prune, self.fossil)))
         earned = self.escrow_delta + self.weights["contribution_weight"] * harm
-        return torch.where(self.harmful_fossilize, self.zero, earned)
+        return only(earned, no(self.harmful_fossilize))
 
-    def as_flags(self, *masks: Tensor) -> Tensor:
+    def as_flags(self, *masks: Mask) -> Tensor:
         """Masks side by side, in the type in which `has_seed_mask` was given: bool, or compiled for the CPU bytes."""
         dtype = self.exact("has_seed_mask").dtype
         if dtype != torch.bool:  # by way of float32, the cast that is vectorized
             one = torch.ones((), dtype=torch.float32, device=masks[0].device)
             masks = tuple(torch.where(mask, one, 0.0).to(dtype) for mask in masks)
-        return torch.stack(masks).T
+        return as_bool(torch.stack(masks)).T
 
     @derived
     def flags(self) -> Tensor:
@@ -190,8 +205,8 @@ class CreditFacts(Facts):
         ransom = both(self.seed, self.ransoming)
         if self.mode not in ("shaped", "escrow"):  # only these two impose the penalty
             return self.as_flags(torch.zeros_like(ransom), ransom)
-        positive = self.positive_gate_signal, self.contribution > self.zero
-        suspected = self.ratio_penalty != self.zero, self.gate_ratio >= self.weights["hacking_ratio_threshold"]
+        positive = self.positive_gate_signal, above(self.contribution, 0)
+        suspected = below(self.ratio_penalty, 0), at_least(self.gate_ratio, self.weights["hacking_ratio_threshold"])
         ratio = both(self.measured_seed, *positive, *suspected)
         return self.as_flags(ratio, ransom)
 

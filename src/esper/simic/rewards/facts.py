@@ -6,7 +6,6 @@ Missing numbers are NaN in the arguments; every fact says in its name or docstri
 """
 
 from collections.abc import Callable, Mapping
-from functools import reduce
 from typing import Generic, TypeVar, overload
 
 import torch
@@ -16,7 +15,18 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.record import record
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import LEGITIMATE_HOLD
-from esper.simic.rewards.masks import both, without_nan
+from esper.simic.rewards.masks import (
+    Mask,
+    above,
+    as_mask,
+    below,
+    both,
+    choose,
+    equal,
+    is_known,
+    only,
+    without_nan,
+)
 
 T = TypeVar("T")
 
@@ -84,20 +94,24 @@ class Facts:
         value = self.arguments[name]
         return self.zero if value is None else without_nan(value.to(torch.float64))
 
-    def exact(self, name: str, missing: int = 0) -> Tensor:
-        """Argument `name` as it is, int64 or bool; `missing` in every row where it was not passed."""
+    def exact(self, name: str) -> Tensor:
+        """Argument `name`, which every call passes, as it is: int64 or bool."""
         value = self.arguments[name]
-        return torch.full_like(self.op, missing) if value is None else value
+        assert value is not None
+        return value
 
-    def only(self, value: Tensor, *masks: Tensor) -> Tensor:
-        """The value where all masks hold, 0 elsewhere, [N]."""
-        if torch.compiler.is_compiling():  # a choice per mask, because a choice takes any mask without a cast
-            return reduce(lambda kept, mask: torch.where(mask, kept, self.zero), masks, value)
-        return torch.where(both(*masks), value, self.zero)
+    def code(self, name: str) -> Tensor:
+        """Argument `name`, a value of an enumeration, in the type that is compared fastest: int64, eager float64."""
+        value = self.exact(name)
+        return value if torch.compiler.is_compiling() else value.to(torch.float64)
 
-    def is_op(self, op: LifecycleOp) -> Tensor:
+    def is_op(self, op: LifecycleOp) -> Mask:
         """Rows whose effective operation is `op`."""
-        return self.op == int(op)
+        return equal(self.op, int(op))
+
+    def is_stage(self, stage: SeedStage) -> Mask:
+        """Rows whose target slot is in `stage` before the op."""
+        return equal(self.stage, int(stage))
 
     @derived
     def zero(self) -> Tensor:
@@ -110,19 +124,19 @@ class Facts:
         return torch.ones_like(self.val_acc)
 
     @derived
-    def shaping_on(self) -> Tensor:
+    def shaping_on(self) -> Mask:
         """Stage shaping is not switched off; a scalar, like the next two."""
-        return self.weights["disable_pbrs"] == 0
+        return equal(self.weights["disable_pbrs"], 0)
 
     @derived
-    def terminal_on(self) -> Tensor:
+    def terminal_on(self) -> Mask:
         """The reward of the last step is not switched off."""
-        return self.weights["disable_terminal_reward"] == 0
+        return equal(self.weights["disable_terminal_reward"], 0)
 
     @derived
-    def anti_gaming_on(self) -> Tensor:
+    def anti_gaming_on(self) -> Mask:
         """Penalties against gaming are not switched off."""
-        return self.weights["disable_anti_gaming"] == 0
+        return equal(self.weights["disable_anti_gaming"], 0)
 
     @derived
     def val_acc(self) -> Tensor:
@@ -134,48 +148,48 @@ class Facts:
     @derived
     def op(self) -> Tensor:
         """Effective operation."""
-        return self.exact("actions")
+        return self.code("actions")
 
     @derived
-    def prune(self) -> Tensor:
+    def prune(self) -> Mask:
         """The operation is PRUNE."""
         return self.is_op(LifecycleOp.PRUNE)
 
     @derived
-    def fossilize(self) -> Tensor:
+    def fossilize(self) -> Mask:
         """The operation is FOSSILIZE."""
         return self.is_op(LifecycleOp.FOSSILIZE)
 
     @derived
-    def germinate(self) -> Tensor:
+    def germinate(self) -> Mask:
         """The operation is GERMINATE."""
         return self.is_op(LifecycleOp.GERMINATE)
 
     @derived
-    def last_step(self) -> Tensor:
+    def last_step(self) -> Mask:
         """The episode ends with this step."""
-        return self.epoch == self.max_epochs
+        return equal(self.epoch, self.max_epochs)
 
     @derived
-    def seed(self) -> Tensor:
+    def seed(self) -> Mask:
         """The target slot holds a live seed; given as bool, or as bytes (`cpu_kernel.py`)."""
         value = self.exact("has_seed_mask")
-        return value if value.dtype == torch.bool else value.to(torch.float32) != 0
+        return as_mask(value if value.dtype == torch.bool else value.to(torch.float32) != 0)
 
     @derived
     def stage(self) -> Tensor:
         """Stage of the target slot before the op."""
-        return self.exact("stages", missing=int(SeedStage.DORMANT))
+        return self.code("stages")
 
     @derived
-    def fossil(self) -> Tensor:
+    def fossil(self) -> Mask:
         """The target seed is permanent already."""
-        return both(self.seed, self.stage == int(SeedStage.FOSSILIZED))
+        return both(self.seed, self.is_stage(SeedStage.FOSSILIZED))
 
     @derived
-    def holding(self) -> Tensor:
+    def holding(self) -> Mask:
         """The target seed waits for a decision."""
-        return both(self.seed, self.stage == int(SeedStage.HOLDING))
+        return both(self.seed, self.is_stage(SeedStage.HOLDING))
 
     @derived
     def dwell_epochs(self) -> Tensor:
@@ -198,9 +212,9 @@ class Facts:
         return without_nan(self.raw_contribution)
 
     @derived
-    def has_contribution(self) -> Tensor:
+    def has_contribution(self) -> Mask:
         """The contribution was measured in this step."""
-        return self.raw_contribution == self.raw_contribution  # NaN alone differs from itself
+        return is_known(self.raw_contribution)
 
     @derived
     def raw_gate_signal(self) -> Tensor:
@@ -213,34 +227,34 @@ class Facts:
         return without_nan(self.raw_gate_signal)
 
     @derived
-    def has_gate_signal(self) -> Tensor:
+    def has_gate_signal(self) -> Mask:
         """The gate signal was measured in this step."""
-        return self.raw_gate_signal == self.raw_gate_signal
+        return is_known(self.raw_gate_signal)
 
     @derived
-    def positive_gate_signal(self) -> Tensor:
+    def positive_gate_signal(self) -> Mask:
         """All players together help."""
-        return self.gate_signal > self.zero
+        return above(self.gate_signal, 0)
 
     @derived
-    def negative_contribution(self) -> Tensor:
+    def negative_contribution(self) -> Mask:
         """The measured contribution is below zero."""
-        return self.contribution < self.zero
+        return below(self.contribution, 0)
 
     @derived
-    def harmful(self) -> Tensor:
-        """A live seed without which the model would be better: g < 0, which NaN is not."""
-        return both(self.seed, self.raw_gate_signal < self.zero)
+    def harmful(self) -> Mask:
+        """A live seed without which the model would be better: g < 0."""
+        return both(self.seed, below(self.gate_signal, 0))
 
     @derived
-    def ransoming(self) -> Tensor:
+    def ransoming(self) -> Mask:
         """Removing the seed alone hurts, although the model would be better without any."""
-        return both(self.contribution > RANSOM_CONTRIBUTION, self.gate_signal < RANSOM_GATE_SIGNAL)
+        return both(above(self.contribution, RANSOM_CONTRIBUTION), below(self.gate_signal, RANSOM_GATE_SIGNAL))
 
     @derived
     def potentials(self) -> Tensor:
         """Stage potentials by stage value, [11]."""
-        table: Tensor = potential_table(self.stage.device)
+        table: Tensor = potential_table(self.val_acc.device)
         return table
 
     def potential_of(self, stage: Tensor) -> Tensor:
@@ -253,19 +267,18 @@ class Facts:
         found = self.zero
         for value, potential in enumerate(STAGE_POTENTIAL):
             if potential:
-                found = torch.where(stage == value, potential, found)
+                found = choose(equal(stage, value), potential, found)
         return found
 
     @derived
     def stage_potential(self) -> Tensor:
         """Potential of the target slot's stage."""
-        return self.potential_of(self.stage)
+        return self.potential_of(self.exact("stages"))
 
     @derived
     def previous_potential(self) -> Tensor:
         """Potential of the target slot's previous stage."""
-        previous = self.exact("previous_stages", missing=int(SeedStage.DORMANT))
-        return self.potential_of(previous)
+        return self.potential_of(self.exact("previous_stages"))
 
     @derived
     def potential_now(self) -> Tensor:
@@ -275,9 +288,9 @@ class Facts:
     @derived
     def potential_before(self) -> Tensor:
         """Potential at the last observation: that of the previous stage at its end where e = 0, else phi(s, e - 1)."""
-        entered = self.dwell_epochs == self.zero
-        stage_part = torch.where(entered, self.previous_potential, self.stage_potential)
-        epochs = torch.where(entered, self.number("previous_epochs", 0.0), self.dwell_epochs - 1)
+        entered = equal(self.dwell_epochs, 0)
+        stage_part = choose(entered, self.previous_potential, self.stage_potential)
+        epochs = choose(entered, self.number("previous_epochs", 0.0), self.dwell_epochs - 1)
         return stage_part + self.progress_bonus(epochs)
 
     def progress_bonus(self, epochs: Tensor) -> Tensor:
@@ -287,7 +300,7 @@ class Facts:
     @derived
     def shaping_weight(self) -> Tensor:
         """Weight of stage shaping; 0 where there is no seed, or no shaping."""
-        return self.only(self.weights["pbrs_weight"], self.seed, self.shaping_on)
+        return only(self.weights["pbrs_weight"], self.shaping_on, self.seed)
 
     @derived
     def shaping(self) -> Tensor:
@@ -325,7 +338,7 @@ class Facts:
         if self.arguments["effective_seed_params"] is None:
             return self.added_params
         measured = self.number("effective_seed_params", torch.nan)
-        return torch.where(measured == measured, measured, self.added_params)
+        return choose(is_known(measured), without_nan(measured), self.added_params)
 
     @derived
     def growth(self) -> Tensor:

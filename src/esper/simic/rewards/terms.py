@@ -12,7 +12,20 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.credit import CreditFacts
-from esper.simic.rewards.masks import both, either, without_nan
+from esper.simic.rewards.masks import (
+    Mask,
+    above,
+    at_least,
+    below,
+    both,
+    choose,
+    either,
+    equal,
+    is_known,
+    no,
+    only,
+    without_nan,
+)
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """What GERMINATE is paid for, before weight, discount and timing."""
@@ -43,14 +56,14 @@ def attribution(x: CreditFacts) -> Tensor:
 def blending_warning(x: CreditFacts) -> Tensor:
     """A harmful seed that is being blended in costs more with every step."""
     price = torch.clamp(-0.05 * x.dwell_epochs, min=-0.3) - 0.1
-    return x.only(price, x.harmful, x.stage == int(SeedStage.BLENDING))
+    return only(price, x.harmful, x.is_stage(SeedStage.BLENDING))
 
 
 def holding_warning(x: CreditFacts) -> Tensor:
     """A paying seed must be decided upon; parking it in HOLDING costs."""
     price = torch.clamp(-0.05 * (x.dwell_epochs - 2) - 0.1, min=-0.3)
-    waiting = x.holding, x.dwell_epochs >= 2, x.earning
-    return x.only(price, *waiting, ~either(x.fossilize, x.prune))
+    waiting = x.holding, at_least(x.dwell_epochs, 2), x.earning
+    return only(price, *waiting, no(either(x.fossilize, x.prune)))
 
 
 def stage_shaping(x: CreditFacts) -> Tensor:
@@ -60,22 +73,22 @@ def stage_shaping(x: CreditFacts) -> Tensor:
 
 def synergy(x: CreditFacts) -> Tensor:
     """A seed that helps others is paid a little for it."""
-    interaction = x.known("interaction_sums")
-    share = 0.2 * torch.sigmoid(interaction) - 0.1  # 0.1 tanh(interaction / 2), in a cheaper form
-    return x.only(share, x.seed, x.trusted, x.earning, interaction > x.zero)
+    interaction = torch.relu(x.known("interaction_sums"))
+    share = 0.2 * torch.sigmoid(interaction) - 0.1  # 0.1 tanh(interaction / 2), in a cheaper form; 0 at 0
+    return only(share, x.seed, x.trusted, x.earning)
 
 
 def growth_rent(x: CreditFacts) -> Tensor:
     """Occupied parameters pay rent, so that a seed must earn its place."""
-    price = torch.maximum(-x.weights["rent_weight"] * torch.log1p(x.growth), -x.weights["max_rent"])
-    return x.only(price, x.host_params > x.zero, x.occupancy > x.zero)
+    price = torch.maximum(-x.weights["rent_weight"] * torch.log1p(torch.relu(x.growth)), -x.weights["max_rent"])
+    return only(price, above(x.host_params, 0))
 
 
 def alpha_shock(x: CreditFacts) -> Tensor:
     """Sudden changes of alpha disturb the host in proportion to the parameters that are moved."""
-    w, moved = x.weights, x.known("alpha_delta_sq_sums")
+    w, moved = x.weights, torch.relu(x.known("alpha_delta_sq_sums"))
     shock = torch.maximum(-w["alpha_shock_coef"] * moved, -w["alpha_shock_cap"])
-    return x.only(shock, moved > x.zero, x.anti_gaming_on)
+    return only(shock, x.anti_gaming_on)
 
 
 def occupancy(x: CreditFacts) -> Tensor:
@@ -93,8 +106,8 @@ def germination(x: CreditFacts) -> Tensor:
     """GERMINATE: its cost, plus the potential of the new seed, discounted to the next observation."""
     w = x.weights
     worth = w["pbrs_weight"] * w["gamma"] * NEW_SEED_POTENTIAL
-    worth = x.only(worth * x.timing(x.epoch), x.epoch < x.max_epochs, x.shaping_on)
-    return w["germinate_cost"] + torch.where(x.seed, w["germinate_with_seed_penalty"], worth)
+    worth = only(worth * x.timing(x.epoch), below(x.epoch, x.max_epochs), x.shaping_on)
+    return w["germinate_cost"] + choose(x.seed, w["germinate_with_seed_penalty"], worth)
 
 
 def fossilization(x: CreditFacts) -> Tensor:
@@ -104,38 +117,38 @@ def fossilization(x: CreditFacts) -> Tensor:
     base = w["fossilize_base_bonus"] + quality * x.terminal_on
     bonus = (base + w["fossilize_contribution_scale"] * c) * x.legitimacy
     harm = torch.clamp(0.2 * g, min=-1.0) - 0.5
-    harm = torch.where(x.ransoming, harm - 0.3, harm)
-    value = torch.where(c >= MIN_CONTRIBUTION, bonus, w["fossilize_noncontributing_penalty"])
-    value = torch.where(g < x.zero, harm, value)
-    return w["fossilize_cost"] + torch.where(both(x.holding, x.has_gate_signal), value, w["invalid_fossilize_penalty"])
+    harm = choose(x.ransoming, harm - 0.3, harm)
+    value = choose(at_least(c, MIN_CONTRIBUTION), bonus, w["fossilize_noncontributing_penalty"])
+    value = choose(below(g, 0), harm, value)
+    return w["fossilize_cost"] + choose(both(x.holding, x.has_gate_signal), value, w["invalid_fossilize_penalty"])
 
 
 def pruning(x: CreditFacts) -> Tensor:
     """PRUNE: the seed's potential is paid back; removing harm is welcome, removing help or a newborn is not."""
     w, c = x.weights, x.contribution
-    worst, clearly_harmful = w["prune_good_seed_penalty"], c < w["prune_hurting_threshold"]
-    hurting = torch.where(x.age < w["min_prune_bonus_age"], -0.1, w["prune_hurting_bonus"])
-    judged = torch.where(clearly_harmful, hurting, w["prune_acceptable_bonus"])
-    judged = torch.where(x.negative_contribution, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
-    judged = x.only(judged, x.has_contribution)
-    judged = torch.where(x.age < MIN_PRUNE_AGE, worst * (MIN_PRUNE_AGE - x.age), judged)
-    judged = torch.where(x.fossil, w["prune_fossilized_penalty"], judged)
-    return w["prune_cost"] - x.potential_repaid + torch.where(x.seed, judged, -0.2)
+    worst, clearly_harmful = w["prune_good_seed_penalty"], below(c, w["prune_hurting_threshold"])
+    hurting = choose(below(x.age, w["min_prune_bonus_age"]), -0.1, w["prune_hurting_bonus"])
+    judged = choose(clearly_harmful, hurting, w["prune_acceptable_bonus"])
+    judged = choose(x.negative_contribution, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
+    judged = only(judged, x.has_contribution)
+    judged = choose(below(x.age, MIN_PRUNE_AGE), worst * (MIN_PRUNE_AGE - x.age), judged)
+    judged = choose(x.fossil, w["prune_fossilized_penalty"], judged)
+    return w["prune_cost"] - x.potential_repaid + choose(x.seed, judged, -0.2)
 
 
 def action(x: CreditFacts) -> Tensor:
     """Price or bonus of the operation."""
     w = x.weights
-    hasty = x.is_op(LifecycleOp.ADVANCE), x.seed, x.stage == int(SeedStage.TRAINING)
-    value = x.only(w["advance_from_training_penalty"], *hasty)
-    value = torch.where(x.is_op(LifecycleOp.SET_ALPHA_TARGET), w["set_alpha_target_cost"], value)
-    value = torch.where(x.germinate, germination(x), value)
-    value = torch.where(x.fossilize, fossilization(x), value)
-    return torch.where(x.prune, pruning(x), value)
+    hasty = x.is_op(LifecycleOp.ADVANCE), x.seed, x.is_stage(SeedStage.TRAINING)
+    value = only(w["advance_from_training_penalty"], *hasty)
+    value = choose(x.is_op(LifecycleOp.SET_ALPHA_TARGET), w["set_alpha_target_cost"], value)
+    value = choose(x.germinate, germination(x), value)
+    value = choose(x.fossilize, fossilization(x), value)
+    return choose(x.prune, pruning(x), value)
 
 
 def _at_the_end(x: CreditFacts, value: Tensor) -> Tensor:
-    return x.only(value, x.last_step, x.terminal_on)
+    return only(value, x.last_step, x.terminal_on)
 
 
 def final_accuracy(x: CreditFacts) -> Tensor:
@@ -148,7 +161,7 @@ def final_accuracy(x: CreditFacts) -> Tensor:
 
 def repaid_shaping(x: CreditFacts) -> Tensor:
     """Stage shaping in which PRUNE pays the potential back in the place of the shaping of its step."""
-    return torch.where(x.prune, -x.potential_repaid, x.shaping)
+    return choose(x.prune, -x.potential_repaid, x.shaping)
 
 
 def budget_rent(x: CreditFacts) -> Tensor:
@@ -156,9 +169,9 @@ def budget_rent(x: CreditFacts) -> Tensor:
     return -x.weights["param_penalty_weight"] * x.occupancy / x.weights["param_budget"]
 
 
-def earns_basic_bonus(x: CreditFacts) -> Tensor:
+def earns_basic_bonus(x: CreditFacts) -> Mask:
     """A contributing seed with a positive gate signal leaves HOLDING for good."""
-    return both(x.fossilize, x.holding, x.positive_gate_signal, x.contribution >= MIN_CONTRIBUTION)
+    return both(x.fossilize, x.holding, x.positive_gate_signal, at_least(x.contribution, MIN_CONTRIBUTION))
 
 
 def full_basic_bonus(x: CreditFacts) -> Tensor:
@@ -171,10 +184,10 @@ def full_basic_bonus(x: CreditFacts) -> Tensor:
 def basic_fossilization(x: CreditFacts) -> Tensor:
     """FOSSILIZE of a live seed: the bonus that is paid at once, or a penalty."""
     w = x.weights
-    invalid = either(both(~x.positive_gate_signal, x.contribution > 0.1), ~x.holding)
-    wrong = torch.where(invalid, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"])
-    value = torch.where(earns_basic_bonus(x), (1 - w["drip_fraction"]) * full_basic_bonus(x), wrong)
-    return x.only(value, x.fossilize, x.seed)
+    invalid = either(both(no(x.positive_gate_signal), above(x.contribution, 0.1)), no(x.holding))
+    wrong = choose(invalid, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"])
+    value = choose(earns_basic_bonus(x), (1 - w["drip_fraction"]) * full_basic_bonus(x), wrong)
+    return only(value, x.fossilize, x.seed)
 
 
 def last_gain(x: CreditFacts) -> Tensor:
@@ -196,7 +209,7 @@ def drip_opened(x: CreditFacts) -> Tensor:
     """Scale of the pool that this step opens; 0 where none."""
     w = x.weights
     steps = torch.maximum(x.max_epochs - x.epoch, w["min_drip_epochs"])
-    return x.only(w["drip_fraction"] * full_basic_bonus(x) / steps, earns_basic_bonus(x))
+    return only(w["drip_fraction"] * full_basic_bonus(x) / steps, earns_basic_bonus(x))
 
 
 # Sparse, minimal, simplified
@@ -207,18 +220,18 @@ def frugal_accuracy(x: CreditFacts) -> Tensor:
     w = x.weights
     price = w["param_penalty_weight"] * x.known("fossilized_params") / w["param_budget"]
     value = torch.clamp(x.known("committed_accs") / 100 - price, min=-1.0, max=1.0)
-    return x.only(w["sparse_reward_scale"] * value, x.last_step)
+    return only(w["sparse_reward_scale"] * value, x.last_step)
 
 
 def early_prune(x: CreditFacts) -> Tensor:
     """Pruning a seed that had no time to show its value."""
     w = x.weights
-    return x.only(w["early_prune_penalty"], x.prune, x.seed, x.age < w["early_prune_threshold"])
+    return only(w["early_prune_penalty"], x.prune, x.seed, below(x.age, w["early_prune_threshold"]))
 
 
 def flat_price(x: CreditFacts) -> Tensor:
     """Every operation costs the same."""
-    return torch.where(x.is_op(LifecycleOp.WAIT), x.zero, -0.01)
+    return choose(x.is_op(LifecycleOp.WAIT), x.zero, -0.01)
 
 
 def simple_success(x: CreditFacts) -> Tensor:
@@ -235,31 +248,32 @@ def loss_delta(x: CreditFacts) -> Tensor:
     bound = w["max_loss_delta"]
     scaled = x.known("loss_deltas") / w["typical_loss_delta_std"]
     scaled = torch.minimum(torch.maximum(scaled, -bound), bound)
-    return -w["loss_delta_weight"] * torch.where(scaled > 0, scaled * w["regression_penalty_scale"], scaled)
+    return -w["loss_delta_weight"] * choose(above(scaled, 0), scaled * w["regression_penalty_scale"], scaled)
 
 
 def loss_rent(x: CreditFacts) -> Tensor:
     """Added parameters pay rent, except while the target seed is new."""
     w = x.weights
     added = x.added_params
-    price = torch.log1p(added / torch.where(x.host_params > 0, x.host_params, 1.0))
+    price = torch.log1p(added / choose(above(x.host_params, 0), x.host_params, 1.0))
     price = torch.maximum(-w["compute_rent_weight"] * price, -w["max_rent_penalty"])
-    return x.only(price, added > 0, x.host_params > 0, ~both(x.seed, x.age < w["grace_epochs"]))
+    return only(price, above(x.host_params, 0), no(both(x.seed, below(x.age, w["grace_epochs"]))))
 
 
 def loss_potential(x: CreditFacts) -> Tensor:
     """Shaping by stage alone, without the time spent in it."""
     change = GAMMA * x.stage_potential - x.previous_potential
-    return x.only(x.weights["stage_potential_weight"] * change, x.seed)
+    return only(x.weights["stage_potential_weight"] * change, x.seed)
 
 
 def final_loss(x: CreditFacts) -> Tensor:
     """Where the last loss lies between baseline (0) and target (1); a missing loss earns nothing."""
     w = x.weights
     span = w["baseline_loss"] - w["target_loss"]
-    loss = x.number("val_losses", torch.nan)
-    share = torch.clamp((w["baseline_loss"] - loss) / torch.where(span == 0, 1.0, span), min=0.0, max=1.0)
-    return x.only(w["terminal_loss_weight"] * share, x.last_step, loss == loss)
+    raw_loss = x.number("val_losses", torch.nan)
+    loss = without_nan(raw_loss)
+    share = torch.clamp((w["baseline_loss"] - loss) / choose(equal(span, 0), 1.0, span), min=0.0, max=1.0)
+    return only(w["terminal_loss_weight"] * share, x.last_step, is_known(raw_loss))
 
 
 # Objective
@@ -274,7 +288,7 @@ def worth(x: CreditFacts, accuracy: Tensor, params: Tensor) -> Tensor:
 
 def objective_potential(x: CreditFacts) -> Tensor:
     """The model as it stands, estimated before the end; 0 at the end, so that the shaping telescopes."""
-    return torch.where(x.last_step, x.zero, worth(x, x.val_acc, x.added_params))
+    return only(worth(x, x.val_acc, x.added_params), no(x.last_step))
 
 
 def objective_shaping(x: CreditFacts) -> Tensor:
@@ -284,7 +298,7 @@ def objective_shaping(x: CreditFacts) -> Tensor:
 
 def objective_success(x: CreditFacts) -> Tensor:
     """J: committed accuracy minus growth, paid in the last step."""
-    return x.only(worth(x, x.known("committed_accs"), x.known("fossilized_params")), x.last_step)
+    return only(worth(x, x.known("committed_accs"), x.known("fossilized_params")), x.last_step)
 
 
 Term = Callable[[CreditFacts], Tensor]

@@ -16,13 +16,12 @@ from esper.simic.rewards.facts import Facts, derived
 from esper.simic.rewards.masks import (
     Mask,
     above,
-    as_bool,
     at_least,
     below,
     both,
     choose,
-    differ,
     either,
+    equal,
     is_known,
     no,
     only,
@@ -109,14 +108,19 @@ class CreditFacts(Facts):
     def timing_line(self) -> tuple[Tensor, Tensor]:
         """Timing factor of step 0, and what a step of warm-up adds to it; 1 and 0 where it is switched off. Scalars."""
         warmup, floor = self.weights["germination_warmup_epochs"], self.weights["germination_discount_floor"]
-        off = either(no(above(warmup, 0)), differ(self.weights["disable_timing_discount"], 0))
-        floor = choose(off, 1.0, floor)
+        on = both(above(warmup, 0), equal(self.weights["disable_timing_discount"], 0))
+        floor = choose(on, floor, 1.0)
         return floor, (1 - floor) / torch.clamp(warmup, min=1.0)
+
+    @derived
+    def impermanent(self) -> Mask:
+        """Rows whose target is not permanent yet."""
+        return no(self.fossil)
 
     @derived
     def credited(self) -> Mask:
         """Rows in which a non-negative contribution of something not yet permanent is paid."""
-        return both(at_least(self.raw_contribution, 0), no(self.fossil))
+        return both(at_least(self.raw_contribution, 0), self.impermanent)
 
     @derived
     def attribution_timing(self) -> Tensor:
@@ -146,7 +150,7 @@ class CreditFacts(Facts):
         earned = choose(self.negative_contribution, c, choose(self.has_contribution, helpful, proxy))
         earned = only(earned * w["contribution_weight"], no(self.harmful_fossilize))
         earned = choose(self.prune, -earned, earned)
-        return only(earned + self.ratio_penalty, no(self.fossil))
+        return only(earned + self.ratio_penalty, self.impermanent)
 
     @derived
     def earning(self) -> Mask:
@@ -177,7 +181,7 @@ class CreditFacts(Facts):
         bound = choose(above(clip, 0), clip, UNBOUNDED)
         bounded = torch.minimum(torch.maximum(gap, -bound), bound)
         change = choose(self.credited, bounded, only(gap, self.has_contribution))
-        return choose(self.prune, -self.account, only(change, no(self.fossil)))
+        return choose(self.prune, -self.account, only(change, self.impermanent))
 
     @derived
     def escrow_next(self) -> Tensor:
@@ -194,10 +198,9 @@ class CreditFacts(Facts):
     def as_flags(self, *masks: Mask) -> Tensor:
         """Masks side by side, in the type in which `has_seed_mask` was given: bool, or compiled for the CPU bytes."""
         dtype = self.exact("has_seed_mask").dtype
-        if dtype != torch.bool:  # by way of float32, the cast that is vectorized
-            one = torch.ones((), dtype=torch.float32, device=masks[0].device)
-            masks = tuple(torch.where(mask, one, 0.0).to(dtype) for mask in masks)
-        return as_bool(torch.stack(masks)).T
+        if dtype == torch.bool:
+            return torch.stack(masks).to(dtype).T
+        return torch.cat([mask.to(torch.float32)[None] for mask in masks]).to(dtype).T  # from float32 by vectors
 
     @derived
     def flags(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 A fact is computed when the first term asks for it and then kept, so a mode pays only for the facts it reads.
 Missing numbers are NaN in the arguments; every fact says in its name or docstring what stands in for them, because
-`mask * value` would carry a NaN through any mask.
+a mask is a number (`masks.py`), and `mask * value` carries a NaN through any mask.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,6 @@ from esper.simic.rewards.config import LEGITIMATE_HOLD
 from esper.simic.rewards.masks import (
     Mask,
     above,
-    as_mask,
     below,
     both,
     choose,
@@ -92,7 +91,9 @@ class Facts:
     def known(self, name: str) -> Tensor:
         """Argument `name` with 0 in the place of what is missing."""
         value = self.arguments[name]
-        return self.zero if value is None else without_nan(value.to(torch.float64))
+        if value is None:
+            return self.zero
+        return without_nan(value.to(torch.float64)) if value.is_floating_point() else value.to(torch.float64)
 
     def exact(self, name: str) -> Tensor:
         """Argument `name`, which every call passes, as it is: int64 or bool."""
@@ -174,7 +175,9 @@ class Facts:
     def seed(self) -> Mask:
         """The target slot holds a live seed; given as bool, or as bytes (`cpu_kernel.py`)."""
         value = self.exact("has_seed_mask")
-        return as_mask(value if value.dtype == torch.bool else value.to(torch.float32) != 0)
+        if value.dtype != torch.bool:
+            value = value.to(torch.float32)  # the cast from bytes that is done by vectors
+        return value.to(torch.float64)
 
     @derived
     def stage(self) -> Tensor:
@@ -195,6 +198,11 @@ class Facts:
     def dwell_epochs(self) -> Tensor:
         """Steps the target seed was observed in its stage before this one, e."""
         return self.number("epochs_in_stage", 0.0)
+
+    @derived
+    def dwell_price(self) -> Tensor:
+        """What waiting in a stage costs: 0.05 per step, at most 0.3."""
+        return torch.clamp(-0.05 * self.dwell_epochs, min=-0.3)
 
     @derived
     def age(self) -> Tensor:
@@ -258,16 +266,16 @@ class Facts:
         return table
 
     def potential_of(self, stage: Tensor) -> Tensor:
-        """Potential of each stage; compiled, a choice per stage, because a look-up is done element by element.
+        """Potential of each stage; compiled, a comparison per stage, because a look-up is done element by element.
 
-        What is no stage raises IndexError from the look-up, and has potential 0 in the choice.
+        What is no stage raises IndexError from the look-up, and has potential 0 where it is compared.
         """
         if not torch.compiler.is_compiling():
             return self.potentials.index_select(0, stage)
         found = self.zero
         for value, potential in enumerate(STAGE_POTENTIAL):
             if potential:
-                found = choose(equal(stage, value), potential, found)
+                found = found + potential * equal(stage, value)
         return found
 
     @derived
@@ -321,6 +329,11 @@ class Facts:
     def host_params(self) -> Tensor:
         """Parameters of the host."""
         return self.known("host_params")
+
+    @derived
+    def num_fossilized(self) -> Tensor:
+        """Permanent seeds of the host."""
+        return self.known("num_fossilized")
 
     @derived
     def host_floor(self) -> Tensor:

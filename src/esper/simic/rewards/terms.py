@@ -55,15 +55,13 @@ def attribution(x: CreditFacts) -> Tensor:
 
 def blending_warning(x: CreditFacts) -> Tensor:
     """A harmful seed that is being blended in costs more with every step."""
-    price = torch.clamp(-0.05 * x.dwell_epochs, min=-0.3) - 0.1
-    return only(price, x.harmful, x.is_stage(SeedStage.BLENDING))
+    return only(x.dwell_price - 0.1, x.harmful, x.is_stage(SeedStage.BLENDING))
 
 
 def holding_warning(x: CreditFacts) -> Tensor:
-    """A paying seed must be decided upon; parking it in HOLDING costs."""
-    price = torch.clamp(-0.05 * (x.dwell_epochs - 2) - 0.1, min=-0.3)
+    """A paying seed must be decided upon; parking it in HOLDING costs -0.1 - 0.05 (e - 2) = -0.05 e from e = 2 on."""
     waiting = x.holding, at_least(x.dwell_epochs, 2), x.earning
-    return only(price, *waiting, no(either(x.fossilize, x.prune)))
+    return only(x.dwell_price, *waiting, no(either(x.fossilize, x.prune)))
 
 
 def stage_shaping(x: CreditFacts) -> Tensor:
@@ -93,13 +91,13 @@ def alpha_shock(x: CreditFacts) -> Tensor:
 
 def occupancy(x: CreditFacts) -> Tensor:
     """Every seed beyond the free ones costs a little per step."""
-    seeds = x.known("num_active") + x.known("num_fossilized")
+    seeds = x.known("num_active") + x.num_fossilized
     return -x.weights["seed_occupancy_cost"] * torch.relu(seeds - x.weights["free_slots"])
 
 
 def fossil_upkeep(x: CreditFacts) -> Tensor:
     """Fossils cost a little for ever."""
-    return -x.weights["fossilized_maintenance_cost"] * x.known("num_fossilized")
+    return -x.weights["fossilized_maintenance_cost"] * x.num_fossilized
 
 
 def germination(x: CreditFacts) -> Tensor:
@@ -117,7 +115,7 @@ def fossilization(x: CreditFacts) -> Tensor:
     base = w["fossilize_base_bonus"] + quality * x.terminal_on
     bonus = (base + w["fossilize_contribution_scale"] * c) * x.legitimacy
     harm = torch.clamp(0.2 * g, min=-1.0) - 0.5
-    harm = choose(x.ransoming, harm - 0.3, harm)
+    harm = torch.sub(harm, x.ransoming, alpha=0.3)
     value = choose(at_least(c, MIN_CONTRIBUTION), bonus, w["fossilize_noncontributing_penalty"])
     value = choose(below(g, 0), harm, value)
     return w["fossilize_cost"] + choose(both(x.holding, x.has_gate_signal), value, w["invalid_fossilize_penalty"])
@@ -148,7 +146,7 @@ def action(x: CreditFacts) -> Tensor:
 
 
 def _at_the_end(x: CreditFacts, value: Tensor) -> Tensor:
-    return only(value, x.last_step, x.terminal_on)
+    return only(value, both(x.last_step, x.terminal_on))
 
 
 def final_accuracy(x: CreditFacts) -> Tensor:

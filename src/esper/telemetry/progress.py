@@ -21,9 +21,10 @@ from typing import Any, final
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import SegmentLines
 from rich.table import Table
 
-_REFRESH = 1.0  # a second: drawing the page takes milliseconds of the interpreter that the run needs
+_REFRESH = 0.5  # a second: drawing the page takes ten milliseconds of the interpreter that the run needs
 _WIDE = 140
 _OPERATIONS, _SLOTS = "operations chosen", "slots by stage"
 FIRST_INTERVAL, PLAIN_INTERVAL = 1.0, 30.0
@@ -203,11 +204,11 @@ class RunProgress:
         shown = [*self._history, *([self._now] if self._now else [])][-height:]
         while True:
             page = Group(*self._table(shown, wide=width >= _WIDE), self._bar)
-            lines = len(self._console.render_lines(page, pad=False))
-            too_many = lines - height + 1
+            lines = self._console.render_lines(page, pad=False)
+            too_many = len(lines) - height + 1
             if too_many <= 0 or len(shown) <= 1:
-                return page
-            shown = shown[max(too_many * len(shown) // lines, 1) :]
+                return SegmentLines(lines, new_lines=True)  # as it was drawn to count them: drawing takes milliseconds
+            shown = shown[max(too_many * len(shown) // len(lines), 1) :]
 
     def _table(self, rounds: Sequence[Shown], *, wide: bool) -> list[RenderableType]:
         """One line per round; where there is no room for the counts beside it, those of the newest stand below."""

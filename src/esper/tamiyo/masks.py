@@ -71,19 +71,18 @@ def mask_given_op(
 ) -> Float[Tensor, "V R"]:
     """The masks of all heads but style, which also depends on the slot."""
     mask: Tensor = choices @ _one_hots(op.device).index_select(1, op)
-    mask[tables.values[Head.OP]] = op_mask
     legal_slots = legal.gather(1, op[:, None, None].expand(-1, 1, legal.shape[-1])).squeeze(1)
-    mask[tables.values[Head.SLOT]] *= legal_slots.t()
-    return mask
+    slots, ops = tables.values[Head.SLOT], tables.values[Head.OP]  # the first and the last head
+    return torch.cat((mask[slots] * legal_slots.t(), mask[slots.stop : ops.start], op_mask))
 
 
 def mask_given_slot(
     mask: Tensor, has_gate: Tensor, op: Tensor, slot: Tensor, tables: "HeadTables"
 ) -> Float[Tensor, "V R"]:
-    """`mask`, changed in place: a seed without a gate network cannot be retargeted to the style that needs one."""
+    """`mask`, but a seed without a gate network cannot be retargeted to the style that needs one."""
     gate_here = has_gate.gather(1, slot[:, None]).squeeze(1)
-    mask[tables.gated_style] *= gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET))
-    return mask
+    allowed, gated = gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET)), tables.gated_style
+    return torch.cat((mask[:gated], mask[gated : gated + 1] * allowed, mask[gated + 1 :]))
 
 
 def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor, tables: "HeadTables") -> Float[Tensor, "V R"]:

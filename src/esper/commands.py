@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def _resume(command: Train, path: Path) -> int:
         require_same_config(start.config, config)
         _require_something_to_do(path, checkpoint, config)
         _warn(missing_records(path, start.cursor))
-    parts = _assembled(config)
-    # a run that recorded "auto" keeps it, as its checkpoints do
+    # a run that recorded "auto" keeps it, as its checkpoints do; on a CPU that was float32, and nothing is measured now
+    begun_elsewhere = config.amp == "auto" and device_of(config).type == "cpu"
+    parts = _assembled(replace(config, amp="off") if begun_elsewhere else config)
     if checkpoint:
         restore(parts.engine, parts.client, checkpoint, parts.shape)
     cursor = start.cursor if start else {}
@@ -130,6 +132,8 @@ def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header
             console.say("topology: static (records arrive at the end of a round)")
         else:
             console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else "") + shared)
+    if parts.told:
+        console.say(parts.told)
     if start is not None:
         inside = f" and {start.step} steps" if start.step else ""
         console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")

@@ -12,7 +12,8 @@ from torch import Tensor
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards.config import MIN_CONTRIBUTION
-from esper.simic.rewards.facts import Facts, derived
+from esper.simic.rewards.derived import derived
+from esper.simic.rewards.facts import Facts
 from esper.simic.rewards.masks import (
     Mask,
     above,

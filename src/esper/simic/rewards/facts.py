@@ -5,8 +5,7 @@ Missing numbers are NaN in the arguments; every fact says in its name or docstri
 a mask is a number (`masks.py`), and `mask * value` carries a NaN through any mask.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar, overload
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,44 +14,13 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.record import record
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import LEGITIMATE_HOLD
-from esper.simic.rewards.masks import (
-    Mask,
-    above,
-    below,
-    both,
-    choose,
-    equal,
-    is_known,
-    only,
-    without_nan,
-)
-
-T = TypeVar("T")
+from esper.simic.rewards.derived import derived
+from esper.simic.rewards.masks import Mask, above, below, both, choose, equal, is_known, only, without_nan
 
 RANSOM_CONTRIBUTION, RANSOM_GATE_SIGNAL = 0.1, -0.2
 """Points beyond which a seed that helps on its own and harms in company is taken for a hostage taker."""
 
 _POTENTIAL_TABLES: dict[torch.device, Tensor] = {}
-
-
-class derived(Generic[T]):  # noqa: N801 -- used like `property`
-    """An attribute computed on first use and kept; like `functools.cached_property`, whose lock cannot be traced."""
-
-    def __init__(self, compute: Callable[..., T]) -> None:
-        self.compute = compute
-        self.name = compute.__name__
-        self.__doc__ = compute.__doc__
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> "derived[T]": ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object | None, owner: type) -> "derived[T] | T":
-        if instance is None:
-            return self
-        value = self.compute(instance)
-        instance.__dict__[self.name] = value
-        return value
 
 
 def potential_table(device: torch.device) -> Tensor:

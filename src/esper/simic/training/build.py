@@ -16,6 +16,7 @@ from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
 from esper.simic.training.kernels import phase_form, policy_form, replayed_reward, require_replayed_training
 from esper.simic.training.plugins import load_plugins
+from esper.simic.training.precision import with_fastest_precision
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.datasets import Dataset
@@ -119,14 +120,16 @@ def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtoco
 class Parts:
     """What a run is made of; `shape` is what its checkpoints say of it.
 
-    `config` is that of the run with the executor and the workers that were taken: whoever records it goes on with the
-    same ones, also under a later version that would take others.
+    `config` is that of the run with the executor, the workers and, on a CPU, the precision that were taken: whoever
+    records it goes on with the same ones, also under a later version that would take others. `told` is one sentence
+    about a precision that was chosen by measuring, empty where none was.
     """
 
     config: RunConfig
     engine: VectorizedEngine
     client: SimicClient
     shape: dict[str, object]
+    told: str = ""
 
 
 def assemble(config: RunConfig, device: torch.device) -> Parts:
@@ -136,9 +139,10 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         DataError: data are missing or broken. ConfigError: the run cannot be as it is configured.
     """
     dataset = dataset_of(config, device)
+    config, told = with_fastest_precision(config, dataset, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     taken = replace(config, executor=engine.config.executor, workers=engine.config.workers)
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))
-    return Parts(taken, engine, learner, shape)
+    return Parts(taken, engine, learner, shape, told)

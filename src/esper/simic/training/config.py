@@ -82,6 +82,9 @@ class RunConfig:
     graphs and replayed: "off"; "on", which a CPU refuses; or "auto", which replays on CUDA what has been proven there.
     So far nothing has, and "auto" is "off"."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
+    """Precision of host training: "off" is float32; "auto" is bf16 (or fp16) on CUDA, and on a CPU bf16 where a second
+    of measuring shows that it is faster. What was measured is kept for the next run of its kind and said, and
+    `config.toml` names what was taken."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
     checkpoint_every: int = 1

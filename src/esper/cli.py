@@ -62,7 +62,7 @@ class Train:
     data_dir: _Path = None
     """Folder of the task's data files. (the environment variable ESPER_DATA)"""
     executor: _Text = None
-    """How hosts are run: streamed (one by one), fused (all at once) or auto."""
+    """How hosts are run: streamed (one by one), fused (all at once), auto (by image size) or measured (the faster)."""
     workers: _Number = None
     """Processes that share the hosts of a CPU. (by the preset)"""
     topology: _Text = None

@@ -132,8 +132,8 @@ def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header
             console.say("topology: static (records arrive at the end of a round)")
         else:
             console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else "") + shared)
-    if parts.told:
-        console.say(parts.told)
+    for sentence in parts.told:
+        console.say(sentence)
     if start is not None:
         inside = f" and {start.step} steps" if start.step else ""
         console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")

@@ -13,6 +13,7 @@ from esper.simic.rewards import ContributionReward, make_reward
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
+from esper.simic.training.fastest_executor import with_fastest_executor
 from esper.simic.training.identity import run_shape
 from esper.simic.training.kernels import phase_form, policy_form, replayed_reward, require_replayed_training
 from esper.simic.training.plugins import load_plugins
@@ -121,15 +122,15 @@ class Parts:
     """What a run is made of; `shape` is what its checkpoints say of it.
 
     `config` is that of the run with the executor, the workers and, on a CPU, the precision that were taken: whoever
-    records it goes on with the same ones, also under a later version that would take others. `told` is one sentence
-    about a precision that was chosen by measuring, empty where none was.
+    records it goes on with the same ones, also under a later version that would take others. `told` is a sentence about
+    each of them that was chosen by measuring.
     """
 
     config: RunConfig
     engine: VectorizedEngine
     client: SimicClient
     shape: dict[str, object]
-    told: str = ""
+    told: tuple[str, ...] = ()
 
 
 def assemble(config: RunConfig, device: torch.device) -> Parts:
@@ -139,10 +140,11 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         DataError: data are missing or broken. ConfigError: the run cannot be as it is configured.
     """
     dataset = dataset_of(config, device)
-    config, told = with_fastest_precision(config, dataset, device)
+    config, of_precision = with_fastest_precision(config, dataset, device)
+    config, of_executor = with_fastest_executor(config, dataset, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     taken = replace(config, executor=engine.config.executor, workers=engine.config.workers)
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))
-    return Parts(taken, engine, learner, shape, told)
+    return Parts(taken, engine, learner, shape, tuple(filter(None, (of_precision, of_executor))))

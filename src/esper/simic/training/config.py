@@ -59,9 +59,10 @@ class RunConfig:
     custom_reward: str = ""
     """Name of a registered reward that pays instead of the formula of `reward.mode`; it is handed the numbers in
     `reward`."""
-    executor: Literal["auto", "fused", "streamed"] = "streamed"
+    executor: Literal["auto", "fused", "streamed", "measured"] = "streamed"
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
-    many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size.
+    many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size;
+    "measured" the one that trains faster here, which takes seconds once and is kept for the next run of its kind.
     The presets say "auto"; `config.toml` of a run names the one that was taken."""
     topology: Literal["grouped", "static"] = "grouped"
     """"grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that could grow,
@@ -109,6 +110,13 @@ class RunConfig:
         self._check_slots(task)
         self._check_batches(task)
         self._check_reward()
+        if self.executor not in ("auto", "fused", "streamed", "measured"):
+            raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'fused', 'streamed' or 'measured'.")
+        if self.executor == "measured" and self.topology == "static":
+            raise ConfigError(
+                "executor is 'measured', but topology is 'static', which always runs all hosts at once; leave executor "
+                "out."
+            )
         if self.capture == "on" and self.device == "cpu":
             raise ConfigError("capture is 'on' on the CPU, which has no CUDA graphs; use 'auto' or 'off'.")
         if self.topology == "static" and task.host is None:
@@ -173,7 +181,7 @@ class RunConfig:
             episode_length=self.episode_length,
             slots=self.slots,
             time_limit=limit,
-            executor=self.executor,
+            executor="auto" if self.executor == "measured" else self.executor,
             workers=self.workers,
             topology=self.topology,
             amp=self.amp,

@@ -3,27 +3,22 @@
     amp = "auto" on a CPU --> kept result, or a second of measuring --> "bf16" or "off", said and written to config.toml
 
 Processors differ in what bfloat16 costs them, and so do hosts: wide ones on large images gain where the processor
-multiplies matrices of it, narrow ones lose everywhere. What is kept is the ratio of times; a run whose result is kept
-takes the same precision as the one before, however busy the machine is.
+multiplies matrices of it, narrow ones lose everywhere.
 """
 
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.initialization import deterministic_build
+from esper.simic.training.calibration import calibrated
 from esper.simic.training.config import RunConfig
 from esper.tasks.datasets import Dataset
-from esper.telemetry.machine import cpu_name
 
 MIN_GAIN = 1.1
 """How many times faster bf16 must be to be taken: less is not worth its rounding."""
@@ -33,43 +28,23 @@ Measure = Callable[[RunConfig, tuple[int, int]], float]
 """(run, height and width of its images) -> time of float32 / time of bf16."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """What was found: `gain` is time of float32 / time of bf16, `told` one sentence for the user."""
-
-    amp: Literal["bf16", "off"]
-    gain: float
-    told: str
-
-
-def with_fastest_precision(config: RunConfig, dataset: Dataset | None, device: torch.device) -> tuple[RunConfig, str]:
+def with_fastest_precision(
+    config: RunConfig, dataset: Dataset | None, device: torch.device, measure: Measure | None = None
+) -> tuple[RunConfig, str]:
     """The run with the precision that is faster on this CPU, and a sentence about it.
 
     Only where `amp` is "auto" and networks are trained on a CPU; elsewhere the run as it is, and nothing to say.
     """
-    if config.amp != "auto" or device.type != "cpu" or dataset is None or config.task_spec().host is None:
+    spec = config.task_spec().host
+    if config.amp != "auto" or device.type != "cpu" or dataset is None or spec is None:
         return config, ""
-    height, width = dataset.train.x.shape[-2:]
-    found = fastest_precision(config, (int(height), int(width)))
-    return replace(config, amp=found.amp), found.told
-
-
-def fastest_precision(config: RunConfig, image_size: tuple[int, int], measure: Measure | None = None) -> Precision:
-    """The kept result for this processor, these versions and this kind of host, or a measured one that is then kept.
-
-    A file that cannot be read or written costs another measurement in the next run, and is said.
-    """
-    path, key = calibration_file(), _key(config, image_size)
-    kept, problem = _kept(path)
-    gain, source = kept.get(key), f"as {path} says"
-    if gain is None:
-        gain, source = (measure or measured_gain)(config, image_size), f"kept in {path}"
-        problem = problem or _keep(path, kept | {key: gain})
-        if problem:
-            source = f"not kept: {problem}"
-    amp: Literal["bf16", "off"] = "bf16" if gain >= MIN_GAIN else "off"
-    verdict = f"bf16 takes {1 / gain:.2f} of the time of float32 on this processor ({source})"
-    return Precision(amp=amp, gain=gain, told=f"amp: {amp}, {verdict}")
+    height, width = (int(side) for side in dataset.train.x.shape[-2:])
+    work = f"time of float32 / time of bf16: {spec}, {height}x{width}, {config.batch_train} examples"
+    found = calibrated(work, device, lambda: (measure or measured_gain)(config, (height, width)))
+    chosen = replace(config, amp="bf16" if found.ratio >= MIN_GAIN else "off")
+    return chosen, (
+        f"amp: {chosen.amp} (bf16 takes {1 / found.ratio:.2f} of the time of float32 on this processor, {found.source})"
+    )
 
 
 def measured_gain(config: RunConfig, image_size: tuple[int, int]) -> float:
@@ -96,39 +71,3 @@ def measured_gain(config: RunConfig, image_size: tuple[int, int]) -> float:
         seconds(dtype)  # allocates, and lets the library choose its kernels
     pairs = [[seconds(dtype) for dtype in precisions] for _ in range(_REPETITIONS)]
     return statistics.median(full / half for full, half in pairs)
-
-
-def calibration_file() -> Path:
-    """Where results are kept: `calibration.json` in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "esper" / "calibration.json"
-
-
-def _key(config: RunConfig, image_size: tuple[int, int]) -> str:
-    threads, spec = torch.get_num_threads(), config.task_spec().host
-    return f"{cpu_name()}; torch {torch.__version__}; {threads} threads; {spec}, {image_size}, {config.batch_train}"
-
-
-def _kept(path: Path) -> tuple[dict[str, float], str]:
-    """Kept results, and what is wrong with the file; one that cannot be read is left as it is."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}, ""
-    except (OSError, ValueError) as error:
-        return {}, f"{path} cannot be read ({error}); delete it"
-    if not isinstance(found, dict) or not all(isinstance(gain, float) and gain > 0 for gain in found.values()):
-        return {}, f"{path} does not hold ratios by name; delete it"
-    return found, ""
-
-
-def _keep(path: Path, results: dict[str, float]) -> str:
-    """Write the results, whole or not at all; returns what went wrong."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        return f"{path} cannot be written ({error.strerror})"
-    return ""

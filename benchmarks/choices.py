@@ -5,6 +5,7 @@
     pointwise             grouped convolution against matrix product, there and back, per number of channels
     where                 choosing between wide tensors against a masked term (features) or filling a copy (buffer)
     masks                 choices of a reward by `torch.where` against arithmetic with masks of ones and zeros
+    recurrence            the cell step after step under autograd against the sequence with a gradient of its own
     clamp                 masked logits as they are against clamped ones, in a null step of many hosts
     policy                `torch.no_grad` as it is against `torch.inference_mode`, in a null step of few hosts
     threads               one against two, in a fused train pass of digits; wall time
@@ -44,6 +45,7 @@ from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.simic.compilation import CompiledStep
 from esper.simic.rewards.masks import choose
 from esper.tamiyo import heads
+from esper.tamiyo.recurrence import lstm_cell, lstm_sequence
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts
@@ -63,6 +65,8 @@ class Options:
     """Hosts of digits and of the null step that compares the policy."""
     many_hosts: int = 1024
     """Rows of the features and the buffer, and hosts of the null step that compares the clamp."""
+    minibatches: tuple[int, ...] = (4, 16, 64, 256)
+    """Hosts in a minibatch of the recurrence."""
     rewards: int = 4096
     """Rows of a reward."""
     examples: int = 512
@@ -201,6 +205,33 @@ def masks(options: Options) -> list[Row]:
     return [row("masks, from row to row", unsorted), row("masks, half and half", unsorted.sort().values)]
 
 
+def step_by_step(gates: Tensor, h: Tensor, c: Tensor, reset: Tensor, weight: Tensor) -> Tensor:
+    """`lstm_sequence` without a gradient of its own."""
+    outputs = []
+    for now, fresh in zip(gates.unbind(1), reset[..., None].unbind(1), strict=True):
+        h, c = lstm_cell(now, h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0), weight)
+        outputs.append(h)
+    return torch.stack(outputs, dim=1)
+
+
+def recurrence(options: Options) -> list[Row]:
+    """An episode of a minibatch of few and of many hosts, there and back, at the width of the preset `small`."""
+
+    def row(hosts: int, width: int = 128) -> Row:
+        gates, weight = torch.randn(hosts, options.steps, 4 * width), torch.randn(4 * width, width) / width**0.5
+        given = (gates.requires_grad_(), torch.zeros(hosts, width), torch.zeros(hosts, width))
+        reset = torch.zeros(hosts, options.steps, dtype=torch.bool)
+
+        def there_and_back(form: Callable[..., Tensor]) -> None:
+            form(*given, reset, weight.requires_grad_()).sum().backward()
+
+        work = [partial(there_and_back, form) for form in (step_by_step, lstm_sequence)]
+        name = f"recurrence, {hosts} hosts x {options.steps} steps"
+        return compare(name, "autograd", "own gradient", work, options.repetitions)
+
+    return [row(hosts) for hosts in options.minibatches]
+
+
 def null_subject(num_envs: int, options: Options) -> null_control_step.Subject:
     """An engine of the null task with its learner."""
     return null_control_step.Subject.build(num_envs, null_control_step.Options(episode_length=options.steps))
@@ -304,6 +335,7 @@ CHOICES: dict[str, Callable[[Options], list[Row]]] = {
     "pointwise": pointwise,
     "where": where,
     "masks": masks,
+    "recurrence": recurrence,
     "clamp": clamp,
     "policy": policy,
     "threads": threads,

@@ -31,6 +31,7 @@ from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, local_generator
 from esper.leyline.record import record
 from esper.tamiyo.features import feature_dim
+from esper.tamiyo.recurrence import lstm_cell, lstm_sequence
 
 EMBEDDING_WIDTH = 4
 EMBEDDING_STD = 0.02
@@ -67,21 +68,6 @@ class RecurrentLayer(nn.Module):
     def input_gates(self, x: Float[Tensor, "*R H"]) -> Float[Tensor, "*R G"]:
         """`W_x x + b`."""
         return F.linear(x, self.input_weight, self.bias)
-
-
-def lstm_cell(
-    gates_x: Float[Tensor, "N G"],
-    h: Float[Tensor, "N H"],
-    c: Float[Tensor, "N H"],
-    recurrent_weight: Float[Tensor, "G H"],
-) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N H"]]:
-    """One step of an LSTM (Hochreiter and Schmidhuber, 1997, with the forget gate of Gers et al., 2000); (h', c').
-
-    (i, f, g, o) = gates_x + W_h h;  c' = sigmoid(f) c + sigmoid(i) tanh(g);  h' = sigmoid(o) tanh(c').
-    """
-    i, f, g, o = torch.addmm(gates_x, h, recurrent_weight.t()).chunk(4, dim=-1)
-    c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
-    return o.sigmoid() * c.tanh(), c
 
 
 @final
@@ -157,7 +143,8 @@ class TamiyoNetwork(nn.Module):
         """Logits and values of whole sequences; the state of hosts with `reset[n, t]` is zeroed before step t."""
         x = self._encode(features, blueprint_index)
         for layer, h0, c0 in zip(self._layers(), hidden0.h.unbind(0), hidden0.c.unbind(0), strict=True):
-            x = x + layer.norm(_recur(layer, x, h0, c0, reset))
+            h = lstm_sequence(layer.input_gates(x), h0, c0, reset, layer.recurrent_weight)
+            x = x + layer.norm(h)
         return self._decode(x)
 
     def trunk_slices(self) -> tuple[slice, ...]:
@@ -183,16 +170,6 @@ class TamiyoNetwork(nn.Module):
         hidden[Head.BLUEPRINT] = self.head_blueprint(hidden[Head.BLUEPRINT]).relu()
         logits = tuple(output(h) for output, h in zip(self.head_outputs, hidden, strict=True))
         return logits, self.value_net(value_input).squeeze(-1)
-
-
-def _recur(layer: RecurrentLayer, x: Tensor, h: Tensor, c: Tensor, reset: Tensor) -> Float[Tensor, "N T H"]:
-    """The LSTM over all steps of `x` [N, T, H] from the state (h, c)."""
-    outputs = []
-    for gates, fresh in zip(layer.input_gates(x).unbind(1), reset[..., None].unbind(1), strict=True):
-        h, c = h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0)
-        h, c = lstm_cell(gates, h, c, layer.recurrent_weight)
-        outputs.append(h)
-    return torch.stack(outputs, dim=1)
 
 
 def _require_sizes(feature_width: int, hidden_width: int, num_layers: int) -> None:

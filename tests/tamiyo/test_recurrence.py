@@ -1,0 +1,90 @@
+"""The recurrence over whole sequences: what one step after another gives, and the gradient that autograd finds."""
+
+import pytest
+import torch
+
+from esper.tamiyo import recurrence
+from esper.tamiyo.recurrence import lstm_cell, lstm_sequence
+
+HOSTS, STEPS, WIDTH = 3, 5, 4
+
+
+def drawn(hosts=HOSTS, steps=STEPS, width=WIDTH, dtype=torch.float64, seed=0):
+    """Gates, first state, resets and recurrent weight, in the order of the arguments."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    reset = torch.rand(hosts, steps, generator=generator) < 0.3
+    return normal(hosts, steps, 4 * width), normal(hosts, width), normal(hosts, width), reset, normal(4 * width, width)
+
+
+def step_by_step(gates, h, c, reset, weight):
+    """The slow twin: the cell, once per step, under autograd."""
+    outputs = []
+    for t in range(gates.shape[1]):
+        fresh = reset[:, t, None]
+        h, c = lstm_cell(gates[:, t], h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0), weight)
+        outputs.append(h)
+    return torch.stack(outputs, dim=1)
+
+
+def gradients(form, given, slope):
+    """Gradients of gates, first state and weight."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+    learning = [x for x in leaves if x.requires_grad]
+    return torch.autograd.grad(form(*leaves), learning, slope)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("hosts", [1, 3, 40])
+def test_it_is_the_cell_step_after_step_to_the_bit(hosts, dtype):
+    given = drawn(hosts, steps=7, width=16, dtype=dtype)
+    assert torch.equal(lstm_sequence(*given), step_by_step(*given))
+
+
+@pytest.mark.parametrize("block", [1, 80, 10**6])  # numbers: one step, some of them, all
+@pytest.mark.parametrize(("hosts", "steps"), [(1, 1), (1, 6), (6, 1), (4, 9)])
+def test_its_gradients_are_those_of_autograd(hosts, steps, block, monkeypatch):
+    monkeypatch.setattr(recurrence, "_BLOCK", block)
+    given = drawn(hosts, steps, width=8)
+    slope = torch.randn(hosts, steps, 8, dtype=torch.float64)
+    for got, want in zip(gradients(lstm_sequence, given, slope), gradients(step_by_step, given, slope), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_its_gradients_are_those_of_finite_differences():
+    gates, h, c, reset, weight = drawn(2, 4, 2)
+    leaves = tuple(x.requires_grad_() for x in (gates, h, c, weight))
+    assert torch.autograd.gradcheck(lambda g, h, c, w: lstm_sequence(g, h, c, reset, w), leaves)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_reset_cuts_the_past_off(everywhere):
+    gates, h, c, reset, weight = drawn()
+    reset[:] = everywhere
+    slope = torch.zeros(HOSTS, STEPS, WIDTH, dtype=torch.float64)
+    slope[:, -1] = 1.0  # only the last output matters
+    of_gates, of_h, _, _ = gradients(lstm_sequence, (gates, h, c, reset, weight), slope)
+    assert bool((of_h == 0).all()) is everywhere
+    assert bool((of_gates[:, :-1] == 0).all()) is everywhere
+    assert (of_gates[:, -1] != 0).any()
+
+
+def test_what_it_is_given_stays_as_it_was():
+    for hosts in (1, 3):
+        given = drawn(hosts)
+        before = [x.clone() for x in given]
+        slope = torch.ones(hosts, STEPS, WIDTH, dtype=torch.float64)
+        gradients(lstm_sequence, given, slope)
+        lstm_sequence(*given)
+        assert all(map(torch.equal, given, before))
+
+
+def test_hosts_do_not_meet():
+    gates, h, c, reset, weight = drawn(4)
+    order = torch.tensor([2, 0, 3, 1])
+    together = lstm_sequence(gates, h, c, reset, weight)
+    permuted = lstm_sequence(gates[order], h[order], c[order], reset[order], weight)
+    torch.testing.assert_close(permuted, together[order], rtol=1e-12, atol=1e-14)

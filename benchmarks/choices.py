@@ -45,7 +45,7 @@ from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.simic.compilation import CompiledStep
 from esper.simic.rewards.masks import choose
 from esper.tamiyo import heads
-from esper.tamiyo.recurrence import lstm_cell, lstm_sequence
+from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts
@@ -205,15 +205,6 @@ def masks(options: Options) -> list[Row]:
     return [row("masks, from row to row", unsorted), row("masks, half and half", unsorted.sort().values)]
 
 
-def step_by_step(gates: Tensor, h: Tensor, c: Tensor, reset: Tensor, weight: Tensor) -> Tensor:
-    """`lstm_sequence` without a gradient of its own."""
-    outputs = []
-    for now, fresh in zip(gates.unbind(1), reset[..., None].unbind(1), strict=True):
-        h, c = lstm_cell(now, h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0), weight)
-        outputs.append(h)
-    return torch.stack(outputs, dim=1)
-
-
 def recurrence(options: Options) -> list[Row]:
     """An episode of a minibatch of few and of many hosts, there and back, at the width of the preset `small`."""
 
@@ -225,7 +216,7 @@ def recurrence(options: Options) -> list[Row]:
         def there_and_back(form: Callable[..., Tensor]) -> None:
             form(*given, reset, weight.requires_grad_()).sum().backward()
 
-        work = [partial(there_and_back, form) for form in (step_by_step, lstm_sequence)]
+        work = [partial(there_and_back, form) for form in (lstm_steps, lstm_sequence)]
         name = f"recurrence, {hosts} hosts x {options.steps} steps"
         return compare(name, "autograd", "own gradient", work, options.repetitions)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.tamiyo import recurrence
-from esper.tamiyo.recurrence import lstm_cell, lstm_sequence
+from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
 
 HOSTS, STEPS, WIDTH = 3, 5, 4
 
@@ -20,16 +20,6 @@ def drawn(hosts=HOSTS, steps=STEPS, width=WIDTH, dtype=torch.float64, seed=0):
     return normal(hosts, steps, 4 * width), normal(hosts, width), normal(hosts, width), reset, normal(4 * width, width)
 
 
-def step_by_step(gates, h, c, reset, weight):
-    """The slow twin: the cell, once per step, under autograd."""
-    outputs = []
-    for t in range(gates.shape[1]):
-        fresh = reset[:, t, None]
-        h, c = lstm_cell(gates[:, t], h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0), weight)
-        outputs.append(h)
-    return torch.stack(outputs, dim=1)
-
-
 def gradients(form, given, slope):
     """Gradients of gates, first state and weight."""
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
@@ -41,7 +31,7 @@ def gradients(form, given, slope):
 @pytest.mark.parametrize("hosts", [1, 3, 40])
 def test_it_is_the_cell_step_after_step_to_the_bit(hosts, dtype):
     given = drawn(hosts, steps=7, width=16, dtype=dtype)
-    assert torch.equal(lstm_sequence(*given), step_by_step(*given))
+    assert torch.equal(lstm_sequence(*given), lstm_steps(*given))
 
 
 @pytest.mark.parametrize("block", [1, 80, 10**6])  # numbers: one step, some of them, all
@@ -50,7 +40,7 @@ def test_its_gradients_are_those_of_autograd(hosts, steps, block, monkeypatch):
     monkeypatch.setattr(recurrence, "_BLOCK", block)
     given = drawn(hosts, steps, width=8)
     slope = torch.randn(hosts, steps, 8, dtype=torch.float64)
-    for got, want in zip(gradients(lstm_sequence, given, slope), gradients(step_by_step, given, slope), strict=True):
+    for got, want in zip(gradients(lstm_sequence, given, slope), gradients(lstm_steps, given, slope), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 

@@ -50,6 +50,21 @@ _BLOCK = 2**17
 """Numbers of one factor that are computed at once: few steps of many hosts, which stay in the cache, many of few."""
 
 
+def lstm_steps(
+    gates_x: Float[Tensor, "N T G"],
+    h: Float[Tensor, "N H"],
+    c: Float[Tensor, "N H"],
+    reset: Bool[Tensor, "N T"],
+    recurrent_weight: Float[Tensor, "G H"],
+) -> Float[Tensor, "N T H"]:
+    """The slow twin of `lstm_sequence`: the cell, step after step, under automatic differentiation."""
+    outputs = []
+    for gates, fresh in zip(gates_x.unbind(1), reset[..., None].unbind(1), strict=True):
+        h, c = lstm_cell(gates, h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0), recurrent_weight)
+        outputs.append(h)
+    return torch.stack(outputs, dim=1)
+
+
 @final
 class _Sequence(torch.autograd.Function):
     """See the head of this file. Inside, time is the first axis."""

@@ -1,5 +1,6 @@
 """What runs in each slot of each host during a pass, worked out from the structure before the pass begins."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -43,6 +44,12 @@ class RunningSeed:
     alpha: Tensor
     hidden: bool
     isolated: bool
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The rows of seed and gate that learn."""
+        for bound in (self.seed, self.gate):
+            if bound is not None and bound.params.requires_grad:
+                yield bound.params
 
     def train(self, h: Tensor) -> Tensor:
         """Features after the slot, in a train pass."""

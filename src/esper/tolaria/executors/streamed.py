@@ -5,16 +5,18 @@ train      for each batch: forward and backward of every host (on CUDA each on a
 evaluate   for each host: all its coalitions in one pass that runs the network on distinct prefixes only
 """
 
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from esper.kasmina.optimizers import host_decay_mask
 from esper.kasmina.population import Population
+from esper.kasmina.slab import Working
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
@@ -26,10 +28,19 @@ from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass, empty_structure
-from esper.tolaria.executors.running import SlotsOfHost, begin_training, finish_training, running_seeds
+from esper.tolaria.executors.running import (
+    SlotsOfHost,
+    TrainedRows,
+    begin_training,
+    finish_training,
+    running_seeds,
+)
 from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.executors.streams import HostStreams
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+
+TrainBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""x [N, B, ...], y [N, B] --> loss and hits of the hosts that it trains."""
 
 
 @final
@@ -98,10 +109,15 @@ class StreamedExecutor:
         return self._episode
 
     @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        height, width = self._dataset.train.x.shape[-2:]
+        return height, width
+
+    @property
     def largest_activation(self) -> int:
         """Floats of the largest activation of one example in a host."""
-        spec = self.population.host_module.spec
-        height, width = self._dataset.train.x.shape[-2:]
+        spec, (height, width) = self.population.host_module.spec, self.image_size
         halvings = [min(i, spec.pools) for i in range(spec.blocks)]
         sizes = [c * (height >> k) * (width >> k) for c, k in zip(spec.channels(), halvings, strict=True)]
         return max(sizes)
@@ -128,8 +144,8 @@ class StreamedExecutor:
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
         p, structure = self.population, self.structure
-        everyone = torch.arange(p.num_envs, device=self._device)
-        hosts = p.host.begin(everyone, [p.host.params.shape[1]] * p.num_envs)
+        everyone = range(p.num_envs)
+        hosts = p.host.begin(torch.arange(p.num_envs, device=self._device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, structure)
         seeds = running_seeds(p, structure, slots.alpha, rows)
         optimizer = StackedOptimizer(p, hosts, rows, self.scaler, self.decay_mask)
@@ -137,7 +153,7 @@ class StreamedExecutor:
 
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
             optimizer.zero_grad()
-            answer = self._train_batch(hosts.leaves, seeds, x_NB, y_NB)
+            answer = self._train_batch(everyone, hosts.leaves, seeds, x_NB, y_NB)
             optimizer.unscale()
             return answer
 
@@ -153,22 +169,40 @@ class StreamedExecutor:
         finish_training(p, rows)
         return told
 
+    def training_of(self, some: Sequence[int], hosts: Working, rows: TrainedRows, alpha: Tensor) -> TrainBatch:
+        """A function that trains some of the hosts on a batch of all: gradients arrive in the working copies.
+
+        It returns loss and hits of these hosts. For executors that run the others in another way.
+        """
+        seeds = running_seeds(self.population, self.structure, alpha, rows)
+        self._set_mode(True)
+
+        def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+            for n in some:
+                for leaf in (hosts.leaves[n], *(x for slot in seeds[n].values() for x in slot.leaves())):
+                    assert leaf.grad is not None
+                    leaf.grad.zero_()
+            return self._train_batch(some, hosts.leaves, seeds, x_NB, y_NB)
+
+        return train
+
     def _train_batch(
-        self, leaves: tuple[Tensor, ...], seeds: list[SlotsOfHost], x_NB: Tensor, y_NB: Tensor
+        self, some: Sequence[int], leaves: tuple[Tensor, ...], seeds: list[SlotsOfHost], x_NB: Tensor, y_NB: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Forward and backward of every host; gradients arrive in the working copies. Returns loss and hits [N]."""
+        """Forward and backward of some hosts; gradients are added in the working copies. Returns loss and hits."""
         losses, logits = [], []
         self._streams.fork()
-        for n, (leaf, slots) in enumerate(zip(leaves, seeds, strict=True)):
+        for n in some:
             with self._streams.of(n):
                 with self.scaler.autocast():
-                    out = self._forward(leaf, n, slots, x_NB[n])
+                    out = self._forward(leaves[n], n, seeds[n], x_NB[n])
                 loss = F.cross_entropy(out.float(), y_NB[n])
                 (loss * self.scaler.scale[n] if self.scaler.enabled else loss).backward()
             losses.append(loss.detach())
             logits.append(out.detach())
         self._streams.join()
-        hits = (torch.stack(logits).argmax(dim=-1) == y_NB).sum(dim=1)
+        labels = y_NB if len(some) == len(leaves) else y_NB[list(some)]
+        hits = (torch.stack(logits).argmax(dim=-1) == labels).sum(dim=1)
         return torch.stack(losses), hits
 
     def _forward(self, leaf: Tensor, n: int, slots: SlotsOfHost, x: Tensor) -> Tensor:
@@ -196,31 +230,35 @@ class StreamedExecutor:
         """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
         structure = self.structure
         sets = [rows[valid] for rows, valid in zip(structure.sets, structure.sets_valid, strict=True)]
-        correct, loss_sum, count = self._measure(self._val, alpha, sets)
-        correct_NK = torch.stack([F.pad(c, (0, num_columns - len(c))) for c in correct])
-        return ValidationPass(accuracy=100.0 * correct_NK / count, loss=torch.stack(loss_sum) / count)
+        correct, loss_sum, count = self.measured(range(self.population.num_envs), self._val, alpha, sets, num_columns)
+        return ValidationPass(accuracy=100.0 * correct / count, loss=loss_sum / count)
 
     @torch.no_grad()
     def test(self, slots: SlotState) -> Float[Tensor, " N"]:
         """Each host with its fossilized seeds on the test split."""
-        correct, _, count = self._measure(self.test_batches(), slots.alpha, self.committed_sets())
-        return 100.0 * torch.stack(correct)[:, 0] / count
+        everyone = range(self.population.num_envs)
+        correct, _, count = self.measured(everyone, self.test_batches(), slots.alpha, self.committed_sets(), 1)
+        return 100.0 * correct[:, 0] / count
 
-    def _measure(
-        self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray]
-    ) -> tuple[list[Tensor], list[Tensor], int]:
-        """Correct answers [K] of each host's coalitions, summed loss of its first one, and the number of examples."""
+    @torch.no_grad()
+    def measured(
+        self, some: Sequence[int], batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], columns: int
+    ) -> tuple[Int[Tensor, "H K"], Float[Tensor, " H"], int]:
+        """Some hosts: correct answers of their coalitions, summed loss of the first one; and the number of examples.
+
+        `sets` are the coalitions of all hosts; a host that has fewer than `columns` of them gets zeros for the rest.
+        """
         p = self.population
         seeds = running_seeds(p, self.structure, alpha, None)
-        plans = [plan_prefixes(rows, self.execution_order) for rows in sets]
-        correct = [torch.zeros(len(rows), dtype=torch.int64, device=self._device) for rows in sets]
-        loss_sum = [torch.zeros((), device=self._device) for _ in sets]
-        states = [self.population.index(np.array(plan.state_of_coalition)) for plan in plans]
+        plans = {n: plan_prefixes(sets[n], self.execution_order) for n in some}
+        correct = {n: torch.zeros(len(sets[n]), dtype=torch.int64, device=self._device) for n in some}
+        loss_sum = {n: torch.zeros((), device=self._device) for n in some}
+        states = {n: self.population.index(np.array(plan.state_of_coalition)) for n, plan in plans.items()}
         count = 0
         self._set_mode(False)
         for x, y in batches:
             self._streams.fork()
-            for n, plan in enumerate(plans):
+            for n, plan in plans.items():
                 chunk = max(1, self._max_examples // plan.num_states)
                 with self._streams.of(n), self.scaler.autocast():
                     for some_x, some_y in zip(x.split(chunk), y.split(chunk), strict=True):
@@ -231,7 +269,8 @@ class StreamedExecutor:
                         correct[n] += hits[states[n]]
             self._streams.join()
             count += len(y)
-        return correct, loss_sum, count
+        correct_HK = torch.stack([F.pad(c, (0, columns - len(c))) for c in correct.values()])
+        return correct_HK, torch.stack(list(loss_sum.values())), count
 
     def _coalition_logits(self, n: int, plan: PrefixPlan, slots: SlotsOfHost, x: Tensor) -> Tensor:
         """Logits [states, B, classes] of the distinct final states of host `n`."""

@@ -1,0 +1,5 @@
+"""A CPU's own way to run small networks: a host as a list of instructions, carried out in one call of compiled C++.
+
+source/       the kernels and the loop over instructions      library.py    compiles them once per machine
+assembler.py  instructions and their working memory           rules.py      layers --> instructions, forward and backward
+"""

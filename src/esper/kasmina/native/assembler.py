@@ -1,0 +1,177 @@
+"""Instructions for the C++ part, and the working memory they share.
+
+Who carries them out is source/program.cpp, which knows the same operations in the same order. An operand is a place in a
+space of a host; the spaces have addresses only when the program is run, so hosts of equal structure share one program.
+
+    ROWS      activations and their gradients [rows][lanes]: one host's, used again for the next one
+    NUMBERS   single numbers, as the statistics of a batch norm
+    others    weights, gradients, buffers, a batch: see `Spaces`
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+LANES: Final = 16
+"""Rows are filled up to a multiple of this many examples."""
+_SIZES, _OPERANDS = 6, 10
+
+INSTRUCTION: Final = np.dtype(
+    [
+        ("operation", np.int32), ("flag", np.int32), ("size", np.int32, _SIZES), ("number", np.float64, 2),
+        ("space", np.int32, _OPERANDS), ("offset", np.int64, _OPERANDS),
+    ],
+    align=True,
+)  # fmt: skip
+
+
+class Operation(IntEnum):
+    """What source/program.cpp can do, in its order."""
+
+    @staticmethod
+    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
+        return count
+
+    TRANSPOSE = auto()
+    CONVOLVE = auto()
+    CONVOLVE_BACK = auto()
+    WEIGH = auto()
+    DEPTHWISE = auto()
+    DEPTHWISE_BACK = auto()
+    WEIGH_DEPTHWISE = auto()
+    BATCH_NORM = auto()
+    BATCH_NORM_BACK = auto()
+    BATCH_NORM_FIXED = auto()
+    GROUP_NORM = auto()
+    GROUP_NORM_BACK = auto()
+    MAX_POOL = auto()
+    MAX_POOL_BACK = auto()
+    MEAN = auto()
+    MEAN_BACK = auto()
+    ADD_BIAS = auto()
+    ADD_BIAS_BACK = auto()
+    SCALE = auto()
+    SCALE_BACK = auto()
+    MODULATE = auto()
+    MODULATE_BACK = auto()
+    SHIFT = auto()
+    SHIFT_BACK = auto()
+    ACTIVATE = auto()
+    ACTIVATE_BACK = auto()
+    JOIN = auto()
+    JOIN_BACK = auto()
+    CROSS_ENTROPY = auto()
+
+
+class Activation(IntEnum):
+    """`flag` of ACTIVATE."""
+
+    RELU = 0
+    SILU = 1
+    TANH = 2
+    SIGMOID = 3
+
+
+class Place(NamedTuple):
+    """An operand: an offset into a space, in rows for ROWS and in elements elsewhere."""
+
+    space: int
+    offset: int
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of lanes."""
+
+    first: int
+    count: int
+
+
+ROWS, NUMBERS, NUM_WORKING = 0, 1, 2
+_NOTHING = Place(-1, 0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions, and how much working memory they need: rows of lanes, single numbers, and scratch numbers.
+
+    `scratch_rows` is scratch that grows with the number of lanes.
+    """
+
+    code: np.ndarray
+    rows: int
+    numbers: int
+    scratch: int
+    scratch_rows: int = 4
+
+
+@final
+@dataclass
+class Assembler:
+    """Writes a program. `learns`: a way back will follow, so what it needs must be kept."""
+
+    learns: bool
+    _code: list[tuple[object, ...]] = field(default_factory=list)
+    _free: list[Rows] = field(default_factory=list)
+    _rows: int = 0
+    _numbers: int = 0
+    _scratch: int = 0
+
+    def emit(
+        self,
+        operation: Operation,
+        *operands: Rows | Place | None,
+        sizes: tuple[int, ...] = (),
+        flag: int = 0,
+        numbers: tuple[float, ...] = (),
+    ) -> None:
+        """One more instruction; an operand that is None is a null pointer there."""
+        places = [_place(operand) for operand in operands] + [_NOTHING] * (_OPERANDS - len(operands))
+        self._code.append((
+            int(operation), flag, sizes + (0,) * (_SIZES - len(sizes)), numbers + (0.0,) * (2 - len(numbers)),
+            [place.space for place in places], [place.offset for place in places],
+        ))  # fmt: skip
+
+    def rows(self, count: int) -> Rows:
+        """Rows that nothing else uses until they are given to `release`."""
+        for i, hole in enumerate(self._free):
+            if hole.count >= count:
+                rest = Rows(hole.first + count, hole.count - count)
+                self._free[i : i + 1] = [rest] if rest.count else []
+                return Rows(hole.first, count)
+        rows = Rows(self._rows, count)
+        self._rows += count
+        return rows
+
+    def release(self, *released: Rows) -> None:
+        """Rows that are not read any more."""
+        merged: list[Rows] = []
+        for hole in sorted([*self._free, *released]):
+            if merged and merged[-1].first + merged[-1].count == hole.first:
+                merged[-1] = Rows(merged[-1].first, merged[-1].count + hole.count)
+            else:
+                assert not merged or merged[-1].first + merged[-1].count < hole.first, "released twice"
+                merged.append(hole)
+        self._free = merged
+
+    def numbers(self, count: int) -> Place:
+        """Single numbers for the rest of the program."""
+        place = Place(NUMBERS, self._numbers)
+        self._numbers += count
+        return place
+
+    def scratch(self, count: int) -> None:
+        """Say that an instruction needs this many scratch numbers."""
+        self._scratch = max(self._scratch, count)
+
+    def program(self) -> Program:
+        """What was written."""
+        code = np.array(self._code, dtype=INSTRUCTION)
+        return Program(code=code, rows=self._rows, numbers=self._numbers, scratch=self._scratch)
+
+
+def _place(operand: Rows | Place | None) -> Place:
+    if operand is None:
+        return _NOTHING
+    return Place(ROWS, operand.first) if isinstance(operand, Rows) else operand

@@ -1,0 +1,148 @@
+"""The C++ part: compiled when it is first needed, kept in the user's cache folder, called through ctypes.
+
+No headers of PyTorch are included, so it takes seconds. The file's name tells what it was made of: sources, options, and
+what the compiler knows of itself and of the processor; whatever changes, it is made anew.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina.native.assembler import INSTRUCTION, LANES, Operation
+from esper.leyline.errors import ConfigError
+
+_SOURCE = Path(__file__).parent / "source"
+_OPTIONS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+    "-shared",
+    "-fPIC",
+)
+_WAY_OUT = "install one (such as g++), name yours in the environment variable CXX, or set executor to 'fused' or 'streamed'"
+_SECONDS = 300
+
+RUNS = {torch.float32: "esper_run_float", torch.float64: "esper_run_double"}
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, or the first of c++, g++ and clang++ that is there."""
+    named = os.environ.get("CXX")
+    candidates = (named,) if named else ("c++", "g++", "clang++")
+    return next((path for path in map(shutil.which, candidates) if path), None)
+
+
+@final
+class Library:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        library.esper_operations.restype = ctypes.c_char_p
+        library.esper_instruction_bytes.restype = ctypes.c_int64
+        names = library.esper_operations().decode().split()
+        assert names == [operation.name for operation in Operation], "program.cpp and assembler.py name the same"
+        assert library.esper_instruction_bytes() == INSTRUCTION.itemsize, "an instruction is the same in both"
+        self._runs = {dtype: getattr(library, name) for dtype, name in RUNS.items()}
+        for run in self._runs.values():
+            run.restype = ctypes.c_int64
+            run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_void_p]
+
+    def run(
+        self, program: np.ndarray, first: np.ndarray, count: np.ndarray, base: np.ndarray, lanes: int, scratch: Tensor
+    ) -> None:
+        """Carry out instructions `first[h]` to `first[h] + count[h]` for each host h; other threads may run meanwhile.
+
+        Args:
+            program: instructions. first, count: [H] int64.
+            base: [H, spaces] int64, the addresses of each host's spaces.
+            lanes: examples of the batch.
+            scratch: working memory; its dtype is that of all numbers.
+        """
+        assert all(array.flags.c_contiguous for array in (program, first, count, base))
+        hosts, spaces = base.shape
+        failed = self._runs[scratch.dtype](
+            program.ctypes.data, first.ctypes.data, count.ctypes.data, base.ctypes.data,
+            hosts, spaces, lanes, stride_of(lanes), scratch.data_ptr(),
+        )  # fmt: skip
+        assert failed == -1, f"instruction {failed} does not exist"
+
+
+def stride_of(lanes: int) -> int:
+    """Numbers from one row of lanes to the next."""
+    return -(-lanes // LANES) * LANES
+
+
+def cached_library(folder: Path | None = None) -> Library:
+    """The library, compiled unless the cache folder holds it.
+
+    Raises:
+        ConfigError: there is no compiler, or it failed.
+    """
+    return _load(folder or cache_folder())
+
+
+def cache_folder() -> Path:
+    """`esper` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "esper"
+
+
+@lru_cache(maxsize=1)
+def _load(folder: Path) -> Library:
+    tool = compiler()
+    if tool is None:
+        asked = os.environ.get("CXX")
+        found = f"CXX names {asked!r}, which is not there" if asked else "none of c++, g++ and clang++ is there"
+        raise ConfigError(f"the native executor needs a C++ compiler, but {found}; {_WAY_OUT}.")
+    path = folder / f"native-{_fingerprint(tool)}.so"
+    if not path.exists():
+        _compile(tool, path)
+    return Library(path)
+
+
+def _fingerprint(tool: str) -> str:
+    """Of the sources, the options, and what the compiler defines for this processor."""
+    digest = hashlib.sha256(" ".join(_OPTIONS).encode())
+    for source in sorted(_SOURCE.iterdir()):
+        digest.update(source.read_bytes())
+    digest.update(_told([tool, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]))
+    return digest.hexdigest()[:16]
+
+
+def _compile(tool: str, path: Path) -> None:
+    """Make the library under another name and move it, so that a half-written one is never loaded."""
+    draft = path.with_name(f".{path.stem}.{os.getpid()}.so")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _told([tool, *_OPTIONS, "-o", str(draft), str(_SOURCE / "program.cpp")])
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can, or executor to "
+            "'fused' or 'streamed'."
+        ) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _told(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{command[0]} took more than {_SECONDS} s; {_WAY_OUT}.") from error
+    if done.returncode != 0:
+        first_error = next((line for line in done.stderr.decode().splitlines() if "error" in line), "no message")
+        raise ConfigError(f"{command[0]} could not compile the native executor ({first_error.strip()}); {_WAY_OUT}.")
+    return done.stdout

@@ -1,0 +1,105 @@
+"""Runs the programs of many hosts on their own memory, in one call for each thread.
+
+    programs     one for each different structure                    which[h]   the program of host h
+    addresses    [H, spaces]: where the spaces of host h begin       threads    hosts are shared out; they never meet
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina.native.assembler import NUMBERS, ROWS, Program
+from esper.kasmina.native.library import Library, cached_library, stride_of
+
+
+class _Memory:
+    """Working memory of one thread. Lanes that a batch does not fill are zero, so another number of lanes clears it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.rows, self.numbers, self.scratch = (torch.zeros(0, dtype=dtype) for _ in range(3))
+        self._lanes = 0
+
+    def fit(self, programs: Sequence[Program], lanes: int) -> None:
+        stride = stride_of(lanes)
+        rows = max((p.rows for p in programs), default=0) * stride
+        if lanes != self._lanes or len(self.rows) < rows:
+            self.rows = self.rows.zero_() if len(self.rows) >= rows else _aligned(rows, self.rows.dtype)
+            self._lanes = lanes
+        numbers = max((p.numbers for p in programs), default=0)
+        scratch = max((max(p.scratch, p.scratch_rows * stride) for p in programs), default=0)
+        if len(self.numbers) < numbers:
+            self.numbers = _aligned(numbers, self.rows.dtype)
+        if len(self.scratch) < scratch:
+            self.scratch = _aligned(scratch, self.rows.dtype)
+
+
+def _aligned(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that begin at a multiple of 64 bytes, as the tensors of PyTorch do."""
+    return torch.zeros(count, dtype=dtype)
+
+
+@final
+@dataclass(frozen=True)
+class Batchwork:
+    """Which program each host runs: `code` of all of them, and where each host's begins; made once for a pass."""
+
+    programs: tuple[Program, ...]
+    code: np.ndarray
+    first: np.ndarray
+    count: np.ndarray
+
+    @classmethod
+    def of(cls, programs: Sequence[Program], which: np.ndarray) -> "Batchwork":
+        """`which` [H] is the program of each host."""
+        sizes = np.array([len(program.code) for program in programs], dtype=np.int64)
+        begins = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
+        code = np.concatenate([program.code for program in programs])
+        return cls(tuple(programs), code, begins[which], sizes[which])
+
+
+@final
+class Machine:
+    """The compiled library with working memory for some threads.
+
+    Args:
+        dtype: of all numbers. threads: how many share the hosts; what a host gets does not depend on it.
+    """
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32, threads: int = 1, library: Library | None = None) -> None:
+        self._library = cached_library() if library is None else library
+        self._memory = [_Memory(dtype) for _ in range(threads)]
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+
+    def run(self, work: Batchwork, addresses: np.ndarray, lanes: int) -> None:
+        """Carry out each host's program; `addresses` [H, spaces] int64, whose columns of working memory are filled in."""
+        hosts = len(addresses)
+        if self._pool is None or hosts == 1:
+            self._run_some(0, work, addresses, 0, hosts, lanes)
+            return
+        cuts = np.linspace(0, hosts, len(self._memory) + 1).astype(int).tolist()
+        parts = zip(range(len(self._memory)), cuts[:-1], cuts[1:], strict=True)
+        futures = [self._pool.submit(self._run_some, k, work, addresses, a, b, lanes) for k, a, b in parts if a < b]
+        for future in futures:
+            future.result()
+
+    def _run_some(self, k: int, work: Batchwork, addresses: np.ndarray, first: int, last: int, lanes: int) -> None:
+        memory = self._memory[k]
+        memory.fit(work.programs, lanes)
+        base = addresses[first:last].copy()
+        base[:, ROWS], base[:, NUMBERS] = memory.rows.data_ptr(), memory.numbers.data_ptr()
+        self._library.run(work.code, work.first[first:last], work.count[first:last], base, lanes, memory.scratch)
+
+
+def addresses_of(tensor: Tensor, rows: np.ndarray | None = None) -> np.ndarray:
+    """Where rows of a contiguous tensor [R, ...] begin, [R] or [len(rows)]."""
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    index = np.arange(len(tensor)) if rows is None else rows
+    size = tensor.element_size() * (tensor.numel() // max(len(tensor), 1))
+    found: np.ndarray = tensor.data_ptr() + index.astype(np.int64) * size
+    return found

@@ -1,0 +1,420 @@
+"""Layers as instructions: what each kind of layer does to features on the way forward, and to gradients on the way back.
+
+A rule writes the way forward at once and returns the features with a function that writes the way back:
+
+    features, back = rule(assembler, layer, weights, features)
+    gradient of the input = back(gradient of the output, wanted)
+
+Rows that a rule makes belong to it: it releases them in `back`, when nobody reads them any more. Where nothing is learned
+there is no way back, and `chain` releases what lies between its layers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
+from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.layers import LayerScale
+from esper.kasmina.native.assembler import LANES, Activation, Assembler, Operation, Place, Rows
+from esper.kasmina.stacking import FlatLayout
+
+Back = Callable[[Rows, bool], Rows | None]
+"""(gradient of the output, whether the input's is wanted) -> that of the input. The rows it was given are consumed."""
+
+_OUTPUTS = 8
+"""Outputs that a convolution packs together, as in convolution.h."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Activations [channels][height][width][lanes]."""
+
+    rows: Rows
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def space(self) -> int:
+        """Positions of a channel."""
+        return self.height * self.width
+
+    def like(self, rows: Rows) -> "Features":
+        """Other values of the same shape."""
+        return Features(rows, self.channels, self.height, self.width)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a module's tensors lie: spaces of values, gradients (None: it does not learn) and buffers."""
+
+    layout: FlatLayout
+    values: int
+    slopes: int | None = None
+    buffer_layout: FlatLayout | None = None
+    buffers: int = 0
+    prefix: str = ""
+
+    def of(self, name: str) -> "Weights":
+        """Those of a child."""
+        return Weights(
+            self.layout, self.values, self.slopes, self.buffer_layout, self.buffers, f"{self.prefix}{name}."
+        )
+
+    def value(self, name: str) -> Place:
+        """A tensor."""
+        return Place(self.values, _offset(self.layout, self.prefix + name))
+
+    def slope(self, name: str) -> Place:
+        """Where its gradient belongs."""
+        assert self.slopes is not None, "a way back of weights that do not learn"
+        return Place(self.slopes, _offset(self.layout, self.prefix + name))
+
+    def buffer(self, name: str) -> Place:
+        """A buffer."""
+        assert self.buffer_layout is not None
+        return Place(self.buffers, _offset(self.buffer_layout, self.prefix + name))
+
+
+def _offset(layout: FlatLayout, name: str) -> int:
+    return next(spec.offset for spec in layout.tensors if name in (spec.name, *spec.aliases))
+
+
+Rule = Callable[[Assembler, Any, Weights, Features], tuple[Features, Back]]
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """`nn.Conv2d` of kernel 1 or 3, stride 1 and zero border; all channels together, or each by itself."""
+    if conv.groups > 1:
+        return _depthwise(a, conv, weights, x)
+    outputs = conv.out_channels
+    return _product(a, weights, x, outputs, conv.kernel_size[0], bias=conv.bias is not None)
+
+
+def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """`nn.Linear` on features of one position."""
+    return _product(a, weights, x, layer.out_features, 1, bias=layer.bias is not None)
+
+
+def _product(
+    a: Assembler, weights: Weights, x: Features, outputs: int, kernel: int, *, bias: bool
+) -> tuple[Features, Back]:
+    sizes = (x.channels, outputs, x.height, x.width, kernel)
+    y = Features(a.rows(outputs * x.space), outputs, x.height, x.width)
+    for n, m in ((x.channels, outputs), (outputs, x.channels)):
+        a.scratch(-(-m // _OUTPUTS) * _OUTPUTS * n * kernel**2)
+    a.emit(Operation.CONVOLVE, x.rows, weights.value("weight"), y.rows, sizes=sizes)
+    if bias:
+        a.emit(Operation.ADD_BIAS, weights.value("bias"), y.rows, sizes=(outputs, x.space))
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        if bias:
+            a.emit(Operation.ADD_BIAS_BACK, g, weights.slope("bias"), sizes=(outputs, x.space))
+        a.emit(Operation.WEIGH, x.rows, g, weights.slope("weight"), sizes=sizes)
+        into = a.rows(x.rows.count) if wanted else None
+        if into is not None:
+            a.emit(Operation.CONVOLVE_BACK, g, weights.value("weight"), into, sizes=sizes)
+        a.release(g, y.rows)
+        return into
+
+    return y, back
+
+
+def _depthwise(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Back]:
+    sizes = (x.channels, x.channels, x.height, x.width, conv.kernel_size[0])
+    y = x.like(a.rows(x.rows.count))
+    a.emit(Operation.DEPTHWISE, x.rows, weights.value("weight"), y.rows, sizes=sizes)
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        a.emit(Operation.WEIGH_DEPTHWISE, x.rows, g, weights.slope("weight"), sizes=sizes)
+        into = a.rows(x.rows.count) if wanted else None
+        if into is not None:
+            a.emit(Operation.DEPTHWISE_BACK, g, weights.value("weight"), into, sizes=sizes)
+        a.release(g, y.rows)
+        return into
+
+    return y, back
+
+
+def batch_norm(
+    a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Features, *, relu: bool = False
+) -> tuple[Features, Back]:
+    """Batch normalization with ReLU or without: with the statistics of the batch where the pass learns."""
+    y = x.like(a.rows(x.rows.count))
+    affine = (weights.value("weight"), weights.value("bias"))
+    running = (weights.buffer("running_mean"), weights.buffer("running_var"))
+    sizes = (x.channels, x.space)
+    if not a.learns:
+        a.emit(
+            Operation.BATCH_NORM_FIXED, x.rows, *affine, *running, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
+        )
+        return y, _no_way_back
+    assert norm.momentum is not None
+    mean, rstd = a.numbers(x.channels), a.numbers(x.channels)
+    a.emit(
+        Operation.BATCH_NORM, x.rows, *affine, *running, mean, rstd, y.rows,
+        sizes=sizes, flag=relu, numbers=(norm.eps, norm.momentum),
+    )  # fmt: skip
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        slopes = (weights.slope("weight"), weights.slope("bias"))
+        a.emit(
+            Operation.BATCH_NORM_BACK, x.rows, *affine, mean, rstd, *slopes, y.rows, g, sizes=sizes, flag=relu
+        )  # fmt: skip
+        a.release(y.rows)
+        return _handed_on(a, g, wanted)
+
+    return y, back
+
+
+def group_norm(
+    a: Assembler,
+    norm: nn.GroupNorm,
+    weights: Weights,
+    x: Features,
+    *,
+    relu: bool = False,
+    scale: Weights | None = None,
+) -> tuple[Features, Back]:
+    """Group normalization, then ReLU and a layer scale where they follow."""
+    y = x.like(a.rows(x.rows.count))
+    affine = (weights.value("weight"), weights.value("bias"))
+    gamma = None if scale is None else scale.value("gamma")
+    sizes = (x.channels, x.space, norm.num_groups)
+    mean, rstd = a.rows(norm.num_groups), a.rows(norm.num_groups)
+    a.emit(
+        Operation.GROUP_NORM, x.rows, *affine, gamma, mean, rstd, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
+    )
+    if not a.learns:
+        a.release(mean, rstd)
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        slopes = (weights.slope("weight"), weights.slope("bias"), None if scale is None else scale.slope("gamma"))
+        a.emit(Operation.GROUP_NORM_BACK, x.rows, *affine, gamma, mean, rstd, g, *slopes, sizes=sizes, flag=relu)
+        a.release(mean, rstd, y.rows)
+        return _handed_on(a, g, wanted)
+
+    return y, back
+
+
+def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """One factor per channel."""
+    y, gamma, sizes = x.like(a.rows(x.rows.count)), weights.value("gamma"), (x.channels, x.space)
+    a.emit(Operation.SCALE, gamma, x.rows, y.rows, sizes=sizes)
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        a.emit(Operation.SCALE_BACK, gamma, x.rows, g, weights.slope("gamma"), sizes=sizes)
+        a.release(y.rows)
+        return _handed_on(a, g, wanted)
+
+    return y, back
+
+
+def activation(kind: Activation) -> Rule:
+    """The rule of an activation."""
+
+    def rule(a: Assembler, layer: nn.Module, weights: Weights, x: Features) -> tuple[Features, Back]:
+        y, sizes = x.like(a.rows(x.rows.count)), (x.rows.count,)
+        a.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=sizes, flag=kind)
+
+        def back(g: Rows, wanted: bool) -> Rows | None:
+            if wanted:
+                a.emit(Operation.ACTIVATE_BACK, x.rows, y.rows, g, sizes=sizes, flag=kind)
+            a.release(y.rows)
+            return _handed_on(a, g, wanted)
+
+        return y, back
+
+    return rule
+
+
+def mean_space(a: Assembler, x: Features) -> tuple[Features, Back]:
+    """[channels][height][width] -> [channels][1][1]."""
+    y, sizes = Features(a.rows(x.channels), x.channels, 1, 1), (x.channels, x.space)
+    a.emit(Operation.MEAN, x.rows, y.rows, sizes=sizes)
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        into = a.rows(x.rows.count) if wanted else None
+        if into is not None:
+            a.emit(Operation.MEAN_BACK, g, into, sizes=sizes)
+        a.release(g, y.rows)
+        return into
+
+    return y, back
+
+
+def max_pool(a: Assembler, x: Features) -> tuple[Features, Back]:
+    """2x2 max pooling; an odd last row or column is left out."""
+    y = Features(a.rows(x.channels * (x.height // 2) * (x.width // 2)), x.channels, x.height // 2, x.width // 2)
+    sizes = (x.channels, x.height, x.width)
+    a.emit(Operation.MAX_POOL, x.rows, y.rows, sizes=sizes)
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        into = a.rows(x.rows.count) if wanted else None
+        if into is not None:
+            a.emit(Operation.MAX_POOL_BACK, x.rows, g, into, sizes=sizes)
+        a.release(g, y.rows)
+        return into
+
+    return y, back
+
+
+# -- modules of several layers -------------------------------------------------------------------------------------------
+
+
+def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """Layer by layer; what follows a normalization is done together with it."""
+    layers = [(layer, weights.of(name)) for name, layer in chain_of.named_children()]
+    steps: list[Callable[[Features], tuple[Features, Back]]] = []
+    while layers:
+        layer, own = layers.pop(0)
+        if isinstance(layer, nn.GroupNorm):
+            relu = bool(layers) and isinstance(layers[0][0], nn.ReLU)
+            if relu:
+                layers.pop(0)
+            scale = layers.pop(0)[1] if layers and isinstance(layers[0][0], LayerScale) else None
+            steps.append(lambda h, n=layer, w=own, r=relu, s=scale: group_norm(a, n, w, h, relu=r, scale=s))  # type: ignore[misc]
+        else:
+            steps.append(lambda h, m=layer, w=own: RULES[type(m)](a, m, w, h))  # type: ignore[misc]
+    return chain(a, x, *steps)
+
+
+def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """A factor per channel from the means of all; nothing upstream learns from it."""
+    factor, back_factor = chain(
+        a,
+        x,
+        lambda h: mean_space(a, h),
+        lambda h: linear(a, module.squeeze, weights.of("squeeze"), h),
+        lambda h: activation(Activation.SILU)(a, module.act, weights, h),
+        lambda h: linear(a, module.excite, weights.of("excite"), h),
+        lambda h: activation(Activation.TANH)(a, module, weights, h),
+    )
+    y, sizes = x.like(a.rows(x.rows.count)), (x.channels, x.space)
+    a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
+    if not a.learns:
+        a.release(factor.rows)
+
+    def back(g: Rows, wanted: bool) -> None:
+        assert not wanted, "an isolated seed sends nothing upstream"
+        into = a.rows(x.channels)
+        a.emit(Operation.MODULATE_BACK, x.rows, g, into, sizes=sizes)
+        a.release(g, y.rows)
+        back_factor(into, False)
+
+    return y, back
+
+
+def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """A step from the features towards their normalized selves; nothing upstream learns from it."""
+    z, back_norm = group_norm(a, module.norm, weights.of("norm"), x)
+    y, sizes, strength = x.like(a.rows(x.rows.count)), (x.rows.count,), weights.of("gain")
+    a.emit(Operation.SHIFT, strength.value("strength"), z.rows, x.rows, y.rows, sizes=sizes)
+    if not a.learns:
+        a.release(z.rows)
+
+    def back(g: Rows, wanted: bool) -> None:
+        assert not wanted, "an isolated seed sends nothing upstream"
+        a.emit(
+            Operation.SHIFT_BACK, strength.value("strength"), z.rows, x.rows, g, strength.slope("strength"), sizes=sizes
+        )
+        a.release(y.rows)
+        back_norm(g, False)
+
+    return y, back
+
+
+def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """One number in (0, 1) per example."""
+    return chain(
+        a,
+        x,
+        lambda h: mean_space(a, h),
+        lambda h: linear(a, module.hidden, weights.of("hidden"), h),
+        lambda h: activation(Activation.SILU)(a, module.act, weights, h),
+        lambda h: linear(a, module.out, weights.of("out"), h),
+        lambda h: activation(Activation.SIGMOID)(a, module, weights, h),
+    )
+
+
+def chain(
+    a: Assembler, x: Features, *steps: Callable[[Features], tuple[Features, Back]]
+) -> tuple[Features, Back]:
+    """One step after another; the input of all belongs to somebody else."""
+    h, backs = x, []
+    for step in steps:
+        before = h
+        h, back = step(before)
+        backs.append(back)
+        if not a.learns and before is not x:
+            a.release(before.rows)
+
+    def back(g: Rows, wanted: bool) -> Rows | None:
+        slope: Rows | None = g
+        for i, step_back in reversed(list(enumerate(backs))):
+            assert slope is not None
+            slope = step_back(slope, wanted or i > 0)
+        return slope
+
+    return h, back
+
+
+def _handed_on(a: Assembler, g: Rows, wanted: bool) -> Rows | None:
+    """A gradient that was worked on in place."""
+    if wanted:
+        return g
+    a.release(g)
+    return None
+
+
+def _no_way_back(g: Rows, wanted: bool) -> Rows | None:
+    raise AssertionError("nothing is learned in this pass")
+
+
+RULES: Mapping[type[nn.Module], Rule] = {
+    nn.Conv2d: convolution,
+    nn.GroupNorm: group_norm,
+    nn.ReLU: activation(Activation.RELU),
+    nn.SiLU: activation(Activation.SILU),
+    nn.Tanh: activation(Activation.TANH),
+    nn.Sigmoid: activation(Activation.SIGMOID),
+    LayerScale: layer_scale,
+    nn.Sequential: sequential,
+    ChannelAttention: attention,
+    NormShift: norm_shift,
+    GateNetwork: gate,
+}
+"""Every kind of seed, and of layer in a sequence, that there is a rule for."""
+
+_WHOLE = (ChannelAttention, NormShift, GateNetwork)
+
+
+def has_rule(module: nn.Module) -> bool:
+    """Whether a seed can be written as instructions."""
+    if type(module) is nn.Sequential:
+        return len(module) > 0 and all(type(m) not in _WHOLE and has_rule(m) for m in module)
+    if isinstance(module, nn.Conv2d) and not _plain(module):
+        return False
+    if isinstance(module, nn.GroupNorm) and module.weight is None:
+        return False
+    return type(module) in RULES
+
+
+def _plain(conv: nn.Conv2d) -> bool:
+    """A convolution that keeps the size of the image and has all or no channels in common."""
+    kernel = conv.kernel_size[0]
+    depthwise = conv.groups == conv.in_channels == conv.out_channels and conv.bias is None
+    return (
+        conv.kernel_size in ((1, 1), (3, 3))
+        and conv.stride == (1, 1)
+        and conv.dilation == (1, 1)
+        and conv.padding == (kernel // 2, kernel // 2)
+        and conv.padding_mode == "zeros"
+        and (conv.groups == 1 or depthwise)
+    )

@@ -1,0 +1,187 @@
+"""The native executor: every host a list of instructions for compiled C++, all hosts in one call.
+
+    train       each host runs its whole batch, forward and backward, while its features stay in the processor's cache;
+                then one stacked clip and optimizer step for all hosts and seeds
+    evaluate    the same way forward for all distinct states of each host, a few examples at a time
+
+It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A host
+in which a blueprint grows that has no rule (`kasmina.native.rules`) is run by the streamed executor.
+"""
+
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SeedCosts
+from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
+from esper.kasmina.native.networks import Space
+from esper.leyline.messages import SlotState
+from esper.leyline.protocols import StateTree
+from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.epoch import run_epoch
+from esper.tolaria.executors.gradients import gradient_statistics
+from esper.tolaria.executors.native_structures import (
+    Programs,
+    population_addresses,
+    training_addresses,
+    what_runs,
+)
+from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.running import begin_training, finish_training
+from esper.tolaria.executors.stepping import StackedOptimizer
+from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+
+_EXAMPLES = 64
+"""Examples of a measuring pass at a time, so that the features of a host stay in a core's cache."""
+
+
+@final
+class NativeExecutor:
+    """N hosts on a CPU in float32. `streamed` owns the population and its data.
+
+    Raises:
+        ConfigError: there is no C++ compiler, or it failed.
+    """
+
+    def __init__(self, streamed: StreamedExecutor) -> None:
+        self.streamed, self.population = streamed, streamed.population
+        self.costs: SeedCosts = streamed.costs
+        self.host_params = streamed.host_params
+        height, width = streamed.image_size
+        self._programs = Programs(self.population, height, width)
+        self._machine = Machine(threads=torch.get_num_threads())
+
+    def reset(self, episode: int) -> None:
+        """N fresh hosts with empty slots."""
+        self.streamed.reset(episode)
+
+    def settle(self, structure: Structure) -> None:
+        """Operate on the rows as the lifecycle decided."""
+        self.streamed.settle(structure)
+
+    def state_dict(self) -> StateTree:
+        """The population."""
+        return self.streamed.state_dict()
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        self.streamed.load_state_dict(state)
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
+        """Every host over its whole train split, in its own order."""
+        p, s = self.population, self.streamed
+        hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
+        rows = begin_training(p, s.structure)
+        optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
+        alpha = slots.alpha.contiguous()
+        what = what_runs(s.structure, training=True)
+        own = self._programs.can_run(what)
+        here, others = np.flatnonzero(own), np.flatnonzero(~own)
+        base = training_addresses(p, alpha, hosts, rows)[here]
+        work = _work([self._programs.training(w) for w in what[here]])
+        stream = s.training_of(others, hosts, rows, slots.alpha)
+        told = torch.zeros(len(here), 2, dtype=torch.float64)
+
+        def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+            lanes = y_NB.shape[1]
+            x_NB, y_NB = x_NB.contiguous(), y_NB.contiguous()
+            base[:, Space.IMAGES], base[:, Space.LABELS] = addresses_of(x_NB, here), addresses_of(y_NB, here)
+            base[:, Space.TOLD] = addresses_of(told.zero_())
+            self._machine.run(work, base, lanes)
+            loss, hits = (told[:, 0] / lanes).float(), told[:, 1].long()
+            if not others.size:
+                return loss, hits
+            return _merged(here, (loss, hits), others, stream(x_NB, y_NB))
+
+        passed = run_epoch(
+            s.begin_epoch(t),
+            p.num_envs,
+            p.device,
+            train=train,
+            statistics=lambda: gradient_statistics(p, s.structure, rows, hosts.grad),
+            step=optimizer.step,
+        )
+        p.host.finish(hosts)
+        finish_training(p, rows)
+        return passed
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
+        """All coalitions of every host on the same validation examples."""
+        return self.measure(slots.alpha, coalitions.sets.shape[1])
+
+    @torch.no_grad()
+    def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
+        """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
+        s = self.streamed
+        sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
+        correct, loss_sum, count = self._measure(s.validation(), alpha, sets, num_columns)
+        return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
+
+    @torch.no_grad()
+    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds on the test split."""
+        s = self.streamed
+        correct, _, count = self._measure(s.test_batches(), slots.alpha, s.committed_sets(), 1)
+        return 100.0 * correct[:, 0] / count
+
+    def _measure(
+        self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Correct answers [N, K] of each host's coalitions, summed loss [N] of its first one, number of examples."""
+        p = self.population
+        alpha = alpha.contiguous()
+        what = what_runs(self.streamed.structure, training=False)
+        plans = [plan_prefixes(rows, self.streamed.execution_order) for rows in sets]
+        own = self._programs.can_run(what)
+        here, others = np.flatnonzero(own), np.flatnonzero(~own)
+        work = _work([self._programs.measuring(what[n], plans[n]) for n in here])
+        base = population_addresses(p, alpha)[here]
+        told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
+        base[:, Space.TOLD] = addresses_of(told)
+        count = 0
+        for x, y in batches:
+            for some_x, some_y in zip(x.split(_EXAMPLES), y.split(_EXAMPLES), strict=True):
+                some_x, some_y = some_x.contiguous(), some_y.contiguous()
+                base[:, Space.IMAGES], base[:, Space.LABELS] = some_x.data_ptr(), some_y.data_ptr()
+                self._machine.run(work, base, len(some_y))
+            count += len(y)
+        states = torch.from_numpy(_states([plans[n] for n in here], num_columns))
+        hits, losses = told[..., 1].gather(1, states), told[..., 0].gather(1, states[:, :1])[:, 0]
+        valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in here])
+        found = (hits * valid).long(), losses
+        if others.size:
+            found = _merged(here, found, others, self.streamed.measured(others, batches, alpha, sets, num_columns))
+        return *found, count
+
+
+def _work(programs: list) -> Batchwork:
+    """One program for each host; equal ones are the same object."""
+    unique = list({id(program): program for program in programs}.values())
+    number = {id(program): k for k, program in enumerate(unique)}
+    return Batchwork.of(unique, np.array([number[id(program)] for program in programs]))
+
+
+def _states(plans: list[PrefixPlan], num_columns: int) -> np.ndarray:
+    """[H, K]: the final state of each coalition."""
+    states = np.zeros((len(plans), num_columns), dtype=np.int64)
+    for row, plan in zip(states, plans, strict=True):
+        row[: len(plan.state_of_coalition)] = plan.state_of_coalition
+    return states
+
+
+def _merged(
+    here: np.ndarray, ours: tuple[Tensor, Tensor], others: np.ndarray, theirs: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Rows of all hosts, in order."""
+    order = torch.from_numpy(np.argsort(np.concatenate((here, others))))
+    first, second = (torch.cat((a, b.to(a.dtype)))[order] for a, b in zip(ours, theirs, strict=True))
+    return first, second

@@ -1,0 +1,145 @@
+"""Which program each host runs, and where its memory lies: a structure of the population in the terms of the machine."""
+
+from collections.abc import Hashable
+from typing import final
+
+import numpy as np
+from torch import Tensor
+
+from esper.kasmina.initialization import deterministic_build
+from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.native.assembler import Program
+from esper.kasmina.native.machine import addresses_of
+from esper.kasmina.native.networks import (
+    Growth,
+    Module,
+    Skeleton,
+    SlotSpace,
+    Space,
+    measuring_program,
+    num_spaces,
+    slot_space,
+    training_program,
+)
+from esper.kasmina.native.rules import has_rule
+from esper.kasmina.population import Population
+from esper.kasmina.slab import Working
+from esper.leyline.stages import Algorithm
+from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.running import TrainedRows, trained_mask
+from esper.tolaria.prefixes import PrefixPlan
+
+_WHAT = 5
+"""Numbers that say what runs in a slot: blueprint, algorithm, heard, learns, whether the gate learns."""
+_NOTHING = -1
+
+
+@final
+class Programs:
+    """The programs of a population, each written once, by the structure of the host."""
+
+    def __init__(self, population: Population, height: int, width: int) -> None:
+        self._points = population.points
+        self._column = {point.slot_id: s for s, point in enumerate(self._points)}
+        template = population.host_kind.template
+        self._skeleton = Skeleton(population.host_module, template.parameters, template.buffers, height, width)
+        self._seeds, self._gates = _modules(population)
+        self.known = {index for _, index in self._seeds if all((p.channels, index) in self._seeds for p in self._points)}
+        self._written: dict[Hashable, Program] = {}
+
+    def can_run(self, what: np.ndarray) -> np.ndarray:
+        """[N]: hosts whose seeds all have rules; `what` is [N, S, 5]."""
+        blueprint = what[..., 0]
+        fine: np.ndarray = np.isin(blueprint, [_NOTHING, *self.known]).all(axis=1)
+        return fine
+
+    def training(self, what: np.ndarray) -> Program:
+        """Of a host in whose slots this runs, [S, 5]."""
+        key = what.tobytes()
+        if key not in self._written:
+            self._written[key] = training_program(self._skeleton, self._grown(what))
+        return self._written[key]
+
+    def measuring(self, what: np.ndarray, plan: PrefixPlan) -> Program:
+        """Of a host in whose slots this runs, [S, 5], for the states of a plan."""
+        key = (what.tobytes(), plan.steps)
+        if key not in self._written:
+            steps = {self._points[step.slot].slot_id: (step.off, step.on) for step in plan.steps}
+            self._written[key] = measuring_program(self._skeleton, self._grown(what), steps)
+        return self._written[key]
+
+    def _grown(self, what: np.ndarray) -> dict[str, Growth]:
+        grown = {}
+        for s, (blueprint, algorithm, heard, learns, gate_learns) in enumerate(what.tolist()):
+            if blueprint != _NOTHING:
+                channels = self._points[s].channels
+                grown[self._points[s].slot_id] = Growth(
+                    s=s,
+                    seed=self._seeds[channels, blueprint],
+                    gate=self._gates[channels],
+                    algorithm=Algorithm(algorithm),
+                    heard=bool(heard),
+                    learns=bool(learns),
+                    gate_learns=bool(gate_learns),
+                )
+        return grown
+
+
+def _modules(population: Population) -> tuple[dict[tuple[int, int], Module], dict[int, Module]]:
+    """Seeds that there are rules for by (channels, blueprint), and gates by channels."""
+    seeds, gates = {}, {}
+    for (channels, index), kind in population.seed_kinds.items():
+        blueprint = registry.blueprint_at(index, population.topology)
+        module = deterministic_build(lambda blueprint=blueprint, channels=channels: blueprint.build(channels))  # type: ignore[misc]
+        if has_rule(module):
+            seeds[channels, index] = Module(module, kind.template.parameters)
+    for channels, kind in population.gate_kinds.items():
+        module = deterministic_build(lambda channels=channels: GateNetwork(channels))  # type: ignore[misc]
+        gates[channels] = Module(module, kind.template.parameters)
+    return seeds, gates
+
+
+def what_runs(structure: Structure, *, training: bool) -> np.ndarray:
+    """[N, S, 5]: blueprint, algorithm, heard, learns, whether the gate learns; -1 where nothing runs."""
+    heard = structure.alpha > 0.0
+    learns = trained_mask(structure) if training else np.zeros_like(heard)
+    gated = learns & (structure.algorithm == Algorithm.GATE) & structure.has_gate
+    what = np.stack((structure.blueprint, structure.algorithm, heard, learns, gated), axis=-1).astype(np.int64)
+    what[~(heard | learns)] = _NOTHING
+    return what
+
+
+def no_addresses(population: Population) -> np.ndarray:
+    """[N, spaces] to be filled in."""
+    return np.zeros((population.num_envs, num_spaces(population.num_slots)), dtype=np.int64)
+
+
+def population_addresses(population: Population, alpha: Tensor) -> np.ndarray:
+    """[N, spaces] of the population as it is: no batch, and no gradients. `alpha` [N, S] must be kept alive."""
+    p, base = population, no_addresses(population)
+    base[:, Space.HOST] = addresses_of(p.host.params)
+    base[:, Space.HOST_BUFFERS] = addresses_of(p.host.buffers) if p.host.buffers.numel() else 0
+    numbers = np.arange(p.num_envs)
+    for s in range(p.num_slots):
+        rows = numbers * p.num_slots + s
+        base[:, slot_space(s, SlotSpace.SEED)] = addresses_of(p.seeds.params, rows)
+        base[:, slot_space(s, SlotSpace.GATE)] = addresses_of(p.gates.params, rows)
+        base[:, slot_space(s, SlotSpace.ALPHA)] = addresses_of(alpha.view(-1), rows)
+    return base
+
+
+def training_addresses(population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows) -> np.ndarray:
+    """[N, spaces] of a train pass: what learns lies in working copies, the rest in the population."""
+    base = population_addresses(population, alpha)
+    base[:, Space.HOST] = addresses_of(hosts.params)
+    base[:, Space.HOST_SLOPES] = addresses_of(hosts.grad)
+    for s in range(population.num_slots):
+        here = np.flatnonzero(rows.seed_slot == s)
+        base[rows.seed_host[here], slot_space(s, SlotSpace.SEED)] = addresses_of(rows.seeds.params, here)
+        base[rows.seed_host[here], slot_space(s, SlotSpace.SEED_SLOPES)] = addresses_of(rows.seeds.grad, here)
+        gated = np.flatnonzero(np.isin(rows.gate_of, here))
+        of = rows.seed_host[rows.gate_of[gated]]
+        base[of, slot_space(s, SlotSpace.GATE)] = addresses_of(rows.gates.params, gated)
+        base[of, slot_space(s, SlotSpace.GATE_SLOPES)] = addresses_of(rows.gates.grad, gated)
+    return base

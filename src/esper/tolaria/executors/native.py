@@ -149,7 +149,8 @@ class NativeExecutor:
         base[:, Space.TOLD] = addresses_of(told)
         count = 0
         for x, y in batches:
-            for some_x, some_y in zip(x.split(_EXAMPLES), y.split(_EXAMPLES), strict=True):
+            size = -(-len(y) // -(-len(y) // _EXAMPLES))  # parts of one size, as far as they divide
+            for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
                 some_x, some_y = some_x.contiguous(), some_y.contiguous()
                 base[:, Space.IMAGES], base[:, Space.LABELS] = some_x.data_ptr(), some_y.data_ptr()
                 self._machine.run(work, base, len(some_y))

@@ -13,6 +13,7 @@ namespace esper {
 constexpr int OUTPUTS = 8;   // rows of accumulators
 constexpr int VECTORS = 2;   // vectors of lanes in each
 constexpr int MAX_TAPS = 9;
+constexpr int64_t FIRST_CACHE = 32768, SECOND_CACHE = 524288;  // bytes that are certainly there
 
 struct Shape {
     int inputs, outputs, height, width, kernel;
@@ -81,61 +82,109 @@ template <class T>
 void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* out, int lanes, int stride, T* scratch) {
     pack(s, weight, transposed, scratch);
     const int64_t block = static_cast<int64_t>(s.inputs) * s.taps() * OUTPUTS;
-    for (int place = 0; place < s.space(); ++place) {
-        const Taps taps = taps_at(s, place / s.width, place % s.width);
-        for (int at = 0; at < stride; at += VECTORS * width<T>())
-            for (int first = 0; first < s.outputs; first += OUTPUTS) {
-                const T* packed = scratch + first / OUTPUTS * block;
-                if (at + VECTORS * width<T>() <= stride)
-                    convolve_block<T, VECTORS>(s, in, packed, out, first, at, lanes, stride, taps, place);
-                else
-                    convolve_block<T, 1>(s, in, packed, out, first, at, lanes, stride, taps, place);
-            }
-    }
+    const int blocks = (s.outputs + OUTPUTS - 1) / OUTPUTS;
+    // many weights would leave the first cache at every position: then a block of them sees all positions first
+    const int together = block * blocks * static_cast<int64_t>(sizeof(T)) > FIRST_CACHE ? 1 : blocks;
+    for (int begin = 0; begin < blocks; begin += together)
+        for (int place = 0; place < s.space(); ++place) {
+            const Taps taps = taps_at(s, place / s.width, place % s.width);
+            for (int at = 0; at < stride; at += VECTORS * width<T>())
+                for (int b = begin; b < begin + together; ++b) {
+                    const T* packed = scratch + b * block;
+                    if (at + VECTORS * width<T>() <= stride)
+                        convolve_block<T, VECTORS>(s, in, packed, out, b * OUTPUTS, at, lanes, stride, taps, place);
+                    else
+                        convolve_block<T, 1>(s, in, packed, out, b * OUTPUTS, at, lanes, stride, taps, place);
+                }
+        }
 }
 
-// Gradients of a tile of weights, added up over the lanes from `at` on.
+// A part of the features: rows of the image, and lanes.
+struct Part {
+    int top, bottom, at, end;
+};
+
+// Gradients of a tile of weights of kernel 1, over a part of the features.
 template <class T, int OS, int CS>
-void weigh_tile(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, int at, int end, int stride, int tap) {
+void weigh_points(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, Part part, int stride) {
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
     wide<T> sum[OS][CS] = {};
-    const int reach = s.kernel / 2, dy = tap / s.kernel - reach, dx = tap % s.kernel - reach;
-    for (int y = dy < 0 ? -dy : 0; y < s.height - (dy > 0 ? dy : 0); ++y)
-        for (int x = dx < 0 ? -dx : 0; x < s.width - (dx > 0 ? dx : 0); ++x) {
-            const T* g = slope + (static_cast<int64_t>(o) * s.space() + y * s.width + x) * stride;
-            const T* h = in + (static_cast<int64_t>(c) * s.space() + (y + dy) * s.width + x + dx) * stride;
-            for (int lane = at; lane < end; lane += width<T>()) {
-                wide<T> from[CS];
-                for (int j = 0; j < CS; ++j) from[j] = load(h + static_cast<int64_t>(j) * s.space() * stride + lane);
-                for (int i = 0; i < OS; ++i) {
-                    const wide<T> to = load(g + static_cast<int64_t>(i) * s.space() * stride + lane);
-                    for (int j = 0; j < CS; ++j) sum[i][j] += to * from[j];
-                }
+    for (int place = part.top * s.width; place < part.bottom * s.width; ++place)
+        for (int lane = part.at; lane < part.end; lane += width<T>()) {
+            const int64_t from = static_cast<int64_t>(place) * stride + lane;
+            wide<T> x[CS];
+            for (int j = 0; j < CS; ++j) x[j] = load(in + (c + j) * channel + from);
+            for (int i = 0; i < OS; ++i) {
+                const wide<T> g = load(slope + (o + i) * channel + from);
+                for (int j = 0; j < CS; ++j) sum[i][j] += g * x[j];
             }
         }
     for (int i = 0; i < OS; ++i)
-        for (int j = 0; j < CS; ++j) grad[((o + i) * s.inputs + c + j) * s.taps() + tap] += total<T>(sum[i][j]);
+        for (int j = 0; j < CS; ++j) grad[(o + i) * s.inputs + c + j] += total<T>(sum[i][j]);
 }
 
+// The same for the middle row of a kernel of 3, moved by `dy`: three neighbours slide along a row of the image, so that
+// each of them is loaded once.
+template <class T, int OS, int CS>
+void weigh_row(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, int dy, Part part, int stride) {
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
+    wide<T> sum[OS][CS][3] = {};
+    const int first = part.top + dy < 0 ? 1 : part.top, last = part.bottom + dy > s.height ? s.height - 1 : part.bottom;
+    for (int y = first; y < last; ++y)
+        for (int lane = part.at; lane < part.end; lane += width<T>()) {
+            const T* g = slope + o * channel + static_cast<int64_t>(y) * s.width * stride + lane;
+            const T* h = in + c * channel + static_cast<int64_t>(y + dy) * s.width * stride + lane;
+            wide<T> left[CS] = {}, here[CS], right[CS];
+            for (int j = 0; j < CS; ++j) here[j] = load(h + j * channel);
+            for (int x = 0; x < s.width; ++x, g += stride) {
+                h += stride;
+                for (int j = 0; j < CS; ++j) right[j] = x + 1 < s.width ? load(h + j * channel) : wide<T>{};
+                for (int i = 0; i < OS; ++i) {
+                    const wide<T> to = load(g + i * channel);
+                    for (int j = 0; j < CS; ++j) {
+                        sum[i][j][0] += to * left[j];
+                        sum[i][j][1] += to * here[j];
+                        sum[i][j][2] += to * right[j];
+                    }
+                }
+                for (int j = 0; j < CS; ++j) left[j] = here[j], here[j] = right[j];
+            }
+        }
+    for (int i = 0; i < OS; ++i)
+        for (int j = 0; j < CS; ++j)
+            for (int dx = 0; dx < 3; ++dx)
+                grad[((o + i) * s.inputs + c + j) * 9 + (dy + 1) * 3 + dx] += total<T>(sum[i][j][dx]);
+}
+
+template <class T, int OS, int CS>
+void weigh_tile(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, Part part, int stride) {
+    if (s.kernel == 1) return weigh_points<T, OS, CS>(s, in, slope, grad, o, c, part, stride);
+    for (int dy = -1; dy <= 1; ++dy) weigh_row<T, OS, CS>(s, in, slope, grad, o, c, dy, part, stride);
+}
+
+// A part at a time that stays in the cache while all tiles pass over it: with kernel 1, where a number is used in few
+// products, in the first one.
 template <class T> void weigh(const Shape& s, const T* in, const T* slope, T* grad, int stride) {
     std::memset(grad, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
-    // few lanes at a time where the features of all of them do not fit the first cache
-    const int64_t bytes_of_vector = 64LL * s.space() * (s.inputs + s.outputs);
-    int step = bytes_of_vector > 0 ? static_cast<int>(65536 / bytes_of_vector) * width<T>() : stride;
-    if (step < width<T>()) step = width<T>();
-    for (int at = 0; at < stride; at += step) {
-        const int end = at + step < stride ? at + step : stride;
-        for (int tap = 0; tap < s.taps(); ++tap) {
+    const int64_t cache = s.kernel == 1 ? 2 * FIRST_CACHE : SECOND_CACHE;
+    const int64_t row = 64LL * s.width * (s.inputs + s.outputs);  // bytes of a vector of lanes in a row of the image
+    int step = static_cast<int>(cache / (row * s.height)) * width<T>();
+    step = step > stride ? stride : step < width<T>() ? width<T>() : step;
+    int height = static_cast<int>(cache * width<T>() / (row * step));
+    height = height > s.height ? s.height : height < 1 ? 1 : height;
+    for (int at = 0; at < stride; at += step)
+        for (int top = 0; top < s.height; top += height) {
+            const Part part{top, top + height < s.height ? top + height : s.height, at,
+                            at + step < stride ? at + step : stride};
             int o = 0;
             for (; o + 4 <= s.outputs; o += 4) {
                 int c = 0;
-                for (; c + 4 <= s.inputs; c += 4) weigh_tile<T, 4, 4>(s, in, slope, grad, o, c, at, end, stride, tap);
-                for (; c < s.inputs; ++c) weigh_tile<T, 4, 1>(s, in, slope, grad, o, c, at, end, stride, tap);
+                for (; c + 2 <= s.inputs; c += 2) weigh_tile<T, 4, 2>(s, in, slope, grad, o, c, part, stride);
+                for (; c < s.inputs; ++c) weigh_tile<T, 4, 1>(s, in, slope, grad, o, c, part, stride);
             }
             for (; o < s.outputs; ++o)
-                for (int c = 0; c < s.inputs; ++c)
-                    weigh_tile<T, 1, 1>(s, in, slope, grad, o, c, at, end, stride, tap);
+                for (int c = 0; c < s.inputs; ++c) weigh_tile<T, 1, 1>(s, in, slope, grad, o, c, part, stride);
         }
-    }
 }
 
 // Each channel by itself. `turned` runs the gradient of the input.
@@ -162,8 +211,7 @@ template <class T> void weigh_depthwise(const Shape& s, const T* in, const T* sl
     std::memset(grad, 0, sizeof(T) * s.inputs * s.taps());
     for (int c = 0; c < s.inputs; ++c) {
         const int64_t channel = static_cast<int64_t>(c) * s.space() * stride;
-        for (int tap = 0; tap < s.taps(); ++tap)
-            weigh_tile<T, 1, 1>(one, in + channel, slope + channel, grad + c * s.taps(), 0, 0, 0, stride, stride, tap);
+        weigh_tile<T, 1, 1>(one, in + channel, slope + channel, grad + c * s.taps(), 0, 0, {0, s.height, 0, stride}, stride);
     }
 }
 

@@ -36,10 +36,13 @@ template <class T> inline void store_lanes(T* to, wide<T> value, int lanes_left)
     store<T>(to, value);
 }
 
+// Halves are added to each other, so that few additions wait for one another.
 template <class T> inline T total(wide<T> value) {
-    T sum = T(0);
-    for (int i = 0; i < width<T>(); ++i) sum += value[i];
-    return sum;
+    T part[width<T>()];
+    store<T>(part, value);
+    for (int half = width<T>() / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) part[i] += part[i + half];
+    return part[0];
 }
 
 template <class T> inline T sum_of(const T* row, int lanes) {
@@ -49,8 +52,8 @@ template <class T> inline T sum_of(const T* row, int lanes) {
     return sum;
 }
 
-// exp, tanh and sigmoid without calls, so that they vectorize. The polynomials are those of Cephes (Moshier), which
-// are right to about one unit in the last place of a float; double precision, which is for tests, calls the C library.
+// exp, tanh and sigmoid without calls, so that they vectorize; right to a few units in the last place of a float. The
+// polynomial of exp is that of Cephes (Moshier). Double precision, which is for tests, calls the C library.
 inline float exp_of(float x) {
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
@@ -70,16 +73,24 @@ inline float exp_of(float x) {
     return p * power;
 }
 
+// A quotient of polynomials, the one that Eigen takes; beyond the limit it is 1 to the last bit.
 inline float tanh_of(float x) {
-    const float size = std::fabs(x), square = x * x;
-    float p = -5.70498872745e-3f;
-    p = p * square + 2.06390887954e-2f;
-    p = p * square - 5.37397155531e-2f;
-    p = p * square + 1.33314422036e-1f;
-    p = p * square - 3.33332819422e-1f;
-    const float near = p * square * x + x;
-    const float far = 1.0f - 2.0f / (exp_of(2.0f * size) + 1.0f);
-    return size <= 0.625f ? near : std::copysign(far, x);
+    const float limit = 7.90531110763549805f;
+    x = x > limit ? limit : x;
+    x = x < -limit ? -limit : x;
+    const float square = x * x;
+    float p = -2.76076847742355e-16f;
+    p = p * square + 2.00018790482477e-13f;
+    p = p * square - 8.60467152213735e-11f;
+    p = p * square + 5.12229709037114e-08f;
+    p = p * square + 1.48572235717979e-05f;
+    p = p * square + 6.37261928875436e-04f;
+    p = p * square + 4.89352455891786e-03f;
+    float q = 1.19825839466702e-06f;
+    q = q * square + 1.18534705686654e-04f;
+    q = q * square + 2.26843463243900e-03f;
+    q = q * square + 4.89352518554385e-03f;
+    return p * x / q;
 }
 
 inline double exp_of(double x) { return std::exp(x); }

@@ -7,13 +7,13 @@ Seeds are put there by hand, as an episode might have left them; their weights a
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.native.library import compiler
 from esper.kasmina.optimizers import OptimizerSpec
 from esper.kasmina.slot_fields import empty_slots
 from esper.leyline.messages import SlotState
@@ -26,8 +26,10 @@ from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.config import EngineConfig, ExecutorChoice
+from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -94,13 +96,17 @@ def shortened(data: Dataset, train: int, val: int) -> Dataset:
 
 @dataclass(frozen=True)
 class GrownHosts:
-    """The same hosts under both executors, which share weights; `chosen` is the one that `auto` takes."""
+    """The same hosts under each executor, which share weights; `chosen` is the one that `auto` takes.
+
+    `native` is None on a GPU, and where there is no C++ compiler.
+    """
 
     shape: Shape
     num_hosts: int
     streamed: StreamedExecutor
     fused: FusedExecutor
-    chosen: Literal["fused", "streamed"]
+    native: NativeExecutor | None
+    chosen: ExecutorChoice
     slots: SlotState
     coalitions: Coalitions
     structure: Structure
@@ -114,18 +120,19 @@ class GrownHosts:
         assert task.load is not None
         data = shortened(task.load(None, 0), train, val).to(device)
         config = EngineConfig(num_envs=num_hosts, slots=task.enabled, episode_length=8, executor="auto")
-        executor = build_engine(config, task, data, device).executor
-        taken = "fused" if isinstance(executor, FusedExecutor) else "streamed"
-        streamed = executor.streamed if isinstance(executor, FusedExecutor) else executor
+        engine = build_engine(config, task, data, device)
+        executor, taken = engine.executor, engine.config.executor
+        streamed = executor if isinstance(executor, StreamedExecutor) else getattr(executor, "streamed")
         assert isinstance(streamed, StreamedExecutor)
         streamed.reset(0)
         slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
         slots, coalitions = (tree_map(lambda x: x.to(device), rec) for rec in (slots, coalitions))
         streamed.settle(structure)
-        fused = executor if isinstance(executor, FusedExecutor) else FusedExecutor(streamed)
+        fused = FusedExecutor(streamed)
         fused.measures_together = True
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
-        return cls(shape, num_hosts, streamed, fused, taken, slots, coalitions, later)
+        native = None if native_problem("off", device) or compiler() is None else NativeExecutor(streamed)
+        return cls(shape, num_hosts, streamed, fused, native, taken, slots, coalitions, later)
 
     def train(self, executor: Executor) -> None:
         """One epoch of all hosts."""
@@ -158,7 +165,7 @@ class SharedHosts:
 
     @classmethod
     def build(
-        cls, shape: Shape, num_hosts: int, train: int, val: int, *, executor: Literal["fused", "streamed"], workers: int
+        cls, shape: Shape, num_hosts: int, train: int, val: int, *, executor: ExecutorChoice, workers: int
     ) -> "SharedHosts":
         """Episode 0, after all seeds were born; `train` and `val` examples."""
         task = task_of(shape)

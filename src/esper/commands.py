@@ -7,7 +7,10 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import torch
+
 from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
+from esper.kasmina.native.library import compiler
 from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.simic.compilation import is_compiled
@@ -117,6 +120,15 @@ def _assembled(config: RunConfig) -> Parts:
     return assemble(config, device)
 
 
+def _why(executor: str, device: torch.device) -> str:
+    """Why "auto" took this executor, in a few words."""
+    if executor == "native":
+        return " (C++ compiled for this processor)"
+    if device.type == "cpu" and compiler() is None:
+        return " (chosen by image size; with a C++ compiler such as g++ it would be native, several times faster)"
+    return " (chosen by image size)"
+
+
 def _first_fossil(config: RunConfig) -> int:
     """The step of the earliest FOSSILIZE: born in 1, trained, blended in the fewest ticks, then held."""
     return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
@@ -131,7 +143,7 @@ def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header
         if config.topology == "static":
             console.say("topology: static (records arrive at the end of a round)")
         else:
-            console.say(f"executor: {taken}" + (" (chosen by image size)" if asked == "auto" else "") + shared)
+            console.say(f"executor: {taken}{_why(taken, parts.engine.spec.device) if asked == 'auto' else ''}{shared}")
     for sentence in parts.told:
         console.say(sentence)
     if start is not None:

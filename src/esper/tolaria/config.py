@@ -13,6 +13,9 @@ _MAX_HOSTS = 2**32
 """The number of a host is one word of the counter of its random draws."""
 
 
+ExecutorChoice = Literal["auto", "native", "fused", "streamed"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How N hosts are run for an episode.
@@ -24,8 +27,9 @@ class EngineConfig:
         slots: enabled slots in action order.
         time_limit: what the last step is to the learner: "truncate" bootstraps, "terminate" is a true end.
         executor: how the hosts are run: "streamed" one after another, bit for bit as if each were alone; "fused" all at
-            once, equal up to rounding; "auto" is fused for small images, where it is faster. The config of a built
-            engine names the one that was taken.
+            once, equal up to rounding; "native" by compiled C++ on a CPU, also equal up to rounding, and each as if it
+            were alone; "auto" by a rule, see `executors.choice`. The config of a built engine names the one that was
+            taken.
         topology: "grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that
             could grow under masks, all hosts at once, and nothing is read between the steps of an episode.
         workers: processes that share the hosts of a CPU, at most, this one included. Scripted hosts, hosts on a
@@ -40,7 +44,7 @@ class EngineConfig:
     episode_length: int = 40
     slots: tuple[str, ...] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
-    executor: Literal["auto", "fused", "streamed"] = "streamed"
+    executor: ExecutorChoice = "streamed"
     topology: Literal["grouped", "static"] = "grouped"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     capture: CaptureChoice = "auto"
@@ -69,16 +73,16 @@ class EngineConfig:
             raise ConfigError(f"seed is {self.run_seed}; it must be a whole number from 0 to 2^63 - 1.")
         if self.time_limit not in ("truncate", "terminate"):
             raise ConfigError(f"time_limit is {self.time_limit!r}; it must be 'truncate' or 'terminate'.")
-        if self.executor not in ("auto", "fused", "streamed"):
-            raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'fused' or 'streamed'.")
+        if self.executor not in ("auto", "native", "fused", "streamed"):
+            raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'native', 'fused' or 'streamed'.")
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; use 1 for this process alone.")
         if self.topology not in ("grouped", "static"):
             raise ConfigError(f"topology is {self.topology!r}; it must be 'grouped' or 'static'.")
-        if self.topology == "static" and self.executor == "streamed":
+        if self.topology == "static" and self.executor in ("streamed", "native"):
             raise ConfigError(
-                "topology is 'static', which runs all hosts at once, but executor is 'streamed', which runs them one "
-                "after another; set executor to 'auto' or 'fused', or topology to 'grouped'."
+                f"topology is 'static', which runs all hosts at once, but executor is {self.executor!r}, which runs "
+                "them one after another; set executor to 'auto' or 'fused', or topology to 'grouped'."
             )
         if self.amp not in ("off", "auto", "bf16", "fp16"):
             raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")

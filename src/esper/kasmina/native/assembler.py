@@ -1,7 +1,7 @@
 """Instructions for the C++ part, and the working memory they share.
 
-Who carries them out is source/program.cpp, which knows the same operations in the same order. An operand is a place in a
-space of a host; the spaces have addresses only when the program is run, so hosts of equal structure share one program.
+Who carries them out is source/program.cpp, which knows the same operations in the same order. An operand is a place in
+a space of a host; spaces have addresses only when the program is run, so hosts of equal structure share one program.
 
     ROWS      activations and their gradients [rows][lanes]: one host's, used again for the next one
     NUMBERS   single numbers, as the statistics of a batch norm
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
     """Consecutive rows of lanes."""
 
     first: int
-    count: int
+    size: int
 
 
 ROWS, NUMBERS, NUM_WORKING = 0, 1, 2
@@ -136,9 +136,9 @@ class Assembler:
     def rows(self, count: int) -> Rows:
         """Rows that nothing else uses until they are given to `release`."""
         for i, hole in enumerate(self._free):
-            if hole.count >= count:
-                rest = Rows(hole.first + count, hole.count - count)
-                self._free[i : i + 1] = [rest] if rest.count else []
+            if hole.size >= count:
+                rest = Rows(hole.first + count, hole.size - count)
+                self._free[i : i + 1] = [rest] if rest.size else []
                 return Rows(hole.first, count)
         rows = Rows(self._rows, count)
         self._rows += count
@@ -148,10 +148,10 @@ class Assembler:
         """Rows that are not read any more."""
         merged: list[Rows] = []
         for hole in sorted([*self._free, *released]):
-            if merged and merged[-1].first + merged[-1].count == hole.first:
-                merged[-1] = Rows(merged[-1].first, merged[-1].count + hole.count)
+            if merged and merged[-1].first + merged[-1].size == hole.first:
+                merged[-1] = Rows(merged[-1].first, merged[-1].size + hole.size)
             else:
-                assert not merged or merged[-1].first + merged[-1].count < hole.first, "released twice"
+                assert not merged or merged[-1].first + merged[-1].size < hole.first, "released twice"
                 merged.append(hole)
         self._free = merged
 

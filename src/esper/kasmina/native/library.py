@@ -1,7 +1,7 @@
 """The C++ part: compiled when it is first needed, kept in the user's cache folder, called through ctypes.
 
-No headers of PyTorch are included, so it takes seconds. The file's name tells what it was made of: sources, options, and
-what the compiler knows of itself and of the processor; whatever changes, it is made anew.
+No headers of PyTorch are included, so it takes seconds. The file's name tells what it was made of: sources, options,
+and what the compiler knows of itself and of the processor; whatever changes, it is made anew.
 """
 
 import ctypes
@@ -31,7 +31,9 @@ _OPTIONS = (
     "-shared",
     "-fPIC",
 )
-_WAY_OUT = "install one (such as g++), name yours in the environment variable CXX, or set executor to 'fused' or 'streamed'"
+_WAY_OUT = (
+    "install one (such as g++), name yours in the environment variable CXX, or set executor to 'fused' or 'streamed'"
+)
 _SECONDS = 300
 
 RUNS = {torch.float32: "esper_run_float", torch.float64: "esper_run_double"}
@@ -66,7 +68,9 @@ class Library:
         """Carry out instructions `first[h]` to `first[h] + count[h]` for each host h; other threads may run meanwhile.
 
         Args:
-            program: instructions. first, count: [H] int64.
+            program: instructions.
+            first: [H] int64.
+            count: [H] int64.
             base: [H, spaces] int64, the addresses of each host's spaces.
             lanes: examples of the batch.
             scratch: working memory; its dtype is that of all numbers.

@@ -1,7 +1,7 @@
 """Runs the programs of many hosts on their own memory, in one call for each thread.
 
-    programs     one for each different structure                    which[h]   the program of host h
-    addresses    [H, spaces]: where the spaces of host h begin       threads    hosts are shared out; they never meet
+programs     one for each different structure                    which[h]   the program of host h
+addresses    [H, spaces]: where the spaces of host h begin       threads    hosts are shared out; they never meet
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class Machine:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def run(self, work: Batchwork, addresses: np.ndarray, lanes: int) -> None:
-        """Carry out each host's program; `addresses` [H, spaces] int64, whose columns of working memory are filled in."""
+        """Carry out each host's program on `addresses` [H, spaces] int64; working memory need not be among them."""
         hosts = len(addresses)
         if self._pool is None or hosts == 1:
             self._run_some(0, work, addresses, 0, hosts, lanes)

@@ -7,7 +7,7 @@ A program depends on the structure of a host alone. Whose weights and which batc
 the addresses of the host's spaces.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -114,10 +114,10 @@ def training_program(skeleton: Skeleton, grown: Mapping[str, Growth]) -> Program
         backs.append(step[1])
         return step[0]
 
-    for i, block in enumerate(host.blocks):
+    for i, (conv, norm) in enumerate(_blocks(host)):
         own = weights.of(f"blocks.{i}")
-        h = follow(convolution(a, block.conv, own.of("conv"), h))
-        h = follow(batch_norm(a, block.norm, own.of("norm"), h, relu=True))
+        h = follow(convolution(a, conv, own.of("conv"), h))
+        h = follow(batch_norm(a, norm, own.of("norm"), h, relu=True))
         if f"r0c{i}" in grown:
             h = follow(_joined(a, grown[f"r0c{i}"], h))
         if i < host.spec.pools:
@@ -155,12 +155,12 @@ def measuring_program(
             a.release(states[i].rows)
         states = [states[i] for i in off] + heard
 
-    for i, block in enumerate(host.blocks):
+    for i, (conv, norm) in enumerate(_blocks(host)):
         own = weights.of(f"blocks.{i}")
         for k, h in enumerate(states):
-            y, _ = convolution(a, block.conv, own.of("conv"), h)
+            y, _ = convolution(a, conv, own.of("conv"), h)
             a.release(h.rows)
-            states[k], _ = batch_norm(a, block.norm, own.of("norm"), y, relu=True)
+            states[k], _ = batch_norm(a, norm, own.of("norm"), y, relu=True)
             a.release(y.rows)
         part(f"r0c{i}")
         if i < host.spec.pools:
@@ -174,6 +174,14 @@ def measuring_program(
         _loss(a, logits, k, None)
         a.release(h.rows, mean.rows, logits.rows)
     return a.program()
+
+
+def _blocks(host: CNNHost) -> Iterator[tuple[nn.Conv2d, nn.BatchNorm2d]]:
+    for block in host.blocks:
+        conv, norm = block.get_submodule("conv"), block.get_submodule("norm")
+        assert isinstance(conv, nn.Conv2d)
+        assert isinstance(norm, nn.BatchNorm2d)
+        yield conv, norm
 
 
 def _images(a: Assembler, skeleton: Skeleton) -> Features:
@@ -200,16 +208,16 @@ def _joined(a: Assembler, grown: Growth, h: Features) -> tuple[Features, Back]:
         gate, back_gate = _run(a, grown.gate, _weights(grown, grown.gate, SlotSpace.GATE, grown.gate_learns), h)
     opened = None if gate is None else gate.rows
     alpha = Place(slot_space(grown.s, SlotSpace.ALPHA), 0)
-    sizes = (h.rows.count, _JOINS[grown.algorithm])
+    sizes = (h.rows.size, _JOINS[grown.algorithm])
     y = h
     if grown.heard:
-        y = h.like(a.rows(h.rows.count))
+        y = h.like(a.rows(h.rows.size))
         a.emit(Operation.JOIN, h.rows, delta.rows, opened, alpha, y.rows, sizes=sizes)
     if not a.learns:
         a.release(delta.rows, *([] if opened is None else [opened]))
 
     def back(g: Rows, wanted: bool) -> Rows:
-        of_delta = a.rows(h.rows.count) if grown.learns else None
+        of_delta = a.rows(h.rows.size) if grown.learns else None
         of_gate = a.rows(1) if grown.gate_learns else None
         if grown.learns or (grown.heard and grown.algorithm is Algorithm.MULTIPLY):
             a.emit(

@@ -1,12 +1,12 @@
-"""Layers as instructions: what each kind of layer does to features on the way forward, and to gradients on the way back.
+"""Layers as instructions: what each kind of layer does to features on the way forward and to gradients on the way back.
 
 A rule writes the way forward at once and returns the features with a function that writes the way back:
 
     features, back = rule(assembler, layer, weights, features)
     gradient of the input = back(gradient of the output, wanted)
 
-Rows that a rule makes belong to it: it releases them in `back`, when nobody reads them any more. Where nothing is learned
-there is no way back, and `chain` releases what lies between its layers.
+Rows that a rule makes belong to it: it releases them in `back`, when nobody reads them any more. Where nothing is
+learned there is no way back, and `chain` releases what lies between its layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from torch import nn
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.native.assembler import LANES, Activation, Assembler, Operation, Place, Rows
+from esper.kasmina.native.assembler import Activation, Assembler, Operation, Place, Rows
 from esper.kasmina.stacking import FlatLayout
 
 Back = Callable[[Rows, bool], Rows | None]
@@ -60,9 +60,7 @@ class Weights:
 
     def of(self, name: str) -> "Weights":
         """Those of a child."""
-        return Weights(
-            self.layout, self.values, self.slopes, self.buffer_layout, self.buffers, f"{self.prefix}{name}."
-        )
+        return Weights(self.layout, self.values, self.slopes, self.buffer_layout, self.buffers, f"{self.prefix}{name}.")
 
     def value(self, name: str) -> Place:
         """A tensor."""
@@ -117,7 +115,7 @@ def _product(
         if bias:
             a.emit(Operation.ADD_BIAS_BACK, g, weights.slope("bias"), sizes=(outputs, x.space))
         a.emit(Operation.WEIGH, x.rows, g, weights.slope("weight"), sizes=sizes)
-        into = a.rows(x.rows.count) if wanted else None
+        into = a.rows(x.rows.size) if wanted else None
         if into is not None:
             a.emit(Operation.CONVOLVE_BACK, g, weights.value("weight"), into, sizes=sizes)
         a.release(g, y.rows)
@@ -128,12 +126,12 @@ def _product(
 
 def _depthwise(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Back]:
     sizes = (x.channels, x.channels, x.height, x.width, conv.kernel_size[0])
-    y = x.like(a.rows(x.rows.count))
+    y = x.like(a.rows(x.rows.size))
     a.emit(Operation.DEPTHWISE, x.rows, weights.value("weight"), y.rows, sizes=sizes)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
         a.emit(Operation.WEIGH_DEPTHWISE, x.rows, g, weights.slope("weight"), sizes=sizes)
-        into = a.rows(x.rows.count) if wanted else None
+        into = a.rows(x.rows.size) if wanted else None
         if into is not None:
             a.emit(Operation.DEPTHWISE_BACK, g, weights.value("weight"), into, sizes=sizes)
         a.release(g, y.rows)
@@ -146,7 +144,7 @@ def batch_norm(
     a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Features, *, relu: bool = False
 ) -> tuple[Features, Back]:
     """Batch normalization with ReLU or without: with the statistics of the batch where the pass learns."""
-    y = x.like(a.rows(x.rows.count))
+    y = x.like(a.rows(x.rows.size))
     affine = (weights.value("weight"), weights.value("bias"))
     running = (weights.buffer("running_mean"), weights.buffer("running_var"))
     sizes = (x.channels, x.space)
@@ -183,7 +181,7 @@ def group_norm(
     scale: Weights | None = None,
 ) -> tuple[Features, Back]:
     """Group normalization, then ReLU and a layer scale where they follow."""
-    y = x.like(a.rows(x.rows.count))
+    y = x.like(a.rows(x.rows.size))
     affine = (weights.value("weight"), weights.value("bias"))
     gamma = None if scale is None else scale.value("gamma")
     sizes = (x.channels, x.space, norm.num_groups)
@@ -205,7 +203,7 @@ def group_norm(
 
 def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> tuple[Features, Back]:
     """One factor per channel."""
-    y, gamma, sizes = x.like(a.rows(x.rows.count)), weights.value("gamma"), (x.channels, x.space)
+    y, gamma, sizes = x.like(a.rows(x.rows.size)), weights.value("gamma"), (x.channels, x.space)
     a.emit(Operation.SCALE, gamma, x.rows, y.rows, sizes=sizes)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
@@ -220,7 +218,7 @@ def activation(kind: Activation) -> Rule:
     """The rule of an activation."""
 
     def rule(a: Assembler, layer: nn.Module, weights: Weights, x: Features) -> tuple[Features, Back]:
-        y, sizes = x.like(a.rows(x.rows.count)), (x.rows.count,)
+        y, sizes = x.like(a.rows(x.rows.size)), (x.rows.size,)
         a.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=sizes, flag=kind)
 
         def back(g: Rows, wanted: bool) -> Rows | None:
@@ -240,7 +238,7 @@ def mean_space(a: Assembler, x: Features) -> tuple[Features, Back]:
     a.emit(Operation.MEAN, x.rows, y.rows, sizes=sizes)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        into = a.rows(x.rows.count) if wanted else None
+        into = a.rows(x.rows.size) if wanted else None
         if into is not None:
             a.emit(Operation.MEAN_BACK, g, into, sizes=sizes)
         a.release(g, y.rows)
@@ -256,7 +254,7 @@ def max_pool(a: Assembler, x: Features) -> tuple[Features, Back]:
     a.emit(Operation.MAX_POOL, x.rows, y.rows, sizes=sizes)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        into = a.rows(x.rows.count) if wanted else None
+        into = a.rows(x.rows.size) if wanted else None
         if into is not None:
             a.emit(Operation.MAX_POOL_BACK, x.rows, g, into, sizes=sizes)
         a.release(g, y.rows)
@@ -265,7 +263,7 @@ def max_pool(a: Assembler, x: Features) -> tuple[Features, Back]:
     return y, back
 
 
-# -- modules of several layers -------------------------------------------------------------------------------------------
+# -- modules of several layers -----------------------------------------------------------------------------------------
 
 
 def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Features) -> tuple[Features, Back]:
@@ -296,7 +294,7 @@ def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Featu
         lambda h: linear(a, module.excite, weights.of("excite"), h),
         lambda h: activation(Activation.TANH)(a, module, weights, h),
     )
-    y, sizes = x.like(a.rows(x.rows.count)), (x.channels, x.space)
+    y, sizes = x.like(a.rows(x.rows.size)), (x.channels, x.space)
     a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
     if not a.learns:
         a.release(factor.rows)
@@ -314,7 +312,7 @@ def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Featu
 def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> tuple[Features, Back]:
     """A step from the features towards their normalized selves; nothing upstream learns from it."""
     z, back_norm = group_norm(a, module.norm, weights.of("norm"), x)
-    y, sizes, strength = x.like(a.rows(x.rows.count)), (x.rows.count,), weights.of("gain")
+    y, sizes, strength = x.like(a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
     a.emit(Operation.SHIFT, strength.value("strength"), z.rows, x.rows, y.rows, sizes=sizes)
     if not a.learns:
         a.release(z.rows)
@@ -343,23 +341,21 @@ def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> tu
     )
 
 
-def chain(
-    a: Assembler, x: Features, *steps: Callable[[Features], tuple[Features, Back]]
-) -> tuple[Features, Back]:
+def chain(a: Assembler, x: Features, *steps: Callable[[Features], tuple[Features, Back]]) -> tuple[Features, Back]:
     """One step after another; the input of all belongs to somebody else."""
     h, backs = x, []
     for step in steps:
         before = h
-        h, back = step(before)
-        backs.append(back)
+        h, step_back = step(before)
+        backs.append(step_back)
         if not a.learns and before is not x:
             a.release(before.rows)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
         slope: Rows | None = g
-        for i, step_back in reversed(list(enumerate(backs))):
+        for i, back_of in reversed(list(enumerate(backs))):
             assert slope is not None
-            slope = step_back(slope, wanted or i > 0)
+            slope = back_of(slope, wanted or i > 0)
         return slope
 
     return h, back

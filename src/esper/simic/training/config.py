@@ -59,17 +59,19 @@ class RunConfig:
     custom_reward: str = ""
     """Name of a registered reward that pays instead of the formula of `reward.mode`; it is handed the numbers in
     `reward`."""
-    executor: Literal["auto", "fused", "streamed", "measured"] = "streamed"
+    executor: Literal["auto", "native", "fused", "streamed", "measured"] = "streamed"
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
-    many others there are; "fused" all at once, equal up to rounding and faster on small images; "auto" by image size;
-    "measured" the one that trains faster here, which takes seconds once and is kept for the next run of its kind.
-    The presets say "auto"; `config.toml` of a run names the one that was taken."""
+    many others there are; "fused" all at once, equal up to rounding and faster on small images; "native" by C++ that is
+    compiled for this processor in the first run, several times faster on a CPU, also equal up to rounding, and like
+    "streamed" for the last bit; "auto" native on a CPU where there is a compiler and features fit its cache, else by
+    image size; "measured" the one that trains fastest here, which takes seconds once and is kept for the next run of
+    its kind. The presets say "auto"; `config.toml` of a run names the one that was taken."""
     topology: Literal["grouped", "static"] = "grouped"
     """"grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that could grow,
     all hosts at once, under masks: nothing is read between the steps of an episode, and records arrive at its end."""
     workers: int = 1
     """Processes that share the hosts of a CPU, at most, this one included. A host's numbers depend on it up to
-    rounding under the fused executor, not at all under the streamed one. `config.toml` names how many were taken."""
+    rounding under the fused executor, not at all under the others. `config.toml` names how many were taken."""
     threads: int = 0
     """Threads of one operation on the CPU; 0 is PyTorch's own choice, or with several workers the cores that each of
     them has. Small networks are fastest with 1."""
@@ -110,8 +112,10 @@ class RunConfig:
         self._check_slots(task)
         self._check_batches(task)
         self._check_reward()
-        if self.executor not in ("auto", "fused", "streamed", "measured"):
-            raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'fused', 'streamed' or 'measured'.")
+        if self.executor not in ("auto", "native", "fused", "streamed", "measured"):
+            raise ConfigError(
+                f"executor is {self.executor!r}; it must be 'auto', 'native', 'fused', 'streamed' or 'measured'."
+            )
         if self.executor == "measured" and self.topology == "static":
             raise ConfigError(
                 "executor is 'measured', but topology is 'static', which always runs all hosts at once; leave executor "

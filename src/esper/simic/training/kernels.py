@@ -32,6 +32,7 @@ from esper.tolaria import phases
 from esper.tolaria.capture import Captured, capture, recorder_for
 from esper.tolaria.control_plane import PhaseForm, as_it_is
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.training_program import train_batch
@@ -98,8 +99,8 @@ def replayed_reward(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], K
 
 def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:
     """Refuse `capture = "on"` where hosts are trained by an executor that cannot be replayed; raises ConfigError."""
-    if config.capture == "on" and isinstance(engine.executor, StreamedExecutor | ShardedExecutor):
+    if config.capture == "on" and isinstance(engine.executor, StreamedExecutor | NativeExecutor | ShardedExecutor):
         raise ConfigError(
-            "capture is 'on', but the executor is 'streamed', whose hosts are trained one after another and not "
-            "replayed; use executor 'fused', or capture 'auto'."
+            f"capture is 'on', but the executor is {engine.config.executor!r}, whose hosts are trained one after "
+            "another and not replayed; use executor 'fused', or capture 'auto'."
         )

@@ -19,6 +19,7 @@ from esper.kasmina.initialization import deterministic_build
 from esper.simic.training.calibration import calibrated
 from esper.simic.training.config import RunConfig
 from esper.tasks.datasets import Dataset
+from esper.tolaria.executors.choice import prefers_native
 
 MIN_GAIN = 1.1
 """How many times faster bf16 must be to be taken: less is not worth its rounding."""
@@ -33,12 +34,20 @@ def with_fastest_precision(
 ) -> tuple[RunConfig, str]:
     """The run with the precision that is faster on this CPU, and a sentence about it.
 
-    Only where `amp` is "auto" and networks are trained on a CPU; elsewhere the run as it is, and nothing to say.
+    Only where `amp` is "auto" and networks are trained on a CPU; elsewhere the run as it is, and nothing to say. Hosts
+    that run natively are in float32, which is faster there than PyTorch's bf16.
     """
     spec = config.task_spec().host
     if config.amp != "auto" or device.type != "cpu" or dataset is None or spec is None:
         return config, ""
     height, width = (int(side) for side in dataset.train.x.shape[-2:])
+    native = config.executor == "native" or (
+        config.executor == "auto"
+        and config.topology == "grouped"
+        and prefers_native(spec, (height, width), config.batch_train, "off", device)
+    )
+    if native:
+        return replace(config, amp="off"), "amp: off (hosts are run by compiled C++, in float32)"
     work = f"time of float32 / time of bf16: {spec}, {height}x{width}, {config.batch_train} examples"
     found = calibrated(work, device, lambda: (measure or measured_gain)(config, (height, width)))
     chosen = replace(config, amp="bf16" if found.ratio >= MIN_GAIN else "off")

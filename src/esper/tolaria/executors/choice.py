@@ -1,11 +1,12 @@
-"""Which executor runs the hosts of a task: all at once, or one after another."""
+"""Which executor runs the hosts of a task: by compiled C++, all at once, or one after another."""
 
 from typing import Literal
 
 import torch
 
-from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.initialization import deterministic_build
+from esper.kasmina.native.library import compiler
 from esper.kasmina.population import Population
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset
@@ -14,25 +15,32 @@ from esper.tolaria.amp import LossScaler, amp_dtype
 from esper.tolaria.capture import recorder_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.twins import can_fuse
 
+_NATIVE_BYTES = 2**23
+"""Hosts whose largest feature map of a batch has at most this many bytes run natively on a CPU: larger ones leave the
+caches, and wide hosts with seeds are no faster then than in PyTorch."""
 _FUSED_PIXELS = 256
-"""Images up to this size run fused unless told otherwise: there the time goes into small operations.
+"""Otherwise images up to this size run fused: there the time goes into small operations.
 
-A rule and no measurement, because the two differ by rounding: a choice by the clock would let a busy machine decide
-which of two states a run ends in.
+Rules and no measurement, because executors differ by rounding: a choice by the clock would let a busy machine decide
+in which of several states a run ends.
 """
+
+Taken = Literal["native", "fused", "streamed"]
 
 
 def network_executor(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device
-) -> tuple[StreamedExecutor | FusedExecutor | StaticExecutor, Literal["fused", "streamed"]]:
+) -> tuple[StreamedExecutor | FusedExecutor | NativeExecutor | StaticExecutor, Taken]:
     """The executor for hosts that are networks, in this process, and what it is called.
 
     Raises:
-        ConfigError: "fused" or static topology was asked for, but the host cannot be stacked.
+        ConfigError: what was asked for cannot run: "fused" or static topology with a host that cannot be stacked,
+            "native" on a GPU, in less than float32, or without a C++ compiler.
     """
     assert task.host is not None
     assert dataset is not None
@@ -63,8 +71,32 @@ def network_executor(
         )
     if static:
         return StaticExecutor(streamed), "fused"
+    if config.executor == "native" and (problem := native_problem(config.amp, device)):
+        raise ConfigError(f"executor is 'native', but {problem}.")
+    if config.executor == "native" or (
+        config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device)
+    ):
+        return NativeExecutor(streamed), "native"
     small = height * width <= _FUSED_PIXELS
     if config.executor == "fused" or (config.executor == "auto" and fits and small):
         recorder = recorder_for(config.capture, "train_batch", device)
         return FusedExecutor(streamed, recorder=recorder), "fused"
     return streamed, "streamed"
+
+
+def native_problem(amp: str, device: torch.device) -> str | None:
+    """Why hosts cannot be run natively, and the way out; None where they can."""
+    if device.type != "cpu":
+        return f"the device is {device}, and compiled C++ runs on a CPU; use executor 'fused' or 'streamed'"
+    if amp != "off":
+        return f"amp is {amp!r}, and compiled C++ computes in float32; set amp to 'off', or executor to 'streamed'"
+    return None
+
+
+def prefers_native(spec: CNNHostSpec, image_size: tuple[int, int], batch: int, amp: str, device: torch.device) -> bool:
+    """Whether "auto" runs such hosts natively: they can be, and the features of a batch are small."""
+    halvings = [min(i, spec.pools) for i in range(spec.blocks)]
+    height, width = image_size
+    sizes = [c * (height >> k) * (width >> k) for c, k in zip(spec.channels(), halvings, strict=True)]
+    small = 4 * batch * max(sizes) <= _NATIVE_BYTES
+    return small and native_problem(amp, device) is None and compiler() is not None

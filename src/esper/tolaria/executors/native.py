@@ -4,8 +4,8 @@
                 then one stacked clip and optimizer step for all hosts and seeds
     evaluate    the same way forward for all distinct states of each host, a few examples at a time
 
-It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A host
-in which a blueprint grows that has no rule (`kasmina.native.rules`) is run by the streamed executor.
+It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A
+host in which a blueprint grows that has no rule (`kasmina.native.rules`) is run by the streamed executor.
 """
 
 from typing import final
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SeedCosts
+from esper.kasmina.native.assembler import Program
 from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
 from esper.kasmina.native.networks import Space
 from esper.leyline.messages import SlotState
@@ -72,21 +73,27 @@ class NativeExecutor:
         """Restore what `state_dict` gave."""
         self.streamed.load_state_dict(state)
 
+    def _shared_out(self, what: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Hosts that are run here, and those that are not."""
+        own = self._programs.can_run(what)
+        return np.flatnonzero(own), np.flatnonzero(~own)
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
         p, s = self.population, self.streamed
+        what = what_runs(s.structure, training=True)
+        here, others = self._shared_out(what)
+        if not here.size:
+            return s.train_epoch(t, slots)
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, s.structure)
         optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
         alpha = slots.alpha.contiguous()
-        what = what_runs(s.structure, training=True)
-        own = self._programs.can_run(what)
-        here, others = np.flatnonzero(own), np.flatnonzero(~own)
         base = training_addresses(p, alpha, hosts, rows)[here]
         work = _work([self._programs.training(w) for w in what[here]])
-        stream = s.training_of(others, hosts, rows, slots.alpha)
+        stream = s.training_of(others.tolist(), hosts, rows, slots.alpha)
         told = torch.zeros(len(here), 2, dtype=torch.float64)
 
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,9 +147,10 @@ class NativeExecutor:
         p = self.population
         alpha = alpha.contiguous()
         what = what_runs(self.streamed.structure, training=False)
+        here, others = self._shared_out(what)
+        if not here.size:
+            return self.streamed.measured(others.tolist(), batches, alpha, sets, num_columns)
         plans = [plan_prefixes(rows, self.streamed.execution_order) for rows in sets]
-        own = self._programs.can_run(what)
-        here, others = np.flatnonzero(own), np.flatnonzero(~own)
         work = _work([self._programs.measuring(what[n], plans[n]) for n in here])
         base = population_addresses(p, alpha)[here]
         told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
@@ -160,11 +168,12 @@ class NativeExecutor:
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in here])
         found = (hits * valid).long(), losses
         if others.size:
-            found = _merged(here, found, others, self.streamed.measured(others, batches, alpha, sets, num_columns))
+            *theirs, _ = self.streamed.measured(others.tolist(), batches, alpha, sets, num_columns)
+            found = _merged(here, found, others, (theirs[0], theirs[1]))
         return *found, count
 
 
-def _work(programs: list) -> Batchwork:
+def _work(programs: list[Program]) -> Batchwork:
     """One program for each host; equal ones are the same object."""
     unique = list({id(program): program for program in programs}.values())
     number = {id(program): k for k, program in enumerate(unique)}

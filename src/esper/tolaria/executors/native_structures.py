@@ -1,4 +1,4 @@
-"""Which program each host runs, and where its memory lies: a structure of the population in the terms of the machine."""
+"""Which program each host runs and where its memory lies: a structure of the population in terms of the machine."""
 
 from collections.abc import Hashable
 from typing import final
@@ -6,9 +6,9 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from esper.kasmina.initialization import deterministic_build
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.initialization import deterministic_build
 from esper.kasmina.native.assembler import Program
 from esper.kasmina.native.machine import addresses_of
 from esper.kasmina.native.networks import (
@@ -45,13 +45,14 @@ class Programs:
         template = population.host_kind.template
         self._skeleton = Skeleton(population.host_module, template.parameters, template.buffers, height, width)
         self._seeds, self._gates = _modules(population)
-        self.known = {index for _, index in self._seeds if all((p.channels, index) in self._seeds for p in self._points)}
+        everywhere = {point.channels for point in self._points}
+        self._known = {index for _, index in self._seeds if all((c, index) in self._seeds for c in everywhere)}
         self._written: dict[Hashable, Program] = {}
 
     def can_run(self, what: np.ndarray) -> np.ndarray:
         """[N]: hosts whose seeds all have rules; `what` is [N, S, 5]."""
-        blueprint = what[..., 0]
-        fine: np.ndarray = np.isin(blueprint, [_NOTHING, *self.known]).all(axis=1)
+        runnable = np.isin(what[..., 0], [_NOTHING, *self._known])
+        fine: np.ndarray = np.asarray(runnable.all(axis=1))
         return fine
 
     def training(self, what: np.ndarray) -> Program:

@@ -32,6 +32,7 @@ from esper.tasks.registry import TaskSpec
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -91,7 +92,7 @@ class Answer:
 class ShardRunner:
     """The executor of some of the hosts, told of the slots by structures alone: a worker has no other state."""
 
-    def __init__(self, executor: StreamedExecutor | FusedExecutor, config: EngineConfig) -> None:
+    def __init__(self, executor: StreamedExecutor | FusedExecutor | NativeExecutor, config: EngineConfig) -> None:
         self.executor = executor
         self._fresh = empty_slots(config.num_envs, len(config.slots), CPU)
         self._slots = self._fresh

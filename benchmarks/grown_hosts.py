@@ -122,7 +122,7 @@ class GrownHosts:
         config = EngineConfig(num_envs=num_hosts, slots=task.enabled, episode_length=8, executor="auto")
         engine = build_engine(config, task, data, device)
         executor, taken = engine.executor, engine.config.executor
-        streamed = executor if isinstance(executor, StreamedExecutor) else getattr(executor, "streamed")
+        streamed = executor if isinstance(executor, StreamedExecutor) else executor.streamed
         assert isinstance(streamed, StreamedExecutor)
         streamed.reset(0)
         slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))

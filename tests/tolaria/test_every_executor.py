@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.static import StaticExecutor
 from plain import PlainTraining, assert_close
 from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
@@ -18,6 +19,7 @@ ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
 WRAP = {
     "streamed": lambda streamed: streamed,
     "fused": lambda streamed: FusedExecutor(streamed, measures_together=True),
+    "native": NativeExecutor,
     "static": StaticExecutor,
 }
 
@@ -132,7 +134,7 @@ class Answers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@every_executor
+@pytest.mark.parametrize("executor", ["streamed", "fused", "static"])  # native keeps no logits: tests/kasmina/native
 def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
     bench = bench_of(executor)
     bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)

@@ -9,8 +9,10 @@ import hashlib
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import final
 
 import numpy as np
@@ -89,13 +91,14 @@ def stride_of(lanes: int) -> int:
     return -(-lanes // LANES) * LANES
 
 
-def cached_library(folder: Path | None = None) -> Library:
-    """The library, compiled unless the cache folder holds it.
+@lru_cache(maxsize=1)
+def cached_library() -> Library:
+    """The library, compiled unless the user's cache folder holds it; loaded once per process.
 
     Raises:
         ConfigError: there is no compiler, or it failed.
     """
-    return _load(folder or cache_folder())
+    return load_library(cache_folder())
 
 
 def cache_folder() -> Path:
@@ -103,17 +106,36 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "esper"
 
 
-@lru_cache(maxsize=1)
-def _load(folder: Path) -> Library:
+def load_library(folder: Path) -> Library:
+    """The library from this folder; compiled into it, or where it cannot be written for this process alone."""
     tool = compiler()
     if tool is None:
         asked = os.environ.get("CXX")
         found = f"CXX names {asked!r}, which is not there" if asked else "none of c++, g++ and clang++ is there"
         raise ConfigError(f"the native executor needs a C++ compiler, but {found}; {_WAY_OUT}.")
     path = folder / f"native-{_fingerprint(tool)}.so"
-    if not path.exists():
-        _compile(tool, path)
-    return Library(path)
+    if path.exists():
+        return Library(path)
+    with TemporaryDirectory() as scratch:
+        draft = Path(scratch) / path.name
+        _told([tool, *_OPTIONS, "-o", str(draft), str(_SOURCE / "program.cpp")])
+        _keep(draft, path)
+        return Library(draft)  # stays loaded when its file is gone
+
+
+def _keep(draft: Path, path: Path) -> None:
+    """Copy under another name and rename, so that a half-written file is never loaded.
+
+    Where the folder cannot be written nothing is lost: the next process compiles again.
+    """
+    beside = path.with_name(f".{path.stem}.{os.getpid()}.so")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(draft, beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def _fingerprint(tool: str) -> str:
@@ -123,22 +145,6 @@ def _fingerprint(tool: str) -> str:
         digest.update(source.read_bytes())
     digest.update(_told([tool, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]))
     return digest.hexdigest()[:16]
-
-
-def _compile(tool: str, path: Path) -> None:
-    """Make the library under another name and move it, so that a half-written one is never loaded."""
-    draft = path.with_name(f".{path.stem}.{os.getpid()}.so")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _told([tool, *_OPTIONS, "-o", str(draft), str(_SOURCE / "program.cpp")])
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can, or executor to "
-            "'fused' or 'streamed'."
-        ) from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _told(command: list[str]) -> bytes:

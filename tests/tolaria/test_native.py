@@ -1,0 +1,278 @@
+"""The native executor gives what the streamed one gives up to rounding, and gives each host the bits it has alone."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.errors import ConfigError
+from esper.leyline.record import named_tensors
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tolaria.executors import choice
+from esper.tolaria.executors.choice import native_problem, network_executor, prefers_native
+from esper.tolaria.executors.native import NativeExecutor
+from tiny import CPU, HOST, Bench, adamw, dataset, engine, same_tree, task
+from toys import ToyClient, script
+
+ALL = [registry.blueprint_at(i, Topology.CNN).name for i in registry.selectable(Topology.CNN)]
+HIDDEN, BLENDING, HOLDING, FOSSILIZED = (
+    (SeedStage.TRAINING, 0.0),
+    (SeedStage.BLENDING, 0.4),
+    (SeedStage.HOLDING, 1.0),
+    (SeedStage.FOSSILIZED, 1.0),
+)
+
+
+class Moss(AbstractBlueprint):
+    """A user's own, with a layer that there is no rule for."""
+
+    name = "moss"
+    topology = Topology.CNN
+    birth = {}  # noqa: RUF012
+
+    def build(self, channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, channels, 1), nn.GELU())
+
+    def num_params(self, channels: int) -> int:
+        return channels**2 + channels
+
+
+class Fern(AbstractBlueprint):
+    """A user's own of layers that there are rules for."""
+
+    name = "fern"
+    topology = Topology.CNN
+    birth = {}  # noqa: RUF012
+
+    def build(self, channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.SiLU(), nn.Conv2d(3, channels, 3, padding=1))
+
+    def num_params(self, channels: int) -> int:
+        return channels * 3 + 3 + 27 * channels + channels
+
+
+@pytest.fixture(params=[Moss, Fern])
+def own_blueprint(request):
+    registry.register(request.param())
+    yield request.param.name
+    registry.unregister(request.param.name)
+
+
+def same_pass(a, b, atol=2e-5):
+    for (name, x), (_, y) in zip(named_tensors(a), named_tensors(b), strict=True):
+        torch.testing.assert_close(x, y, atol=atol, rtol=1e-4, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def compare(grow, *, num_envs=3, epochs=2, **settings):
+    """Grow the same seeds on two benches, train one streamed and one natively, and compare everything."""
+    streamed, other = Bench(num_envs, **settings), Bench(num_envs, **settings)
+    for bench in (streamed, other):
+        grow(bench)
+    native = NativeExecutor(other.executor)
+    for t in range(1, epochs + 1):
+        same_pass(native.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots))
+    for name, want in streamed.population.state_dict().items():
+        torch.testing.assert_close(other.population.state_dict()[name], want, atol=2e-5, rtol=1e-3, msg=name)
+    found, want = streamed.measure(fossils_as_players=True)
+    other.executor.settle(other.structure(found))
+    told = native.evaluate(epochs, other.slots, found)
+    torch.testing.assert_close(told.accuracy, want.accuracy, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(native.test(other.slots), streamed.executor.test(streamed.slots), atol=1e-4, rtol=0.0)
+
+
+def grow_different_seeds(bench):
+    bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 3])
+    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0, hosts=[2])
+    bench.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.MULTIPLY, hosts=[4])
+    bench.grow("r0c1", "attention", SeedStage.FOSSILIZED, alpha=1.0, algorithm=Algorithm.GATE, hosts=[0, 1, 4])
+    bench.grow("r1c0", "bottleneck", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2, 4])
+    bench.grow("r1c0", "depthwise", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[3])
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
+@pytest.mark.parametrize(("stage", "alpha"), [HIDDEN, BLENDING, HOLDING, FOSSILIZED])
+@pytest.mark.parametrize("blueprint", ALL)
+def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
+    compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1, num_envs=2)
+
+
+def test_different_seeds_in_different_hosts_do_not_meet():
+    compare(grow_different_seeds, num_envs=5)
+
+
+def test_an_optimizer_with_two_moments():
+    compare(grow_different_seeds, num_envs=5, optimizer=adamw())
+
+
+def test_a_frozen_seed_keeps_its_weights_while_the_others_of_its_kind_learn():
+    def grow(bench):
+        bench.grow("r0c0", "conv_small", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE)
+        bench.set("r0c0", hosts=[1], alpha_mode=int(AlphaMode.DOWN))
+
+    compare(grow)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_host_has_the_bits_it_has_alone_whatever_its_neighbours_and_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone, many = Bench(1), Bench(33)
+        many_native, alone_native = NativeExecutor(many.executor), NativeExecutor(alone.executor)
+    finally:
+        torch.set_num_threads(before)
+    alone.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0)
+    many.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0, hosts=[0, *range(5, 33)])
+    many.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.3, hosts=list(range(1, 33)))
+    told = [native.train_epoch(1, bench.slots) for native, bench in ((alone_native, alone), (many_native, many))]
+    assert torch.equal(told[1].loss[:1], told[0].loss)
+    assert torch.equal(many.population.host.params[:1], alone.population.host.params)
+    assert torch.equal(many.population.host.buffers[:1], alone.population.host.buffers)
+    assert torch.equal(many.population.seeds.params[:3], alone.population.seeds.params)
+
+
+def test_a_host_that_is_not_a_number_any_more_disturbs_nobody():
+    well, ill = Bench(3), Bench(3)
+    for bench in (well, ill):
+        bench.grow("r0c0", "depthwise", SeedStage.BLENDING, alpha=0.5)
+    ill.population.host.params[1] = torch.nan
+    ill.population.seeds.params[ill.seed_row("r0c0", 1)] = torch.inf
+    for bench in (well, ill):
+        native = NativeExecutor(bench.executor)
+        native.train_epoch(1, bench.slots)
+        found = bench.coalitions()
+        bench.executor.settle(bench.structure(found))
+        bench.told = native.evaluate(1, bench.slots, found)
+    assert torch.equal(ill.population.host.params[[0, 2]], well.population.host.params[[0, 2]])
+    assert torch.equal(ill.told.loss[[0, 2]], well.told.loss[[0, 2]])
+    assert ill.told.loss[1].isnan()
+
+
+def test_a_blueprint_of_the_users_own_grows_too(own_blueprint):
+    def grow(bench):
+        bench.grow("r0c0", own_blueprint, SeedStage.BLENDING, alpha=0.5, hosts=[1], algorithm=Algorithm.GATE)
+        bench.grow("r1c0", "conv_light", SeedStage.TRAINING, hosts=[0, 1])
+
+    compare(grow, num_envs=3)
+
+
+def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one():
+    registry.register(Moss())
+    try:
+        streamed, other = Bench(2), Bench(2)
+        for bench in (streamed, other):
+            bench.grow("r0c0", "moss", SeedStage.BLENDING, alpha=0.5)
+        told = NativeExecutor(other.executor).train_epoch(1, other.slots)
+        assert torch.equal(told.loss, streamed.executor.train_epoch(1, streamed.slots).loss)
+        assert same_tree(other.population.state_dict(), streamed.population.state_dict())
+    finally:
+        registry.unregister("moss")
+
+
+def test_measuring_in_parts_changes_no_count(monkeypatch):
+    bench = Bench(3)
+    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
+    found = bench.coalitions()
+    bench.executor.settle(bench.structure(found))
+    native = NativeExecutor(bench.executor)
+    whole = native.evaluate(1, bench.slots, found)
+    monkeypatch.setattr("esper.tolaria.executors.native._EXAMPLES", 3)
+    pieces = native.evaluate(1, bench.slots, found)
+    assert torch.equal(whole.accuracy, pieces.accuracy)
+    torch.testing.assert_close(whole.loss, pieces.loss)
+
+
+def test_a_program_is_written_once_for_each_structure():
+    bench = Bench(4)
+    bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 2])
+    native = NativeExecutor(bench.executor)
+    native.train_epoch(1, bench.slots)
+    written = dict(native._programs._written)
+    native.train_epoch(2, bench.slots)
+    assert len(written) == 2
+    assert all(native._programs._written[key] is program for key, program in written.items())
+
+
+def whole_run(executor, **settings):
+    germinate = (0, 1, 2, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
+    second = (2, 4, 1, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
+    fossilize = (0, 0, 2, 1, 2, 0, 0, int(LifecycleOp.FOSSILIZE))
+    plan = {1: germinate, 4: second, 7: {0: fossilize, 2: fossilize}}
+    seen = []
+    run = engine(3, 9, executor=executor, on_step=seen.append, **settings)
+    client = ToyClient(run.spec, script(3, 9, plan))
+    run.reset(client, 0)
+    run.rollout(client)
+    return seen, run.test(), run.executor.state_dict()
+
+
+def test_a_whole_run_goes_the_same_way_natively_and_streamed():
+    told = {name: whole_run(name) for name in ("streamed", "native")}
+    for a, b in zip(told["streamed"][0], told["native"][0], strict=True):
+        assert np.array_equal(a.stage, b.stage)
+        np.testing.assert_allclose(a.val_loss, b.val_loss, atol=2e-3)
+        np.testing.assert_allclose(a.train_loss, b.train_loss, atol=2e-3)
+    assert told["native"][0][-1].stage[0].tolist()[0] == SeedStage.FOSSILIZED
+
+
+def test_a_run_repeats_itself_to_the_bit():
+    assert same_tree(whole_run("native")[2], whole_run("native")[2])
+
+
+# -- which executor is taken ------------------------------------------------------------------------------------------
+
+
+def taken(**config):
+    return engine(2, 4, **config).config.executor
+
+
+def test_auto_runs_small_hosts_natively_where_there_is_a_compiler(monkeypatch):
+    assert taken(executor="auto") == "native"
+    monkeypatch.setattr(choice, "compiler", lambda: None)
+    assert taken(executor="auto") == "fused"
+
+
+def test_auto_does_not_run_natively_what_cannot_be():
+    assert taken(executor="auto", amp="bf16") == "fused"
+    assert taken(executor="auto", topology="static") == "fused"
+
+
+def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
+    assert prefers_native(HOST, (6, 6), 16, "off", CPU)
+    # 4 channels of 64 x 64 numbers of 4 bytes, for 128 examples: 8 MiB
+    assert prefers_native(HOST, (64, 64), 128, "off", CPU)
+    assert not prefers_native(HOST, (64, 64), 129, "off", CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"amp": "bf16"}, "amp is 'bf16', and compiled C"),
+        ({"topology": "static"}, "executor is 'native', which runs them"),
+    ],
+)
+def test_native_is_refused_where_it_cannot_be_with_the_way_out(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        engine(2, 4, executor="native", **settings)
+
+
+def test_native_is_refused_on_a_gpu():
+    assert "compiled C++ runs on a CPU; use executor 'fused'" in native_problem("off", torch.device("cuda:0"))
+    config = engine(2, 4, executor="native").config
+    with pytest.raises(ConfigError, match="the device is meta"):
+        network_executor(config, task(), dataset().to(torch.device("meta")), torch.device("meta"))
+
+
+def test_native_without_a_compiler_names_the_way_out(tmp_path, monkeypatch):
+    from esper.kasmina.native.library import cached_library
+
+    cached_library.cache_clear()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="needs a C"):
+        engine(2, 4, executor="native")

@@ -13,7 +13,7 @@ import torch
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.native.library import compiler
+from esper.kasmina.native.compiled import compiler
 from esper.kasmina.optimizers import OptimizerSpec
 from esper.kasmina.slot_fields import empty_slots
 from esper.leyline.messages import SlotState

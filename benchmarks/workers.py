@@ -16,7 +16,9 @@ import torch
 import tyro
 from rich.console import Console
 
+from esper.kasmina.native.compiled import compiler
 from esper.telemetry.machine import environment
+from esper.tolaria.config import ExecutorChoice
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import BLOCKS, CPU, DIGITS_SHAPE, IMAGES, Shape, SharedHosts
 from paired import Row, compare, comparisons, wall_ms
@@ -50,7 +52,8 @@ def rows_of(shape: Shape, num_hosts: int, options: Options) -> list[Row]:
     if shape == IMAGES:
         train, val = train // 2, min(val, 128)
     rows = []
-    for kind in ("streamed", "fused"):
+    kinds: tuple[ExecutorChoice, ...] = ("streamed", "fused") if compiler() is None else ("streamed", "fused", "native")
+    for kind in kinds:
         one, shared = (
             SharedHosts.build(shape, num_hosts, train, val, executor=kind, workers=workers)
             for workers in (1, options.workers)

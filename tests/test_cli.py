@@ -43,7 +43,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can become permanent before step 8, and a round has 3;")
     assert second == "recorded in runs/digits-quickstart-s3, on cpu"
-    assert third == "executor: fused (chosen by image size), hosts shared by 2 processes"
+    assert third == "executor: native (C++ compiled for this processor), hosts shared by 2 processes"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
     assert re.match(r"done: accuracy \d+\.\d\d \(validation\), \d+\.\d\d \(test, committed\); growth 1\.\d\dx; ", done)
     assert way_on == "compare it with the baselines: esper evaluate runs/digits-quickstart-s3"

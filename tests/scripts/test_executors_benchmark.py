@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import executors
 from executors import Options, complaints, main
 from grown_hosts import DIGITS_SHAPE, GrownHosts, Shape, grown, task_of
+from peak import slopes_flop
 
 TINY = {
     "hosts": 2, "image_hosts": 1, "growth": (1, 2), "memory_hosts": 1, "examples": 16, "val_examples": 8,
@@ -29,13 +30,17 @@ def test_every_slot_holds_a_heard_seed_and_three_of_them_make_eight_sets():
     assert len({*structure.blueprint.ravel().tolist()}) == len({*structure.blueprint[:, 0].tolist()}) > 3
 
 
-def test_both_executors_are_measured_on_all_shapes_and_what_auto_takes_is_said(measured, tmp_path, monkeypatch):
+def test_all_executors_are_measured_on_all_shapes_and_what_auto_takes_is_said(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(executors, "measure", lambda options: measured)
     path = tmp_path / "executors.json"
     assert main(Options(**TINY, json=path)) == 0
     report = json.loads(path.read_text())
     assert all(row["first_ms"] > 0.0 and row["second_ms"] > 0.0 for row in report["rows"].values())
-    assert report["facts"]["auto"] == {"digits": "fused", "blocks": "fused", "images": "streamed"}
+    assert {f"train {name} {how}" for name in ("digits", "blocks", "images") for how in ("fused", "native")} < set(
+        report["rows"]
+    )
+    assert report["facts"]["auto"] == dict.fromkeys(("digits", "blocks", "images"), "native")
+    assert set(report["facts"]["share"]) == {"streamed", "fused", "native"}
     assert report["facts"]["memory_gib"] > report["facts"]["state_mib"] / 1024 > 0.0
 
 
@@ -52,7 +57,7 @@ def test_arithmetic_of_a_grouped_convolution_is_counted_there_and_back():
     # 4 channels one by one, 3x3, on 2 images of 5x5: 2 * 2 * 25 * 36 forward, and as much for each of two gradients
     layer = torch.nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False)
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    told = {torch.ops.aten.convolution_backward: executors._slopes_flop}
+    told = {torch.ops.aten.convolution_backward: slopes_flop}
     with FlopCounterMode(display=False, custom_mapping=told) as counter:
         layer(x).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 2 * 25 * 36

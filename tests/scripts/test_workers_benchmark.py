@@ -12,9 +12,9 @@ from workers import Options, main, rows_of
 TINY = {"hosts": (2,), "examples": 16, "val_examples": 8, "repetitions": 1}
 
 
-def test_both_executors_are_measured_in_one_process_and_in_two():
+def test_every_executor_is_measured_in_one_process_and_in_two():
     rows = rows_of(DIGITS_SHAPE, 2, Options(**TINY))
-    assert [row.name.rpartition(", ")[2] for row in rows] == ["streamed", "fused"]
+    assert [row.name.rpartition(", ")[2] for row in rows] == ["streamed", "fused", "native"]
     assert all(row.ratio == pytest.approx(row.first_ms / row.second_ms) for row in rows)
 
 

@@ -81,7 +81,10 @@ def images_of(height, width):
     ("height", "width", "kind", "name"),
     [(16, 16, FusedExecutor, "fused"), (8, 32, FusedExecutor, "fused"), (16, 17, StreamedExecutor, "streamed")],
 )
-def test_auto_runs_images_of_up_to_256_pixels_fused_and_the_engine_says_what_it_took(height, width, kind, name):
+def test_without_a_compiler_auto_runs_images_of_up_to_256_pixels_fused_and_the_engine_says_what_it_took(
+    height, width, kind, name, monkeypatch
+):
+    monkeypatch.setattr("esper.tolaria.executors.choice.compiler", lambda: None)
     asked = config(num_envs=2, episode_length=2, executor="auto")
     engine = build_engine(asked, tiny.task(), images_of(height, width), CPU)
     assert isinstance(engine.executor, kind)
@@ -90,6 +93,7 @@ def test_auto_runs_images_of_up_to_256_pixels_fused_and_the_engine_says_what_it_
 
 
 def test_auto_runs_a_host_that_cannot_be_stacked_one_by_one(monkeypatch):
+    monkeypatch.setattr("esper.tolaria.executors.choice.compiler", lambda: None)
     monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
     assert tiny.engine(executor="auto").config.executor == "streamed"
 

@@ -269,7 +269,7 @@ def test_native_is_refused_on_a_gpu():
 
 
 def test_native_without_a_compiler_names_the_way_out(tmp_path, monkeypatch):
-    from esper.kasmina.native.library import cached_library
+    from esper.kasmina.native.compiled import cached_library
 
     cached_library.cache_clear()
     monkeypatch.delenv("CXX", raising=False)

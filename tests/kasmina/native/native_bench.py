@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.native.assembler import NUM_WORKING, Assembler, Operation, Place
-from esper.kasmina.native.library import stride_of
+from esper.kasmina.native.compiled import stride_of
 from esper.kasmina.native.machine import Batchwork, Machine
-from esper.kasmina.native.rules import RULES, Features, Weights
+from esper.kasmina.native.rules import Features, Weights
+from esper.kasmina.native.seeds import RULES
 from esper.kasmina.stacking import buffer_layout, parameter_layout
 
 DOUBLE = torch.float64

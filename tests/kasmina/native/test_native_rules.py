@@ -9,7 +9,8 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.native.rules import batch_norm, has_rule, linear, max_pool, mean_space
+from esper.kasmina.native.rules import batch_norm, linear, max_pool, mean_space
+from esper.kasmina.native.seeds import has_rule
 from esper.kasmina.stacking import drop_batch_counters
 from esper.leyline.stages import Topology
 

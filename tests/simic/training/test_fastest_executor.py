@@ -28,20 +28,39 @@ def run(**told):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "executor"), [(2.0, "fused"), (1.0, "fused"), (0.9, "streamed"), (NEVER, "streamed")]
+    ("fused", "native", "executor", "told"),
+    [
+        (2.0, 8.0, "native", "training takes fused 0.50 and native 0.12 of the time of streamed here (kept in "),
+        (2.0, 1.0, "fused", "training takes fused 0.50 and native 1.00 of the time of streamed here (kept in "),
+        (1.0, 0.5, "fused", "training takes fused 1.00 and native 2.00 of the time"),
+        (0.9, 0.8, "streamed", "training takes fused 1.11 and native 1.25 of the time"),
+        (NEVER, 2.0, "native", "training takes native 0.50 of the time"),
+        (NEVER, NEVER, "streamed", "these hosts run streamed alone, so nothing was measured"),
+    ],
 )
-def test_the_faster_executor_is_taken(ratio, executor):
-    config = run()
-    chosen, told = with_fastest_executor(config, dataset_of(config, CPU), CPU, lambda *_: ratio)
+def test_the_fastest_executor_is_taken(fused, native, executor, told):
+    config, ratios = run(), {"fused": fused, "native": native}
+    chosen, said = with_fastest_executor(config, dataset_of(config, CPU), CPU, lambda *asked: ratios[asked[-1]])
     assert chosen.executor == executor
-    assert ("cannot be run at once" if ratio == NEVER else f"takes {1 / ratio:.2f} of the time") in told
+    assert said.startswith(told)
+
+
+@pytest.mark.parametrize("told", [{"amp": "bf16"}, {}])
+def test_what_cannot_run_natively_is_not_measured_so(told, monkeypatch):
+    if not told:
+        monkeypatch.setattr("esper.simic.training.fastest_executor.compiler", lambda: None)
+    config = run(**told)
+    asked = []
+    with_fastest_executor(config, dataset_of(config, CPU), CPU, lambda *given: asked.append(given[-1]) or 2.0)
+    assert asked == ["fused"]
 
 
 def test_the_kind_of_work_is_what_one_process_trains():
     asked = []
 
-    def measure(config, dataset, device):
-        asked.append((config.num_envs, config.workers))
+    def measure(config, dataset, device, other):
+        if other == "fused":
+            asked.append((config.num_envs, config.workers))
         return 1.0
 
     for told in ({}, {}, {"num_envs": 6, "workers": 2}, {"num_envs": 6}, {"batch_train": 32}, {"amp": "bf16"}):
@@ -50,10 +69,11 @@ def test_the_kind_of_work_is_what_one_process_trains():
     assert asked == [(3, 1), (6, 1), (3, 1), (3, 1)]
 
 
-def test_what_is_measured_is_a_ratio_of_times_and_touches_no_run():
+@pytest.mark.parametrize("other", ["fused", "native"])
+def test_what_is_measured_is_a_ratio_of_times_and_touches_no_run(other):
     config, before = run(), torch.get_rng_state()
     data = dataset_of(config, CPU)
-    ratio = measured_ratio(config, data, CPU)
+    ratio = measured_ratio(config, data, CPU, other)
     assert math.isfinite(ratio)
     assert ratio > 0
     assert torch.equal(torch.get_rng_state(), before)
@@ -84,7 +104,7 @@ def test_a_task_without_networks_has_no_executor():
 def test_a_run_names_the_executor_it_took():
     chosen = run()
     parts = assemble(chosen, device_of(chosen))
-    assert parts.config.executor in ("fused", "streamed")
+    assert parts.config.executor in ("native", "fused", "streamed")
     assert parts.engine.config.executor == parts.config.executor
     assert len(parts.told) == 1
 

@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
 
 def run(**told):
     small = {"task": "digits", "preset": "small", "num_envs": 2, "episode_length": 16, "workers": 1, "amp": "auto"}
-    return resolve(small | told)
+    return resolve(small | {"executor": "fused"} | told)
 
 
 @pytest.mark.parametrize(("gain", "amp"), [(3.0, "bf16"), (MIN_GAIN, "bf16"), (MIN_GAIN - 0.01, "off"), (0.5, "off")])
@@ -66,3 +66,12 @@ def test_a_run_names_the_precision_it_took():
     assert parts.engine.config.amp == parts.config.amp
     assert len(parts.told) == 1
     assert parts.told[0].startswith(f"amp: {parts.config.amp} (bf16 takes ")
+
+
+@pytest.mark.parametrize("executor", ["auto", "native"])
+def test_hosts_that_run_natively_are_in_float32_and_nothing_is_measured(executor):
+    config = run(executor=executor)
+    chosen, told = with_fastest_precision(config, dataset_of(config, CPU), CPU, lambda *_: 9.0)
+    assert chosen.amp == "off"
+    assert told == "amp: off (hosts are run by compiled C++, in float32)"
+    assert not calibration_file().exists()

@@ -324,21 +324,21 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
 ) -> None:
     assert {kind: executor_of(path) for kind, path in whole.items()} == {
         "null": "auto",  # no networks, nothing to choose
-        "tiny": "fused",
+        "tiny": "native",
         "streamed": "streamed",
         "shared": "streamed",
     }
     with interrupted_at(2, 3):
         assert train(tmp_path / "run", "tiny") == 130
-    assert "executor: fused (chosen by image size)" in capfd.readouterr().out
-    monkeypatch.setattr("esper.tolaria.executors.choice._FUSED_PIXELS", 0)  # a later version has another rule
+    assert "executor: native (C++ compiled for this processor)" in capfd.readouterr().out
+    monkeypatch.setattr("esper.tolaria.executors.choice._NATIVE_BYTES", 0)  # a later version has another rule
     assert resume(tmp_path / "run") == 0
-    assert "executor: fused\n" in capfd.readouterr().out
+    assert "executor: native\n" in capfd.readouterr().out
     assert_same_run(tmp_path / "run", whole["tiny"])
 
 
 def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole: dict[str, Path], tmp_path: Path) -> None:
-    assert train(tmp_path / "run", "tiny", 3, "--executor", "fused") == 0
+    assert train(tmp_path / "run", "tiny", 3, "--executor", "native") == 0
     assert_same_run(tmp_path / "run", whole["tiny"])
     assert contents(tmp_path / "run")["config.toml"] == contents(whole["tiny"])["config.toml"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.native.assembler import NUMBERS, ROWS, Program
-from esper.kasmina.native.library import Library, cached_library, stride_of
+from esper.kasmina.native.compiled import Library, cached_library, stride_of
 
 
 class _Memory:
@@ -81,9 +81,11 @@ class Machine:
         if self._pool is None or hosts == 1:
             self._run_some(0, work, addresses, 0, hosts, lanes)
             return
-        cuts = np.linspace(0, hosts, len(self._memory) + 1).astype(int).tolist()
-        parts = zip(range(len(self._memory)), cuts[:-1], cuts[1:], strict=True)
-        futures = [self._pool.submit(self._run_some, k, work, addresses, a, b, lanes) for k, a, b in parts if a < b]
+        threads = len(self._memory)
+        cuts = [hosts * k // threads for k in range(threads + 1)]
+        futures = [
+            self._pool.submit(self._run_some, k, work, addresses, cuts[k], cuts[k + 1], lanes) for k in range(threads)
+        ]
         for future in futures:
             future.result()
 

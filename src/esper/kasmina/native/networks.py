@@ -16,7 +16,6 @@ from torch import nn
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.native.assembler import NUM_WORKING, Assembler, Operation, Place, Program, Rows
 from esper.kasmina.native.rules import (
-    RULES,
     Back,
     Features,
     Weights,
@@ -26,6 +25,7 @@ from esper.kasmina.native.rules import (
     max_pool,
     mean_space,
 )
+from esper.kasmina.native.seeds import RULES
 from esper.kasmina.stacking import FlatLayout
 from esper.leyline.stages import Algorithm
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.native.library import compiler
+from esper.kasmina.native.compiled import compiler
 from esper.kasmina.slot_fields import empty_slots
 from esper.leyline.messages import SlotState
 from esper.leyline.record import replace as changed

@@ -6,7 +6,7 @@ import torch
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.initialization import deterministic_build
-from esper.kasmina.native.library import compiler
+from esper.kasmina.native.compiled import compiler
 from esper.kasmina.population import Population
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset

@@ -5,7 +5,7 @@
     evaluate    the same way forward for all distinct states of each host, a few examples at a time
 
 It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A
-host in which a blueprint grows that has no rule (`kasmina.native.rules`) is run by the streamed executor.
+host in which a blueprint grows that has no rule (`kasmina.native.seeds`) is run by the streamed executor.
 """
 
 from typing import final

@@ -22,7 +22,7 @@ from esper.kasmina.native.networks import (
     slot_space,
     training_program,
 )
-from esper.kasmina.native.rules import has_rule
+from esper.kasmina.native.seeds import has_rule
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
 from esper.leyline.stages import Algorithm

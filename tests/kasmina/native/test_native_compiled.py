@@ -4,9 +4,9 @@ import ctypes
 
 import pytest
 
-from esper.kasmina.native import library
+from esper.kasmina.native import compiled
 from esper.kasmina.native.assembler import INSTRUCTION, Operation
-from esper.kasmina.native.library import Library, cache_folder, cached_library, compiler, load_library, stride_of
+from esper.kasmina.native.compiled import Library, cache_folder, cached_library, compiler, load_library, stride_of
 from esper.leyline.errors import ConfigError
 
 
@@ -38,9 +38,9 @@ def test_it_is_compiled_once_and_kept(tmp_path):
 
 
 def test_other_options_make_another_file(tmp_path, monkeypatch):
-    before = library._fingerprint(compiler())
-    monkeypatch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-g"))
-    assert library._fingerprint(compiler()) != before
+    before = compiled._fingerprint(compiler())
+    monkeypatch.setattr(compiled, "_OPTIONS", (*compiled._OPTIONS, "-g"))
+    assert compiled._fingerprint(compiler()) != before
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_process_a_compilation(tmp_path):
@@ -77,7 +77,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, fake):
 
 def test_a_compiler_that_hangs_is_given_up(tmp_path, fake, monkeypatch):
     fake("exec sleep 60")
-    monkeypatch.setattr(library, "_SECONDS", 0.2)
+    monkeypatch.setattr(compiled, "_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"took more than 0.2 s"):
         load_library(tmp_path)
 

@@ -1,0 +1,39 @@
+"""How much arithmetic training is, and how fast this machine could do it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from paired import cpu_ms
+
+GEMM = 1024
+"""Rows and columns of the matrices whose product is the peak."""
+
+
+def flop_of_training(train: Callable[[], object]) -> int:
+    """Operations that `train` needs, run by PyTorch: 2 per multiply-add of convolutions and matrix products.
+
+    Products with the zeros of a padded border are counted as work; norms, activations and pooling are not.
+    """
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: slopes_flop}) as counter:
+        train()
+    return counter.get_total_flops()
+
+
+def slopes_flop(
+    slope: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Any, **_: Any
+) -> int:
+    """A gradient of a convolution costs what its forward pass costs; PyTorch's own formula ignores groups."""
+    wanted = rest[-1]
+    return 2 * slope[0] * math.prod(slope[2:]) * math.prod(weight) * sum(wanted[:2])
+
+
+def gemm_peak() -> float:
+    """Best GFLOP/s of a float32 matrix product of 1024 x 1024 x 1024, in CPU time of one thread."""
+    a, b = torch.randn(GEMM, GEMM), torch.randn(GEMM, GEMM)
+    out = torch.empty(GEMM, GEMM)
+    best = min(cpu_ms(lambda: torch.mm(a, b, out=out)) for _ in range(20))
+    return 2 * GEMM**3 / best / 1e6

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from esper.kasmina.lifecycle import SeedCosts
 from esper.kasmina.native.assembler import Program
+from esper.kasmina.native.compiled import stride_of
 from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
 from esper.kasmina.native.networks import Space
 from esper.leyline.messages import SlotState
@@ -157,9 +158,8 @@ class NativeExecutor:
         base[:, Space.TOLD] = addresses_of(told)
         count = 0
         for x, y in batches:
-            size = -(-len(y) // -(-len(y) // _EXAMPLES))  # parts of one size, as far as they divide
-            for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
-                some_x, some_y = some_x.contiguous(), some_y.contiguous()
+            for some_x, some_y in zip(x.split(_EXAMPLES), y.split(_EXAMPLES), strict=True):
+                some_x, some_y = _filled_up(some_x, some_y)
                 base[:, Space.IMAGES], base[:, Space.LABELS] = some_x.data_ptr(), some_y.data_ptr()
                 self._machine.run(work, base, len(some_y))
             count += len(y)
@@ -178,6 +178,14 @@ def _work(programs: list[Program]) -> Batchwork:
     unique = list({id(program): program for program in programs}.values())
     number = {id(program): k for k, program in enumerate(unique)}
     return Batchwork.of(unique, np.array([number[id(program)] for program in programs]))
+
+
+def _filled_up(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Black images without a label, until rows of lanes are full: the machine is fastest so, and counts them nowhere."""
+    missing = stride_of(len(y)) - len(y)
+    if missing:
+        x, y = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))), torch.cat((y, y.new_full((missing,), -1)))
+    return x.contiguous(), y.contiguous()
 
 
 def _states(plans: list[PrefixPlan], num_columns: int) -> np.ndarray:

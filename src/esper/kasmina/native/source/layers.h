@@ -9,6 +9,13 @@
 
 namespace esper {
 
+// Where every lane is an example, rows that are treated alike are one long row.
+inline void together(int& rows, int& lanes, int& stride) {
+    if (lanes != stride) return;
+    lanes = stride = rows * stride;
+    rows = 1;
+}
+
 // -- batch normalization ------------------------------------------------------------------------------------------------
 
 template <class T> struct Affine {
@@ -19,6 +26,7 @@ template <class T> struct Affine {
 template <class T>
 void batch_norm(int channels, int space, bool relu, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
                 T* running_var, T* mean, T* rstd, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
     const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const T* from = x + static_cast<int64_t>(c) * space * stride;
@@ -52,6 +60,7 @@ void batch_norm(int channels, int space, bool relu, T eps, T momentum, const T* 
 template <class T>
 void batch_norm_back(int channels, int space, bool relu, const T* x, const T* y, Affine<T> affine, const T* mean,
                      const T* rstd, T* g, T* grad_weight, T* grad_bias, int lanes, int stride) {
+    together(space, lanes, stride);
     const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const int64_t begin = static_cast<int64_t>(c) * space * stride;
@@ -83,6 +92,7 @@ void batch_norm_back(int channels, int space, bool relu, const T* x, const T* y,
 template <class T>
 void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Affine<T> affine, const T* running_mean,
                       const T* running_var, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
         const T scale = affine.weight[c] / std::sqrt(running_var[c] + eps), shift = affine.bias[c];
         const T center = running_mean[c];
@@ -100,81 +110,89 @@ void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Aff
 // -- group normalization, ReLU and layer scale ------------------------------------------------------------------------------
 
 // y = gamma * relu((x - mean) * rstd * weight + bias); ReLU and gamma as asked for. `mean`, `rstd` [groups][stride].
+//
+// One vector of lanes at a time, so that sums over rows stay in registers.
 template <class T>
 void group_norm(int channels, int space, int groups, bool relu, T eps, const T* x, Affine<T> affine, const T* gamma,
                 T* mean, T* rstd, T* y, int lanes, int stride) {
     const int per_group = channels / groups, rows = per_group * space;
-    for (int k = 0; k < groups; ++k) {
-        const int64_t begin = static_cast<int64_t>(k) * rows * stride;
-        T *center = mean + k * stride, *scale = rstd + k * stride;
-        ESPER_EACH_LANE center[lane] = scale[lane] = T(0);
-        for (int r = 0; r < rows; ++r) {
-            const T* row = x + begin + r * stride;
-            ESPER_EACH_LANE center[lane] += row[lane];
-        }
-        ESPER_EACH_LANE center[lane] /= T(rows);
-        for (int r = 0; r < rows; ++r) {
-            const T* row = x + begin + r * stride;
-            ESPER_EACH_LANE scale[lane] += (row[lane] - center[lane]) * (row[lane] - center[lane]);
-        }
-        ESPER_EACH_LANE scale[lane] = T(1) / std::sqrt(scale[lane] / T(rows) + eps);
-        for (int r = 0; r < rows; ++r) {
-            const int c = k * per_group + r / space;
-            const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
-            const T* row = x + begin + r * stride;
-            T* out = y + begin + r * stride;
-            ESPER_EACH_LANE {
-                const T value = (row[lane] - center[lane]) * scale[lane] * w + shift;
-                out[lane] = (relu ? relu_of(value) : value) * factor;
+    for (int k = 0; k < groups; ++k)
+        for (int at = 0; at < stride; at += width<T>()) {
+            const T* from = x + static_cast<int64_t>(k) * rows * stride + at;
+            T* to = y + static_cast<int64_t>(k) * rows * stride + at;
+            // one pass for both moments: around the first value, which is no farther from the mean than others are, so
+            // that little is lost when squares are subtracted
+            const wide<T> around = load(from);
+            wide<T> sum = {}, squares = {};
+            for (int r = 1; r < rows; ++r) {
+                const wide<T> away = load(from + static_cast<int64_t>(r) * stride) - around;
+                sum += away;
+                squares += away * away;
             }
-        }
-    }
-}
-
-// In place. `work` [4][stride] is scratch.
-template <class T>
-void group_norm_back(int channels, int space, int groups, bool relu, const T* x, Affine<T> affine, const T* gamma,
-                     const T* mean, const T* rstd, T* g, T* grad_weight, T* grad_bias, T* grad_gamma, T* work,
-                     int lanes, int stride) {
-    const int per_group = channels / groups;
-    T *first = work, *second = work + stride;
-    for (int k = 0; k < groups; ++k) {
-        const T *center = mean + k * stride, *scale = rstd + k * stride;
-        ESPER_EACH_LANE first[lane] = second[lane] = T(0);
-        for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
-            const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
-            T of_weight = T(0), of_bias = T(0), of_gamma = T(0);
-            for (int m = 0; m < space; ++m) {
-                const T* row = x + (static_cast<int64_t>(c) * space + m) * stride;
-                T* slope = g + (static_cast<int64_t>(c) * space + m) * stride;
-#pragma omp simd reduction(+ : of_weight, of_bias, of_gamma)
-                for (int lane = 0; lane < lanes; ++lane) {
-                    const T normed = (row[lane] - center[lane]) * scale[lane];
-                    const T value = normed * w + shift;
-                    const bool shut = relu && value <= T(0);
-                    of_gamma += slope[lane] * (shut ? T(0) : value);
-                    const T inner = shut ? T(0) : slope[lane] * factor;
-                    of_weight += inner * normed;
-                    of_bias += inner;
-                    slope[lane] = inner * w;
-                    first[lane] += inner * w;
-                    second[lane] += inner * w * normed;
+            const wide<T> away = sum / T(rows), center = around + away;
+            wide<T> variance = squares / T(rows) - away * away, scale;
+            for (int i = 0; i < width<T>(); ++i)
+                scale[i] = T(1) / std::sqrt((variance[i] < T(0) ? T(0) : variance[i]) + eps);
+            store_lanes<T>(mean + k * stride + at, center, lanes - at);
+            store_lanes<T>(rstd + k * stride + at, scale, lanes - at);
+            for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
+                const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
+                const wide<T> slope = scale * w;
+                for (int m = 0; m < space; ++m, from += stride, to += stride) {
+                    wide<T> value = (load(from) - center) * slope + shift;
+                    if (relu) value = value <= T(0) ? wide<T>{} : value;
+                    store_lanes<T>(to, value * factor, lanes - at);
                 }
             }
-            grad_weight[c] = of_weight;
-            grad_bias[c] = of_bias;
-            if (grad_gamma) grad_gamma[c] = of_gamma;
         }
-        const T count = T(per_group) * space;
-        for (int r = 0; r < per_group * space; ++r) {
-            const T* row = x + (static_cast<int64_t>(k) * per_group * space + r) * stride;
-            T* slope = g + (static_cast<int64_t>(k) * per_group * space + r) * stride;
-            ESPER_EACH_LANE {
-                const T normed = (row[lane] - center[lane]) * scale[lane];
-                slope[lane] = scale[lane] * (slope[lane] - first[lane] / count - normed * (second[lane] / count));
+}
+
+// In place.
+template <class T>
+void group_norm_back(int channels, int space, int groups, bool relu, const T* x, Affine<T> affine, const T* gamma,
+                     const T* mean, const T* rstd, T* g, T* grad_weight, T* grad_bias, T* grad_gamma, int lanes,
+                     int stride) {
+    const int per_group = channels / groups;
+    const T count = T(per_group) * space;
+    std::memset(grad_weight, 0, sizeof(T) * channels);
+    std::memset(grad_bias, 0, sizeof(T) * channels);
+    if (grad_gamma) std::memset(grad_gamma, 0, sizeof(T) * channels);
+    for (int k = 0; k < groups; ++k)
+        for (int at = 0; at < stride; at += width<T>()) {
+            const int64_t begin = static_cast<int64_t>(k) * per_group * space * stride + at;
+            const wide<T> center = load(mean + k * stride + at), scale = load(rstd + k * stride + at);
+            wide<T> first = {}, second = {};
+            const T* row = x + begin;
+            T* slope = g + begin;
+            for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
+                const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
+                wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
+                for (int m = 0; m < space; ++m, row += stride, slope += stride) {
+                    const wide<T> normed = (load(row) - center) * scale;
+                    wide<T> value = normed * w + shift, outer = load(slope);
+                    if (relu) {
+                        outer = value <= T(0) ? wide<T>{} : outer;
+                        value = value <= T(0) ? wide<T>{} : value;
+                    }
+                    of_gamma += outer * value;
+                    const wide<T> inner = outer * factor;
+                    of_weight += inner * normed;
+                    of_bias += inner;
+                    store<T>(slope, inner * w);
+                }
+                first += of_bias * w;
+                second += of_weight * w;
+                grad_weight[c] += total<T>(of_weight);
+                grad_bias[c] += total<T>(of_bias);
+                if (grad_gamma) grad_gamma[c] += total<T>(of_gamma);
+            }
+            const wide<T> a = first / count, b = second / count;
+            row = x + begin, slope = g + begin;
+            for (int r = 0; r < per_group * space; ++r, row += stride, slope += stride) {
+                const wide<T> normed = (load(row) - center) * scale;
+                store_lanes<T>(slope, scale * (load(slope) - a - normed * b), lanes - at);
             }
         }
-    }
 }
 
 // -- pooling and means ------------------------------------------------------------------------------------------------------
@@ -221,14 +239,13 @@ void max_pool_back(int channels, int height, int width, const T* h, const T* g, 
             }
 }
 
-template <class T> void mean_space(int channels, int space, const T* h, T* y, int lanes, int stride) {
-    for (int c = 0; c < channels; ++c, y += stride) {
-        ESPER_EACH_LANE y[lane] = T(0);
-        for (int m = 0; m < space; ++m, h += stride) {
-            ESPER_EACH_LANE y[lane] += h[lane];
+template <class T> void mean_space(int channels, int space, const T* h, T* y, int stride) {
+    for (int c = 0; c < channels; ++c, y += stride, h += static_cast<int64_t>(space) * stride)
+        for (int at = 0; at < stride; at += width<T>()) {
+            wide<T> sum = {};
+            for (int m = 0; m < space; ++m) sum += load(h + static_cast<int64_t>(m) * stride + at);
+            store<T>(y + at, sum / T(space));
         }
-        ESPER_EACH_LANE y[lane] /= T(space);
-    }
 }
 
 template <class T> void mean_space_back(int channels, int space, const T* g, T* grad, int lanes, int stride) {
@@ -241,6 +258,7 @@ template <class T> void mean_space_back(int channels, int space, const T* g, T* 
 // -- factors, biases, activations ---------------------------------------------------------------------------------------------
 
 template <class T> void add_bias(int channels, int space, const T* bias, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
     for (int r = 0; r < channels * space; ++r, y += stride) {
         const T b = bias[r / space];
         ESPER_EACH_LANE y[lane] += b;
@@ -248,6 +266,7 @@ template <class T> void add_bias(int channels, int space, const T* bias, T* y, i
 }
 
 template <class T> void add_bias_back(int channels, int space, const T* g, T* grad_bias, int lanes, int stride) {
+    together(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
         grad_bias[c] = T(0);
         for (int m = 0; m < space; ++m, g += stride) grad_bias[c] += sum_of(g, lanes);
@@ -256,6 +275,7 @@ template <class T> void add_bias_back(int channels, int space, const T* g, T* gr
 
 // One factor per channel. The way back is in place.
 template <class T> void scale(int channels, int space, const T* gamma, const T* x, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
     for (int r = 0; r < channels * space; ++r, x += stride, y += stride) {
         const T factor = gamma[r / space];
         ESPER_EACH_LANE y[lane] = x[lane] * factor;
@@ -264,6 +284,7 @@ template <class T> void scale(int channels, int space, const T* gamma, const T* 
 
 template <class T>
 void scale_back(int channels, int space, const T* gamma, const T* x, T* g, T* grad_gamma, int lanes, int stride) {
+    together(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
         const T factor = gamma[c];
         T sum = T(0);
@@ -286,18 +307,19 @@ template <class T> void modulate(int channels, int space, const T* h, const T* f
         }
 }
 
-template <class T>
-void modulate_back(int channels, int space, const T* h, const T* g, T* grad_factor, int lanes, int stride) {
-    for (int c = 0; c < channels; ++c, grad_factor += stride) {
-        ESPER_EACH_LANE grad_factor[lane] = T(0);
-        for (int m = 0; m < space; ++m, h += stride, g += stride) {
-            ESPER_EACH_LANE grad_factor[lane] += g[lane] * h[lane];
+template <class T> void modulate_back(int channels, int space, const T* h, const T* g, T* grad_factor, int stride) {
+    const int64_t channel = static_cast<int64_t>(space) * stride;
+    for (int c = 0; c < channels; ++c, grad_factor += stride, h += channel, g += channel)
+        for (int at = 0; at < stride; at += width<T>()) {
+            wide<T> sum = {};
+            for (int64_t row = at; row < channel; row += stride) sum += load(g + row) * load(h + row);
+            store<T>(grad_factor + at, sum);
         }
-    }
 }
 
 // y = tanh(strength) * (z - h). The way back is in place: `g` becomes the gradient of z.
 template <class T> void shift(int rows, const T* strength, const T* z, const T* h, T* y, int lanes, int stride) {
+    together(rows, lanes, stride);
     const T factor = tanh_of(*strength);
     for (int r = 0; r < rows; ++r, z += stride, h += stride, y += stride) {
         ESPER_EACH_LANE y[lane] = factor * (z[lane] - h[lane]);
@@ -306,6 +328,7 @@ template <class T> void shift(int rows, const T* strength, const T* z, const T* 
 
 template <class T>
 void shift_back(int rows, const T* strength, const T* z, const T* h, T* g, T* grad_strength, int lanes, int stride) {
+    together(rows, lanes, stride);
     const T factor = tanh_of(*strength);
     T sum = T(0);
     for (int r = 0; r < rows; ++r, z += stride, h += stride, g += stride) {
@@ -321,6 +344,7 @@ void shift_back(int rows, const T* strength, const T* z, const T* h, T* g, T* gr
 enum Activation { RELU, SILU, TANH, SIGMOID };
 
 template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes, int stride) {
+    together(rows, lanes, stride);
     for (int r = 0; r < rows; ++r, x += stride, y += stride) {
         if (kind == RELU) {
             ESPER_EACH_LANE y[lane] = relu_of(x[lane]);
@@ -336,6 +360,7 @@ template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes
 
 // In place.
 template <class T> void activate_back(int rows, int kind, const T* x, const T* y, T* g, int lanes, int stride) {
+    together(rows, lanes, stride);
     for (int r = 0; r < rows; ++r, x += stride, y += stride, g += stride) {
         if (kind == RELU) {
             ESPER_EACH_LANE g[lane] = y[lane] <= T(0) ? T(0) : g[lane];
@@ -358,6 +383,7 @@ enum Algorithm { ADD, MULTIPLY, GATE };
 
 template <class T>
 void join(int rows, int algorithm, const T* h, const T* delta, const T* gate, T alpha, T* y, int lanes, int stride) {
+    if (algorithm != GATE) together(rows, lanes, stride);
     for (int r = 0; r < rows; ++r, h += stride, delta += stride, y += stride) {
         if (algorithm == ADD) {
             ESPER_EACH_LANE y[lane] = h[lane] + alpha * delta[lane];
@@ -373,6 +399,7 @@ void join(int rows, int algorithm, const T* h, const T* delta, const T* gate, T 
 template <class T>
 void join_back(int rows, int algorithm, bool heard, const T* h, const T* delta, const T* gate, T alpha, T* g,
                T* grad_delta, T* grad_gate, int lanes, int stride) {
+    if (algorithm != GATE) together(rows, lanes, stride);
     const T weight = heard ? alpha : T(1);
     if (grad_gate) {
         ESPER_EACH_LANE grad_gate[lane] = T(0);
@@ -438,6 +465,7 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
     T loss = T(0);
     int correct = 0;
     for (int lane = 0; lane < lanes; ++lane) {
+        if (labels[lane] < 0) continue;  // no example, see NativeExecutor
         loss += std::log(sum[lane]) + best[lane] - own[lane];
         correct += answer[lane] == T(labels[lane]);
     }

@@ -84,13 +84,13 @@ template <class T> struct Host {
                 return true;
             case GROUP_NORM_BACK:
                 group_norm_back<T>(n[0], n[1], n[2], i.flag, at(i, 0), affine(i, 1), at(i, 3), at(i, 4), at(i, 5),
-                                   at(i, 6), at(i, 7), at(i, 8), at(i, 9), scratch, lanes, stride);
+                                   at(i, 6), at(i, 7), at(i, 8), at(i, 9), lanes, stride);
                 return true;
             case MAX_POOL: max_pool<T>(n[0], n[1], n[2], at(i, 0), at(i, 1), lanes, stride); return true;
             case MAX_POOL_BACK:
                 max_pool_back<T>(n[0], n[1], n[2], at(i, 0), at(i, 1), at(i, 2), lanes, stride);
                 return true;
-            case MEAN: mean_space<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return true;
+            case MEAN: mean_space<T>(n[0], n[1], at(i, 0), at(i, 1), stride); return true;
             case MEAN_BACK: mean_space_back<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return true;
             case ADD_BIAS: add_bias<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return true;
             case ADD_BIAS_BACK: add_bias_back<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return true;
@@ -99,7 +99,7 @@ template <class T> struct Host {
                 scale_back<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), at(i, 3), lanes, stride);
                 return true;
             case MODULATE: modulate<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), lanes, stride); return true;
-            case MODULATE_BACK: modulate_back<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), lanes, stride); return true;
+            case MODULATE_BACK: modulate_back<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), stride); return true;
             case SHIFT: shift<T>(n[0], at(i, 0), at(i, 1), at(i, 2), at(i, 3), lanes, stride); return true;
             case SHIFT_BACK:
                 shift_back<T>(n[0], at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4), lanes, stride);

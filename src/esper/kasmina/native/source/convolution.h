@@ -21,18 +21,22 @@ struct Shape {
     int taps() const { return kernel * kernel; }
 };
 
+// Where the taps of one position lie: in the packed weights of an input, and in its features.
 struct Taps {
-    int count, tap[MAX_TAPS], from[MAX_TAPS];
+    int count;
+    int weight[MAX_TAPS];
+    int64_t from[MAX_TAPS];
 };
 
-inline Taps taps_at(const Shape& s, int y, int x) {
-    Taps found{0, {}, {}};
-    const int reach = s.kernel / 2;
+inline Taps taps_at(const Shape& s, int place, int stride) {
+    Taps found;
+    found.count = 0;
+    const int y = place / s.width, x = place % s.width, reach = s.kernel / 2;
     for (int dy = -reach; dy <= reach; ++dy)
         for (int dx = -reach; dx <= reach; ++dx) {
             if (y + dy < 0 || y + dy >= s.height || x + dx < 0 || x + dx >= s.width) continue;
-            found.tap[found.count] = (dy + reach) * s.kernel + dx + reach;
-            found.from[found.count++] = (y + dy) * s.width + x + dx;
+            found.weight[found.count] = ((dy + reach) * s.kernel + dx + reach) * OUTPUTS;
+            found.from[found.count++] = static_cast<int64_t>((y + dy) * s.width + x + dx) * stride;
         }
     return found;
 }
@@ -52,29 +56,32 @@ template <class T> void pack(const Shape& s, const T* weight, bool transposed, T
                 }
 }
 
+// One position, a block of outputs from `first` on, and VS vectors of lanes from `at` on.
 template <class T, int VS>
 void convolve_block(const Shape& s, const T* in, const T* packed, T* out, int first, int at, int lanes, int stride,
                     const Taps& taps, int place) {
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
+    const int step = s.taps() * OUTPUTS;
     wide<T> sum[OUTPUTS][VS] = {};
-    const T* weight = packed;
-    for (int c = 0; c < s.inputs; ++c) {
-        const T* channel = in + static_cast<int64_t>(c) * s.space() * stride + at;
+    const T* h = in + at;
+    for (int c = 0; c < s.inputs; ++c, h += channel, packed += step)
         for (int i = 0; i < taps.count; ++i) {
-            const T* row = channel + static_cast<int64_t>(taps.from[i]) * stride;
-            const T* w = weight + taps.tap[i] * OUTPUTS;
+            const T *row = h + taps.from[i], *w = packed + taps.weight[i];
             wide<T> x[VS];
             for (int v = 0; v < VS; ++v) x[v] = load(row + v * width<T>());
             for (int o = 0; o < OUTPUTS; ++o)
                 for (int v = 0; v < VS; ++v) sum[o][v] += w[o] * x[v];
         }
-        weight += s.taps() * OUTPUTS;
+    T* to = out + first * channel + static_cast<int64_t>(place) * stride + at;
+    const int outputs = s.outputs - first;
+    if (outputs >= OUTPUTS && lanes - at >= VS * width<T>()) {
+        for (int o = 0; o < OUTPUTS; ++o, to += channel)
+            for (int v = 0; v < VS; ++v) store<T>(to + v * width<T>(), sum[o][v]);
+        return;
     }
-    for (int o = 0; o < OUTPUTS && first + o < s.outputs; ++o)
-        for (int v = 0; v < VS; ++v) {
-            const int lane = at + v * width<T>();
-            T* to = out + (static_cast<int64_t>(first + o) * s.space() + place) * stride + lane;
-            store_lanes<T>(to, sum[o][v], lanes - lane);
-        }
+    for (int o = 0; o < OUTPUTS; ++o, to += channel)
+        if (o < outputs)
+            for (int v = 0; v < VS; ++v) store_lanes<T>(to + v * width<T>(), sum[o][v], lanes - at - v * width<T>());
 }
 
 // `scratch` holds the packed weights.
@@ -87,7 +94,7 @@ void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* 
     const int together = block * blocks * static_cast<int64_t>(sizeof(T)) > FIRST_CACHE ? 1 : blocks;
     for (int begin = 0; begin < blocks; begin += together)
         for (int place = 0; place < s.space(); ++place) {
-            const Taps taps = taps_at(s, place / s.width, place % s.width);
+            const Taps taps = taps_at(s, place, stride);
             for (int at = 0; at < stride; at += VECTORS * width<T>())
                 for (int b = begin; b < begin + together; ++b) {
                     const T* packed = scratch + b * block;
@@ -190,20 +197,24 @@ template <class T> void weigh(const Shape& s, const T* in, const T* slope, T* gr
 // Each channel by itself. `turned` runs the gradient of the input.
 template <class T>
 void depthwise(const Shape& s, const T* in, const T* weight, bool turned, T* out, int lanes, int stride) {
-    for (int c = 0; c < s.inputs; ++c)
-        for (int place = 0; place < s.space(); ++place) {
-            const Taps taps = taps_at(s, place / s.width, place % s.width);
-            const int64_t channel = static_cast<int64_t>(c) * s.space();
-            const T* w = weight + c * s.taps();
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
+    for (int place = 0; place < s.space(); ++place) {
+        const Taps taps = taps_at(s, place, stride);
+        for (int c = 0; c < s.inputs; ++c) {
+            T factor[MAX_TAPS];
+            for (int i = 0; i < taps.count; ++i) {
+                const int tap = taps.weight[i] / OUTPUTS;
+                factor[i] = weight[c * s.taps() + (turned ? s.taps() - 1 - tap : tap)];
+            }
+            const T* h = in + c * channel;
+            T* to = out + c * channel + static_cast<int64_t>(place) * stride;
             for (int lane = 0; lane < stride; lane += width<T>()) {
                 wide<T> sum = {};
-                for (int i = 0; i < taps.count; ++i) {
-                    const T factor = w[turned ? s.taps() - 1 - taps.tap[i] : taps.tap[i]];
-                    sum += factor * load(in + (channel + taps.from[i]) * stride + lane);
-                }
-                store_lanes<T>(out + (channel + place) * stride + lane, sum, lanes - lane);
+                for (int i = 0; i < taps.count; ++i) sum += factor[i] * load(h + taps.from[i] + lane);
+                store_lanes<T>(to + lane, sum, lanes - lane);
             }
         }
+    }
 }
 
 template <class T> void weigh_depthwise(const Shape& s, const T* in, const T* slope, T* grad, int stride) {

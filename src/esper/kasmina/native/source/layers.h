@@ -109,42 +109,53 @@ void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Aff
 
 // -- group normalization, ReLU and layer scale ------------------------------------------------------------------------------
 
+// Mean and 1 / standard deviation over rows, of VS vectors of lanes from `at` on; several, so that additions need not wait
+// for each other. One pass for both moments: around the first value, which is no farther from the mean than others are,
+// so that little is lost when squares are subtracted.
+template <class T, int VS>
+void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int stride) {
+    wide<T> around[VS], sum[VS] = {}, squares[VS] = {};
+    for (int v = 0; v < VS; ++v) around[v] = load(x + v * width<T>());
+    for (int r = 1; r < rows; ++r) {
+        x += stride;
+        for (int v = 0; v < VS; ++v) {
+            const wide<T> away = load(x + v * width<T>()) - around[v];
+            sum[v] += away;
+            squares[v] += away * away;
+        }
+    }
+    for (int v = 0; v < VS; ++v) {
+        const wide<T> away = sum[v] / T(rows), variance = squares[v] / T(rows) - away * away;
+        T part[width<T>()];
+        store<T>(part, variance);
+#pragma omp simd
+        for (int i = 0; i < width<T>(); ++i) part[i] = T(1) / std::sqrt((part[i] < T(0) ? T(0) : part[i]) + eps);
+        store_lanes<T>(mean + v * width<T>(), around[v] + away, lanes - v * width<T>());
+        store_lanes<T>(rstd + v * width<T>(), load(part), lanes - v * width<T>());
+    }
+}
+
 // y = gamma * relu((x - mean) * rstd * weight + bias); ReLU and gamma as asked for. `mean`, `rstd` [groups][stride].
-//
-// One vector of lanes at a time, so that sums over rows stay in registers.
 template <class T>
 void group_norm(int channels, int space, int groups, bool relu, T eps, const T* x, Affine<T> affine, const T* gamma,
                 T* mean, T* rstd, T* y, int lanes, int stride) {
+    constexpr int FOUR = 4 * width<T>();
     const int per_group = channels / groups, rows = per_group * space;
-    for (int k = 0; k < groups; ++k)
-        for (int at = 0; at < stride; at += width<T>()) {
-            const T* from = x + static_cast<int64_t>(k) * rows * stride + at;
-            T* to = y + static_cast<int64_t>(k) * rows * stride + at;
-            // one pass for both moments: around the first value, which is no farther from the mean than others are, so
-            // that little is lost when squares are subtracted
-            const wide<T> around = load(from);
-            wide<T> sum = {}, squares = {};
-            for (int r = 1; r < rows; ++r) {
-                const wide<T> away = load(from + static_cast<int64_t>(r) * stride) - around;
-                sum += away;
-                squares += away * away;
-            }
-            const wide<T> away = sum / T(rows), center = around + away;
-            wide<T> variance = squares / T(rows) - away * away, scale;
-            for (int i = 0; i < width<T>(); ++i)
-                scale[i] = T(1) / std::sqrt((variance[i] < T(0) ? T(0) : variance[i]) + eps);
-            store_lanes<T>(mean + k * stride + at, center, lanes - at);
-            store_lanes<T>(rstd + k * stride + at, scale, lanes - at);
-            for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
-                const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
-                const wide<T> slope = scale * w;
-                for (int m = 0; m < space; ++m, from += stride, to += stride) {
-                    wide<T> value = (load(from) - center) * slope + shift;
-                    if (relu) value = value <= T(0) ? wide<T>{} : value;
-                    store_lanes<T>(to, value * factor, lanes - at);
+    for (int k = 0; k < groups; ++k, mean += stride, rstd += stride) {
+        int at = 0;
+        for (; at + FOUR <= stride; at += FOUR) moments<T, 4>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
+        for (; at < stride; at += width<T>()) moments<T, 1>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
+        for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
+            const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
+            for (int m = 0; m < space; ++m, x += stride, y += stride) {
+                if (relu) {
+                    ESPER_EACH_LANE y[lane] = relu_of((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
+                } else {
+                    ESPER_EACH_LANE y[lane] = ((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
                 }
             }
         }
+    }
 }
 
 // In place.
@@ -239,13 +250,20 @@ void max_pool_back(int channels, int height, int width, const T* h, const T* g, 
             }
 }
 
+template <class T, int VS> void sum_rows(int rows, const T* h, T* y, T factor, int stride) {
+    wide<T> sum[VS] = {};
+    for (int r = 0; r < rows; ++r, h += stride)
+        for (int v = 0; v < VS; ++v) sum[v] += load(h + v * width<T>());
+    for (int v = 0; v < VS; ++v) store<T>(y + v * width<T>(), sum[v] * factor);
+}
+
 template <class T> void mean_space(int channels, int space, const T* h, T* y, int stride) {
-    for (int c = 0; c < channels; ++c, y += stride, h += static_cast<int64_t>(space) * stride)
-        for (int at = 0; at < stride; at += width<T>()) {
-            wide<T> sum = {};
-            for (int m = 0; m < space; ++m) sum += load(h + static_cast<int64_t>(m) * stride + at);
-            store<T>(y + at, sum / T(space));
-        }
+    constexpr int FOUR = 4 * width<T>();
+    for (int c = 0; c < channels; ++c, y += stride, h += static_cast<int64_t>(space) * stride) {
+        int at = 0;
+        for (; at + FOUR <= stride; at += FOUR) sum_rows<T, 4>(space, h + at, y + at, T(1) / T(space), stride);
+        for (; at < stride; at += width<T>()) sum_rows<T, 1>(space, h + at, y + at, T(1) / T(space), stride);
+    }
 }
 
 template <class T> void mean_space_back(int channels, int space, const T* g, T* grad, int lanes, int stride) {
@@ -440,14 +458,15 @@ template <class T> void transpose(int rows, const T* images, T* y, int lanes, in
                     lane < lanes ? images[static_cast<int64_t>(lane) * rows + r] : T(0);
 }
 
-// Cross entropy. `told` = {sum of losses, correct answers}, added to; `grad` (or null) is that of the mean loss.
+// Cross entropy. `told` = {sum of losses, correct answers}, added to; `grad` (or null) is that of the mean loss. A lane
+// whose label is negative is no example. Labels are not checked: data sets are, when they are loaded.
 template <class T>
 void cross_entropy(int classes, const T* logits, const int64_t* labels, double* told, T* grad, T* work, int lanes,
                    int stride) {
-    T *best = work, *sum = work + stride, *own = work + 2 * stride, *answer = work + 3 * stride;
+    T *best = work, *sum = work + stride, *answer = work + 2 * stride;
     ESPER_EACH_LANE {
         best[lane] = logits[lane];
-        sum[lane] = own[lane] = answer[lane] = T(0);
+        sum[lane] = answer[lane] = T(0);
     }
     for (int c = 1; c < classes; ++c) {
         const T* row = logits + c * stride;
@@ -460,14 +479,19 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
     for (int c = 0; c < classes; ++c) {
         const T* row = logits + c * stride;
         ESPER_EACH_LANE sum[lane] += exp_of(row[lane] - best[lane]);
-        for (int lane = 0; lane < lanes; ++lane) own[lane] = labels[lane] == c ? row[lane] : own[lane];
     }
-    T loss = T(0);
+    double loss = 0.0, product = 1.0;  // of sums, each at most the number of classes: one logarithm for sixteen of them
     int correct = 0;
     for (int lane = 0; lane < lanes; ++lane) {
-        if (labels[lane] < 0) continue;  // no example, see NativeExecutor
-        loss += std::log(sum[lane]) + best[lane] - own[lane];
-        correct += answer[lane] == T(labels[lane]);
+        if (labels[lane] >= 0) {
+            loss += best[lane] - logits[labels[lane] * stride + lane];
+            product *= sum[lane];
+            correct += answer[lane] == T(labels[lane]);
+        }
+        if (lane % 16 == 15 || lane + 1 == lanes) {
+            loss += std::log(product);
+            product = 1.0;
+        }
     }
     told[0] += loss;
     told[1] += correct;
@@ -475,9 +499,10 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
     for (int c = 0; c < classes; ++c) {
         const T* row = logits + c * stride;
         T* slope = grad + c * stride;
-        ESPER_EACH_LANE slope[lane] = exp_of(row[lane] - best[lane]) / sum[lane] / T(lanes);
-        for (int lane = 0; lane < lanes; ++lane) slope[lane] -= labels[lane] == c ? T(1) / T(lanes) : T(0);
+        ESPER_EACH_LANE slope[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(lanes));
     }
+    for (int lane = 0; lane < lanes; ++lane)
+        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(lanes);
 }
 
 }  // namespace esper

@@ -1,4 +1,4 @@
-# Each target sets up what it needs: Python >= 3.11, git and make are enough, no compiler.
+# Each target sets up what it needs: Python >= 3.11, git and make are enough.
 #
 #   make train                        train a controller with the preset quickstart, in a new folder under runs/
 #   make train ARGS="--rounds 2"      options of `esper train` follow in ARGS

@@ -37,10 +37,20 @@ def test_it_is_compiled_once_and_kept(tmp_path):
     assert [path.stat().st_mtime_ns for path in (tmp_path / "esper").iterdir()] == [made]
 
 
-def test_other_options_make_another_file(tmp_path, monkeypatch):
-    before = compiled._fingerprint(compiler())
-    monkeypatch.setattr(compiled, "_OPTIONS", (*compiled._OPTIONS, "-g"))
-    assert compiled._fingerprint(compiler()) != before
+def test_another_processor_or_other_options_make_another_file():
+    names = {
+        compiled._fingerprint(*made_of) for made_of in ((b"AVX2", ["-O3"]), (b"AVX512", ["-O3"]), (b"AVX2", ["-O2"]))
+    }
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(("processor", "expected"), [("#define __AVX512F__ 1", True), ("#define __AVX2__ 1", False)])
+def test_long_vectors_are_asked_for_where_the_processor_has_them(tmp_path, fake, processor, expected):
+    told = tmp_path / "told"
+    fake(f'case "$*" in *-dM*) echo "{processor}";; *) echo "$*" > {told}; echo "error: enough" >&2; exit 1;; esac')
+    with pytest.raises(ConfigError, match="enough"):
+        load_library(tmp_path / "esper")
+    assert ("-mprefer-vector-width=512" in told.read_text()) == expected
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_process_a_compilation(tmp_path):

@@ -181,7 +181,7 @@ def _work(programs: list[Program]) -> Batchwork:
 
 
 def _filled_up(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Black images without a label, until rows of lanes are full: the machine is fastest so, and counts them nowhere."""
+    """Black images without a label, until rows of lanes are full: the machine is fastest so, and never counts them."""
     missing = stride_of(len(y)) - len(y)
     if missing:
         x, y = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))), torch.cat((y, y.new_full((missing,), -1)))

@@ -96,7 +96,7 @@ def test_both_sides_know_the_same_operations_and_instructions():
     loaded = cached_library()
     assert isinstance(loaded, Library)  # its constructor compares names and size
     assert [operation.value for operation in Operation] == list(range(len(Operation)))
-    assert INSTRUCTION.itemsize == 168
+    assert INSTRUCTION.itemsize == 192
     assert INSTRUCTION.fields["offset"][1] % ctypes.sizeof(ctypes.c_int64) == 0
 
 

@@ -16,11 +16,11 @@ import numpy as np
 
 LANES: Final = 16
 """Rows are filled up to a multiple of this many examples."""
-_SIZES, _OPERANDS = 6, 10
+_SIZES, _NUMBERS, _OPERANDS = 6, 5, 10
 
 INSTRUCTION: Final = np.dtype(
     [
-        ("operation", np.int32), ("flag", np.int32), ("size", np.int32, _SIZES), ("number", np.float64, 2),
+        ("operation", np.int32), ("flag", np.int32), ("size", np.int32, _SIZES), ("number", np.float64, _NUMBERS),
         ("space", np.int32, _OPERANDS), ("offset", np.int64, _OPERANDS),
     ],
     align=True,
@@ -63,6 +63,10 @@ class Operation(IntEnum):
     JOIN = auto()
     JOIN_BACK = auto()
     CROSS_ENTROPY = auto()
+    SQUARE_NORM = auto()
+    CLIP = auto()
+    SGD = auto()
+    ADAMW = auto()
 
 
 class Activation(IntEnum):
@@ -129,7 +133,7 @@ class Assembler:
         """One more instruction; an operand that is None is a null pointer there."""
         places = [_place(operand) for operand in operands] + [_NOTHING] * (_OPERANDS - len(operands))
         self._code.append((
-            int(operation), flag, sizes + (0,) * (_SIZES - len(sizes)), numbers + (0.0,) * (2 - len(numbers)),
+            int(operation), flag, sizes + (0,) * (_SIZES - len(sizes)), numbers + (0.0,) * (_NUMBERS - len(numbers)),
             [place.space for place in places], [place.offset for place in places],
         ))  # fmt: skip
 

@@ -27,7 +27,7 @@ class _Memory:
     def fit(self, programs: Sequence[Program], lanes: int) -> None:
         stride = stride_of(lanes)
         rows = max((p.rows for p in programs), default=0) * stride
-        if lanes != self._lanes or len(self.rows) < rows:
+        if rows and (lanes != self._lanes or len(self.rows) < rows):  # a program without rows leaves them alone
             self.rows = self.rows.zero_() if len(self.rows) >= rows else _aligned(rows, self.rows.dtype)
             self._lanes = lanes
         numbers = max((p.numbers for p in programs), default=0)

@@ -1,7 +1,7 @@
 """The native executor: every host a list of instructions for compiled C++, all hosts in one call.
 
     train       each host runs its whole batch, forward and backward, while its features stay in the processor's cache;
-                then one stacked clip and optimizer step for all hosts and seeds
+                then one clip and optimizer step for all hosts and seeds, in another call
     evaluate    the same way forward for all distinct states of each host, a few examples at a time
 
 It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A
@@ -26,6 +26,7 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
+from esper.tolaria.executors.native_stepping import Stepping
 from esper.tolaria.executors.native_structures import (
     Programs,
     population_addresses,
@@ -34,7 +35,6 @@ from esper.tolaria.executors.native_structures import (
 )
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running import begin_training, finish_training
-from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
 
@@ -57,6 +57,7 @@ class NativeExecutor:
         height, width = streamed.image_size
         self._programs = Programs(self.population, height, width)
         self._machine = Machine(threads=torch.get_num_threads())
+        self._stepping = Stepping(self.population, streamed.decay_mask, self._machine)
 
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""
@@ -90,7 +91,6 @@ class NativeExecutor:
             return s.train_epoch(t, slots)
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, s.structure)
-        optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
         alpha = slots.alpha.contiguous()
         base = training_addresses(p, alpha, hosts, rows)[here]
         work = _work([self._programs.training(w) for w in what[here]])
@@ -114,7 +114,7 @@ class NativeExecutor:
             p.device,
             train=train,
             statistics=lambda: gradient_statistics(p, s.structure, rows, hosts.grad),
-            step=optimizer.step,
+            step=self._stepping.of(s.structure, hosts, rows),
         )
         p.host.finish(hosts)
         finish_training(p, rows)

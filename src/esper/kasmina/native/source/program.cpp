@@ -7,12 +7,14 @@
 
 #include "convolution.h"
 #include "layers.h"
+#include "optimizers.h"
 
 #define ESPER_OPERATIONS(X)                                                                                        \
     X(TRANSPOSE) X(CONVOLVE) X(CONVOLVE_BACK) X(WEIGH) X(DEPTHWISE) X(DEPTHWISE_BACK) X(WEIGH_DEPTHWISE)            \
     X(BATCH_NORM) X(BATCH_NORM_BACK) X(BATCH_NORM_FIXED) X(GROUP_NORM) X(GROUP_NORM_BACK) X(MAX_POOL)               \
     X(MAX_POOL_BACK) X(MEAN) X(MEAN_BACK) X(ADD_BIAS) X(ADD_BIAS_BACK) X(SCALE) X(SCALE_BACK) X(MODULATE)           \
-    X(MODULATE_BACK) X(SHIFT) X(SHIFT_BACK) X(ACTIVATE) X(ACTIVATE_BACK) X(JOIN) X(JOIN_BACK) X(CROSS_ENTROPY)
+    X(MODULATE_BACK) X(SHIFT) X(SHIFT_BACK) X(ACTIVATE) X(ACTIVATE_BACK) X(JOIN) X(JOIN_BACK) X(CROSS_ENTROPY)     \
+    X(SQUARE_NORM) X(CLIP) X(SGD) X(ADAMW)
 
 namespace esper {
 
@@ -20,7 +22,7 @@ namespace esper {
 enum Operation : int32_t { ESPER_OPERATIONS(X) };
 #undef X
 
-constexpr int SIZES = 6, OPERANDS = 10;
+constexpr int SIZES = 6, NUMBERS_GIVEN = 5, OPERANDS = 10;
 
 enum Space : int32_t { NOTHING = -1, ROWS = 0, NUMBERS = 1 };  // working memory: rows of lanes, and single numbers
 
@@ -28,7 +30,7 @@ struct Instruction {
     int32_t operation;
     int32_t flag;          // ReLU afterwards, the kind of activation, whether a seed is heard
     int32_t size[SIZES];
-    double number[2];      // epsilon, momentum
+    double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer
     int32_t space[OPERANDS];
     int64_t offset[OPERANDS];  // rows in ROWS, elements elsewhere
 };
@@ -45,6 +47,10 @@ template <class T> struct Host {
     }
 
     Affine<T> affine(const Instruction& i, int k) const { return {at(i, k), at(i, k + 1)}; }
+
+    Rates<T> rates(const Instruction& i) const {
+        return {T(i.number[0]), T(i.number[1]), T(i.number[2]), T(i.number[3]), T(i.number[4])};
+    }
 
     bool run(const Instruction& i) const {
         const int32_t* n = i.size;
@@ -115,6 +121,14 @@ template <class T> struct Host {
                 return true;
             case CROSS_ENTROPY:
                 cross_entropy<T>(n[0], at(i, 0), at<int64_t>(i, 1), at<double>(i, 2), at(i, 3), scratch, lanes, stride);
+                return true;
+            case SQUARE_NORM: square_norm<T>(n[0], at(i, 0), i.flag, at(i, 1)); return true;
+            case CLIP: *at(i, 0) = clip_factor<T>(*at(i, 0), T(i.number[0])); return true;
+            case SGD:
+                sgd<T>(n[0], rates(i), *at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4));
+                return true;
+            case ADAMW:
+                adamw<T>(n[0], rates(i), *at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4), at(i, 5), at<int64_t>(i, 6));
                 return true;
         }
         return false;

@@ -1,0 +1,56 @@
+// Optimizers of one row of weights (esper.kasmina.optimizers), and the norm by which its gradient is clipped.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace esper {
+
+// Sum of squares, in double precision because rows are long; added to `sum` or written over it.
+template <class T> void square_norm(int64_t count, const T* grad, bool add, T* sum) {
+    double squares = add ? double(*sum) : 0.0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < count; ++i) squares += double(grad[i]) * double(grad[i]);
+    *sum = T(squares);
+}
+
+// The factor that brings a norm down to `most`.
+template <class T> T clip_factor(T squares, T most) {
+    const T factor = most / (std::sqrt(squares) + T(1e-6));
+    return factor > T(1) ? T(1) : factor;
+}
+
+template <class T> struct Rates {
+    T rate, decay, first, second, epsilon;  // momentum is `first`
+};
+
+// g := factor g + decay w;  m := mu m + g;  w := w - rate m. `mask` (or null: none) are the elements that decay.
+template <class T>
+void sgd(int64_t count, Rates<T> r, T factor, const T* grad, const T* mask, T* weight, T* momentum) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+        const T decayed = mask ? factor * grad[i] + weight[i] * (mask[i] * r.decay) : factor * grad[i];
+        momentum[i] = r.first * momentum[i] + decayed;
+        weight[i] -= r.rate * momentum[i];
+    }
+}
+
+// w := w - rate decay w - rate (m / c1) / (sqrt(v / c2) + epsilon), with c = 1 - beta^steps.
+template <class T>
+void adamw(int64_t count, Rates<T> r, T factor, const T* grad, const T* mask, T* weight, T* mean, T* square,
+           int64_t* steps) {
+    *steps += 1;
+    const double c1 = 1.0 - std::pow(double(r.first), double(*steps));
+    const double c2 = 1.0 - std::pow(double(r.second), double(*steps));
+    const T wider = T(c1 / std::sqrt(c2)), least = T(double(r.epsilon) * c1);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+        const T g = factor * grad[i];
+        const T decayed = mask ? weight[i] * (T(1) - mask[i] * (r.rate * r.decay)) : weight[i];
+        mean[i] += (T(1) - r.first) * (g - mean[i]);
+        square[i] = r.second * square[i] + (T(1) - r.second) * g * g;
+        weight[i] = decayed - r.rate * mean[i] / (std::sqrt(square[i]) * wider + least);
+    }
+}
+
+}  // namespace esper

@@ -1,0 +1,85 @@
+"""One optimizer step of all hosts, seeds and gates that a batch gave gradients to, in one call of the machine."""
+
+from collections.abc import Callable, Hashable
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina.native.assembler import Program
+from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
+from esper.kasmina.native.optimizing import (
+    DECAY,
+    HOST,
+    LearningSlot,
+    Part,
+    num_step_spaces,
+    row_space,
+    seed_row,
+    stepping_program,
+)
+from esper.kasmina.optimizers import AdamWState, SGDState
+from esper.kasmina.population import Population
+from esper.kasmina.slab import Working
+from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.running import TrainedRows
+
+
+@final
+class Stepping:
+    """Programs of optimizer steps, each written once; `decay_mask` [P] are the elements of a host that decay."""
+
+    def __init__(self, population: Population, decay_mask: Tensor, machine: Machine) -> None:
+        self._population, self._machine = population, machine
+        self._decay = decay_mask.to(torch.float32)
+        self._written: dict[Hashable, Program] = {}
+
+    def of(self, structure: Structure, hosts: Working, rows: TrainedRows) -> Callable[[], None]:
+        """The step of a train pass on this memory."""
+        p = self._population
+        slots: list[list[LearningSlot]] = [[] for _ in range(p.num_envs)]
+        gated = set(rows.gate_of.tolist())
+        for k, (n, s) in enumerate(zip(rows.seed_host.tolist(), rows.seed_slot.tolist(), strict=True)):
+            channels = p.points[s].channels
+            seed = p.seed_kinds[channels, int(structure.blueprint[n, s])].template.parameters.total
+            gate = p.gate_kinds[channels].template.parameters.total if k in gated else None
+            slots[n].append(LearningSlot(s, seed, gate))
+        programs = [self._program(tuple(own)) for own in slots]
+        unique = list(dict.fromkeys(map(id, programs)))
+        by_id = {id(program): program for program in programs}
+        work = Batchwork.of([by_id[key] for key in unique], np.array([unique.index(id(x)) for x in programs]))
+        base = self._addresses(hosts, rows)
+        return lambda: self._machine.run(work, base, 1)
+
+    def _program(self, slots: tuple[LearningSlot, ...]) -> Program:
+        if slots not in self._written:
+            p = self._population
+            width = p.host_kind.template.parameters.total
+            self._written[slots] = stepping_program(p.optimizer_spec, width, slots)
+        return self._written[slots]
+
+    def _addresses(self, hosts: Working, rows: TrainedRows) -> np.ndarray:
+        p = self._population
+        base = np.zeros((p.num_envs, num_step_spaces(p.num_slots)), dtype=np.int64)
+        base[:, DECAY] = self._decay.data_ptr()
+        _fill(base, hosts, np.arange(p.num_envs), HOST, np.arange(p.num_envs))
+        for s in range(p.num_slots):
+            here = np.flatnonzero(rows.seed_slot == s)
+            gates = np.flatnonzero(np.isin(rows.gate_of, here))
+            _fill(base, rows.seeds, rows.seed_host[here], seed_row(s), here)
+            _fill(base, rows.gates, rows.seed_host[rows.gate_of[gates]], seed_row(s) + 1, gates)
+        return base
+
+
+def _fill(base: np.ndarray, working: Working, hosts: np.ndarray, row: int, places: np.ndarray) -> None:
+    """The spaces of row `row` of these hosts: rows `places` of a working copy."""
+    state = working.optimizer
+    tensors: dict[Part, Tensor] = {Part.WEIGHTS: working.params, Part.GRADIENT: working.grad}
+    if isinstance(state, SGDState):
+        tensors[Part.FIRST] = state.momentum
+    else:
+        assert isinstance(state, AdamWState)
+        tensors |= {Part.FIRST: state.exp_avg, Part.SECOND: state.exp_avg_sq, Part.STEPS: state.steps}
+    for part, tensor in tensors.items():
+        base[hosts, row_space(row, part)] = addresses_of(tensor, places)

@@ -2,7 +2,7 @@
 
 What people wrote outside the markers stays as it is. A measurement that fails leaves the page as it was.
 
-    python scripts/write_benchmarks.py                   # `make bench`: about two minutes on a quiet core
+    python scripts/write_benchmarks.py                   # `make bench`: about three minutes on a quiet core
     python scripts/write_benchmarks.py --page other.md
 """
 
@@ -93,6 +93,18 @@ def rounds(report: Report) -> list[Sequence[str]]:
     ]  # fmt: skip
 
 
+def executors(report: Report) -> list[Sequence[str]]:
+    """Rows of benchmarks/executors.py that compare an executor with the streamed one."""
+    against = [r for r in report["rows"].values() if r["first"] == "streamed"]
+    return [
+        ("work", "executor", "streamed ms", "its ms", "times faster"),
+        *(
+            (r["name"], r["second"], f"{r['first_ms']:,.0f}", f"{r['second_ms']:,.0f}", f"{r['ratio']:.2f}")
+            for r in against
+        ),
+    ]
+
+
 def operations(report: Report) -> list[Sequence[str]]:
     """Rows of scripts/profile_hot_path_operations.py, one column of times for each number of hosts."""
     sizes = sorted({r["hosts"] for r in report["results"]})
@@ -134,9 +146,29 @@ MEASUREMENTS = (
         "Rounds of 32x32 images, 2 hosts x 6 steps",
         (
             "scripts/benchmark_hot_path.py",
-            *("--hosts", "2", "--steps", "6", "--rounds", "2", "--compare", "executor=streamed", "executor=fused"),
+            *("--hosts", "2", "--steps", "6", "--rounds", "2", "--compare", "executor=streamed", "executor=auto"),
         ),
         rounds,
+    ),
+    Measurement(
+        "Executors, 16 hosts with three seeds each (4 of 32x32)",
+        (
+            "benchmarks/executors.py",
+            *(
+                "--hosts",
+                "16",
+                "--image-hosts",
+                "4",
+                "--examples",
+                "256",
+                "--val-examples",
+                "128",
+                "--repetitions",
+                "3",
+            ),
+            *("--growth", "4", "16", "--memory-hosts", "16"),
+        ),
+        executors,
     ),
     Measurement(
         "Operations",

@@ -8,7 +8,7 @@ from torch import nn
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.record import named_tensors
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
 from esper.tolaria.executors import choice
@@ -191,11 +191,11 @@ def test_a_program_is_written_once_for_each_structure():
     bench = Bench(4)
     bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 2])
     native = NativeExecutor(bench.executor)
-    native.train_epoch(1, bench.slots)
-    written = dict(native._programs._written)
-    native.train_epoch(2, bench.slots)
-    assert len(written) == 2
-    assert all(native._programs._written[key] is program for key, program in written.items())
+    for t in (1, 2):
+        native.train_epoch(t, bench.slots)
+    told = native._programs._training.cache_info()
+    assert (told.misses, told.hits) == (2, 6)
+    assert told.maxsize is not None  # a long run meets more structures than memory could hold
 
 
 def whole_run(executor, **settings):
@@ -222,6 +222,15 @@ def test_a_whole_run_goes_the_same_way_natively_and_streamed():
 
 def test_a_run_repeats_itself_to_the_bit():
     assert same_tree(whole_run("native")[2], whole_run("native")[2])
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_label_without_a_class_is_refused(split, wrong):
+    data = dataset()
+    getattr(data, split).y[5] = wrong
+    with pytest.raises(DataError, match=r"labels from -?\d to \d, but the host knows the classes 0 to 2; correct"):
+        NativeExecutor(Bench(1, data=data).executor)
 
 
 # -- which executor is taken ------------------------------------------------------------------------------------------

@@ -93,7 +93,6 @@ class Rows(NamedTuple):
 
 
 ROWS, NUMBERS, NUM_WORKING = 0, 1, 2
-_NOTHING = Place(-1, 0)
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,15 @@ class Assembler:
         numbers: tuple[float, ...] = (),
     ) -> None:
         """One more instruction; an operand that is None is a null pointer there."""
-        places = [_place(operand) for operand in operands] + [_NOTHING] * (_OPERANDS - len(operands))
+        spaces, offsets = [-1] * _OPERANDS, [0] * _OPERANDS
+        for k, operand in enumerate(operands):
+            if isinstance(operand, Rows):
+                spaces[k], offsets[k] = ROWS, operand.first
+            elif operand is not None:
+                spaces[k], offsets[k] = operand
         self._code.append((
             int(operation), flag, sizes + (0,) * (_SIZES - len(sizes)), numbers + (0.0,) * (_NUMBERS - len(numbers)),
-            [place.space for place in places], [place.offset for place in places],
+            spaces, offsets,
         ))  # fmt: skip
 
     def rows(self, count: int) -> Rows:
@@ -173,9 +177,3 @@ class Assembler:
         """What was written."""
         code = np.array(self._code, dtype=INSTRUCTION)
         return Program(code=code, rows=self._rows, numbers=self._numbers, scratch=self._scratch)
-
-
-def _place(operand: Rows | Place | None) -> Place:
-    if operand is None:
-        return _NOTHING
-    return Place(ROWS, operand.first) if isinstance(operand, Rows) else operand

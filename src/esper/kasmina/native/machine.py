@@ -54,6 +54,14 @@ class Batchwork:
     count: np.ndarray
 
     @classmethod
+    def of_each(cls, programs: Sequence[Program]) -> "Batchwork":
+        """A program for each host; equal ones are the same object."""
+        number: dict[int, int] = {}
+        which = np.array([number.setdefault(id(program), len(number)) for program in programs])
+        by_id = {id(program): program for program in programs}
+        return cls.of([by_id[key] for key in number], which)
+
+    @classmethod
     def of(cls, programs: Sequence[Program], which: np.ndarray) -> "Batchwork":
         """`which` [H] is the program of each host."""
         sizes = np.array([len(program.code) for program in programs], dtype=np.int64)

@@ -11,13 +11,14 @@ learned there is no way back, and `chain` releases what lies between its layers.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.native.assembler import Activation, Assembler, Operation, Place, Rows
-from esper.kasmina.stacking import FlatLayout
+from esper.kasmina.stacking import FlatLayout, TensorSpec
 
 Back = Callable[[Rows, bool], Rows | None]
 """(gradient of the output, whether the input's is wanted) -> that of the input. The rows it was given are consumed."""
@@ -76,7 +77,12 @@ class Weights:
 
 
 def _offset(layout: FlatLayout, name: str) -> int:
-    return next(spec.offset for spec in layout.tensors if name in (spec.name, *spec.aliases))
+    return _offsets(layout.tensors)[name]
+
+
+@lru_cache(maxsize=256)
+def _offsets(tensors: tuple[TensorSpec, ...]) -> dict[str, int]:
+    return {name: spec.offset for spec in tensors for name in (spec.name, *spec.aliases)}
 
 
 Rule = Callable[[Assembler, Any, Weights, Features], tuple[Features, Back]]

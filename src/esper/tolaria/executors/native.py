@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SeedCosts
-from esper.kasmina.native.assembler import Program
 from esper.kasmina.native.compiled import stride_of
 from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
 from esper.kasmina.native.networks import Space
+from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
@@ -48,10 +48,17 @@ class NativeExecutor:
 
     Raises:
         ConfigError: there is no C++ compiler, or it failed.
+        DataError: a label has no class, which compiled code would not notice.
     """
 
     def __init__(self, streamed: StreamedExecutor) -> None:
         self.streamed, self.population = streamed, streamed.population
+        (lowest, highest), classes = streamed.labels, self.population.host_module.spec.classes
+        if lowest < 0 or highest >= classes:
+            raise DataError(
+                f"the data have labels from {lowest} to {highest}, but the host knows the classes 0 to {classes - 1}; "
+                "correct the data set, or the number of classes in the host of the task."
+            )
         self.costs: SeedCosts = streamed.costs
         self.host_params = streamed.host_params
         height, width = streamed.image_size
@@ -93,11 +100,12 @@ class NativeExecutor:
         rows = begin_training(p, s.structure)
         alpha = slots.alpha.contiguous()
         base = training_addresses(p, alpha, hosts, rows)[here]
-        work = _work([self._programs.training(w) for w in what[here]])
+        work = Batchwork.of_each([self._programs.training(w) for w in what[here]])
         stream = s.training_of(others.tolist(), hosts, rows, slots.alpha)
         told = torch.zeros(len(here), 2, dtype=torch.float64)
 
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+            assert (x_NB.dtype, y_NB.dtype) == (torch.float32, torch.int64), "what the compiled code reads"
             lanes = y_NB.shape[1]
             x_NB, y_NB = x_NB.contiguous(), y_NB.contiguous()
             base[:, Space.IMAGES], base[:, Space.LABELS] = addresses_of(x_NB, here), addresses_of(y_NB, here)
@@ -152,7 +160,7 @@ class NativeExecutor:
         if not here.size:
             return self.streamed.measured(others.tolist(), batches, alpha, sets, num_columns)
         plans = [plan_prefixes(rows, self.streamed.execution_order) for rows in sets]
-        work = _work([self._programs.measuring(what[n], plans[n]) for n in here])
+        work = Batchwork.of_each([self._programs.measuring(what[n], plans[n]) for n in here])
         base = population_addresses(p, alpha)[here]
         told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
         base[:, Space.TOLD] = addresses_of(told)
@@ -171,13 +179,6 @@ class NativeExecutor:
             *theirs, _ = self.streamed.measured(others.tolist(), batches, alpha, sets, num_columns)
             found = _merged(here, found, others, (theirs[0], theirs[1]))
         return *found, count
-
-
-def _work(programs: list[Program]) -> Batchwork:
-    """One program for each host; equal ones are the same object."""
-    unique = list({id(program): program for program in programs}.values())
-    number = {id(program): k for k, program in enumerate(unique)}
-    return Batchwork.of(unique, np.array([number[id(program)] for program in programs]))
 
 
 def _filled_up(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,10 +45,7 @@ class Stepping:
             seed = p.seed_kinds[channels, int(structure.blueprint[n, s])].template.parameters.total
             gate = p.gate_kinds[channels].template.parameters.total if k in gated else None
             slots[n].append(LearningSlot(s, seed, gate))
-        programs = [self._program(tuple(own)) for own in slots]
-        unique = list(dict.fromkeys(map(id, programs)))
-        by_id = {id(program): program for program in programs}
-        work = Batchwork.of([by_id[key] for key in unique], np.array([unique.index(id(x)) for x in programs]))
+        work = Batchwork.of_each([self._program(tuple(own)) for own in slots])
         base = self._addresses(hosts, rows)
         return lambda: self._machine.run(work, base, 1)
 

@@ -1,6 +1,6 @@
 """Which program each host runs and where its memory lies: a structure of the population in terms of the machine."""
 
-from collections.abc import Hashable
+from functools import lru_cache
 from typing import final
 
 import numpy as np
@@ -28,26 +28,28 @@ from esper.kasmina.slab import Working
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.running import TrainedRows, trained_mask
-from esper.tolaria.prefixes import PrefixPlan
+from esper.tolaria.prefixes import PrefixPlan, PrefixStep
 
 _WHAT = 5
 """Numbers that say what runs in a slot: blueprint, algorithm, heard, learns, whether the gate learns."""
 _NOTHING = -1
+_KEPT = 2048
+"""Programs of each kind that are kept: some ten kilobytes each, and about two milliseconds to write again."""
 
 
 @final
 class Programs:
-    """The programs of a population, each written once, by the structure of the host."""
+    """The programs of a population, by the structure of the host; the last ones are kept."""
 
     def __init__(self, population: Population, height: int, width: int) -> None:
         self._points = population.points
-        self._column = {point.slot_id: s for s, point in enumerate(self._points)}
         template = population.host_kind.template
         self._skeleton = Skeleton(population.host_module, template.parameters, template.buffers, height, width)
         self._seeds, self._gates = _modules(population)
         everywhere = {point.channels for point in self._points}
         self._known = {index for _, index in self._seeds if all((c, index) in self._seeds for c in everywhere)}
-        self._written: dict[Hashable, Program] = {}
+        self._training = lru_cache(_KEPT)(self._write_training)
+        self._measuring = lru_cache(_KEPT)(self._write_measuring)
 
     def can_run(self, what: np.ndarray) -> np.ndarray:
         """[N]: hosts whose seeds all have rules; `what` is [N, S, 5]."""
@@ -57,22 +59,23 @@ class Programs:
 
     def training(self, what: np.ndarray) -> Program:
         """Of a host in whose slots this runs, [S, 5]."""
-        key = what.tobytes()
-        if key not in self._written:
-            self._written[key] = training_program(self._skeleton, self._grown(what))
-        return self._written[key]
+        return self._training(what.tobytes())
 
     def measuring(self, what: np.ndarray, plan: PrefixPlan) -> Program:
         """Of a host in whose slots this runs, [S, 5], for the states of a plan."""
-        key = (what.tobytes(), plan.steps)
-        if key not in self._written:
-            steps = {self._points[step.slot].slot_id: (step.off, step.on) for step in plan.steps}
-            self._written[key] = measuring_program(self._skeleton, self._grown(what), steps)
-        return self._written[key]
+        return self._measuring(what.tobytes(), plan.steps)
 
-    def _grown(self, what: np.ndarray) -> dict[str, Growth]:
+    def _write_training(self, what: bytes) -> Program:
+        return training_program(self._skeleton, self._grown(what))
+
+    def _write_measuring(self, what: bytes, steps: tuple[PrefixStep, ...]) -> Program:
+        parting = {self._points[step.slot].slot_id: (step.off, step.on) for step in steps}
+        return measuring_program(self._skeleton, self._grown(what), parting)
+
+    def _grown(self, what: bytes) -> dict[str, Growth]:
         grown = {}
-        for s, (blueprint, algorithm, heard, learns, gate_learns) in enumerate(what.tolist()):
+        rows = np.frombuffer(what, dtype=np.int64).reshape(-1, _WHAT).tolist()
+        for s, (blueprint, algorithm, heard, learns, gate_learns) in enumerate(rows):
             if blueprint != _NOTHING:
                 channels = self._points[s].channels
                 grown[self._points[s].slot_id] = Growth(

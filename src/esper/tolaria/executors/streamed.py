@@ -115,6 +115,13 @@ class StreamedExecutor:
         return height, width
 
     @property
+    def labels(self) -> tuple[int, int]:
+        """The lowest and the highest label of all splits."""
+        splits = (self._dataset.train.y, self._dataset.val.y, self._dataset.test.y)
+        known = torch.cat([y.reshape(-1) for y in splits])
+        return int(known.min()), int(known.max())
+
+    @property
     def largest_activation(self) -> int:
         """Floats of the largest activation of one example in a host."""
         spec, (height, width) = self.population.host_module.spec, self.image_size

@@ -459,7 +459,7 @@ template <class T> void transpose(int rows, const T* images, T* y, int lanes, in
 }
 
 // Cross entropy. `told` = {sum of losses, correct answers}, added to; `grad` (or null) is that of the mean loss. A lane
-// whose label is negative is no example. Labels are not checked: data sets are, when they are loaded.
+// whose label is negative is no example. Labels are not checked here: NativeExecutor does, once.
 template <class T>
 void cross_entropy(int classes, const T* logits, const int64_t* labels, double* told, T* grad, T* work, int lanes,
                    int stride) {

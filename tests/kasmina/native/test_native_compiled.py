@@ -25,11 +25,17 @@ def fake(tmp_path, monkeypatch):
     return make
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Compile in a fraction of the time: nothing is computed with it."""
+    monkeypatch.setattr(compiled, "_OPTIONS", tuple(o for o in compiled._OPTIONS if o != "-O3"))
+
+
 def test_a_process_loads_it_once():
     assert cached_library() is cached_library()
 
 
-def test_it_is_compiled_once_and_kept(tmp_path):
+def test_it_is_compiled_once_and_kept(tmp_path, quick):
     assert isinstance(load_library(tmp_path / "esper"), Library)
     (kept,) = (tmp_path / "esper").iterdir()  # and no draft beside it
     made = kept.stat().st_mtime_ns
@@ -53,7 +59,7 @@ def test_long_vectors_are_asked_for_where_the_processor_has_them(tmp_path, fake,
     assert ("-mprefer-vector-width=512" in told.read_text()) == expected
 
 
-def test_a_folder_that_cannot_be_written_costs_the_next_process_a_compilation(tmp_path):
+def test_a_folder_that_cannot_be_written_costs_the_next_process_a_compilation(tmp_path, quick):
     (tmp_path / "file").write_text("in the way")
     assert isinstance(load_library(tmp_path / "file" / "esper"), Library)
     assert (tmp_path / "file").read_text() == "in the way"

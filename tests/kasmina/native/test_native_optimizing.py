@@ -95,7 +95,8 @@ def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
     row = Row(spec, HOST_SIZE, torch.Generator().manual_seed(0), 1.0)
     row.gradient[0, 7] = bad
     base = np.zeros((1, num_step_spaces(0)), dtype=np.int64)
-    base[0, DECAY] = torch.ones(HOST_SIZE, dtype=DOUBLE).data_ptr()
+    decay = torch.ones(HOST_SIZE, dtype=DOUBLE)
+    base[0, DECAY] = decay.data_ptr()
     row.place(base, HOST)
     Machine(dtype=DOUBLE).run(
         Batchwork.of([stepping_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), base, 1

@@ -125,7 +125,7 @@ def _why(executor: str, device: torch.device) -> str:
     if executor == "native":
         return " (C++ compiled for this processor)"
     if device.type == "cpu" and compiler() is None:
-        return " (chosen by image size; with a C++ compiler such as g++ it would be native, several times faster)"
+        return " (chosen by image size; with a C++ compiler such as g++ small hosts run natively, several times faster)"
     return " (chosen by image size)"
 
 

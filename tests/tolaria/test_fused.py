@@ -1,74 +1,33 @@
 """The fused executor gives what the streamed one gives: losses, gradients, weights, measurements, whole runs."""
 
+import against_streamed
 import numpy as np
 import pytest
 import torch
+from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds
 
-from esper.kasmina.blueprints import registry
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.leyline.record import named_tensors
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.fused_prefixes import buckets
 from esper.tolaria.prefixes import plan_prefixes
 from tiny import Bench, engine
-from toys import ToyClient, script
-
-ALL = [registry.blueprint_at(i, Topology.CNN).name for i in registry.selectable(Topology.CNN)]
-HIDDEN, BLENDING, HOLDING, FOSSILIZED = (
-    (SeedStage.TRAINING, 0.0),
-    (SeedStage.BLENDING, 0.4),
-    (SeedStage.HOLDING, 1.0),
-    (SeedStage.FOSSILIZED, 1.0),
-)
 
 
-def same_pass(a, b, atol=2e-5):
-    for (name, x), (_, y) in zip(named_tensors(a), named_tensors(b), strict=True):
-        torch.testing.assert_close(x, y, atol=atol, rtol=1e-4, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def population_state(bench):
-    return {k: v.clone() for k, v in bench.population.state_dict().items()}
-
-
-def compare(grow, *, num_envs=3, epochs=2):
-    """Grow the same seeds on two benches, train one streamed and one fused, and compare everything."""
-    streamed, other = Bench(num_envs), Bench(num_envs)
-    for bench in (streamed, other):
-        grow(bench)
-    fused = FusedExecutor(other.executor, measures_together=True)
-    for t in range(1, epochs + 1):
-        told, want = fused.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots)
-        same_pass(told, want)
-    for name, want in population_state(streamed).items():
-        torch.testing.assert_close(other.population.state_dict()[name], want, atol=2e-5, rtol=1e-3, msg=name)
-    found, want = streamed.measure(fossils_as_players=True)
-    other.executor.settle(other.structure(found))
-    told = fused.evaluate(epochs, other.slots, found)
-    torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(fused.test(other.slots), streamed.executor.test(streamed.slots), atol=1e-4, rtol=0.0)
+def compare(grow, **settings):
+    """Fused against streamed."""
+    against_streamed.compare(lambda streamed: FusedExecutor(streamed, measures_together=True), grow, **settings)
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
-@pytest.mark.parametrize(("stage", "alpha"), [HIDDEN, BLENDING, HOLDING, FOSSILIZED])
+@pytest.mark.parametrize(("stage", "alpha"), CONDITIONS)
 @pytest.mark.parametrize("blueprint", ALL)
 def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
     compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1)
 
 
 def test_different_seeds_in_different_hosts_do_not_meet():
-    def grow(bench):
-        bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 3])
-        bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0, hosts=[2])
-        bench.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.MULTIPLY, hosts=[4])
-        bench.grow("r0c1", "attention", SeedStage.FOSSILIZED, alpha=1.0, algorithm=Algorithm.GATE, hosts=[0, 1, 4])
-        bench.grow("r1c0", "bottleneck", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2, 4])
-        bench.grow("r1c0", "depthwise", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[3])
-
-    compare(grow, num_envs=5)
+    compare(grow_different_seeds, num_envs=5)
 
 
 def test_a_frozen_seed_keeps_its_weights_while_the_others_of_its_kind_learn():
@@ -121,23 +80,7 @@ def test_hosts_that_part_differently_travel_in_one_bucket_and_arrive_where_they_
 
 
 def test_a_whole_run_goes_the_same_way_fused_and_streamed():
-    germinate = (0, 1, 2, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
-    second = (2, 4, 1, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
-    fossilize = (0, 0, 2, 1, 2, 0, 0, int(LifecycleOp.FOSSILIZE))
-    plan = {1: germinate, 4: second, 7: {0: fossilize, 2: fossilize}}
-    told = {}
-    for name in ("streamed", "fused"):
-        seen = []
-        run = engine(3, 9, executor=name, on_step=seen.append)
-        client = ToyClient(run.spec, script(3, 9, plan))
-        run.reset(client, 0)
-        run.rollout(client)
-        told[name] = seen, run.test(), run.executor.state_dict()
-    for a, b in zip(told["streamed"][0], told["fused"][0], strict=True):
-        assert np.array_equal(a.stage, b.stage)
-        np.testing.assert_allclose(a.val_loss, b.val_loss, atol=2e-3)
-        np.testing.assert_allclose(a.train_loss, b.train_loss, atol=2e-3)
-    assert told["fused"][0][-1].stage[0].tolist()[0] == SeedStage.FOSSILIZED
+    compare_whole_runs("fused")
 
 
 def test_an_unknown_host_layer_is_refused_by_name_of_the_way_out(monkeypatch):

@@ -1,29 +1,19 @@
 """The native executor gives what the streamed one gives up to rounding, and gives each host the bits it has alone."""
 
-import numpy as np
+import against_streamed
 import pytest
 import torch
+from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds, whole_run
 from torch import nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.record import named_tensors
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
 from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem, network_executor, prefers_native
 from esper.tolaria.executors.native import NativeExecutor
 from tiny import CPU, HOST, Bench, adamw, dataset, engine, same_tree, task
-from toys import ToyClient, script
-
-ALL = [registry.blueprint_at(i, Topology.CNN).name for i in registry.selectable(Topology.CNN)]
-HIDDEN, BLENDING, HOLDING, FOSSILIZED = (
-    (SeedStage.TRAINING, 0.0),
-    (SeedStage.BLENDING, 0.4),
-    (SeedStage.HOLDING, 1.0),
-    (SeedStage.FOSSILIZED, 1.0),
-)
 
 
 class Moss(AbstractBlueprint):
@@ -61,40 +51,13 @@ def own_blueprint(request):
     registry.unregister(request.param.name)
 
 
-def same_pass(a, b, atol=2e-5):
-    for (name, x), (_, y) in zip(named_tensors(a), named_tensors(b), strict=True):
-        torch.testing.assert_close(x, y, atol=atol, rtol=1e-4, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def compare(grow, *, num_envs=3, epochs=2, **settings):
-    """Grow the same seeds on two benches, train one streamed and one natively, and compare everything."""
-    streamed, other = Bench(num_envs, **settings), Bench(num_envs, **settings)
-    for bench in (streamed, other):
-        grow(bench)
-    native = NativeExecutor(other.executor)
-    for t in range(1, epochs + 1):
-        same_pass(native.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots))
-    for name, want in streamed.population.state_dict().items():
-        torch.testing.assert_close(other.population.state_dict()[name], want, atol=2e-5, rtol=1e-3, msg=name)
-    found, want = streamed.measure(fossils_as_players=True)
-    other.executor.settle(other.structure(found))
-    told = native.evaluate(epochs, other.slots, found)
-    torch.testing.assert_close(told.accuracy, want.accuracy, atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(native.test(other.slots), streamed.executor.test(streamed.slots), atol=1e-4, rtol=0.0)
-
-
-def grow_different_seeds(bench):
-    bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 3])
-    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0, hosts=[2])
-    bench.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.MULTIPLY, hosts=[4])
-    bench.grow("r0c1", "attention", SeedStage.FOSSILIZED, alpha=1.0, algorithm=Algorithm.GATE, hosts=[0, 1, 4])
-    bench.grow("r1c0", "bottleneck", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2, 4])
-    bench.grow("r1c0", "depthwise", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[3])
+def compare(grow, **settings):
+    """Native against streamed."""
+    against_streamed.compare(NativeExecutor, grow, **settings)
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
-@pytest.mark.parametrize(("stage", "alpha"), [HIDDEN, BLENDING, HOLDING, FOSSILIZED])
+@pytest.mark.parametrize(("stage", "alpha"), CONDITIONS)
 @pytest.mark.parametrize("blueprint", ALL)
 def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
     compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1, num_envs=2)
@@ -198,26 +161,8 @@ def test_a_program_is_written_once_for_each_structure():
     assert told.maxsize is not None  # a long run meets more structures than memory could hold
 
 
-def whole_run(executor, **settings):
-    germinate = (0, 1, 2, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
-    second = (2, 4, 1, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
-    fossilize = (0, 0, 2, 1, 2, 0, 0, int(LifecycleOp.FOSSILIZE))
-    plan = {1: germinate, 4: second, 7: {0: fossilize, 2: fossilize}}
-    seen = []
-    run = engine(3, 9, executor=executor, on_step=seen.append, **settings)
-    client = ToyClient(run.spec, script(3, 9, plan))
-    run.reset(client, 0)
-    run.rollout(client)
-    return seen, run.test(), run.executor.state_dict()
-
-
 def test_a_whole_run_goes_the_same_way_natively_and_streamed():
-    told = {name: whole_run(name) for name in ("streamed", "native")}
-    for a, b in zip(told["streamed"][0], told["native"][0], strict=True):
-        assert np.array_equal(a.stage, b.stage)
-        np.testing.assert_allclose(a.val_loss, b.val_loss, atol=2e-3)
-        np.testing.assert_allclose(a.train_loss, b.train_loss, atol=2e-3)
-    assert told["native"][0][-1].stage[0].tolist()[0] == SeedStage.FOSSILIZED
+    compare_whole_runs("native")
 
 
 def test_a_run_repeats_itself_to_the_bit():

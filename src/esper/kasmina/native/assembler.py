@@ -93,20 +93,18 @@ class Rows(NamedTuple):
 
 
 ROWS, NUMBERS, NUM_WORKING = 0, 1, 2
+SCRATCH_ROWS: Final = 3
+"""Rows of scratch that every program may use: the loss does."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions, and how much working memory they need: rows of lanes, single numbers, and scratch numbers.
-
-    `scratch_rows` is scratch that grows with the number of lanes.
-    """
+    """Instructions, and how much working memory they need: rows of lanes, single numbers, and scratch numbers."""
 
     code: np.ndarray
     rows: int
     numbers: int
     scratch: int
-    scratch_rows: int = 4
 
 
 @final

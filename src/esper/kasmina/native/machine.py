@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.native.assembler import NUMBERS, ROWS, Program
+from esper.kasmina.native.assembler import NUMBERS, ROWS, SCRATCH_ROWS, Program
 from esper.kasmina.native.compiled import Library, cached_library, stride_of
 
 
@@ -28,19 +28,14 @@ class _Memory:
         stride = stride_of(lanes)
         rows = max((p.rows for p in programs), default=0) * stride
         if rows and (lanes != self._lanes or len(self.rows) < rows):  # a program without rows leaves them alone
-            self.rows = self.rows.zero_() if len(self.rows) >= rows else _aligned(rows, self.rows.dtype)
+            self.rows = self.rows.zero_() if len(self.rows) >= rows else torch.zeros(rows, dtype=self.rows.dtype)
             self._lanes = lanes
         numbers = max((p.numbers for p in programs), default=0)
-        scratch = max((max(p.scratch, p.scratch_rows * stride) for p in programs), default=0)
+        scratch = max((max(p.scratch, SCRATCH_ROWS * stride) for p in programs), default=0)
         if len(self.numbers) < numbers:
-            self.numbers = _aligned(numbers, self.rows.dtype)
+            self.numbers = torch.zeros(numbers, dtype=self.rows.dtype)
         if len(self.scratch) < scratch:
-            self.scratch = _aligned(scratch, self.rows.dtype)
-
-
-def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that begin at a multiple of 64 bytes, as the tensors of PyTorch do."""
-    return torch.zeros(count, dtype=dtype)
+            self.scratch = torch.zeros(scratch, dtype=self.rows.dtype)
 
 
 @final

@@ -9,12 +9,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import final
+from typing import TypeVar, final
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ _WAY_OUT = (
     "install one (such as g++), name yours in the environment variable CXX, or set executor to 'fused' or 'streamed'"
 )
 _SECONDS = 300
+L = TypeVar("L")
 
 RUNS = {torch.float32: "esper_run_float", torch.float64: "esper_run_double"}
 
@@ -111,21 +112,40 @@ def cache_folder() -> Path:
 
 def load_library(folder: Path) -> Library:
     """The library from this folder; compiled into it, or where it cannot be written for this process alone."""
-    tool = compiler()
+    return opened(_SOURCE / "program.cpp", Library, folder, what="the native executor", way_out=_WAY_OUT)
+
+
+def opened(source: Path, load: Callable[[Path], L], folder: Path | None = None, *, what: str, way_out: str) -> L:
+    """`load` called with the library made of a source and the files beside it.
+
+    Args:
+        source: what is compiled.
+        load: how the library is loaded.
+        folder: where it is kept, the user's cache folder unless given.
+        what: who needs it, for messages.
+        way_out: what else can be done, for messages.
+
+    Raises:
+        ConfigError: there is no compiler, or it failed.
+    """
+    tool, folder = compiler(), cache_folder() if folder is None else folder
     if tool is None:
         asked = os.environ.get("CXX")
         found = f"CXX names {asked!r}, which is not there" if asked else "none of c++, g++ and clang++ is there"
-        raise ConfigError(f"the native executor needs a C++ compiler, but {found}; {_WAY_OUT}.")
-    known = _told([tool, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
-    options = (*_OPTIONS, _LONG_VECTORS) if b"__AVX512F__" in known else _OPTIONS
-    path = folder / f"native-{_fingerprint(known, options)}.so"
-    if path.exists():
-        return Library(path)
-    with TemporaryDirectory() as scratch:
-        draft = Path(scratch) / path.name
-        _told([tool, *options, "-o", str(draft), str(_SOURCE / "program.cpp")])
-        _keep(draft, path)
-        return Library(draft)  # stays loaded when its file is gone
+        raise ConfigError(f"{what} needs a C++ compiler, but {found}; {way_out}.")
+    try:
+        known = _told([tool, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+        options = (*_OPTIONS, _LONG_VECTORS) if b"__AVX512F__" in known else _OPTIONS
+        path = folder / f"{source.stem}-{_fingerprint(known, options, source.parent)}.so"
+        if path.exists():
+            return load(path)
+        with TemporaryDirectory() as scratch:
+            draft = Path(scratch) / path.name
+            _told([tool, *options, "-o", str(draft), str(source)])
+            _keep(draft, path)
+            return load(draft)  # stays loaded when its file is gone
+    except _CompilerError as error:
+        raise ConfigError(f"{tool} could not compile {what} ({error}); {way_out}.") from error
 
 
 def _keep(draft: Path, path: Path) -> None:
@@ -143,20 +163,24 @@ def _keep(draft: Path, path: Path) -> None:
             beside.unlink(missing_ok=True)
 
 
-def _fingerprint(known: bytes, options: Sequence[str]) -> str:
+def _fingerprint(known: bytes, options: Sequence[str], sources: Path = _SOURCE) -> str:
     """Of what the compiler knows of itself and of the processor, the options, and the sources."""
     digest = hashlib.sha256(known + " ".join(options).encode())
-    for source in sorted(_SOURCE.iterdir()):
+    for source in sorted(sources.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+class _CompilerError(Exception):
+    """The compiler said no."""
 
 
 def _told(command: list[str]) -> bytes:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{command[0]} took more than {_SECONDS} s; {_WAY_OUT}.") from error
+        raise _CompilerError(f"took more than {_SECONDS} s") from error
     if done.returncode != 0:
         first_error = next((line for line in done.stderr.decode().splitlines() if "error" in line), "no message")
-        raise ConfigError(f"{command[0]} could not compile the native executor ({first_error.strip()}); {_WAY_OUT}.")
+        raise _CompilerError(first_error.strip())
     return done.stdout

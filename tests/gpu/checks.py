@@ -6,6 +6,7 @@ check is found without a GPU.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def config(device: torch.device, **told: object) -> RunConfig:
     import small_runs
 
     assert small_runs.OPTIONS  # registers the tiny task
-    return resolve({**NULL, "device": str(device), **told})
+    eager = {"compile": "off"} if device.type == "cpu" else {}  # a tape records PyTorch alone
+    return resolve({**NULL, "device": str(device), **eager, **told})
 
 
 def parts(chosen: RunConfig, device: torch.device) -> tuple[VectorizedEngine, SimicClient]:
@@ -59,7 +61,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, make: MakeRecorder) -> None:
 
 def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorder: MakeRecorder | None) -> None:
     """A second learner in other forms, shown the steps of an eager one, decides and pays alike."""
-    engine, client = parts(config(device, compile="off", capture="off"), device)
+    engine, client = parts(replaced(forms, compile="off", capture="off"), device)
     with pytest.MonkeyPatch.context() as monkeypatch:
         if make_recorder is not None:
             recording(monkeypatch, make_recorder)
@@ -90,10 +92,10 @@ def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorde
         other.load_state_dict(client.state_dict())
 
 
-def check_control_plane(device: torch.device) -> None:
-    """The compiled phases of a step answer as the eager ones, whatever happens, and are compiled before it happens."""
+def check_control_plane(device: torch.device, form: str = "on") -> None:
+    """The phases of a step in another form answer as the eager ones, whatever happens, and are made before it does."""
     quick = {"sequential": False, "min_blending_epochs": 1, "embargo_epochs": 1, "min_prune_age": 1}
-    chosen = config(device, compile="on", task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
+    chosen = config(device, compile=form, task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
     engine, client = parts(chosen, device)
     eager = ControlPlane(engine.config, engine.executor.costs)
     before = graphs_compiled()

@@ -184,11 +184,12 @@ class RewardInputs:
     """Everything a reward may know of one step: the state *before* the op, and what became of the op.
 
     `target` is the slot the op aimed at, `success` whether it took effect (WAIT always does), `auto_pruned` the number
-    of seeds lost in this step's tick without a PRUNE request.
+    of seeds lost in this step's tick without a PRUNE request. The engine gives clocks as numbers; within a recorded
+    function (`simic/lanes`) they are tensors.
     """
 
-    epoch: int
-    max_epochs: int
+    epoch: int | Int[Tensor, ""]
+    max_epochs: int | Int[Tensor, ""]
     slots: SlotState
     hosts: HostState
     interactions: Float[Tensor, "N S S"]

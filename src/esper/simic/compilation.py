@@ -1,10 +1,11 @@
-"""Eager or compiled: what the setting `compile` means, and how a function of tensors is compiled.
+"""Eager or compiled: what the setting `compile` means, and how PyTorch compiles a function of tensors.
 
-    "off"    eager, on every device
-    "on"     compiled, on every device; on the CPU that needs a C++ compiler
-    "auto"   compiled on CUDA; eager on the CPU, where each graph takes 10 to 30 seconds to compile
+    "off"      eager, on every device
+    "on"       compiled by PyTorch, on every device; on the CPU that takes 10 to 30 seconds for each graph
+    "native"   recorded once and carried out by C++, on the CPU (`simic/lanes`); made in a second
+    "auto"     "on" on CUDA; on the CPU "native" where there is a C++ compiler, else "off"
 
-Both forms give the same answer. Which functions there are is listed in `simic/training/kernels.py`; `graphs_compiled`
+All forms give the same answer. Which functions there are is listed in `simic/training/kernels.py`; `graphs_compiled`
 tells whether one of them was compiled again after the warm-up.
 """
 
@@ -22,7 +23,7 @@ from esper.leyline.tree import Form, flatten, unflatten
 if TYPE_CHECKING:
     from torch._inductor.output_code import OutputCode
 
-CompileChoice = Literal["auto", "off", "on"]
+CompileChoice = Literal["auto", "off", "on", "native"]
 
 OPTIONS: Mapping[str, Any] = {"size_asserts": False}  # every call has checked the sizes already
 _NARROW: Mapping[str, Any] = {"cpp.simdlen": 1}
@@ -33,12 +34,12 @@ Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def is_compiled(choice: CompileChoice, device: torch.device) -> bool:
-    """Whether this choice means compiled functions on this device."""
+    """Whether this choice means functions compiled by PyTorch on this device."""
     return choice == "on" or (choice == "auto" and device.type == "cuda")
 
 
 def graphs_compiled() -> int:
-    """Graphs that this process has compiled so far; after a warm-up the number must not grow."""
+    """Graphs that this process has compiled or recorded so far; after a warm-up the number must not grow."""
     from torch._dynamo.utils import counters  # imported late: it takes a second, which an eager run need not wait for
 
     return CompiledStep.graphs_built + int(counters["stats"]["unique_graphs"])
@@ -120,7 +121,7 @@ class CompiledStep:
     """
 
     graphs_built: ClassVar[int] = 0
-    """Graphs that this process has compiled without `torch.compile`, those of the reward on the CPU among them."""
+    """Graphs that this process has made without `torch.compile`: recorded ones, and those of the reward on the CPU."""
 
     def __init__(self, function: Callable[..., Any], *, name: str, narrow: bool = False) -> None:
         self._function, self._name, self._options = function, name, {**OPTIONS, **(_NARROW if narrow else {})}

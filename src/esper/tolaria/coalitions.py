@@ -116,8 +116,8 @@ def derive(coalitions: Coalitions, accuracy: Float[Tensor, "N K"]) -> CoalitionM
     )
     column_NM = torch.cat(columns, dim=1)
     known_NK = F.pad(accuracy.to(torch.float64), (0, 1), value=torch.nan)
-    # -1 (not evaluated) becomes the last column, which is NaN
-    read_NM = known_NK.gather(1, column_NM % known_NK.shape[1])
+    # what was not evaluated is read from the last column, which is NaN
+    read_NM = known_NK.gather(1, torch.where(column_NM < 0, accuracy.shape[1], column_NM))
     main, off, committed, without, single, pair, subset = torch.split(
         read_NM, [1, 1, 1, num_slots, num_slots, num_slots * num_slots, num_subsets], dim=1
     )

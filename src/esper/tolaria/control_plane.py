@@ -54,4 +54,4 @@ class ControlPlane:
             validated = blank(ValidationPass, sizes | {"K": some.sets.shape[1]}, device)
             seen, _ = self.see(state, trained, validated, some, penalty, t)
         done = self.act(seen, blank(Chosen, sizes, device).actions, t)
-        self.close(seen, done, blank(Chosen, sizes, device), blank(RewardOutput, sizes, device), t)
+        self.close(seen.judged, done, blank(Chosen, sizes, device), blank(RewardOutput, sizes, device), t)

@@ -207,7 +207,7 @@ class VectorizedEngine:
         with self.timer.span("pay"):
             paid, carried = phases.pay_and_store(client, state.reward, obs, decided, seen, measured, done, config)
         with self.timer.span("close"):
-            closed = self._plane.close(seen, done, reading.chosen(decided), paid, now)
+            closed = self._plane.close(seen.judged, done, reading.chosen(decided), paid, now)
         self._state = replace(closed.state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
         if self._by_mask is None:

@@ -49,6 +49,26 @@ class Seen:
     num_coalitions: Int[Tensor, " N"]
     legal: Bool[Tensor, "N 6 S"]
 
+    @property
+    def judged(self) -> "Judged":
+        """What the end of the step needs of it, which is not the state."""
+        return Judged(
+            verdict=self.verdict,
+            healthy=self.healthy,
+            rolled_back=self.rolled_back,
+            num_coalitions=self.num_coalitions,
+        )
+
+
+@record
+class Judged:
+    """Who went back, and how much was measured: as in `Seen`."""
+
+    verdict: GovernorVerdict
+    healthy: Bool[Tensor, " N"]
+    rolled_back: Bool[Tensor, "N S"]
+    num_coalitions: Int[Tensor, " N"]
+
 
 @record
 class Executed:
@@ -206,7 +226,7 @@ def pay_and_store(
 
 
 def close(
-    seen: Seen,
+    seen: Judged,
     done: Executed,
     chosen: Chosen,
     paid: RewardOutput,

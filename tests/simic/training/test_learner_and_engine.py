@@ -87,7 +87,7 @@ def test_what_is_stored_at_the_time_limit_is_the_value_of_the_state_after_the_la
 
 @pytest.mark.parametrize(("time_limit", "forwards"), [("truncate", E + 1), ("terminate", E)])
 def test_a_time_limit_costs_one_forward_pass_of_all_hosts_and_a_true_end_none(time_limit, forwards, monkeypatch):
-    chosen = config(num_envs=4, time_limit=time_limit)
+    chosen = config(num_envs=4, time_limit=time_limit, compile="off")
     engine = engine_of(chosen, None, CPU)
     client = learner_of(chosen, engine.spec)
     found = counted_forwards(client, monkeypatch)

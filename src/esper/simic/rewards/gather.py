@@ -82,27 +82,27 @@ def measured_now(inputs: RewardInputs) -> Float[Tensor, "N S"]:
     return slots.contribution.to(torch.float64).masked_fill(slots.contribution_step != inputs.epoch, torch.nan)
 
 
-def target_index(target_N: Int[Tensor, " N"], slots: int) -> Int[Tensor, " N"]:
-    """Where `values[n, target[n]]` lies in `values.reshape(-1)`; what `Tensor.take` wants."""
-    return target_N + torch.arange(0, target_N.shape[0] * slots, slots, device=target_N.device)
+def at_target(values: Tensor, index_N1: Int[Tensor, "N 1"]) -> Tensor:
+    """[N]: `values[n, target[n]]` of values [N, S]; the index is `target[:, None]`."""
+    return values.gather(1, index_N1).squeeze(1)
 
 
 def target_slot(
-    inputs: RewardInputs, index_N: Tensor, val_acc_N: Tensor, live_NS: Tensor, measured_NS: Tensor
+    inputs: RewardInputs, index_N1: Tensor, val_acc_N: Tensor, live_NS: Tensor, measured_NS: Tensor
 ) -> TargetSlot:
-    """Fields of slot `target[n]` of each host n; `index` from `target_index`, `val_acc` in float64."""
+    """Fields of slot `target[n]` of each host n; `index` as of `at_target`, `val_acc` in float64."""
     slots = inputs.slots
     return TargetSlot(
-        live=live_NS.take(index_N),
-        stage=slots.stage.take(index_N),
-        previous_stage=slots.prev_stage.take(index_N),
-        epochs_in_stage=slots.epochs_in_stage.take(index_N),
-        previous_epochs=slots.prev_epochs.take(index_N),
-        age=slots.age.take(index_N),
-        contribution=measured_NS.take(index_N),
-        total_improvement=val_acc_N - slots.acc_at_germination.take(index_N),
-        stage_improvement=val_acc_N - slots.acc_at_stage_start.take(index_N),
-        interaction_sum=slots.interaction_sum.take(index_N).to(torch.float64),
+        live=at_target(live_NS, index_N1),
+        stage=at_target(slots.stage, index_N1),
+        previous_stage=at_target(slots.prev_stage, index_N1),
+        epochs_in_stage=at_target(slots.epochs_in_stage, index_N1),
+        previous_epochs=at_target(slots.prev_epochs, index_N1),
+        age=at_target(slots.age, index_N1),
+        contribution=at_target(measured_NS, index_N1),
+        total_improvement=val_acc_N - at_target(slots.acc_at_germination, index_N1),
+        stage_improvement=val_acc_N - at_target(slots.acc_at_stage_start, index_N1),
+        interaction_sum=at_target(slots.interaction_sum, index_N1).to(torch.float64),
     )
 
 

@@ -8,6 +8,7 @@ reward = make_reward("objective")            # one of the nine modes, or a regis
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
@@ -16,12 +17,21 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.protocols import RewardProtocol
+from esper.leyline.record import replace
 from esper.simic.compilation import CompileChoice, explained
 from esper.simic.rewards.compilation import blank_inputs, kernel_for
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.compiled_rewards import RewardOutput as KernelOutput
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
-from esper.simic.rewards.state import RewardState, initial_state, reset_hosts, reward_step, rollback_reward
+from esper.simic.rewards.state import (
+    RewardState,
+    Step,
+    initial_state,
+    reset_hosts,
+    reward_step,
+    rollback_reward,
+    without_ledger,
+)
 from esper.simic.rewards.terms import REWARD_TERMS
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ class ContributionReward:
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self._pay: Kernel = compute_reward_batched
+        self._step: Step | None = None
 
     def warm_up(
         self,
@@ -52,22 +63,28 @@ class ContributionReward:
         device: torch.device,
         *,
         replayed: Callable[[Kernel], Kernel] = _as_it_is,
+        recorded: Callable[[Step], Step] | None = None,
     ) -> None:
-        """Choose eager or compiled, and compile now rather than in the first step of a run of `n` hosts.
+        """Choose the form of the reward, and make it now rather than in the first step of a run of `n` hosts.
 
-        `replayed` makes a kernel that is recorded in its first calls, which are made here too.
+        `replayed` makes a kernel that is recorded in its first calls, which are made here too; `recorded` another form
+        of the whole step but its ledger.
 
         Raises:
             ConfigError: the kernel cannot be compiled or recorded here.
         """
         kernel = kernel_for(choice, device)
         self._pay = replayed(kernel)
-        blank, start = blank_inputs(n, slots, device), initial_state(n, slots, 1, device, self.config)
+        blank, start = blank_inputs(n, slots, device), initial_state(n, slots, 2, device, self.config)
         try:
             if kernel is not compute_reward_batched:
                 reward_step(blank, start, self.config, kernel)
         except (RuntimeError, ImportError) as error:  # what every part of the compiler raises; its insides may move
             raise explained("the reward kernel", error) from error
+        if recorded is not None:
+            self._step = recorded(partial(without_ledger, config=self.config, pay=kernel))
+            for epoch in (1, 2):  # of two steps: before the last, and the last
+                reward_step(replace(blank, epoch=epoch, max_epochs=2), start, self.config, kernel, self._step)
         if self._pay is not kernel:
             for _ in range(2):
                 reward_step(blank, start, self.config, self._pay)
@@ -83,7 +100,7 @@ class ContributionReward:
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """Pay one step."""
-        return reward_step(inputs, state, self.config, self.pay)
+        return reward_step(inputs, state, self.config, self.pay, self._step)
 
     def pay(self, **arguments: Any) -> KernelOutput:  # noqa: ANN401 -- those of `compute_reward_batched`
         """The kernel, eager or compiled as it was chosen."""

@@ -8,6 +8,7 @@ Pure: nothing is remembered outside the state, nothing is emitted, and the host 
 Shape legend: N = hosts, S = slots, E = steps of an episode, M = terms.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.leyline.record import record, replace, where
+from esper.leyline.record import lift, record, replace, tree_map
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards import compiled_rewards as kernel
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
@@ -24,12 +25,12 @@ from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.gather import (
     Parameters,
     SlotSets,
+    at_target,
     change,
     measured_now,
     parameters,
     slot_sets,
     stable_accuracy,
-    target_index,
     target_slot,
 )
 from esper.simic.rewards.terms import NEW_SEED_POTENTIAL, REWARD_INFO, REWARD_TERMS
@@ -89,8 +90,8 @@ def reset_hosts(state: RewardState, mask: Bool[Tensor, " N"]) -> RewardState:
     `prev_alpha` and `prev_params` moves no alpha in the next step, exactly as the restored slots themselves would
     (only fossils survive a rollback, and their alpha is 1 before and after).
     """
-    zero = replace(state, **{name: torch.zeros_like(value) for name, value in vars(state).items()})
-    return where(mask, zero, state)
+    zero = state.potential.new_zeros(())
+    return tree_map(lambda x: torch.where(lift(mask, x), zero, x), state)
 
 
 def rollback_breakdown(state: RewardState, config: RewardConfig) -> Float[Tensor, "N M"]:
@@ -120,7 +121,11 @@ def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, 
 
 
 def reward_step(
-    inputs: RewardInputs, state: RewardState, config: RewardConfig, pay: Kernel = compute_reward_batched
+    inputs: RewardInputs,
+    state: RewardState,
+    config: RewardConfig,
+    pay: Kernel = compute_reward_batched,
+    step: "Step | None" = None,
 ) -> tuple[RewardOutput, RewardState]:
     """Pay one step of all hosts.
 
@@ -131,19 +136,48 @@ def reward_step(
         state: the value returned by the previous step of the episode, or `initial_state`.
         config: mode and numbers.
         pay: the kernel, eager or compiled (`compilation.py`); both give the same answer.
+        step: `without_ledger` with these, in another form, which takes the clocks as tensors.
 
     Returns:
         The pay in the dtype of `hosts.val_acc`, and the state for the next step.
     """
+    late_N, ledger_NSE = None, state.ledger
+    if config.mode in CONTRIBUTION_MODES:
+        late_N, ledger_NSE = _hindsight(inputs, state, config)
+    state = replace(state, ledger=ledger_NSE[..., :0])  # its length is that of the episode, which nothing else knows
+    last = bool(inputs.epoch == inputs.max_epochs)  # the clocks are numbers here
+    if step is None:
+        paid, after = without_ledger(inputs, state, late_N, last, config=config, pay=pay)
+    else:
+        names, device = ("epoch", "max_epochs"), inputs.ops.device
+        clocks = {name: torch.tensor(getattr(inputs, name), device=device) for name in names}
+        paid, after = step(replace(inputs, **clocks), state, late_N, last)
+    return paid, replace(after, ledger=ledger_NSE)
+
+
+Step = Callable[[RewardInputs, RewardState, Tensor | None, bool], tuple[RewardOutput, RewardState]]
+"""`without_ledger` with a configuration and a kernel."""
+
+
+def without_ledger(
+    inputs: RewardInputs,
+    state: RewardState,
+    late_N: Float[Tensor, " N"] | None,
+    last: bool,
+    *,
+    config: RewardConfig,
+    pay: Kernel,
+) -> tuple[RewardOutput, RewardState]:
+    """All of a step but the ledger, which has told what late thanks are due; `last`: the step ends the episode."""
     op_N = inputs.ops * inputs.success
-    index_N = target_index(inputs.target, inputs.slots.stage.shape[1])
+    index_N1 = inputs.target[:, None]
     sets = slot_sets(inputs.slots.stage)
     measured_NS = measured_now(inputs)
     params = parameters(
         inputs, sets, state.prev_alpha, state.prev_params,
         slot_ratio=config.base_slot_rent_ratio, host_floor=config.rent_host_params_floor,
     )  # fmt: skip
-    paid = pay(**_arguments(inputs, state, config, op_N, index_N, sets, measured_NS, params))
+    paid = pay(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS, params))
     extra: dict[str, Tensor] = {}
     after: dict[str, Tensor] = {
         "prev_alpha": params.alpha, "prev_params": params.seeds,
@@ -151,13 +185,13 @@ def reward_step(
     }  # fmt: skip
     if config.mode == "escrow":
         after["escrow"] = _next_accounts(inputs, state, sets, paid.escrow_next)
-    if config.mode in CONTRIBUTION_MODES:
+    if late_N is not None:
         extra["auto_prune"] = config.auto_prune_penalty * inputs.auto_pruned.to(torch.float64)
-        extra["hindsight"], after["ledger"] = _hindsight(inputs, state, config, op_N, index_N, sets.live, measured_NS)
-        if inputs.epoch == inputs.max_epochs:
+        extra["hindsight"] = late_N
+        if last:
             extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
     if config.mode == "basic_plus":
-        after["drip_scale"] = _next_pools(inputs, state, index_N, paid.drip_opened)
+        after["drip_scale"] = _next_pools(inputs, state, index_N1, paid.drip_opened)
     return _output(paid, extra, inputs.hosts.val_acc.dtype), replace(state, **after)
 
 
@@ -166,7 +200,7 @@ def _arguments(
     state: RewardState,
     config: RewardConfig,
     op_N: Tensor,
-    index_N: Tensor,
+    index_N1: Tensor,
     sets: SlotSets,
     measured_NS: Tensor,
     params: Parameters,
@@ -176,7 +210,7 @@ def _arguments(
     All numbers are float64 and contiguous and what changes from step to step is a tensor, so that one graph serves all.
     """
     hosts, val_acc_N = inputs.hosts, inputs.hosts.val_acc.to(torch.float64)
-    target = target_slot(inputs, index_N, val_acc_N, sets.live, measured_NS)
+    target = target_slot(inputs, index_N1, val_acc_N, sets.live, measured_NS)
     escrow, drip, loss = config.mode == "escrow", config.mode == "basic_plus", config.mode == "loss"
     return {
         "actions": op_N,
@@ -190,8 +224,8 @@ def _arguments(
         "seed_ages": target.age,
         "previous_stages": target.previous_stage,
         "previous_epochs": target.previous_epochs,
-        "epoch": op_N.new_full((), inputs.epoch),
-        "max_epochs": op_N.new_full((), inputs.max_epochs),
+        "epoch": _as_tensor(inputs.epoch, op_N),
+        "max_epochs": _as_tensor(inputs.max_epochs, op_N),
         "config_weights": packed_weights(config, op_N.device),
         "mode": config.mode,
         "attribution": config.attribution,
@@ -199,7 +233,7 @@ def _arguments(
         "stage_improvements": target.stage_improvement,
         "interaction_sums": target.interaction_sum,
         "stable_val_accs": stable_accuracy(hosts, config.escrow_stable_window) if escrow else None,
-        "escrow_credits": state.escrow.take(index_N) if escrow else None,
+        "escrow_credits": at_target(state.escrow, index_N1) if escrow else None,
         "total_params": params.total,
         "host_params": params.host,
         "effective_seed_params": params.occupancy,
@@ -215,6 +249,10 @@ def _arguments(
         "loss_deltas": change(hosts.val_loss, hosts.prev_val_loss) if loss else None,
         "potentials_prev": state.potential,
     }
+
+
+def _as_tensor(clock: int | Tensor, like: Tensor) -> Tensor:
+    return clock if isinstance(clock, Tensor) else like.new_full((), clock)
 
 
 def _output(paid: kernel.RewardOutput, extra: dict[str, Tensor], dtype: torch.dtype) -> RewardOutput:
@@ -242,36 +280,32 @@ def _next_accounts(inputs: RewardInputs, state: RewardState, sets: SlotSets, nex
     return torch.where(sets.live, written_NS, 0.0)
 
 
-def _next_pools(inputs: RewardInputs, state: RewardState, index_N: Tensor, opened_N: Tensor) -> Tensor:
+def _next_pools(inputs: RewardInputs, state: RewardState, index_N1: Tensor, opened_N: Tensor) -> Tensor:
     """Pools after the step; a pool pays from the next step to the end of the episode."""
-    written_N = torch.where(opened_N > 0, opened_N, state.drip_scale.take(index_N))
+    written_N = torch.where(opened_N > 0, opened_N, at_target(state.drip_scale, index_N1))
     return torch.where(_is_target(inputs), written_N[:, None], state.drip_scale)
 
 
-def _hindsight(
-    inputs: RewardInputs,
-    state: RewardState,
-    config: RewardConfig,
-    op_N: Tensor,
-    index_N: Tensor,
-    live_NS: Tensor,
-    measured_NS: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _hindsight(inputs: RewardInputs, state: RewardState, config: RewardConfig) -> tuple[Tensor, Tensor]:
     """Late thanks to a seed that helped others: (term [N], next ledger [N,S,E]).
 
     min(cap, sum over steps tau of weight * tanh(0.1 * ledger(tau) * c) * gamma^(epoch - tau)), paid when the seed is
     fossilized with a contribution c > 0; then the seed's row is cleared.
     """
-    now, steps = inputs.epoch - 1, state.ledger.shape[2]
+    assert isinstance(inputs.epoch, int), "the ledger has a column for each step"
+    now = inputs.epoch - 1
+    op_N, index_N1 = inputs.ops * inputs.success, inputs.target[:, None]
+    live_NS, measured_NS = slot_sets(inputs.slots.stage).live, measured_now(inputs)
     helped_NS = torch.clamp(torch.nan_to_num(inputs.interactions, nan=0.0), min=0.0).sum(-1, dtype=torch.float64)
     helped_NS = helped_NS * live_NS
-    row_NE = state.ledger.reshape(-1, steps).index_select(0, index_N)[:, : inputs.epoch]
-    row_NE[:, now] = helped_NS.take(index_N)
-    gain_N = torch.nan_to_num(measured_NS.take(index_N), nan=0.0)
+    known_NSE = state.ledger[..., : inputs.epoch]
+    row_NE = known_NSE.gather(1, index_N1[..., None].expand(-1, -1, inputs.epoch)).squeeze(1)
+    row_NE[:, now] = at_target(helped_NS, index_N1)
+    gain_N = torch.nan_to_num(at_target(measured_NS, index_N1), nan=0.0)
     ages_E = torch.arange(now, -1, -1, device=op_N.device, dtype=torch.float64)
     thanks_NE = torch.tanh(row_NE * (HINDSIGHT_SLOPE * gain_N)[:, None]) * torch.pow(config.gamma, ages_E)
     thanks_N = torch.clamp(config.hindsight_weight * thanks_NE.sum(-1), max=config.hindsight_cap)
-    fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & live_NS.take(index_N)
+    fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & at_target(live_NS, index_N1)
     keep_NS = live_NS & ~(_is_target(inputs) & fossilized_N[:, None])
     ledger_NSE = state.ledger * keep_NS[..., None]
     ledger_NSE[..., now] = helped_NS * keep_NS

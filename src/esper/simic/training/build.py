@@ -15,7 +15,14 @@ from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
 from esper.simic.training.fastest_executor import with_fastest_executor
 from esper.simic.training.identity import run_shape
-from esper.simic.training.kernels import phase_form, policy_form, replayed_reward, require_replayed_training
+from esper.simic.training.kernels import (
+    form_of,
+    phase_form,
+    policy_form,
+    recorded_reward,
+    replayed_reward,
+    require_replayed_training,
+)
 from esper.simic.training.plugins import load_plugins
 from esper.simic.training.precision import with_fastest_precision
 from esper.tamiyo.baselines import make_baseline
@@ -80,7 +87,12 @@ def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
     reward = make_reward(config.reward_name, config.reward)
     if isinstance(reward, ContributionReward):
         reward.warm_up(
-            config.compile, spec.num_envs, spec.num_slots, spec.device, replayed=replayed_reward(config, spec)
+            config.compile,
+            spec.num_envs,
+            spec.num_slots,
+            spec.device,
+            replayed=replayed_reward(config, spec),
+            recorded=recorded_reward(config, spec.device),
         )
     elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
         raise ConfigError(
@@ -121,9 +133,9 @@ def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtoco
 class Parts:
     """What a run is made of; `shape` is what its checkpoints say of it.
 
-    `config` is that of the run with the executor, the workers and, on a CPU, the precision that were taken: whoever
-    records it goes on with the same ones, also under a later version that would take others. `told` is a sentence about
-    each of them that was chosen by measuring.
+    `config` is that of the run with the executor, the workers, the form of a step and, on a CPU, the precision that
+    were taken: whoever records it goes on with the same ones, also under a later version that would take others. `told`
+    is a sentence about each of them that was chosen by measuring.
     """
 
     config: RunConfig
@@ -144,7 +156,12 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     config, of_executor = with_fastest_executor(config, dataset, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
-    taken = replace(config, executor=engine.config.executor, workers=engine.config.workers)
+    taken = replace(
+        config,
+        executor=engine.config.executor,
+        workers=engine.config.workers,
+        compile=form_of(config.compile, device),
+    )
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))
     return Parts(taken, engine, learner, shape, tuple(filter(None, (of_precision, of_executor))))

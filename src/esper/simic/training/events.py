@@ -65,8 +65,7 @@ def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int,
 def step_events(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
     """The events of one step, in the order in which they happened to each host."""
     yield from _rollbacks(report, spec)
-    for moves in (report.op_moves, report.tick_moves):
-        yield from _moves(report, moves, spec)
+    yield from _moves(report, spec)
     yield from _refusals(report, spec)
 
 
@@ -75,11 +74,15 @@ def _head(report: StepReport, kind: str, spec: EngineSpec, host: int) -> Event:
 
 
 def _rows(at: np.ndarray, *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
-    """Host, slot and the values of the `tables` [N, S] wherever `at` [N, S] is true; one conversion for all."""
-    n, s = np.nonzero(at)
+    """Host, slot and the values of the `tables` wherever `at` is true; one conversion for all.
+
+    They are [N, S], or some of them [K, N, S]; then what is k comes first.
+    """
+    *k, n, s = np.nonzero(at)
     if not len(n):
         return iter(())
-    return zip(n.tolist(), s.tolist(), *(table[n, s].tolist() for table in tables), strict=True)
+    values = (table[(*k, n, s) if table.ndim == at.ndim else (n, s)].tolist() for table in tables)
+    return zip(n.tolist(), s.tolist(), *values, strict=True)
 
 
 def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
@@ -97,13 +100,16 @@ def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
         }
 
 
-def _moves(report: StepReport, moves: np.ndarray, spec: EngineSpec) -> Iterator[Event]:
-    before, after, cause = moves
+def _moves(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
+    """Those of operations, then those of the tick."""
+    before, after, cause = np.stack((report.op_moves, report.tick_moves), axis=1)
     gate, passed, score, _ = report.gates
-    tables = (report.serial, report.blueprint, before, after, cause, report.alpha, report.contribution)
-    gates = (np.where(passed > 0, gate, 0), score)
-    for n, s, serial, blueprint, old, new, why, alpha, contribution, asked, points in _rows(cause, *tables, *gates):
-        opened = asked != 0 and _GATE_OF.get((old, new)) == asked
+    rows = _rows(
+        cause, report.serial, report.blueprint, before, after, cause, report.alpha, report.contribution,
+        passed, gate, score,
+    )  # fmt: skip
+    for n, s, serial, blueprint, old, new, why, alpha, contribution, through, asked, points in rows:
+        opened = through > 0 and asked != 0 and _GATE_OF.get((old, new)) == asked
         yield {  # written out, because there may be thousands in a step
             "kind": "stage_changed",
             "round": report.episode + 1,

@@ -138,7 +138,7 @@ class RunProgress:
         self._began = clock()
         self._next_line = self._began + FIRST_INTERVAL
         self._history: list[Shown] = []
-        self._now: Shown | None = None
+        self._now: Mapping[str, object] | None = None  # drawn every other second, and told every few milliseconds
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -166,18 +166,17 @@ class RunProgress:
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take one record; only those of kind "step" and "round" are shown."""
         if kind == "step":
-            shown = Shown.of(fields)
-            self._finished = (shown.round - 1) * self._steps + (shown.step or 0)
-            self._step(shown)
+            self._step(fields)
         elif kind == "round":
             shown = Shown.of(fields)
             self._finished = shown.round * self._steps
             self._round(shown)
 
-    def _step(self, shown: Shown) -> None:
-        self._now = shown
+    def _step(self, fields: Mapping[str, Any]) -> None:
+        self._now = fields
+        self._finished = (fields["round"] - 1) * self._steps + fields["t"]
         if self._live is None and self._clock() >= self._next_line and self._finished % self._steps:
-            self._print(shown)
+            self._print(Shown.of(fields))
 
     def _round(self, shown: Shown) -> None:
         if self._live is None:
@@ -201,7 +200,7 @@ class RunProgress:
         """The table of the last rounds with the bar under it, as high as the terminal at most."""
         self._bar.update(self._task, completed=self._finished, eta=self._eta())
         width, height = self._console.size
-        shown = [*self._history, *([self._now] if self._now else [])][-height:]
+        shown = [*self._history, *([Shown.of(self._now)] if self._now else [])][-height:]
         while True:
             page = Group(*self._table(shown, wide=width >= _WIDE), self._bar)
             lines = self._console.render_lines(page, pad=False)

@@ -52,18 +52,20 @@ class Packed:
         assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
         unknown = {t.dtype for t in tensors} - _NUMPY_TYPES.keys()
         assert not unknown, f"{unknown} cannot be read as numpy arrays; convert before reading"
-        self._layout = [(t.dtype, tuple(t.shape), t.numel() * t.element_size()) for t in tensors]
+        dense = [_innermost_last(t.detach()) for t in tensors]
+        self._layout = [(t.dtype, tuple(t.shape), t.numel() * t.element_size(), back) for t, back in dense]
         self._order = _packing_order(tensors)
         with silence():
-            self.bytes = torch.cat([_bytes(tensors[i]) for i in self._order])
+            self.bytes = torch.cat([_bytes(dense[i][0]) for i in self._order])
 
     def unpack(self, packed: np.ndarray) -> Arrays:
         """The tensors as views of their bytes on the host, in the order they were given."""
         arrays: dict[int, np.ndarray] = {}
         offset = 0
         for i in self._order:
-            dtype, shape, num_bytes = self._layout[i]
-            arrays[i] = packed[offset : offset + num_bytes].view(_NUMPY_TYPES[dtype]).reshape(shape)
+            dtype, shape, num_bytes, back = self._layout[i]
+            values = packed[offset : offset + num_bytes].view(_NUMPY_TYPES[dtype]).reshape(shape)
+            arrays[i] = values if back is None else values.transpose(back)
             offset += num_bytes
         return tuple(arrays[i] for i in range(len(self._layout)))
 
@@ -114,9 +116,18 @@ def host_read(*tensors: Tensor) -> tuple[np.ndarray, ...]:
     return start_read(*tensors).wait()
 
 
+def _innermost_last(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
+    """The axes in the order of memory, so that nothing is copied before it travels, and what brings them back."""
+    if tensor.is_contiguous():
+        return tensor, None
+    strides = tensor.stride()
+    axes = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    return tensor.permute(axes), sorted(range(len(axes)), key=axes.__getitem__)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """The contents as uint8 [bytes]. Axes of size 1 may keep odd strides when contiguous, hence `as_strided`."""
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _packing_order(tensors: tuple[Tensor, ...]) -> list[int]:

@@ -5,10 +5,12 @@
     not measured  reset of the hosts, the update of the policy, records on the disk
 
 Every repetition runs one episode at each number of hosts, in alternating order, so that a busy machine slows all of
-them alike; a ratio is the median over repetitions of the ratio within each.
+them alike; a ratio is the median over repetitions of the ratio within each. What a step takes beside the matrix
+products of the policy is what is left of it without the time that PyTorch takes for these alone, in the same
+repetition.
 
     python benchmarks/null_control_step.py --json null_control_step.json
-    python benchmarks/null_control_step.py --compile off on
+    python benchmarks/null_control_step.py --compile native off on
     python benchmarks/null_control_step.py --min-steps-per-second 50 --max-ratio 5      # exit code 1 if it is slower
 """
 
@@ -32,6 +34,7 @@ from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.telemetry.machine import environment
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import choose_device
+from paired import wall_ms
 
 assert _presets
 
@@ -48,14 +51,16 @@ class Options:
     """Control steps per episode."""
     threads: tuple[int, ...] = (1,)
     """Settings of torch.set_num_threads to compare. Most operators are too small to be worth a second thread."""
-    compile: tuple[Literal["off", "on"], ...] = ("off",)
-    """Settings of `compile` to compare; "on" needs a C++ compiler and about half a minute per number of hosts."""
+    compile: tuple[Literal["off", "on", "native"], ...] = ("off",)
+    """Settings of `compile` to compare; all but "off" need a C++ compiler, "on" half a minute per number of hosts."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_steps_per_second: float = 0.0
     """Least control steps per second at the smallest number of hosts on one thread, in the first form."""
+    max_ms_beside: tuple[float, float] = (float("inf"), float("inf"))
+    """Most milliseconds beside the matrix products of the policy, at the fewest and at the most hosts."""
     max_ratio: float = float("inf")
     """Most that a step at the largest number of hosts may cost, relative to the smallest, likewise."""
 
@@ -71,6 +76,8 @@ class Row:
     env_steps_per_second: float
     ms_per_step: float
     ms_per_step_best: float
+    ms_beside: float
+    """Without the matrix products of the policy."""
     ratio: float
     """Cost of a step relative to the smallest number of hosts."""
     to_first: float
@@ -93,6 +100,19 @@ class Subject:
         engine = engine_of(config, None, device_of(config))
         return cls(engine, learner_of(config, engine.spec))
 
+    @torch.no_grad()
+    def seconds_of_products(self) -> float:
+        """All matrix products of one step of the policy and nothing else; the median of a few."""
+        network = self.client.agent.network
+        weights = [x for name, x in network.named_parameters() if x.dim() == 2 and name != "embedding"]
+        rows = [torch.ones(self.engine.spec.num_envs, weight.shape[1]) for weight in weights]
+
+        def products() -> None:
+            for row, weight in zip(rows, weights, strict=True):
+                torch.mm(row, weight.t())
+
+        return 1e-3 * statistics.median(wall_ms(products) for _ in range(9))
+
     def seconds_per_step(self, episode: int) -> float:
         """One episode; the read of its last step is waited for."""
         self.engine.reset(self.client, episode)
@@ -109,9 +129,11 @@ def measure(options: Options, threads: int) -> list[Row]:
     for subject in subjects.values():
         subject.seconds_per_step(0)
     costs: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
+    products: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
     for repetition in range(1, options.repetitions + 1):
         for kind in kinds if repetition % 2 else reversed(kinds):
             costs[kind].append(subjects[kind].seconds_per_step(repetition))
+            products[kind].append(subjects[kind].seconds_of_products())
     smallest, first = options.hosts[0], options.compile[0]
 
     def relative(own: Sequence[float], others: Sequence[float]) -> float:
@@ -126,6 +148,7 @@ def measure(options: Options, threads: int) -> list[Row]:
             env_steps_per_second=num_envs / statistics.median(own),
             ms_per_step=1e3 * statistics.median(own),
             ms_per_step_best=1e3 * min(own),
+            ms_beside=1e3 * statistics.median(a - b for a, b in zip(own, products[form, num_envs], strict=True)),
             ratio=relative(own, costs[form, smallest]),
             to_first=relative(own, costs[first, num_envs]),
         )
@@ -145,11 +168,12 @@ def where_and_how(options: Options) -> dict[str, str | int]:
 def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
     """The rows as a table."""
     page = Table(title="control step of the null task", caption=", ".join(map(str, where.values())))
-    for column in ("threads", "compile", "hosts", "steps/s", "env-steps/s", "ms/step", "best", "ratio", "to first"):
+    speeds, costs = ("steps/s", "env-steps/s"), ("ms/step", "best", "beside", "ratio", "to first")
+    for column in ("threads", "compile", "hosts", *speeds, *costs):
         page.add_column(column, justify="right")
     for row in rows:
         speed = (f"{row.steps_per_second:.1f}", f"{row.env_steps_per_second:,.0f}")
-        cost = (f"{row.ms_per_step:.2f}", f"{row.ms_per_step_best:.2f}", f"{row.ratio:.2f}", f"{row.to_first:.2f}")
+        cost = (f"{x:.2f}" for x in (row.ms_per_step, row.ms_per_step_best, row.ms_beside, row.ratio, row.to_first))
         page.add_row(str(row.threads), row.compile, str(row.hosts), *speed, *cost)
     return page
 
@@ -171,6 +195,12 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
             f"a step at {last.hosts} hosts costs {last.ratio:.2f} times one at {first.hosts}; "
             f"at most {options.max_ratio:g} is asked for."
         )
+    for row, most in zip((first, last), options.max_ms_beside, strict=True):
+        if row.ms_beside > most:
+            found.append(
+                f"a step at {row.hosts} hosts takes {row.ms_beside:.2f} ms beside the matrix products of the policy; "
+                f"at most {most:g} are asked for."
+            )
     return found
 
 
@@ -185,7 +215,7 @@ def main(options: Options) -> int:
         options.json.write_text(
             json.dumps({"environment": where, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
         )
-    limited = options.min_steps_per_second > 0.0 or options.max_ratio < float("inf")
+    limited = options.min_steps_per_second > 0.0 or min(*options.max_ms_beside, options.max_ratio) < float("inf")
     found = complaints(rows, options) if limited else []
     for line in found:
         print(f"too slow: {line}", file=sys.stderr)

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import tyro
@@ -36,11 +36,11 @@ class Options:
     """Numbers of hosts."""
     repetitions: int = 12
     """Episodes of each tree at each number of hosts."""
-    compile: Literal["off", "on"] = "off"
-    """Whether the control step is compiled; needs a C++ compiler and a minute."""
+    compile: Literal["off", "on", "native"] = "off"
+    """Form of the control step; all but "off" need a C++ compiler, and "on" a minute."""
 
 
-def serve(form: Literal["off", "on"], hosts: list[int]) -> None:
+def serve(form: Literal["off", "on", "native"], hosts: list[int]) -> None:
     """For each line "hosts episode" run one and update; answer with wall and CPU ms per step, then of the update."""
     torch.set_num_threads(1)
     subjects = {n: Subject.build(n, StepOptions(), form) for n in hosts}
@@ -108,6 +108,6 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve("on" if sys.argv[2] == "on" else "off", [int(word) for word in sys.argv[3:]])
+        serve(cast(Literal["off", "on", "native"], sys.argv[2]), [int(word) for word in sys.argv[3:]])
     else:
         main(tyro.cli(Options))

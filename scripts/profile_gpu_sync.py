@@ -128,6 +128,7 @@ def count(options: Options) -> list[Scope]:
         "rounds": options.rounds,
         "schedule_rounds": options.rounds,
         "device": options.device,
+        "compile": "off",  # every operator is looked at; what is compiled or recorded reads nothing
     }
     config = configured(told, Setting.parse(options.setting))
     device = device_of(config)

@@ -1,4 +1,4 @@
-"""Microseconds of the single operations of a control step and of an update.
+"""Microseconds of the single operations of a control step and of an update, eager.
 
 A real episode runs while the arguments of every operation are kept; then each operation is repeated alone with the
 arguments of its last call. `policy act` contains observation and sampling, `reward step` the kernel. Operators are the
@@ -218,7 +218,8 @@ def single_add(store: tuple[tuple[Any, ...], dict[str, Any]], options: Options) 
 def told_of(options: Options, task: str, hosts: int) -> dict[str, Any]:
     """What decides the runs that are looked at."""
     sizes = {"num_envs": hosts, "episode_length": options.steps, "rounds": 3, "schedule_rounds": 3}
-    return {"task": task, "device": options.device, "threads": options.threads, "ppo": {"epochs": 1}} | sizes
+    eager = {"compile": "off"}  # in other forms there are no single operations
+    return {"task": task, "device": options.device, "threads": options.threads, "ppo": {"epochs": 1}} | sizes | eager
 
 
 def control_plane(options: Options, hosts: int) -> tuple[list[Row], Subject]:

@@ -166,7 +166,7 @@ def test_a_new_number_of_hosts_or_another_way_to_decide_is_a_recording_of_its_ow
 @by_compiler
 def test_the_compiled_policy_step_decides_as_the_eager_one_and_is_compiled_once():
     torch.compiler.reset()
-    engine, client = parts()
+    engine, client = parts(compile="off")
     eager = PolicyStep(client.agent.network, client.agent.selectable, 14)
     before = graphs_compiled()
     compiled = policy_form(config(compile="on"), engine.spec)(eager)
@@ -197,7 +197,7 @@ def test_a_policy_step_that_cannot_be_compiled_is_a_mistake_of_configuration(tmp
     import torch._inductor.config as inductor
 
     absent = {"cpp.cxx": (str(tmp_path / "no-such-compiler"),), "force_disable_caches": True}
-    engine, client = parts()
+    engine, client = parts(compile="off")
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
     with inductor.patch(absent), pytest.raises(ConfigError, match=r"the policy step could not.*set compile = 'off'"):
         policy_form(config(compile="on"), engine.spec)(step)

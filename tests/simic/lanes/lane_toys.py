@@ -79,7 +79,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "extremes of many": lambda x, i, m, k: (
         x.amax(1), x.amin(1), i.amax(1), m.any(1), m.all(1), m.any(1, keepdim=True), x[:, [0, 0, 1]].amax(1),
-        i.argmax(1), x.nan_to_num().argmax(dim=1), i.float().argmax(1, keepdim=True),
+        i.argmax(1), x.argmax(dim=1), i.float().argmax(1, keepdim=True),
     ),
     "looked up": lambda x, i, m, k: (TABLE[k], TABLE[:, 0][k], MARKS[k], WORDS[k * 5], WORDS[k], TABLE.index_select(0,
         k[:, 0])),

@@ -114,12 +114,15 @@ def test_a_function_that_looks_at_other_hosts_is_refused(name):
 
 
 def test_what_no_rule_is_written_for_is_named():
-    x = torch.ones(4, 3)
+    x, kept = torch.ones(4, 3), torch.zeros(2, 3)
     for function, what in (
         (lambda x: x.sort(1).values, "aten.sort"),
         (lambda x: x[x > 2.0], "by a mask"),
         (lambda x: x * float(x[0, 0]), "_local_scalar_dense.* reads a number that is not known yet"),
         (lambda x: x + 1 if torch.equal(x, x) else x, "aten.equal.* reads a number"),
+        (lambda x: x.add_(1.0), "aten.add_.* writes into what the function was given"),
+        (lambda x: x[:, 0].zero_(), "aten.zero_.* writes into what"),
+        (lambda x: kept.copy_(x[:2]) + 0.0, "aten.copy_.* writes into what"),
         (lambda x: x.to(torch.bfloat16), "torch.bfloat16"),
         (lambda x: x / x.to(torch.int32), "torch.int32"),
         (lambda x: torch.div(x, 2.0, rounding_mode="floor"), "division of whole numbers"),

@@ -66,6 +66,10 @@ def _first_largest(r: Recorder, out: Tensor, x: Tensor, dim: int | None = None, 
     best, place = lines[:, 0], r.operand(0, "I", lines.shape[:1])
     for k in range(1, lines.shape[1]):
         better = r.apply(f"LT_{kind}", "B", best, lines[:, k])
+        if kind in "FD":  # what is not a number is the largest, and the first of these
+            missing = r.apply(f"NE_{kind}", "B", lines[:, k], lines[:, k])
+            known = r.apply(f"EQ_{kind}", "B", best, best)
+            better = r.apply("OR_B", "B", better, r.apply("AND_B", "B", missing, known))
         best = select(r, kind, better, lines[:, k], best)
         place = select(r, "I", better, r.operand(k, "I", place.shape), place)
     return place.reshape(tuple(out.shape))

@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
         self._cells: dict[int, tuple[torch.dtype, Codes]] = {}  # by storage: type of the numbers, and their codes
         self._alive: list[Tensor] = []  # a storage that is gone would hand on its address
         self._live: set[int] = set()  # storages with numbers that depend on the arguments
+        self._made: set[int] = set()  # storages that the function made itself
         self._known: dict[tuple[Any, ...], int] = {}
 
     @classmethod
@@ -145,8 +146,10 @@ class Recorder(TorchDispatchMode):
         given = _tensors((args, named))
         shared = {x.untyped_storage()._cdata for x in given}
         live = not self._live.isdisjoint(shared)
-        answer = func(*args, **named)
         written = _written(func, args, named)
+        if not self._made.issuperset(x.untyped_storage()._cdata for x in written):
+            raise RecordingError(f"the operator {func} writes into what the function was given")
+        answer = func(*args, **named)
         outputs = written or [x for x in _tensors(answer) if x.untyped_storage()._cdata not in shared]
         if live and not _tensors(answer) and not written:
             raise RecordingError(f"the operator {func} reads a number that is not known yet")
@@ -164,6 +167,7 @@ class Recorder(TorchDispatchMode):
             found = [self.constants(x) for x in outputs]
         for output, codes in zip(outputs, found, strict=True):
             self.write(output, codes)
+            self._made.add(output.untyped_storage()._cdata)
         return answer
 
     # -- for rules ---------------------------------------------------------------------------------------------------

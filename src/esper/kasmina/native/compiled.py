@@ -141,7 +141,7 @@ def opened(source: Path, load: Callable[[Path], L], folder: Path | None = None, 
             return load(path)
         with TemporaryDirectory() as scratch:
             draft = Path(scratch) / path.name
-            _told([tool, *options, "-o", str(draft), str(source)])
+            _told([tool, *options, "-I", str(_SOURCE), "-o", str(draft), str(source)])
             _keep(draft, path)
             return load(draft)  # stays loaded when its file is gone
     except _CompilerError as error:
@@ -166,7 +166,7 @@ def _keep(draft: Path, path: Path) -> None:
 def _fingerprint(known: bytes, options: Sequence[str], sources: Path = _SOURCE) -> str:
     """Of what the compiler knows of itself and of the processor, the options, and the sources."""
     digest = hashlib.sha256(known + " ".join(options).encode())
-    for source in sorted(sources.iterdir()):
+    for source in sorted({*sources.iterdir(), *_SOURCE.iterdir()}):  # the first may include from the second
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

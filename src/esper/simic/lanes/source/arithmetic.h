@@ -4,44 +4,11 @@
 
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+#include "curves.h"  // of the native executor
 
 namespace esper {
 
-template <class To, class From> inline To bits_of(From from) {
-    static_assert(sizeof(To) == sizeof(From), "as many bits");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-constexpr float INF_F = std::numeric_limits<float>::infinity();
 constexpr double INF_D = std::numeric_limits<double>::infinity();
-
-// Polynomial of Cephes (Moshier).
-inline float exp_of(float x) {
-    const float highest = 88.72283f, lowest = -86.0f;
-    float bounded = x > highest ? highest : x;
-    bounded = bounded < lowest ? lowest : bounded;
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    const float shifted = bounded * 1.44269504088896341f + shift, n = shifted - shift;
-    const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    // whole numbers stand in the last bits of what was shifted; 2^n in two factors, because 2^128 is none
-    const float half_power = bits_of<float>((bits_of<uint32_t>(shifted) << 23) + (126u << 23));
-    float value = p * half_power * 2.0f;
-    value = x < lowest ? 0.0f : value;
-    return x > highest ? INF_F : value;
-}
 
 // Taylor to the 13th power over half of ln 2, which is exact to the last bit but one.
 inline double exp_of(double x) {
@@ -108,26 +75,6 @@ inline double log1p_of(double x) {
 }
 
 inline float log1p_of(float x) { return float(log1p_of(double(x))); }
-
-// A quotient of polynomials, the one that Eigen takes; beyond the limit it is 1 to the last bit.
-inline float tanh_of(float x) {
-    const float limit = 7.90531110763549805f;
-    x = x > limit ? limit : x;
-    x = x < -limit ? -limit : x;
-    const float square = x * x;
-    float p = -2.76076847742355e-16f;
-    p = p * square + 2.00018790482477e-13f;
-    p = p * square - 8.60467152213735e-11f;
-    p = p * square + 5.12229709037114e-08f;
-    p = p * square + 1.48572235717979e-05f;
-    p = p * square + 6.37261928875436e-04f;
-    p = p * square + 4.89352455891786e-03f;
-    float q = 1.19825839466702e-06f;
-    q = q * square + 1.18534705686654e-04f;
-    q = q * square + 2.26843463243900e-03f;
-    q = q * square + 4.89352518554385e-03f;
-    return p * x / q;
-}
 
 inline double tanh_of(double x) { return std::tanh(x); }
 

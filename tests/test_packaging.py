@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
             kept = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
             node.body = kept or [ast.Pass()]
     return tree
+
+
+def test_what_is_compiled_on_the_users_machine_is_part_of_the_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["esper"]
+    package = ROOT / "src" / "esper"
+    found = [path for path in package.rglob("*") if path.suffix in (".cpp", ".h")]
+    assert len(found) > 2
+    assert {path for path in found if not any(path.relative_to(package).match(p) for p in patterns)} == set()
 
 
 def test_imports_flow_one_way():

@@ -136,7 +136,7 @@ def count(options: Options) -> list[Scope]:
     engine, client = parts.engine, parts.client
 
     def told_of_step(step: StepReport) -> None:
-        for _ in events.step_events(step, engine.spec):
+        for _ in events.step_events([step], engine.spec):
             pass
 
     engine.on_step = told_of_step

@@ -51,6 +51,14 @@ def test_every_listener_is_told_every_record_in_order() -> None:
     assert hub.complaints() == []
 
 
+def test_only_a_registered_listener_is_told_at_once(registered: None, tmp_path: Path) -> None:
+    register_listener("notebook")(lambda path: Notebook())
+    hub = Hub({"progress": Notebook()})
+    assert not hub.is_prompt
+    hub.add_registered(tmp_path)
+    assert hub.is_prompt
+
+
 def test_a_failing_listener_loses_its_records_and_nobody_else_does() -> None:
     notebook, fields = Notebook(), {"round": 1}
     hub = Hub({"failing": Failing(), "notebook": notebook})

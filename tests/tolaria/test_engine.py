@@ -203,7 +203,7 @@ def test_a_listener_hears_of_every_step_what_the_device_held():
     assert first.blueprint.tolist() == [[-1, 4], [-1, -1]]
     assert first.op_moves[:, 0, 1].tolist() == [1, 2, 1]  # DORMANT, GERMINATED, by op
     assert first.tick_moves[:, 0, 1].tolist() == [2, 3, 2]  # GERMINATED, TRAINING, by itself
-    assert first.gates[:3, 0, 1].tolist() == [1.0, 1.0, 1.0]  # G1 was asked and passed with score 1
+    assert (first.gate[0, 1], first.gate_passed[0, 1], first.gate_score[0, 1]) == (1, True, 1.0)
     for report, step in zip(reports, client.steps, strict=True):
         assert report.reward.tolist() == step.reward.tolist()
         assert report.val_acc.tolist() == step.obs.hosts.val_acc.tolist()

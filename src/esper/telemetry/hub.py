@@ -54,6 +54,11 @@ class Hub:
             except Exception as error:  # whatever a listener does, it does not stop a run
                 self._count(name, "everything", error)
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether a registered listener is among them: it hears of a step before the next one ends."""
+        return not _FACTORIES.keys().isdisjoint(self._listeners)
+
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
         """Hand one record on."""
         record = MappingProxyType(dict(fields))

@@ -36,7 +36,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_encode = json.JSONEncoder(allow_nan=False).encode
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 
 
@@ -51,6 +51,13 @@ def plain_json(value: object) -> object:
     if isinstance(value, list | tuple):
         return [plain_json(inner) for inner in value]
     return value
+
+
+def _encoded(line: Mapping[str, object]) -> str:
+    try:
+        return _encode(line)
+    except (ValueError, TypeError):  # a number that JSON does not have, or a mapping that is no dict: few have one
+        return _encode(plain_json(line))
 
 
 @final
@@ -125,7 +132,7 @@ class RunDirectory:
         self._write(STEPS, lines)
 
     def _write(self, name: str, lines: Iterable[Mapping[str, object]]) -> None:
-        text = "".join(_encode(plain_json(line)) + "\n" for line in lines)
+        text = "".join(_encoded(line) + "\n" for line in lines)
         _translated(self.path, self._files[name].write, text)
 
     def cursor(self) -> dict[str, int]:

@@ -153,10 +153,9 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
 
 def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
     """What listeners are told of the step."""
-    # copies, because the executor goes on working with the structure that was read: what a listener does to its report
-    # must not reach it
-    own = [array.copy() for array in arrays[:10]]
-    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, breakdown, flags = own
+    # the executor goes on working with the structure that was read, and no listener can reach it through its report
+    only_read = [_only_read(array) for array in arrays[:10]]
+    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, breakdown, flags = only_read
     return StepReport(
         episode=episode,
         t=t,
@@ -185,9 +184,18 @@ def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
         panic_thresholds=thresholds[:, 1:],
         op_moves=ints[5:8],
         tick_moves=ints[8:11],
-        gates=np.stack((ints[11], bools[5], floats[2], ints[12])),
+        gate=ints[11],
+        gate_passed=bools[5],
+        gate_score=floats[2],
+        failed_checks=ints[12],
         rolled_back=bools[4],
     )
+
+
+def _only_read(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.setflags(write=False)
+    return view
 
 
 def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepReport]:

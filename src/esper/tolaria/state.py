@@ -114,11 +114,12 @@ def count_step(
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What the one read of a step brought to the host, as numpy arrays; [N] or [N, S] unless stated.
+    """What the one read of a step brought to the host, as numpy arrays that nobody can write.
 
-    `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gates` is [4, N, S]: gate, passed,
-    score, failed checks; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose last step it
-    made a terminal one. `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
+    [N] or [N, S] unless stated; `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is
+    the number of the one that a seed asked, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked`
+    [N] hosts whose last step it made a terminal one. `breakdown` [N, M] and `flags` [N, 2] are the reward's;
+    `op_log_prob` is that of the op alone.
     """
 
     episode: int
@@ -147,7 +148,10 @@ class StepReport:
     panic_thresholds: np.ndarray
     op_moves: np.ndarray
     tick_moves: np.ndarray
-    gates: np.ndarray
+    gate: np.ndarray
+    gate_passed: np.ndarray
+    gate_score: np.ndarray
+    failed_checks: np.ndarray
     rolled_back: np.ndarray
     row_marked: np.ndarray
 

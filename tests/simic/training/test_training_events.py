@@ -30,8 +30,18 @@ def moves(*changes: tuple[int, int, SeedStage, SeedStage, Cause]) -> np.ndarray:
     return found
 
 
+def gates(asked: dict[tuple[int, int], tuple[int, int, float, int]]) -> dict[str, np.ndarray]:
+    """Gate, whether it was passed, score and failed checks of the seeds that asked one."""
+    found = step()
+    fields = {name: getattr(found, name) for name in ("gate", "gate_passed", "gate_score", "failed_checks")}
+    for place, values in asked.items():
+        for field, value in zip(fields.values(), values, strict=True):
+            field[place] = value
+    return fields
+
+
 def test_a_quiet_step_says_nothing() -> None:
-    assert list(step_events(step(), SPEC)) == []
+    assert list(step_events([step()], SPEC)) == []
 
 
 def test_a_slot_that_moved_twice_has_two_events_in_order() -> None:
@@ -44,31 +54,29 @@ def test_a_slot_that_moved_twice_has_two_events_in_order() -> None:
         op_moves=moves((1, 0, SeedStage.DORMANT, SeedStage.GERMINATED, Cause.OP)),
         tick_moves=moves((1, 0, SeedStage.GERMINATED, SeedStage.TRAINING, Cause.AUTO)),
     )
-    first, second = step_events(report, SPEC)
+    first, second = step_events([report], SPEC)
     assert first == {
         "kind": "stage_changed", "round": 3, "t": 3, "host": 11, "slot": "r0c0", "serial": 7, "blueprint": "attention",
         "from": "DORMANT", "to": "GERMINATED", "cause": "OP", "alpha": 0.25,
-        "contribution": pytest.approx(NAN, nan_ok=True), "gate": None, "score": None,
+        "contribution": None, "gate": None, "score": None,
     }  # fmt: skip
     assert (second["from"], second["to"], second["cause"]) == ("GERMINATED", "TRAINING", "AUTO")
 
 
 def test_a_move_says_which_gate_let_it_pass_and_how_well() -> None:
-    gates = np.zeros((4, 2, 2))
-    gates[:, 0, 0] = (2, 1, 0.25, 0)
-    gates[:, 1, 1] = (5, 1, 0.75, 0)
     report = step(
-        gates=gates,
+        **gates({(0, 0): (2, 1, 0.25, 0), (1, 1): (5, 1, 0.75, 0)}),
         tick_moves=moves((0, 0, SeedStage.TRAINING, SeedStage.BLENDING, Cause.AUTO)),
         op_moves=moves((1, 1, SeedStage.HOLDING, SeedStage.FOSSILIZED, Cause.OP)),
     )
-    fossilized, blended = step_events(report, SPEC)
+    fossilized, blended = step_events([report], SPEC)
     assert (fossilized["to"], fossilized["gate"], fossilized["score"]) == ("FOSSILIZED", "G5", 0.75)
     assert (blended["to"], blended["gate"], blended["score"]) == ("BLENDING", "G2", 0.25)
 
 
 def test_an_empty_slot_has_no_blueprint() -> None:
-    (event,) = step_events(step(tick_moves=moves((0, 1, SeedStage.RESETTING, SeedStage.DORMANT, Cause.COOLDOWN))), SPEC)
+    report = step(tick_moves=moves((0, 1, SeedStage.RESETTING, SeedStage.DORMANT, Cause.COOLDOWN)))
+    (event,) = step_events([report], SPEC)
     assert event["blueprint"] is None
     assert (event["host"], event["slot"]) == (10, "r0c1")
 
@@ -83,7 +91,7 @@ def test_a_rollback_says_why_and_what_was_lost() -> None:
         rolled_back=np.array([[False, False], [True, False]]),
         row_marked=np.array([False, True]),
     )
-    assert list(step_events(report, SPEC)) == [
+    assert list(step_events([report], SPEC)) == [
         {
             "kind": "rollback", "round": 1, "t": 5, "host": 11, "reason": "divergence", "loss": 90.0,
             "thresholds": [11.5, 3.0, 4.0], "strikes": 3, "pruned": ["r0c0"],
@@ -93,13 +101,36 @@ def test_a_rollback_says_why_and_what_was_lost() -> None:
 
 
 def test_a_refused_fossilization_is_told_and_a_gate_that_keeps_waiting_is_not() -> None:
-    gates = np.zeros((4, 2, 2))
-    gates[:, 0, 0] = (5, 0, 0.25, 6)  # asked by FOSSILIZE, failed
-    gates[:, 0, 1] = (2, 0, 0.5, 1)  # a gate that is asked in every step
-    gates[:, 1, 0] = (5, 1, 1.0, 0)  # passed
-    (event,) = step_events(step(gates=gates), SPEC)
+    asked = gates(
+        {
+            (0, 0): (5, 0, 0.25, 6),  # asked by FOSSILIZE, failed
+            (0, 1): (2, 0, 0.5, 1),  # a gate that is asked in every step
+            (1, 0): (5, 1, 1.0, 0),  # passed
+        }
+    )
+    (event,) = step_events([step(**asked)], SPEC)
     assert (event["kind"], event["gate"], event["score"], event["failed_checks"]) == ("refused", "G5", 0.25, 6)
     assert (event["host"], event["slot"]) == (10, "r0c0")
+
+
+def test_the_events_of_several_steps_are_those_of_each_in_turn() -> None:
+    germinated = moves((1, 0, SeedStage.DORMANT, SeedStage.GERMINATED, Cause.OP))
+    trained = moves((1, 0, SeedStage.GERMINATED, SeedStage.TRAINING, Cause.AUTO))
+    asked = gates({(0, 0): (5, 0, 0.25, 6)})
+    reports = [
+        step(t=3, op_moves=germinated, tick_moves=trained, **asked),
+        step(t=4),
+        step(t=5, panic_reason=np.array([0, PanicReason.DIVERGENCE]), tick_moves=germinated, **asked),
+        step(t=6, op_moves=trained, contribution=np.array([[NAN, NAN], [1.5, NAN]])),
+    ]
+    together = list(step_events(reports, SPEC))
+    assert together == [event for report in reports for event in step_events([report], SPEC)]
+    assert [(event["t"], event["kind"]) for event in together] == [
+        (3, "stage_changed"), (3, "stage_changed"), (3, "refused"),
+        (5, "rollback"), (5, "stage_changed"), (5, "refused"),
+        (6, "stage_changed"),
+    ]  # fmt: skip
+    assert together[-1]["contribution"] == 1.5
 
 
 def test_the_end_of_a_round_says_what_each_host_came_to() -> None:

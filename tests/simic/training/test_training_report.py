@@ -70,7 +70,10 @@ def step(**changes: object) -> StepReport:
         "panic_thresholds": np.zeros((2, 3)),
         "op_moves": none,
         "tick_moves": none,
-        "gates": np.zeros((4, 2, 2)),
+        "gate": np.zeros((2, 2), dtype=np.int64),
+        "gate_passed": np.zeros((2, 2), dtype=np.bool_),
+        "gate_score": np.zeros((2, 2)),
+        "failed_checks": np.zeros((2, 2), dtype=np.int64),
         "rolled_back": np.zeros((2, 2), dtype=np.bool_),
     }
     return StepReport(**(fields | changes))  # type: ignore[arg-type]
@@ -114,17 +117,45 @@ def test_a_round_is_a_line_of_means_over_its_hosts() -> None:
 
 def test_what_is_shown_of_a_round_sums_its_steps_without_those_that_were_rolled_back() -> None:
     so_far = RoundSoFar()
-    assert so_far.add(step(), 0.5)["mean_return"] == 1.0
-    shown = so_far.add(step(t=2, panic_reason=np.array([0, 1])), 1.0)
+    (first,) = so_far.add([step()], [0.5])
+    assert first["mean_return"] == 1.0
+    broken = step(t=2, panic_reason=np.array([0, 1]), val_acc=np.array([50.0, NAN]))
+    (shown,) = so_far.add([broken], [1.0])
     assert shown["mean_return"] == 1.0 + 0.25
+    assert (shown["val_accuracy_mean"], shown["committed_accuracy_mean"]) == (50.0, 50.0)
     assert shown["ops"] == ops_by_name(np.array([2, 1, 0, 0, 0, 0]))
     assert (shown["round"], shown["t"], shown["env_steps"], shown["seconds"]) == (1, 2, 4, 1.0)
-    fresh = so_far.add(step(episode=1), 0.1)
+    (fresh,) = so_far.add([step(episode=1)], [0.1])
     assert (fresh["round"], fresh["mean_return"], fresh["env_steps"]) == (2, 1.0, 2)
 
 
+def test_steps_that_are_told_together_are_shown_as_those_that_are_told_alone() -> None:
+    stages = [SeedStage.BLENDING, SeedStage.FOSSILIZED, SeedStage.DORMANT]
+    steps = [
+        step(
+            t=t,
+            reward=np.array([0.1 * t, -0.3]),
+            effective_op=np.array([t % 6, 1]),
+            panic_reason=np.array([0, t % 2]),
+            val_acc=np.array([NAN, 50.0 + t]),
+            committed_acc=np.array([NAN, NAN if t == 4 else 1.0]),
+            stage=np.array([[stages[t % 3], SeedStage.TRAINING], [SeedStage.DORMANT, stages[(t + 1) % 3]]]),
+        )
+        for t in range(1, 8)
+    ]
+    alone = RoundSoFar()
+    expected = [alone.add([one], [one.t / 4])[0] for one in steps]
+    assert expected[2]["slots"] == slots_by_stage(steps[2].stage)
+    together = RoundSoFar()
+    found = together.add(steps[:2], [0.25, 0.5]) + together.add(steps[2:], [t / 4 for t in range(3, 8)])
+    for one, other in zip(found, expected, strict=True):
+        assert [one.pop(name) for name in ("ops", "slots")] == [other.pop(name) for name in ("ops", "slots")]
+        assert one == pytest.approx(other, nan_ok=True)
+    assert np.isnan(expected[3]["committed_accuracy_mean"])  # nobody has one
+
+
 def test_the_speed_that_is_shown_after_a_resume_is_that_of_this_process() -> None:
-    assert RoundSoFar().add(step(t=7), 1.0)["env_steps"] == 2
+    assert RoundSoFar().add([step(t=7)], [1.0])[0]["env_steps"] == 2
 
 
 def test_a_summary_is_of_the_whole_run() -> None:

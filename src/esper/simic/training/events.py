@@ -19,7 +19,10 @@ Rounds and steps count from 1 as in metrics.jsonl (0: before the first); `host` 
 """
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
+from math import isnan
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -62,33 +65,31 @@ def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int,
     }
 
 
-def step_events(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
-    """The events of one step, in the order in which they happened to each host."""
-    yield from _rollbacks(report, spec)
-    yield from _moves(report, spec)
-    yield from _refusals(report, spec)
+def step_events(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
+    """The events of successive steps, in the order in which they happened to each host.
+
+    Several steps at once cost little more than one: what takes time is asking, and in most steps little happens.
+    """
+    return merge(_rollbacks(reports, spec), _moves(reports, spec), _refusals(reports, spec), key=itemgetter("t"))
+
+
+def _all(reports: Sequence[StepReport], field: str) -> np.ndarray:
+    """A field of all reports, [T, ...]."""
+    return np.stack([getattr(report, field) for report in reports])
 
 
 def _head(report: StepReport, kind: str, spec: EngineSpec, host: int) -> Event:
     return {"kind": kind, "round": report.episode + 1, "t": report.t, "host": spec.host_offset + host}
 
 
-def _rows(at: np.ndarray, *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
-    """Host, slot and the values of the `tables` wherever `at` is true; one conversion for all.
-
-    They are [N, S], or some of them [K, N, S]; then what is k comes first.
-    """
-    *k, n, s = np.nonzero(at)
-    if not len(n):
-        return iter(())
-    values = (table[(*k, n, s) if table.ndim == at.ndim else (n, s)].tolist() for table in tables)
-    return zip(n.tolist(), s.tolist(), *values, strict=True)
+def _rows(at: tuple[np.ndarray, ...], *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
+    """The values of the `tables` at each of the places `at`; one conversion for all."""
+    return zip(*(table[at].tolist() for table in tables), strict=True)
 
 
-def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
-    if not report.panic_reason.any():
-        return
-    for n in np.flatnonzero(report.panic_reason).tolist():
+def _rollbacks(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
+    for i, n in np.argwhere(_all(reports, "panic_reason")).tolist():
+        report = reports[i]
         pruned = [spec.slot_ids[s] for s in np.flatnonzero(report.rolled_back[n])]
         yield _head(report, "rollback", spec, n) | {
             "reason": PanicReason(int(report.panic_reason[n])).name.lower(),
@@ -100,20 +101,26 @@ def _rollbacks(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
         }
 
 
-def _moves(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
-    """Those of operations, then those of the tick."""
-    before, after, cause = np.stack((report.op_moves, report.tick_moves), axis=1)
-    gate, passed, score, _ = report.gates
-    rows = _rows(
-        cause, report.serial, report.blueprint, before, after, cause, report.alpha, report.contribution,
-        passed, gate, score,
-    )  # fmt: skip
-    for n, s, serial, blueprint, old, new, why, alpha, contribution, through, asked, points in rows:
-        opened = through > 0 and asked != 0 and _GATE_OF.get((old, new)) == asked
+def _moves(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
+    """Those of the operations of a step, then those of its tick."""
+    before, after, cause = np.stack([(report.op_moves, report.tick_moves) for report in reports]).transpose(
+        2, 0, 1, 3, 4
+    )
+    moved = np.nonzero(cause)  # step, operation or tick, host, slot
+    steps, _, hosts, slots = moved
+    here = (steps, hosts, slots)
+    states = ("serial", "blueprint", "alpha", "contribution", "gate", "gate_passed", "gate_score")
+    of_move = _rows(moved, before, after, cause)
+    of_seed = _rows(here, *(_all(reports, name) for name in states))
+    places = zip(steps.tolist(), hosts.tolist(), slots.tolist(), strict=True)
+    for (i, n, s), (old, new, why), (serial, blueprint, alpha, contribution, gate, passed, score) in zip(
+        places, of_move, of_seed, strict=True
+    ):
+        opened = passed and gate != 0 and _GATE_OF.get((old, new)) == gate
         yield {  # written out, because there may be thousands in a step
             "kind": "stage_changed",
-            "round": report.episode + 1,
-            "t": report.t,
+            "round": reports[i].episode + 1,
+            "t": reports[i].t,
             "host": spec.host_offset + n,
             "slot": spec.slot_ids[s],
             "serial": serial,
@@ -122,24 +129,25 @@ def _moves(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
             "to": _STAGES[new],
             "cause": _CAUSES[why],
             "alpha": alpha,
-            "contribution": contribution,
-            "gate": f"G{int(asked)}" if opened else None,
-            "score": points if opened else None,
+            "contribution": None if isnan(contribution) else contribution,
+            "gate": f"G{gate}" if opened else None,
+            "score": score if opened else None,
         }
 
 
-def _refusals(report: StepReport, spec: EngineSpec) -> Iterator[Event]:
+def _refusals(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
     """A FOSSILIZE that its gate refused; gates that keep a seed waiting are no event."""
-    gate, passed, score, failed = report.gates
-    refused = (gate == 5) & (passed == 0)
-    for n, s, serial, blueprint, points, checks in _rows(refused, report.serial, report.blueprint, score, failed):
+    refused = (_all(reports, "gate") == 5) & ~_all(reports, "gate_passed")
+    for i, n, s in np.argwhere(refused).tolist():
+        report = reports[i]
+        blueprint = int(report.blueprint[n, s])
         yield _head(report, "refused", spec, n) | {
             "slot": spec.slot_ids[s],
-            "serial": serial,
+            "serial": int(report.serial[n, s]),
             "blueprint": spec.blueprint_names[blueprint] if blueprint >= 0 else None,
             "gate": "G5",
-            "score": float(points),
-            "failed_checks": int(checks),
+            "score": float(report.gate_score[n, s]),
+            "failed_checks": int(report.failed_checks[n, s]),
         }
 
 

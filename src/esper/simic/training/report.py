@@ -1,7 +1,7 @@
 """Numbers of a round, of an episode in progress, and of a whole run, as plain values by name."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -104,25 +104,56 @@ class RoundSoFar:
         self._episode, self._steps, self._returns = episode, 0, 0.0
         self._ops = np.zeros(len(LifecycleOp), dtype=np.int64)
 
-    def add(self, report: StepReport, seconds: float) -> dict[str, object]:
-        """Take one step; `seconds` since the round began in this process."""
-        if report.episode != self._episode:
-            self._begin(report.episode)
-        valid = report.panic_reason == 0
-        self._steps += 1
-        self._returns += float(report.reward[valid].sum()) / len(valid)
-        self._ops += np.bincount(report.effective_op[valid], minlength=len(LifecycleOp))
-        return {
-            "round": report.episode + 1,
-            "t": report.t,
-            "mean_return": self._returns,
-            "val_accuracy_mean": mean_of_known(report.val_acc),
-            "committed_accuracy_mean": mean_of_known(report.committed_acc),
-            "ops": ops_by_name(self._ops),
-            "slots": slots_by_stage(report.stage),
-            "env_steps": self._steps * len(report.val_acc),
-            "seconds": seconds,
-        }
+    def add(self, reports: Sequence[StepReport], seconds: Sequence[float]) -> list[dict[str, object]]:
+        """Take successive steps of one round; `seconds` since it began in this process, of each. One record a step."""
+        if reports[0].episode != self._episode:
+            self._begin(reports[0].episode)
+        reward, op, reason, val_acc, committed, stage = (
+            np.stack([getattr(report, name) for report in reports])
+            for name in ("reward", "effective_op", "panic_reason", "val_acc", "committed_acc", "stage")
+        )
+        num_hosts, valid = reward.shape[1], reason == 0
+        returns = self._returns + np.cumsum(np.where(valid, reward, 0.0).sum(axis=1) / num_hosts)
+        ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
+        self._returns, self._ops = float(returns[-1]), ops[-1]
+        rows = zip(
+            reports, seconds, returns.tolist(), _means_of_known(val_acc), _means_of_known(committed), ops.tolist(),
+            _histograms(stage, len(SeedStage) + 1).tolist(),
+            strict=True,
+        )  # fmt: skip
+        records: list[dict[str, object]] = []
+        for report, passed, mean_return, accuracy, kept, chosen, slots in rows:
+            self._steps += 1
+            records.append(
+                {
+                    "round": report.episode + 1,
+                    "t": report.t,
+                    "mean_return": mean_return,
+                    "val_accuracy_mean": accuracy,
+                    "committed_accuracy_mean": kept,
+                    "ops": dict(zip(_OPS, chosen, strict=True)),
+                    "slots": {name: slots[value] for value, name in _SEED_STAGES if slots[value]},
+                    "env_steps": self._steps * num_hosts,
+                    "seconds": passed,
+                }
+            )
+        return records
+
+
+def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:
+    """How often each of the numbers 0 .. kinds-1 occurs in each row of `values` [T, ...]; [T, kinds]."""
+    rows = values.reshape(len(values), -1)
+    shifted = rows + kinds * np.arange(len(rows))[:, None]
+    return np.bincount(shifted.reshape(-1), minlength=kinds * len(rows)).reshape(len(rows), kinds)
+
+
+def _means_of_known(values: np.ndarray) -> list[float]:
+    """`mean_of_known` of each row of `values` [T, N]."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    total = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
+    means: list[float] = np.where(count > 0, total / np.maximum(count, 1), np.nan).tolist()
+    return means
 
 
 def mean_of_known(values: np.ndarray) -> float:

@@ -1,6 +1,6 @@
 """The loop of a run: rounds, records, checkpoints, a clean end when somebody asks for it.
 
-engine --on_step--> events.jsonl, listeners
+engine --on_step--> recorder: events.jsonl, steps.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
 """
 
@@ -22,8 +22,8 @@ from esper.simic.training import events, report
 from esper.simic.training.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import fingerprint
+from esper.simic.training.recorder import Recorder
 from esper.simic.training.report import Cost
-from esper.simic.training.step_lines import step_lines
 from esper.simic.training.trend import Trend
 from esper.simic.training.values import plain
 from esper.telemetry.hub import Hub
@@ -32,7 +32,7 @@ from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import host_read
-from esper.tolaria.state import RolloutStats, StepReport
+from esper.tolaria.state import RolloutStats
 
 _ENDING = b"\nesper: ending after this step; once more ends it at once\n"
 
@@ -72,23 +72,27 @@ class Runner:
         self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
-        self._so_far = report.RoundSoFar()
+        terms = client.terms if config.record_steps else None
+        self.recorder = Recorder(directory, listeners, engine.spec, terms)
         self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
         self._stop = False
         engine.timer.enabled = True
         self._mark()
-        engine.on_step = self._on_step
+        engine.on_step = self.recorder.step
 
     def run(self) -> dict[str, object] | None:
         """Run to the end. Returns the summary, or None where a signal ended the run early (a checkpoint is there)."""
         remaining = range(self.rounds_done, self.config.rounds)
         with _stop_signals(self._ask_to_stop):
             if self.new:
-                self._write_events([self._started()])
+                self.recorder.write_events([self._started()])
             self._mark()
-            complete = self.engine.train(
-                self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
-            )
+            try:
+                complete = self.engine.train(
+                    self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
+                )
+            finally:
+                self.recorder.flush()  # whatever ended the run, its last steps say why
             if complete:
                 return self._finish()
             self._save()
@@ -98,12 +102,6 @@ class Runner:
         self._stop = True
 
     # -- what the engine reports --------------------------------------------------------------------------------------
-
-    def _on_step(self, step: StepReport) -> None:
-        self._write_events(events.step_events(step, self.engine.spec))
-        if self.config.record_steps:
-            self.directory.write_steps(step_lines(step, self.engine.spec, self.client.terms))
-        self.listeners.write("step", self._so_far.add(step, time.monotonic() - self._began))
 
     def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         cost = Cost(
@@ -117,7 +115,7 @@ class Runner:
         self.total += cost
         self.last, self.rounds_done = stats, stats.episode + 1
         self.trend, is_best = self.trend.after(report.mean_of_known(stats.committed_acc))
-        self._write_events(events.round_events(stats, metrics, self.engine.spec, self.trend))
+        self.recorder.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend))
         phases, memory = self.engine.timer.read(), memory_bytes(self.engine.spec.device)
         line = report.round_line(stats, cost, metrics) | {"phase_milliseconds": phases, "memory_bytes": memory}
         self.directory.write_metrics(line)
@@ -128,12 +126,6 @@ class Runner:
             self._save()
         self._mark()
 
-    def _write_events(self, lines: Iterator[events.Event] | list[events.Event]) -> None:
-        found = list(lines)
-        self.directory.write_events(found)
-        for event in found:
-            self.listeners.write(str(event["kind"]), event)
-
     def _started(self) -> events.Event:
         return events.run_started(
             self.shape, fingerprint(self.config), self.engine.executor.host_params, self.engine.spec.device
@@ -142,6 +134,7 @@ class Runner:
     def _mark(self) -> None:
         """A round, or what is left of one, begins now."""
         self._began, self._reads_before = time.monotonic(), reads_so_far()
+        self.recorder.begin()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -159,7 +152,7 @@ class Runner:
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
         result["dropped_records"] = self.listeners.num_lost
         head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
-        self._write_events([head | result])
+        self.recorder.write_events([head | result])
         self.directory.write_summary(result)
         return result
 
@@ -176,6 +169,7 @@ class Runner:
         state: StateTree = with_prefix("policy", self.client.state_dict())
         if inside or self._all_done:
             state |= with_prefix("engine", self.engine.state_dict())
+        self.recorder.flush()  # the place in the records is that of the state
         header = Header(
             rounds_done=self.rounds_done,
             step=inside,

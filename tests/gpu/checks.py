@@ -72,7 +72,7 @@ def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorde
         act, pay = client.act, client.step
 
         def act_both(obs, *, deterministic=False, act=act):
-            other.hidden = client.hidden
+            other._carried = client.hidden
             want, got = act(obs), other.act(obs)
             assert_close(got, want, atol=1e-4)
             assert torch.equal(got.actions, want.actions)

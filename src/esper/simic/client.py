@@ -18,15 +18,15 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.messages import ActResult, Hidden, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import EngineSpec, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
-from esper.leyline.record import record, tree_map
+from esper.leyline.record import blank, record
 from esper.leyline.state_tree import below, check_same_shapes, with_prefix
 from esper.simic.agent.adam import AdamState
-from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep
+from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.agent.stored_row import RowFunction, StoreFunction, Taken, copied, row_of
 from esper.simic.telemetry.metrics import Read
 from esper.tamiyo.features import feature_dim, observe
-from esper.tamiyo.heads import forced
 from esper.tamiyo.network import TamiyoNetwork
 
 
@@ -49,8 +49,8 @@ class SimicClient:
 
     The parts are ready when they come: an initialized `network` of `spec`'s shape, a `reward`, and `read`, which
     brings the metrics of an update to the host (the only host read here). `total_updates` is the length of the run,
-    for the schedules; `policy_form` makes the compiled or captured form of the policy step. Raises ConfigError where
-    the parts do not fit together.
+    for the schedules; `policy_form` and `store_form` make the forms of the policy step and of what is stored of one.
+    Raises ConfigError where the parts do not fit together.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class SimicClient:
         device: torch.device | str,
         total_updates: int,
         policy_form: Callable[[PolicyStep], PolicyFunction] = _eager,
+        store_form: Callable[[RowFunction], StoreFunction] = copied,
     ) -> None:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
@@ -93,7 +94,15 @@ class SimicClient:
         )
         self.updates = 0
         self._seen: _Seen | None = None
+        self._store = store_form(row_of)
+        self._rehearse()
         self.begin_rollout(0, spec.host_ids())
+
+    def _rehearse(self) -> None:
+        """Have it made how a step is stored, before the first one; whoever begins a rollout empties the buffer."""
+        slots = self.spec.num_slots
+        sizes = {"N": self.spec.num_envs, "S": slots, "D": feature_dim(slots)}
+        self._store(self.buffer.column(0), blank(Taken, sizes, self.device))
 
     # The policy -------------------------------------------------------------------------------------------------------
 
@@ -104,11 +113,16 @@ class SimicClient:
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Empty buffer, zero recurrent state, and all random numbers of the episode in one draw."""
         self.buffer.reset()
-        self.hidden = self.initial_hidden(self.spec.num_envs)
+        self._carried = self.initial_hidden(self.spec.num_envs)
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
         self._episode, self._hosts = episode, hosts.to(self.device)
         self._uniforms_TNh = policy_uniforms(self.spec.run_seed, self._hosts, episode, self.spec.episode_length)
         self._seen = None
+
+    @property
+    def hidden(self) -> Hidden:
+        """The recurrent state that the next step begins with, each [L, N, H]; none between `act` and `store`."""
+        return without(self._reset_N, self._carried)
 
     @torch.no_grad()
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
@@ -119,11 +133,12 @@ class SimicClient:
             hosts=obs.hosts,
             legal=obs.legal,
             uniforms=self._uniforms_TNh[obs.t - 1],
-            hidden=self.hidden,
+            hidden=self._carried,
+            reset=self._reset_N,
             statistics=self.agent.observations.frozen,
         )
         decision = self._decide(inputs, deterministic)
-        self.hidden = decision.act.hidden
+        self._carried = decision.act.hidden
         self._seen = _Seen(t=obs.t, blueprint_index=decision.blueprint_index)
         return decision.act
 
@@ -132,32 +147,30 @@ class SimicClient:
         """Write column `step.t - 1`; hosts that were rolled back start their next step from a zero state."""
         assert self._seen is not None, "act() comes before store()"
         assert self._seen.t == step.t, "store() takes the step that act() just decided"
-        self.buffer.store(
-            step.t - 1,
-            state=step.act.features,
-            raw_state=step.act.raw_features,
-            blueprint_index=self._seen.blueprint_index,
+        taken = Taken(
+            features=step.act.features,
+            raw_features=step.act.raw_features,
             actions=step.act.actions,
-            effective_op=step.effective_op,
             log_prob=step.act.log_prob,
             value=step.act.value,
+            blueprint_index=self._seen.blueprint_index,
+            legal=step.obs.legal,
+            has_gate=step.obs.has_gate,
+            effective_op=step.effective_op,
             reward=step.reward,
             bootstrap_value=step.bootstrap_value,
             terminal=step.terminal,
             truncated=step.truncated,
             valid=step.valid,
             reset=self._reset_N,
-            forced=forced(step.obs.legal),
-            legal=step.obs.legal,
-            has_gate=step.obs.has_gate,
         )
+        self._store(self.buffer.column(step.t - 1), taken)
+        self.buffer.wrote(step.t - 1)
         self._reset_N = ~step.valid
-        kept_N1 = step.valid.to(torch.float32)[:, None]  # a product takes a third of the time of filling a copy
-        self.hidden = tree_map(lambda x: x * kept_N1, self.hidden)
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
         """Value of the state after the last step, with the carried recurrent state, which stays as it is."""
-        return compute_batched_bootstrap(self.agent, obs, self.hidden)
+        return compute_batched_bootstrap(self.agent, obs, self._carried)
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
         """The last stored row of each masked host ends its segment and is paid `reward` instead."""
@@ -233,7 +246,7 @@ class SimicClient:
         if rollout:
             self.begin_rollout(int(rollout["episode"]), rollout["hosts"])
             self.buffer.load_state_dict(below("buffer", rollout))
-            self.hidden = Hidden(h=rollout["h"].to(self.device).clone(), c=rollout["c"].to(self.device).clone())
+            self._carried = Hidden(h=rollout["h"].to(self.device).clone(), c=rollout["c"].to(self.device).clone())
             self._reset_N = rollout["reset"].to(self.device).clone()
 
     def _episode_state(self) -> StateTree:
@@ -241,8 +254,7 @@ class SimicClient:
         carried = {
             "episode": torch.tensor(self._episode),
             "hosts": self._hosts.clone(),
-            "h": self.hidden.h.clone(),
-            "c": self.hidden.c.clone(),
+            **{name: value.clone() for name, value in vars(self.hidden).items()},
             "reset": self._reset_N.clone(),
         }
         return with_prefix("rollout", {**carried, **with_prefix("buffer", self.buffer.state_dict())})

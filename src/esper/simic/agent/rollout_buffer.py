@@ -5,8 +5,7 @@
                                                     term.   0 1 0 0     row 1 ends its segment, row 2 is neutral,
                                                     reset   0 0 0 1     row 3 starts from a zero recurrent state
 
-A neutral row (unwritten, or not valid) evaluates without error and enters no mean: only WAIT on slot 0 is legal, the
-actions are canonical, everything else is 0. `valid` and `reset` alone are kept as they were given.
+A row that is unwritten or not valid is neutral (`stored_row.py`).
 
 Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width, n = some hosts.
 """
@@ -18,12 +17,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, LifecycleOp
+from esper.leyline.actions import NUM_HEADS, NUM_OPS
 from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
-from esper.leyline.record import lift, named_tensors, record, tree_map
+from esper.leyline.record import named_tensors, record, tree_map
 from esper.leyline.state_tree import below, check_same_shapes, copy_into, record_tree, with_prefix
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
+from esper.simic.agent.stored_row import Row, neutral_row, neutral_unless
 
 
 @record
@@ -71,9 +71,6 @@ _NAMES = {
 }
 """Name of one step of a field -> its slab."""
 _DEFAULTS = {"bootstrap_value": 0, "terminal": 0, "truncated": 0, "valid": 1, "reset": 0, "forced": 0}
-_KEPT = ("valid", "reset")
-_FINITE = ("state", "raw_state")
-"""Fields that are finite whatever was measured (`features.observe`)."""
 
 Entry = int | float | bool | Tensor
 """What `add` takes for a scalar: a number of Python or a tensor without axes, which stays on its device."""
@@ -83,9 +80,9 @@ Entry = int | float | bool | Tensor
 class TamiyoRolloutBuffer:
     """Owner of the slabs (`slabs`, a SequenceBatch of all N hosts): written in place, here and nowhere else.
 
-    `store` writes one column of all hosts, `add` the next row of one host. Both take the same names: `state`,
-    `raw_state`, `blueprint_index`, `actions`, `effective_op`, `log_prob`, `value`, `reward`, `legal`, `has_gate` and,
-    with defaults, `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False), `valid` (True).
+    `store` writes one column of all hosts (or who takes its places from `column`), `add` the next row of one host. Both
+    take the same names, those of `Row`: `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and
+    `valid` (True) have defaults.
     Only `validate` and `load_state_dict` read the device.
     """
 
@@ -104,12 +101,13 @@ class TamiyoRolloutBuffer:
         self.num_envs, self.max_steps = num_envs, max_steps
         self.gamma, self.gae_lambda = gamma, gae_lambda
         self.slabs = _allocate(num_envs, max_steps, feature_dim, num_slots, (num_layers, hidden_dim), device)
-        self._neutral = _neutral_values(num_slots, device)
+        self._neutral = neutral_row(num_slots, self.slabs.valid.device)
         self._defaults = {
             name: torch.full((), value, dtype=getattr(self.slabs, _NAMES[name]).dtype, device=device)
             for name, value in _DEFAULTS.items()
         }
         self._last_N = torch.full((num_envs,), -1, dtype=torch.int64, device=device)
+        self._columns: dict[int, Row] = {}
         self._lengths = [0] * num_envs
         self._normalized = False
         self.reset()
@@ -121,8 +119,8 @@ class TamiyoRolloutBuffer:
 
     def reset(self) -> None:
         """Make every row neutral and every length 0."""
-        for slab in _NAMES.values():
-            getattr(self.slabs, slab).copy_(self._neutral[slab])
+        for name, slab in _NAMES.items():
+            getattr(self.slabs, slab).copy_(self._neutral[name])
         self.slabs.advantages.zero_()
         self.slabs.returns.zero_()
         self._lengths = [0] * self.num_envs
@@ -131,9 +129,19 @@ class TamiyoRolloutBuffer:
 
     def store(self, t: int, **fields: Tensor) -> None:
         """Write column `t` (from 0) of all hosts; every field is `[N, ...]`. Raises IndexError outside the slab."""
+        self._write(vars(self.column(t)), fields)
+        self.wrote(t)
+
+    def column(self, t: int) -> Row:
+        """The places of column `t` (from 0); who writes them says so with `wrote`. Raises IndexError outside."""
         if not 0 <= t < self.max_steps:
             raise IndexError(f"column {t} of a buffer of {self.max_steps} steps; reset() it before the next rollout.")
-        self._write((slice(None), t), fields)
+        if t not in self._columns:
+            self._columns[t] = Row(**{name: getattr(self.slabs, slab)[:, t] for name, slab in _NAMES.items()})
+        return self._columns[t]
+
+    def wrote(self, t: int) -> None:
+        """Column `t` of all hosts was written, and is the last one."""
         self._lengths = [t + 1] * self.num_envs
         self._last_N.fill_(t)
 
@@ -142,7 +150,7 @@ class TamiyoRolloutBuffer:
         t = self._lengths[env_id]
         if t == self.max_steps:
             raise IndexError(f"host {env_id} has its {t} steps already; reset() the buffer before the next rollout.")
-        self._write((env_id, t), fields)
+        self._write({name: getattr(self.slabs, slab)[env_id, t] for name, slab in _NAMES.items()}, fields)
         self._lengths[env_id] = t + 1
         self._last_N[env_id] = t
 
@@ -225,32 +233,17 @@ class TamiyoRolloutBuffer:
         self._normalized = bool(state["normalized"])
 
     @torch.no_grad()
-    def _write(self, index: tuple[int | slice, int], fields: Mapping[str, Entry]) -> None:
-        """One copy per field; a row that is not valid receives the neutral values.
-
-        Most of them are 0. Features, which are wide, are multiplied by 0 on the way; elsewhere a copy that is then
-        filled is much cheaper than a choice between two wide tensors.
-        """
+    def _write(self, places: Mapping[str, Tensor], fields: Mapping[str, Entry]) -> None:
         unknown, missing = fields.keys() - _NAMES.keys(), _NAMES.keys() - fields.keys() - _DEFAULTS.keys()
         if unknown or missing:
             hint = nearest(min(unknown), _NAMES) if unknown else "Only flags and the bootstrap value have defaults."
             raise TypeError(f"unknown fields {sorted(unknown)}, missing fields {sorted(missing)}. {hint}")
-        entries = {**self._defaults, **fields}
-        device, dtype = self.slabs.valid.device, torch.bool
-        valid = torch.as_tensor(entries["valid"], dtype=dtype, device=device)
-        invalid, weight = ~valid, valid.to(torch.float32)[..., None]
-        for name, slab_name in _NAMES.items():
-            place = getattr(self.slabs, slab_name)[index]
-            entry = torch.as_tensor(entries[name], dtype=place.dtype, device=device)
-            neutral = self._neutral[slab_name]
-            if name in _FINITE:
-                torch.mul(entry, weight, out=place)
-            elif name in _KEPT or neutral.dim() == 0:
-                place.copy_(entry)
-                if name not in _KEPT:
-                    place.masked_fill_(lift(invalid, place), neutral)
-            else:
-                torch.where(lift(valid, place), entry.expand_as(place), neutral, out=place)
+        entries = {
+            name: torch.as_tensor(entry, device=self.slabs.valid.device).expand_as(places[name])
+            for name, entry in {**self._defaults, **fields}.items()
+        }
+        for name, value in neutral_unless(entries["valid"].to(torch.bool), entries).items():
+            places[name].copy_(value)
 
     def _last_open_row(self, mask: Bool[Tensor, " N"]) -> tuple[Int[Tensor, "N 1"], Bool[Tensor, "N 1"]]:
         """Place of the last written row of each host (0 if there is none), and whether it is masked and open.
@@ -296,15 +289,3 @@ def _allocate(n: int, t: int, d: int, s: int, hidden: tuple[int, int], device: t
         returns=slab(),
         hidden0=Hidden(h=torch.zeros(layers, n, width, device=device), c=torch.zeros(layers, n, width, device=device)),
     )
-
-
-def _neutral_values(num_slots: int, device: torch.device | str) -> dict[str, Tensor]:
-    """What a row without content holds, by slab; broadcast against one step of one host."""
-    dtypes = {"blueprint_index": torch.int64, "effective_op": torch.int64}
-    flags = ("terminal", "truncated", "valid", "reset", "forced", "has_gate")
-    dtypes.update(dict.fromkeys(flags, torch.bool))
-    neutral = {slab: torch.zeros((), dtype=dtypes.get(slab, torch.float32), device=device) for slab in _NAMES.values()}
-    neutral["actions"] = torch.tensor(CANONICAL_ACTION, device=device)
-    neutral["legal"] = torch.zeros(NUM_OPS, num_slots, dtype=torch.bool, device=device)
-    neutral["legal"][LifecycleOp.WAIT, 0] = True
-    return neutral

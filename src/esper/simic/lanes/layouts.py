@@ -18,15 +18,18 @@ _ROW = 16
 class Layout:
     """How a tensor with an axis of hosts (None: without one) must lie in memory.
 
-    Hosts are the innermost axis, unless there is a long row of float32 for each host.
+    As `told`; else hosts are the innermost axis, unless there is a long row of float32 for each host.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     axis: int | None
+    told: tuple[int, ...] | None = None
 
     def strides(self) -> tuple[int, ...]:
         """Numbers from one to the next along each axis."""
+        if self.told is not None:
+            return self.told
         order = list(range(len(self.shape)))
         if self.axis is not None and (self.dtype != torch.float32 or self._row() < _ROW):
             order.remove(self.axis)
@@ -52,10 +55,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of the answer; `passed` is the argument that it is, None where it is computed."""
+    """A tensor of the answer; `passed` is the argument that it is, None where it is computed.
+
+    `is_place`: the caller gives the tensor that it is written to.
+    """
 
     layout: Layout
     passed: int | None
+    is_place: bool = False
 
 
 def loads(recorder: Recorder, layouts: Sequence[Layout]) -> Iterator[Instruction]:

@@ -35,16 +35,22 @@ class Recording:
         self._read = np.array([i for i in range(len(inputs)) if i in program.tensors], dtype=np.int64)
         self._written = slice(len(inputs), len(inputs) + len(outputs))
         self._answers, self._answer = _Answers(outputs), answer
+        self._places = [x.layout for x in outputs if x.is_place]
 
-    def __call__(self, weights: Sequence[Tensor], given: Sequence[Tensor]) -> Any:  # noqa: ANN401
-        """The answer for these tensors; None where they have other shapes or types than those it was recorded for."""
+    def __call__(self, weights: Sequence[Tensor], given: Sequence[Tensor], places: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        """The answer for these tensors, the first of it in `places`; None where it was recorded for other ones."""
+        if len(places) != len(self._places):
+            return None
+        for x, layout in zip(places, self._places, strict=True):
+            if x.shape != layout.shape or x.dtype is not layout.dtype or x.stride() != layout.told:
+                return None
         inputs = []
         for x, (shape, dtype, strides) in zip((*weights, *given), self._inputs, strict=True):
             if x.shape != shape or x.dtype is not dtype:
                 return None
             if strides is not None:
                 inputs.append(x if x.stride() == strides else _laid_out(x, strides))
-        answers, written = self._answers.fresh(given)
+        answers, written = self._answers.fresh(given, places)
         memory = np.zeros(self._written.stop, dtype=np.int64)
         memory[self._read] = [*map(Tensor.data_ptr, inputs)]
         memory[self._written] = written
@@ -63,7 +69,7 @@ class _Answers:
         self._passed = [(i, x.passed) for i, x in enumerate(outputs) if x.passed is not None]
         alike: dict[Layout, list[int]] = {}
         for i, x in enumerate(outputs):
-            if x.passed is None:
+            if x.passed is None and not x.is_place:
                 alike.setdefault(x.layout, []).append(i)
         self._wholes = [
             ((len(same), *x.shape), (math.prod(x.shape), *x.strides()), x.dtype, same) for x, same in alike.items()
@@ -73,9 +79,9 @@ class _Answers:
             self._whole[same] = number
             self._offset[same] = math.prod(layout.shape) * layout.dtype.itemsize * np.arange(len(same))
 
-    def fresh(self, given: Sequence[Tensor]) -> tuple[list[Tensor], np.ndarray]:
+    def fresh(self, given: Sequence[Tensor], places: Sequence[Tensor]) -> tuple[list[Tensor], np.ndarray]:
         """The answer before it is written, and the address of each of its tensors that will be."""
-        answers: list[Any] = [None] * len(self._whole)
+        answers: list[Any] = [*places, *[None] * (len(self._whole) - len(places))]
         for i, argument in self._passed:
             answers[i] = given[argument]
         begin = []
@@ -84,7 +90,6 @@ class _Answers:
             begin.append(whole.data_ptr())
             for i, part in zip(same, whole.unbind(), strict=True):
                 answers[i] = part
-        if not begin:
-            return answers, self._offset
-        addresses: np.ndarray = np.array(begin, dtype=np.int64)[self._whole] + self._offset
+        addresses: np.ndarray = np.array([*begin, 0], dtype=np.int64)[self._whole] + self._offset
+        addresses[: len(places)] = [*map(Tensor.data_ptr, places)]
         return answers, addresses

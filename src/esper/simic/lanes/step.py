@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -45,21 +46,30 @@ class RecordedStep:
 
     def __call__(self, *args: Any) -> Any:  # noqa: ANN401 -- those of the function
         """As the function."""
+        return self._answer((), args)
+
+    def write(self, places: Any, *args: Any) -> Any:  # noqa: ANN401 -- those of the function
+        """As the function, but the first tensors of the answer are those of the tree `places`, in its order."""
+        return self._answer(flatten(places)[0], args)
+
+    def _answer(self, places: Sequence[Tensor], args: Sequence[Any]) -> Any:  # noqa: ANN401
         given, form = flatten(args)
         weights, recordings = tuple(self._weights.values()), self._recordings.setdefault(form, [])
         for recording in recordings:
-            answer = recording(weights, given)
+            answer = recording(weights, given, places)
             if answer is not None:
                 return answer
         try:
-            recordings.append(self._recorded(args, given, form))
+            recordings.append(self._recorded(args, given, form, places))
         except RecordingError as error:
             raise RecordingError(f"{self._name} cannot be recorded: {error}; set compile = 'off'.") from error
         CompiledStep.graphs_built += 1
-        return recordings[-1](weights, given)
+        return recordings[-1](weights, given, places)
 
     @torch.no_grad()
-    def _recorded(self, args: Sequence[Any], given: Sequence[Tensor], form: Form) -> Recording:
+    def _recorded(
+        self, args: Sequence[Any], given: Sequence[Tensor], form: Form, places: Sequence[Tensor]
+    ) -> Recording:
         axes = list(host_axes(args))
         (hosts,) = {x.shape[axis] for x, axis in zip(given, axes, strict=True) if axis is not None}
         shared = {name: _resized(x, None, HOSTS) for name, x in self._weights.items()}
@@ -75,13 +85,15 @@ class RecordedStep:
             outputs, answer = self._applied(form, weights, tensors)
         inputs = [Layout(tuple(x.shape), x.dtype, None) for x in self._weights.values()]
         inputs += [Layout(tuple(x.shape), x.dtype, axis) for x, axis in zip(given, axes, strict=True)]
-        places, instructions = {id(x): i for i, x in enumerate(tensors)}, recorder.draft.instructions
+        arguments, instructions = {id(x): i for i, x in enumerate(tensors)}, recorder.draft.instructions
         made: list[Output] = []
         for x, other in zip(outputs, others, strict=True):
-            layout, passed = _layout_of(x, other, hosts), places.get(id(x))
+            layout, passed = _layout_of(x, other, hosts), arguments.get(id(x))
+            if len(made) < len(places):
+                layout, passed = _told(layout, places[len(made)]), None
             if passed is None:
                 instructions.append(store(recorder, len(inputs) + len(made), x, layout))
-            made.append(Output(layout, passed))
+            made.append(Output(layout, passed, is_place=len(made) < len(places)))
         instructions[:0] = loads(recorder, inputs)
         return Recording(recorder.draft.encoded(), inputs, made, answer, hosts)
 
@@ -122,3 +134,11 @@ def _layout_of(x: Tensor, other: Tensor, hosts: int) -> Layout:
         raise RecordingError(f"an answer has the shape {tuple(x.shape)} for two hosts, {tuple(other.shape)} for three")
     axis = differing[0] if differing else None
     return Layout(tuple(hosts if i == axis else size for i, size in enumerate(x.shape)), x.dtype, axis)
+
+
+def _told(layout: Layout, place: Tensor) -> Layout:
+    """The layout of an answer that is written to `place`."""
+    found, expected = (tuple(place.shape), place.dtype), (layout.shape, layout.dtype)
+    if found != expected:
+        raise RecordingError(f"an answer of {expected} is to be written to a tensor of {found}")
+    return replace(layout, told=place.stride())

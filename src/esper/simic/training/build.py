@@ -22,6 +22,7 @@ from esper.simic.training.kernels import (
     recorded_reward,
     replayed_reward,
     require_replayed_training,
+    store_form,
 )
 from esper.simic.training.plugins import load_plugins
 from esper.simic.training.precision import with_fastest_precision
@@ -121,6 +122,7 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
         device=spec.device,
         total_updates=config.schedule_rounds,
         policy_form=policy_form(config, spec),
+        store_form=store_form(config, spec.device),
     )
 
 

@@ -6,6 +6,7 @@
     act           ops, tick and feedback of all hosts   compiled, or native      as it is
     reward        the pay of a step of all hosts        kernel compiled, or the  kernel replayed, CUDA
                                                         step but its ledger native
+    store         the row of the rollout buffer         compiled, or native      as it is
     close         tally, snapshots, what is told        compiled, or native      as it is
     train_batch   forward, backward and optimizer step  always eager             replayed, CUDA, executor "fused"
                   of a batch of all hosts
@@ -26,6 +27,7 @@ from esper.kasmina.native.compiled import compiler
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
+from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, row_of
 from esper.simic.compilation import CompileChoice, CompiledStep, is_compiled
 from esper.simic.lanes.step import RecordedStep
 from esper.simic.rewards.compilation import kernel_for
@@ -56,6 +58,7 @@ FUNCTIONS: Mapping[str, Forms] = {
     "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep, native=RecordedStep),
     "act": Forms(eager=phases.act, compiled=CompiledStep, native=RecordedStep),
     "reward": Forms(eager=compute_reward_batched, compiled=kernel_for, native=RecordedStep),
+    "store": Forms(eager=row_of, compiled=CompiledStep, native=RecordedStep),
     "close": Forms(eager=phases.close, compiled=CompiledStep, native=RecordedStep),
     "train_batch": Forms(eager=train_batch, compiled=None, native=None),
 }
@@ -99,6 +102,14 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
         return decide
 
     return made
+
+
+def store_form(config: RunConfig, device: torch.device) -> Callable[[RowFunction], StoreFunction]:
+    """What makes the function that stores a step: eager or compiled and then copied, or written in place."""
+    form, name = form_of(config.compile, device), "the stored row"
+    if form == "native":
+        return lambda function: RecordedStep(function, name=name).write
+    return (lambda function: copied(CompiledStep(function, name=name))) if form == "on" else copied
 
 
 def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:

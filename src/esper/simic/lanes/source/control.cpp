@@ -9,6 +9,10 @@
 //
 // Lanes never meet: what a host gets depends on no other host. Lanes beyond the last host repeat it.
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "arithmetic.h"
 
 #define ESPER_KINDS(X, NAME, ...) X(NAME, F, float, __VA_ARGS__) X(NAME, D, double, __VA_ARGS__)
@@ -195,29 +199,49 @@ template <class T> const int32_t* look_up(const Block& b, const int32_t* w, int 
     return w;
 }
 
-// 16 x 16 numbers from rows to columns: four times, what lies 1, 2, 4, 8 apart changes places.
-inline void transpose(const float* const* from, float* const* to) {
-    typedef uint32_t Row __attribute__((vector_size(64)));
-    Row row[STEP];
-    for (int i = 0; i < STEP; ++i) std::memcpy(&row[i], from[i], sizeof(Row));
-#define ESPER_EXCHANGE(apart)                                                                  \
-    {                                                                                          \
-        Row first, second;                                                                     \
-        for (uint32_t i = 0; i < STEP; ++i) {                                                  \
-            first[i] = i & apart ? (i ^ apart) + STEP : i;                                     \
-            second[i] = i & apart ? i + STEP : i ^ apart;                                      \
-        }                                                                                      \
-        for (int i = 0; i < STEP; ++i) {                                                       \
-            if (i & apart) continue;                                                           \
-            const Row above = row[i], below = row[i + apart];                                  \
-            row[i] = __builtin_shuffle(above, below, first);                                   \
-            row[i + apart] = __builtin_shuffle(above, below, second);                          \
-        }                                                                                      \
-    }
-    ESPER_EXCHANGE(1) ESPER_EXCHANGE(2) ESPER_EXCHANGE(4) ESPER_EXCHANGE(8)
-#undef ESPER_EXCHANGE
-    for (int i = 0; i < STEP; ++i) std::memcpy(to[i], &row[i], sizeof(Row));
+typedef float Four __attribute__((vector_size(16)));
+typedef float Sixteen __attribute__((vector_size(64)));
+
+// The four numbers from `column` on of rows k, k + 4, k + 8 and k + 12.
+inline Sixteen quarters(const float* const* from, int column, int k) {
+    Sixteen all = {};
+#ifdef __AVX512F__
+    all = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + column));
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(from[k + 4] + column), 1);
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(from[k + 8] + column), 2);
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(from[k + 12] + column), 3);
+#else
+    for (int i = 0; i < 4; ++i) std::memcpy(reinterpret_cast<Four*>(&all) + i, from[k + 4 * i] + column, sizeof(Four));
+#endif
+    return all;
 }
+
+// Of each four numbers of two vectors, the first two or the last two, alternating.
+#define ESPER_MIXED(a, b, i, j) \
+    __builtin_shufflevector(a, b, i, 16 + i, j, 16 + j, 4 + i, 20 + i, 4 + j, 20 + j, 8 + i, 24 + i, 8 + j, 24 + j, \
+                            12 + i, 28 + i, 12 + j, 28 + j)
+// The same, in pairs.
+#define ESPER_PAIRED(a, b, i) \
+    __builtin_shufflevector(a, b, i, i + 1, 16 + i, 17 + i, 4 + i, 5 + i, 20 + i, 21 + i, 8 + i, 9 + i, 24 + i, \
+                            25 + i, 12 + i, 13 + i, 28 + i, 29 + i)
+
+inline void put(float* to, Sixteen numbers) { std::memcpy(to, &numbers, sizeof numbers); }
+
+// 16 x 16 numbers from rows to columns: four columns at a time, whose quarters of four rows are turned side by side.
+inline void transpose(const float* const* from, float* const* to) {
+    for (int column = 0; column < STEP; column += 4) {
+        const Sixteen a = quarters(from, column, 0), b = quarters(from, column, 1);
+        const Sixteen c = quarters(from, column, 2), d = quarters(from, column, 3);
+        const Sixteen ab = ESPER_MIXED(a, b, 0, 1), cd = ESPER_MIXED(c, d, 0, 1);
+        const Sixteen ab_high = ESPER_MIXED(a, b, 2, 3), cd_high = ESPER_MIXED(c, d, 2, 3);
+        put(to[column], ESPER_PAIRED(ab, cd, 0));
+        put(to[column + 1], ESPER_PAIRED(ab, cd, 2));
+        put(to[column + 2], ESPER_PAIRED(ab_high, cd_high, 0));
+        put(to[column + 3], ESPER_PAIRED(ab_high, cd_high, 2));
+    }
+}
+#undef ESPER_MIXED
+#undef ESPER_PAIRED
 
 // Whether 16 elements from this one on lie in a row. `w` are pairs of a register and the place of its number.
 template <class T> inline bool are_beside(const int32_t* w, int e, int count) {

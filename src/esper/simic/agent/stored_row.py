@@ -1,0 +1,127 @@
+"""What the rollout buffer keeps of a step: a pure function of tensors.
+
+A row that is not valid is neutral (it evaluates without error and enters no mean): only WAIT on slot 0 is legal, the
+actions are canonical, everything else is 0. `valid` and `reset` alone are kept as they were given.
+
+Shape legend: N = hosts, D = features, S = slots.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.actions import CANONICAL_ACTION, NUM_OPS, LifecycleOp
+from esper.leyline.record import lift, record
+from esper.tamiyo.masks import forced
+
+
+@record
+class Row:
+    """One step of all hosts as the buffer keeps it."""
+
+    state: Float[Tensor, "N D"]
+    raw_state: Float[Tensor, "N D"]
+    blueprint_index: Int[Tensor, "N S"]
+    actions: Int[Tensor, "N 8"]
+    effective_op: Int[Tensor, " N"]
+    log_prob: Float[Tensor, "N 8"]
+    value: Float[Tensor, " N"]
+    reward: Float[Tensor, " N"]
+    bootstrap_value: Float[Tensor, " N"]
+    terminal: Bool[Tensor, " N"]
+    truncated: Bool[Tensor, " N"]
+    valid: Bool[Tensor, " N"]
+    reset: Bool[Tensor, " N"]
+    forced: Bool[Tensor, " N"]
+    legal: Bool[Tensor, "N 6 S"]
+    has_gate: Bool[Tensor, "N S"]
+
+
+@record
+class Taken:
+    """A step that was taken; `reset` marks hosts whose recurrent state was zero before it."""
+
+    features: Float[Tensor, "N D"]
+    raw_features: Float[Tensor, "N D"]
+    actions: Int[Tensor, "N 8"]
+    log_prob: Float[Tensor, "N 8"]
+    value: Float[Tensor, " N"]
+    blueprint_index: Int[Tensor, "N S"]
+    legal: Bool[Tensor, "N 6 S"]
+    has_gate: Bool[Tensor, "N S"]
+    effective_op: Int[Tensor, " N"]
+    reward: Float[Tensor, " N"]
+    bootstrap_value: Float[Tensor, " N"]
+    terminal: Bool[Tensor, " N"]
+    truncated: Bool[Tensor, " N"]
+    valid: Bool[Tensor, " N"]
+    reset: Bool[Tensor, " N"]
+
+
+RowFunction = Callable[[Taken], Row]
+StoreFunction = Callable[[Row, Taken], object]
+"""Writes the row of a step into these places."""
+
+_FINITE = ("state", "raw_state")
+"""Fields that are finite whatever was measured (`features.observe`)."""
+_KEPT = ("valid", "reset")
+
+
+def row_of(taken: Taken) -> Row:
+    """The row of a step, neutral where a host was rolled back."""
+    entries = {
+        "state": taken.features,
+        "raw_state": taken.raw_features,
+        "forced": forced(taken.legal),
+        **{name: value for name, value in vars(taken).items() if name in Row.__annotations__},
+    }
+    return Row(**neutral_unless(taken.valid, entries))
+
+
+def copied(function: RowFunction) -> StoreFunction:
+    """What copies the row that the function makes."""
+
+    def store(places: Row, taken: Taken) -> None:
+        made = function(taken)
+        for name, place in vars(places).items():
+            place.copy_(getattr(made, name))
+
+    return store
+
+
+def neutral_unless(valid: Bool[Tensor, "*N"], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Entries by field of `Row`, in the types that the buffer keeps; neutral where `valid` is not.
+
+    Most neutral values are 0. Features, which are wide, are multiplied by 0; a choice between two wide tensors takes
+    much longer.
+    """
+    neutral = neutral_row(entries["has_gate"].shape[-1], valid.device)
+    weight = valid.to(torch.float32)[..., None]
+    values = {}
+    for name, nothing in neutral.items():
+        entry = entries[name].to(nothing.dtype)
+        if name in _FINITE:
+            values[name] = entry * weight
+        elif name in _KEPT:
+            values[name] = entry
+        else:
+            values[name] = torch.where(lift(valid, entry), entry, nothing)
+    return values
+
+
+@lru_cache
+def neutral_row(num_slots: int, device: torch.device) -> dict[str, Tensor]:
+    """What a row without content holds, by field of `Row`; broadcast against one step of one host."""
+    dtypes = {"blueprint_index": torch.int64, "effective_op": torch.int64}
+    flags = ("terminal", "truncated", "valid", "reset", "forced", "has_gate")
+    dtypes.update(dict.fromkeys(flags, torch.bool))
+    neutral = {
+        name: torch.zeros((), dtype=dtypes.get(name, torch.float32), device=device) for name in Row.__annotations__
+    }
+    neutral["actions"] = torch.tensor(CANONICAL_ACTION, device=device)
+    neutral["legal"] = torch.zeros(NUM_OPS, num_slots, dtype=torch.bool, device=device)
+    neutral["legal"][LifecycleOp.WAIT, 0] = True
+    return neutral

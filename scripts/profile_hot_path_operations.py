@@ -98,7 +98,7 @@ OF_EVERY_TASK = (
     Operation("sampling", policy_step, "sample_heads"),
     Operation("execute", lifecycle, "apply_ops"),
     Operation("tick", lifecycle, "tick"),
-    Operation("buffer store", TamiyoRolloutBuffer, "store"),
+    Operation("buffer store", SimicClient, "store"),
     Operation("coalition enumeration", engine_module, "enumerate_coalitions"),
     Operation("coalition derivation", phases, "derive"),
     Operation("GAE", rollout_buffer, "compute_gae", in_step=False),
@@ -197,14 +197,15 @@ def row_of(
 
 def single_add(store: tuple[tuple[Any, ...], dict[str, Any]], options: Options) -> Callable[[], object]:
     """`add` of one row, into a buffer of its own that is emptied when it is full."""
-    (buffer, _), fields = store
+    client, step = store[0]
+    buffer = client.buffer
     steps = -(-(options.repetitions + WARM_UP + 1) // buffer.num_envs)
     depth = buffer.slabs.hidden0.h
     own = TamiyoRolloutBuffer(
         buffer.num_envs, steps, buffer.slabs.states.shape[-1], buffer.slabs.has_gate.shape[-1], depth.shape[-1],
         depth.shape[0], device=depth.device,
     )  # fmt: skip
-    row = {name: field[0] for name, field in fields.items()}
+    row = {name: field[0] for name, field in vars(buffer.column(step.t - 1)).items()}
     written = 0
 
     def add() -> None:

@@ -98,7 +98,7 @@ def test_a_listener_costs_no_read():
 
 
 def record_of(report):
-    return {name: torch.as_tensor(value) for name, value in vars(report).items()}
+    return {name: torch.tensor(value) for name, value in vars(report).items()}
 
 
 def new(task, length, reports):

@@ -127,7 +127,7 @@ def test_a_host_under_suspicion_goes_on_to_its_panic_after_it_was_taken_up_again
     assert same_tree(other.state_dict(), whole.state_dict())
     assert [r.panic_reason[1] for r in told][13] == PanicReason.DIVERGENCE
     for mine, theirs in zip(resumed, told[at:], strict=True):
-        assert same_tree(*({k: torch.as_tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
+        assert same_tree(*({k: torch.tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
 
 
 def test_the_statistics_that_are_saved_are_used():

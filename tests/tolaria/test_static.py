@@ -370,7 +370,7 @@ def test_a_rollout_that_is_stopped_tells_what_happened_and_goes_on_to_the_same_b
     assert [report.t for report in reports] == [1, 2, 3, 4]
     again = engine.rollout(other)
     for mine, theirs in zip(reports, wanted, strict=True):
-        assert same_tree(*({k: torch.as_tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
+        assert same_tree(*({k: torch.tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
     assert again.returns.tolist() == stats.returns.tolist()
     assert same_tree(engine.state_dict(), whole.state_dict())
 
@@ -392,7 +392,7 @@ def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(at):
     other.rollout(again)
     assert same_tree(other.state_dict(), whole.state_dict())
     for mine, theirs in zip(resumed, reports[at:], strict=True):
-        assert same_tree(*({k: torch.as_tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
+        assert same_tree(*({k: torch.tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
 
 
 def test_a_checkpoint_of_grouped_hosts_goes_on_static():

@@ -80,8 +80,11 @@ class SimicClient:
             total_updates=total_updates,
         )
         self._clock_T = torch.arange(1, spec.episode_length + 1, device=self.device)
+        shape_TN = (spec.episode_length, spec.num_envs)
+        self._rolled_back_TN = torch.zeros(shape_TN, dtype=torch.bool, device=self.device)
+        self._paid_for_it_TN = torch.zeros(shape_TN, device=self.device)
         self._decide = policy_form(PolicyStep(self.agent.network, self.agent.selectable, spec.episode_length))
-        self.buffer = TamiyoRolloutBuffer(
+        self._buffer = TamiyoRolloutBuffer(
             spec.num_envs,
             spec.episode_length,
             feature_dim(spec.num_slots),
@@ -102,7 +105,7 @@ class SimicClient:
         """Have it made how a step is stored, before the first one; whoever begins a rollout empties the buffer."""
         slots = self.spec.num_slots
         sizes = {"N": self.spec.num_envs, "S": slots, "D": feature_dim(slots)}
-        self._store(self.buffer.column(0), blank(Taken, sizes, self.device))
+        self._store(self._buffer.column(0), blank(Taken, sizes, self.device))
 
     # The policy -------------------------------------------------------------------------------------------------------
 
@@ -112,7 +115,9 @@ class SimicClient:
 
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Empty buffer, zero recurrent state, and all random numbers of the episode in one draw."""
-        self.buffer.reset()
+        self._buffer.reset()
+        self._columns = 0  # written so far
+        self._rolled_back_TN.zero_()
         self._carried = self.initial_hidden(self.spec.num_envs)
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
         self._episode, self._hosts = episode, hosts.to(self.device)
@@ -164,8 +169,9 @@ class SimicClient:
             valid=step.valid,
             reset=self._reset_N,
         )
-        self._store(self.buffer.column(step.t - 1), taken)
-        self.buffer.wrote(step.t - 1)
+        self._store(self._buffer.column(step.t - 1), taken)
+        self._buffer.wrote(step.t - 1)
+        self._columns = step.t
         self._reset_N = ~step.valid
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
@@ -174,7 +180,15 @@ class SimicClient:
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
         """The last stored row of each masked host ends its segment and is paid `reward` instead."""
-        self.buffer.mark_terminal(mask, reward)
+        self._rolled_back_TN[self._columns].copy_(mask)
+        self._paid_for_it_TN[self._columns].copy_(reward)
+
+    @property
+    def buffer(self) -> TamiyoRolloutBuffer:
+        """The rollout so far. Rows that rollbacks have ended meanwhile are marked here, all at once."""
+        self._buffer.mark_terminals(self._rolled_back_TN.t(), self._paid_for_it_TN.t())
+        self._rolled_back_TN.zero_()
+        return self._buffer
 
     def update(self) -> dict[str, float]:
         """One PPO update from the stored rollout; metrics by name, missing ones NaN."""
@@ -229,7 +243,7 @@ class SimicClient:
             **with_prefix("returns", agent.returns.state_dict()),
             "counters": torch.tensor(counters),
         }
-        return {**state, **self._episode_state()} if self.buffer.num_steps else state
+        return {**state, **self._episode_state()} if self._buffer.num_steps else state
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
@@ -245,7 +259,8 @@ class SimicClient:
         self.updates, self.agent.schedule_position, self.agent.barren_updates = state["counters"].tolist()
         if rollout:
             self.begin_rollout(int(rollout["episode"]), rollout["hosts"])
-            self.buffer.load_state_dict(below("buffer", rollout))
+            self._buffer.load_state_dict(below("buffer", rollout))
+            self._columns = self._buffer.num_steps
             self._carried = Hidden(h=rollout["h"].to(self.device).clone(), c=rollout["c"].to(self.device).clone())
             self._reset_N = rollout["reset"].to(self.device).clone()
 

@@ -14,8 +14,9 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -43,6 +44,42 @@ _NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
 Arrays = tuple[np.ndarray, ...]
 
 
+class _Piece(NamedTuple):
+    """Where one of the tensors lies in the row of bytes, and how it lies there.
+
+    Its axes are in the order of memory, so that nothing is copied before it travels; `back` is the way back, if that is
+    another order.
+    """
+
+    begin: int
+    end: int
+    dtype: type[np.generic]
+    shape: tuple[int, ...]
+    back: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=256)
+def _packing(*forms: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[_Piece, ...]]:
+    """The order in which tensors of these types, shapes and strides are packed, and the piece of each of them."""
+    order = tuple(sorted(range(len(forms)), key=lambda i: -forms[i][0].itemsize))
+    pieces: dict[int, _Piece] = {}
+    begin = 0
+    for i in order:
+        dtype, shape, strides = forms[i]
+        end = begin + math.prod(shape) * dtype.itemsize
+        axes = _memory_order(shape, strides)
+        inner = tuple(shape[axis] for axis in axes)
+        back = None if axes == sorted(axes) else tuple(sorted(range(len(axes)), key=axes.__getitem__))
+        pieces[i] = _Piece(begin, end, _NUMPY_TYPES[dtype], inner, back)
+        begin = end
+    return order, tuple(pieces[i] for i in range(len(forms)))
+
+
+def _memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The axes from the outermost to the innermost; those of one element, whose strides say nothing, stay in front."""
+    return sorted(range(len(shape)), key=lambda axis: (shape[axis] > 1, -strides[axis]))
+
+
 @final
 class Packed:
     """Tensors of one device as one row of bytes that stays there until it is read; later writes do not change it."""
@@ -52,22 +89,18 @@ class Packed:
         assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
         unknown = {t.dtype for t in tensors} - _NUMPY_TYPES.keys()
         assert not unknown, f"{unknown} cannot be read as numpy arrays; convert before reading"
-        dense = [_innermost_last(t.detach()) for t in tensors]
-        self._layout = [(t.dtype, tuple(t.shape), t.numel() * t.element_size(), back) for t, back in dense]
-        self._order = _packing_order(tensors)
+        order, self._pieces = _packing(*map(_form, tensors))
         with silence():
-            self.bytes = torch.cat([_bytes(dense[i][0]) for i in self._order])
+            self.bytes = torch.cat([_bytes(tensors[i].detach()) for i in order])
 
     def unpack(self, packed: np.ndarray) -> Arrays:
         """The tensors as views of their bytes on the host, in the order they were given."""
-        arrays: dict[int, np.ndarray] = {}
-        offset = 0
-        for i in self._order:
-            dtype, shape, num_bytes, back = self._layout[i]
-            values = packed[offset : offset + num_bytes].view(_NUMPY_TYPES[dtype]).reshape(shape)
-            arrays[i] = values if back is None else values.transpose(back)
-            offset += num_bytes
-        return tuple(arrays[i] for i in range(len(self._layout)))
+        return tuple(_array(packed, piece) for piece in self._pieces)
+
+
+def _array(packed: np.ndarray, piece: _Piece) -> np.ndarray:
+    values = packed[piece.begin : piece.end].view(piece.dtype).reshape(piece.shape)
+    return values if piece.back is None else values.transpose(piece.back)
 
 
 @final
@@ -116,22 +149,15 @@ def host_read(*tensors: Tensor) -> tuple[np.ndarray, ...]:
     return start_read(*tensors).wait()
 
 
-def _innermost_last(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
-    """The axes in the order of memory, so that nothing is copied before it travels, and what brings them back."""
-    if tensor.is_contiguous():
-        return tensor, None
-    strides = tensor.stride()
-    axes = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-    return tensor.permute(axes), sorted(range(len(axes)), key=axes.__getitem__)
-
-
 def _bytes(tensor: Tensor) -> Tensor:
-    """The contents as uint8 [bytes]. Axes of size 1 may keep odd strides when contiguous, hence `as_strided`."""
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    """The contents as uint8 [bytes], in the order of memory where they lie there without gaps or overlaps."""
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(_memory_order(tensor.shape, tensor.stride())).contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _packing_order(tensors: tuple[Tensor, ...]) -> list[int]:
-    return sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 @final

@@ -168,6 +168,23 @@ def test_a_rollback_ends_the_last_row_with_the_penalty():
     assert buffer.slabs.truncated[0, 2]
 
 
+def test_rollbacks_that_are_marked_together_are_those_that_are_marked_step_by_step():
+    g, num_marked = torch.Generator().manual_seed(7), 0
+    for _ in range(20):
+        mask, penalty = torch.rand(N, T, generator=g) < 0.4, torch.randn(N, T, generator=g)
+        one_by_one, together = new_buffer(), new_buffer()
+        for t in range(T):
+            ends = torch.rand(N, generator=g) < 0.3
+            fields = column(t, valid=~mask[:, t], terminal=ends, truncated=~ends, bootstrap_value=torch.ones(N))
+            one_by_one.mark_terminal(mask[:, t], penalty[:, t])
+            one_by_one.store(t, **fields)
+            together.store(t, **fields)
+        together.mark_terminals(mask, penalty)
+        assert same(one_by_one, together)
+        num_marked += int((one_by_one.slabs.rewards[:, :-1] == penalty[:, 1:]).sum())
+    assert num_marked > 20
+
+
 def test_a_rollback_in_the_first_step_finds_no_row():
     buffer = new_buffer()
     buffer.mark_terminal(~only(-1), PENALTY)

@@ -166,6 +166,19 @@ class TamiyoRolloutBuffer:
         self._change("bootstrap_values", place_N1, lambda value: value.masked_fill(open_N1, 0.0))
         self._change("rewards", place_N1, lambda paid: torch.where(open_N1, penalty[:, None], paid))
 
+    def mark_terminals(self, mask_NT: Bool[Tensor, "N T"], penalty_NT: Float[Tensor, "N T"]) -> None:
+        """What `mark_terminal` does before each column is written, later: the row before a masked one ends its segment.
+
+        For rollouts of `store`, in which all hosts are in step.
+        """
+        slabs = self.slabs
+        before, open_NT = slabs.terminal[:, :-1], mask_NT[:, 1:] & slabs.valid[:, :-1]
+        open_NT &= ~before
+        slabs.rewards[:, :-1].copy_(torch.where(open_NT, penalty_NT[:, 1:], slabs.rewards[:, :-1]))
+        slabs.bootstrap_values[:, :-1].masked_fill_(open_NT, 0.0)
+        slabs.truncated[:, :-1].masked_fill_(open_NT, False)
+        before.masked_fill_(open_NT, True)
+
     def mark_truncated(self, mask: Bool[Tensor, " N"], bootstrap: Float[Tensor, " N"]) -> None:
         """The same row is cut off by the time limit; `bootstrap` is the value of the state after it."""
         place_N1, open_N1 = self._last_open_row(mask)

@@ -65,6 +65,35 @@ def test_shapes_count_even_of_what_is_not_read():
     assert step(torch.ones(3), torch.ones(3, 5)).shape == (3, 5)
 
 
+@pytest.mark.parametrize("n", [3, 64, 70])
+def test_an_answer_is_written_where_it_is_told_to_however_that_lies_in_memory(n):
+    step = RecordedStep(lambda x, y: (x * 2.0, y, x.sum(1)), name="the toy")
+    x, y = floats(n, 20, seed=1).nan_to_num(0, 1, 1), floats(n, 1, seed=2)[:, 0]
+    slab, rows = torch.zeros(n, 5, 20), torch.zeros(2, n)
+    for t in (0, 4):
+        doubled, same, total = step.write((slab[:, t], rows[0]), x, y)
+        assert doubled.data_ptr() == slab[:, t].data_ptr()
+        assert torch.equal(slab[:, t], x * 2.0)
+        assert torch.equal(rows[0].nan_to_num(), y.nan_to_num()), "an argument that is handed on is copied"
+        assert torch.equal(same.nan_to_num(), y.nan_to_num())
+        torch.testing.assert_close(total, x.sum(1), rtol=1e-4, atol=0.0)
+    assert not slab[:, 1:4].any()
+    assert not rows[1].any()
+    assert step.num_graphs == 1
+    turned = torch.zeros(20, n).t()
+    step.write((turned, rows[1]), x, y)
+    assert torch.equal(turned, x * 2.0)
+    assert torch.equal(step(x, y)[0], x * 2.0)
+    assert step.num_graphs == 3, "one for each order in memory, and one that makes its answers"
+
+
+@pytest.mark.parametrize("place", [torch.zeros(3, 4), torch.zeros(2, 3), torch.zeros(3, 3, dtype=torch.float64)])
+def test_a_place_of_another_form_than_the_answer_is_refused(place):
+    step = RecordedStep(lambda x: x + 1.0, name="the toy")
+    with pytest.raises(RecordingError, match="is to be written to a tensor of"):
+        step.write(place, torch.ones(3, 3))
+
+
 def test_what_all_hosts_share_may_change_from_call_to_call_and_constants_may_not():
     shared, table = torch.ones(()), torch.tensor([1.0, 10.0, 100.0])
     step = RecordedStep(lambda x, t: x * t + table, name="the toy")

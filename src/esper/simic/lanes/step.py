@@ -49,7 +49,10 @@ class RecordedStep:
         return self._answer((), args)
 
     def write(self, places: Any, *args: Any) -> Any:  # noqa: ANN401 -- those of the function
-        """As the function, but the first tensors of the answer are those of the tree `places`, in its order."""
+        """As the function, but the first tensors of the answer are written to those of the tree `places`, in its order.
+
+        These may share no memory with the arguments.
+        """
         return self._answer(flatten(places)[0], args)
 
     def _answer(self, places: Sequence[Tensor], args: Sequence[Any]) -> Any:  # noqa: ANN401

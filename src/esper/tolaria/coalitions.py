@@ -24,14 +24,16 @@ Shape legend: N = hosts, S = slots, R = rank of a slot among the players (or mem
 K = distinct coalitions, J = subsets.
 """
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.record import record, tree_map
+from esper.leyline.record import record
 from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
 from esper.tolaria.coalition_layout import Layout, Rules, layout_of, most_coalitions, numbers, word_weights
 from esper.tolaria.prefixes import PrefixPlan as PrefixPlan
@@ -95,7 +97,7 @@ def enumerate_coalitions(
     if num_slots > _MAX_TABLE_SLOTS:
         return _enumerate(kind_NS, rules)
     code_N = (kind_NS * _kind_weights(num_slots, device)).sum(dim=1)
-    return tree_map(lambda rows: rows.index_select(0, code_N), _all_structures(num_slots, rules, device))
+    return _all_structures(num_slots, rules, device).of(code_N)
 
 
 def derive(coalitions: Coalitions, accuracy: Float[Tensor, "N K"]) -> CoalitionMetrics:
@@ -141,11 +143,52 @@ _MAX_TABLE_SLOTS = 6
 """Up to here every structure of a host is worked out once (3**6 = 729 rows) and looked up afterwards."""
 
 
+class _Structures(NamedTuple):
+    """The coalitions of every possible host: the one with a code has kind `code // 3**s % 3` in slot s.
+
+    All numbers of a host are a column, and all its marks one. So two reads find those of N hosts, and hosts are the
+    innermost axis in memory of what is found.
+    """
+
+    numbers: Int[Tensor, "C codes"]
+    marks: Bool[Tensor, "C codes"]
+    shapes: tuple[tuple[str, bool, tuple[int, ...]], ...]  # field, whether it is marks, shape of one host's
+
+    def of(self, code_N: Int[Tensor, " N"]) -> Coalitions:
+        """Those of hosts with these codes."""
+        numbers, marks = (table.gather(1, code_N.expand(len(table), -1)) for table in (self.numbers, self.marks))
+        return Coalitions(
+            **{
+                name: (marks if is_marks else numbers).as_strided(size, stride, begin)
+                for name, is_marks, size, stride, begin in _places(self.shapes, len(code_N))
+            }
+        )
+
+
 @lru_cache(maxsize=16)
-def _all_structures(num_slots: int, rules: Rules, device: torch.device) -> Coalitions:
-    """The coalitions of every possible host: row `code` has kind `code // 3**s % 3` in slot s."""
+def _places(
+    shapes: tuple[tuple[str, bool, tuple[int, ...]], ...], num_hosts: int
+) -> list[tuple[str, bool, tuple[int, ...], tuple[int, ...], int]]:
+    """Field, whether it is marks, and its size [N, ...], strides and beginning in the columns that were found."""
+    places, begins = [], {False: 0, True: 0}
+    for name, is_marks, shape in shapes:
+        steps = [num_hosts * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        places.append((name, is_marks, (num_hosts, *shape), (1, *steps), begins[is_marks]))
+        begins[is_marks] += num_hosts * math.prod(shape)
+    return places
+
+
+@lru_cache(maxsize=16)
+def _all_structures(num_slots: int, rules: Rules, device: torch.device) -> _Structures:
     codes = torch.arange(3**num_slots, device=device)[:, None]
-    return _enumerate(codes // _kind_weights(num_slots, device) % 3, rules)
+    fields = vars(_enumerate(codes // _kind_weights(num_slots, device) % 3, rules))
+    marks = {name: field.dtype == torch.bool for name, field in fields.items()}
+    columns = [
+        torch.cat([field.reshape(len(codes), -1) for name, field in fields.items() if marks[name] == kind], dim=1)
+        for kind in (False, True)
+    ]
+    shapes = tuple((name, marks[name], tuple(field.shape[1:])) for name, field in fields.items())
+    return _Structures(columns[0].t().contiguous(), columns[1].t().contiguous(), shapes)
 
 
 @lru_cache(maxsize=64)

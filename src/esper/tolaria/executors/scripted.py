@@ -41,9 +41,10 @@ class ScriptedExecutor:
         self.script, self.run_seed, self.device = script, run_seed, device
         self.host_params = script.host_params
         self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
-        self.passes = torch.zeros(num_envs, num_slots, dtype=torch.int64, device=device)
-        self._nan = torch.full((num_envs, num_slots), torch.nan, device=device)
-        self._never = torch.zeros(num_envs, num_slots, dtype=torch.bool, device=device)
+        # hosts are the innermost axis in memory, as they are in the state of the slots
+        self.passes = torch.zeros(num_slots, num_envs, dtype=torch.int64, device=device).t()
+        self._nan = torch.full((num_slots, num_envs), torch.nan, device=device).t()
+        self._never = torch.zeros(num_slots, num_envs, dtype=torch.bool, device=device).t()
         self._episode, self._t = 0, 0
         everything = torch.arange(NUM_BUILTIN_BLUEPRINTS, device=device)
         params = null.params(script, everything, torch.zeros_like(everything, dtype=torch.bool))

@@ -158,20 +158,21 @@ def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: Engine
     for n, s in np.argwhere(np.isfinite(shapley)).tolist():
         place = {"host": spec.host_offset + n, "slot": spec.slot_ids[s]}
         yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
-    for n in range(len(stats.returns)):
-        yield {"kind": "episode", **head, "host": spec.host_offset + n} | _came_to(stats, n)
+    for n, came_to in enumerate(_came_to(stats)):
+        yield {"kind": "episode", **head, "host": spec.host_offset + n, **came_to}
     for host, alarm in (
         *((-1, found) for found in (*alarms(metrics), *trend.alarms())),
         *(
             (spec.host_offset + n, found)
-            for n in range(len(stats.returns))
+            for n in np.flatnonzero(stats.flags.any(axis=1)).tolist()
             for found in flag_alarms(stats.flags[n].tolist())
         ),
     ):
         yield {"kind": "alarm", **head, "host": host, **vars(alarm)}
 
 
-def _came_to(stats: RolloutStats, n: int) -> Event:
+def _came_to(stats: RolloutStats) -> Iterator[Event]:
+    """What each host came to; one conversion for all."""
     floats = {
         "return": stats.returns,
         "val_accuracy": stats.val_acc,
@@ -179,8 +180,7 @@ def _came_to(stats: RolloutStats, n: int) -> Event:
         "growth_ratio": stats.growth,
     }
     counts = ("germinated", "pruned", "fossilized", "contributing", "refused", "rollbacks")
-    return {
-        **{name: float(values[n]) for name, values in floats.items()},
-        **{name: int(getattr(stats, name)[n]) for name in counts},
-        "ops": {op.name: int(stats.ops[n, op]) for op in LifecycleOp},
-    }
+    columns = [*floats.values(), *(getattr(stats, name) for name in counts)]
+    names, operations = (*floats, *counts), [op.name for op in LifecycleOp]
+    for *values, ops in zip(*(column.tolist() for column in columns), stats.ops.tolist(), strict=True):
+        yield {**dict(zip(names, values, strict=True)), "ops": dict(zip(operations, ops, strict=True))}

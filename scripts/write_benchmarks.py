@@ -141,7 +141,7 @@ MEASUREMENTS = (
     Measurement("GAE, 1,024 hosts x 150 steps", ("benchmarks/gae.py", "--repetitions", "3"), gae),
     Measurement(
         "Rounds of the null task, 16 hosts x 60 steps",
-        ("scripts/benchmark_hot_path.py", *("--task", "null", "--hosts", "16", "--steps", "60", "--rounds", "3")),
+        ("scripts/benchmark_hot_path.py", *("--task", "null", "--hosts", "16", "--steps", "60", "--rounds", "20")),
         rounds,
     ),
     Measurement(

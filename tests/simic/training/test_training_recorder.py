@@ -1,6 +1,7 @@
 """What steps leave behind, told one by one or several together."""
 
 import json
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from test_training_events import SPEC, moves
 from test_training_report import step
 
 import small_runs
+from esper.leyline.messages import SlotState
 from esper.leyline.stages import Cause, SeedStage
 from esper.simic.training.recorder import LONGEST, MOST_STEPS, Recorder
 from esper.telemetry import hub as hubs
@@ -165,3 +167,24 @@ def test_the_steps_before_a_failure_are_on_the_disk(tmp_path: Path, monkeypatch:
         small_runs.train(path, "null", 1)
     whole = small_runs.records(tmp_path / "whole")["events.jsonl"]
     assert small_runs.records(path)["events.jsonl"] == [event for event in whole if event["t"] <= 5]
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_a_run_that_is_interrupted_among_steps_that_wait_goes_on_with_the_same_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    assert small_runs.train(whole, "null", 2) == 0
+    trained, steps = ScriptedExecutor.train_epoch, iter(range(16 + 3))
+
+    def interrupted(self: ScriptedExecutor, t: int, slots: SlotState) -> object:
+        if next(steps, None) == 8 + 4:
+            signal.raise_signal(signal.SIGINT)
+        return trained(self, t, slots)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScriptedExecutor, "train_epoch", interrupted)
+        assert small_runs.train(path, "null", 2) == 130
+    assert max(event["t"] for event in small_runs.records(path)["events.jsonl"] if event["round"] == 2) == 5
+    assert small_runs.resume(path) == 0
+    assert small_runs.records(path) == small_runs.records(whole)

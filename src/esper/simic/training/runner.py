@@ -169,7 +169,6 @@ class Runner:
         state: StateTree = with_prefix("policy", self.client.state_dict())
         if inside or self._all_done:
             state |= with_prefix("engine", self.engine.state_dict())
-        self.recorder.flush()  # the place in the records is that of the state
         header = Header(
             rounds_done=self.rounds_done,
             step=inside,

@@ -186,11 +186,15 @@ template <class T> const int32_t* look_up(const Block& b, const int32_t* w, int 
             for (int l = 0; l < b.lanes; ++l) to[l] = U((bits >> index[l]) & 1);
         } else if (sizeof(U) > 1 && choices <= 2 * WIDTH) {
             Table low = {}, high = {};
-            for (int k = 0; k < choices; ++k) (k < WIDTH ? low[k] : high[k - WIDTH]) = *b.at<U>(w[2 + k]);
+            for (int k = 0; k < choices; ++k) (k < WIDTH ? low : high)[k % WIDTH] = *b.at<U>(w[2 + k]);
             for (int l = 0; l < b.lanes; l += WIDTH) {
                 Table place;
                 for (int i = 0; i < WIDTH; ++i) place[i] = U(index[l + i]);
+#ifdef __clang__
+                for (int i = 0; i < WIDTH; ++i) to[l + i] = place[i] < WIDTH ? low[place[i]] : high[place[i] - WIDTH];
+#else
                 *reinterpret_cast<Table*>(to + l) = __builtin_shuffle(low, high, place);
+#endif
             }
         } else {
             for (int l = 0; l < b.lanes; ++l) to[l] = *b.at<U>(w[2 + index[l]]);
@@ -199,49 +203,35 @@ template <class T> const int32_t* look_up(const Block& b, const int32_t* w, int 
     return w;
 }
 
-typedef float Four __attribute__((vector_size(16)));
-typedef float Sixteen __attribute__((vector_size(64)));
-
-// The four numbers from `column` on of rows k, k + 4, k + 8 and k + 12.
-inline Sixteen quarters(const float* const* from, int column, int k) {
-    Sixteen all = {};
+// 16 x 16 numbers from rows to columns.
 #ifdef __AVX512F__
-    all = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + column));
+// The four numbers from `column` on of rows k, k + 4, k + 8 and k + 12.
+inline __m512 quarters(const float* const* from, int column, int k) {
+    __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + column));
     all = _mm512_insertf32x4(all, _mm_loadu_ps(from[k + 4] + column), 1);
     all = _mm512_insertf32x4(all, _mm_loadu_ps(from[k + 8] + column), 2);
-    all = _mm512_insertf32x4(all, _mm_loadu_ps(from[k + 12] + column), 3);
-#else
-    for (int i = 0; i < 4; ++i) std::memcpy(reinterpret_cast<Four*>(&all) + i, from[k + 4 * i] + column, sizeof(Four));
-#endif
-    return all;
+    return _mm512_insertf32x4(all, _mm_loadu_ps(from[k + 12] + column), 3);
 }
 
-// Of each four numbers of two vectors, the first two or the last two, alternating.
-#define ESPER_MIXED(a, b, i, j) \
-    __builtin_shufflevector(a, b, i, 16 + i, j, 16 + j, 4 + i, 20 + i, 4 + j, 20 + j, 8 + i, 24 + i, 8 + j, 24 + j, \
-                            12 + i, 28 + i, 12 + j, 28 + j)
-// The same, in pairs.
-#define ESPER_PAIRED(a, b, i) \
-    __builtin_shufflevector(a, b, i, i + 1, 16 + i, 17 + i, 4 + i, 5 + i, 20 + i, 21 + i, 8 + i, 9 + i, 24 + i, \
-                            25 + i, 12 + i, 13 + i, 28 + i, 29 + i)
-
-inline void put(float* to, Sixteen numbers) { std::memcpy(to, &numbers, sizeof numbers); }
-
-// 16 x 16 numbers from rows to columns: four columns at a time, whose quarters of four rows are turned side by side.
+// Four columns at a time, whose quarters of four rows are turned side by side.
 inline void transpose(const float* const* from, float* const* to) {
     for (int column = 0; column < STEP; column += 4) {
-        const Sixteen a = quarters(from, column, 0), b = quarters(from, column, 1);
-        const Sixteen c = quarters(from, column, 2), d = quarters(from, column, 3);
-        const Sixteen ab = ESPER_MIXED(a, b, 0, 1), cd = ESPER_MIXED(c, d, 0, 1);
-        const Sixteen ab_high = ESPER_MIXED(a, b, 2, 3), cd_high = ESPER_MIXED(c, d, 2, 3);
-        put(to[column], ESPER_PAIRED(ab, cd, 0));
-        put(to[column + 1], ESPER_PAIRED(ab, cd, 2));
-        put(to[column + 2], ESPER_PAIRED(ab_high, cd_high, 0));
-        put(to[column + 3], ESPER_PAIRED(ab_high, cd_high, 2));
+        const __m512 a = quarters(from, column, 0), b = quarters(from, column, 1);
+        const __m512 c = quarters(from, column, 2), d = quarters(from, column, 3);
+        const __m512 ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
+        const __m512 ab_high = _mm512_unpackhi_ps(a, b), cd_high = _mm512_unpackhi_ps(c, d);
+        _mm512_storeu_ps(to[column], _mm512_shuffle_ps(ab, cd, 0x44));
+        _mm512_storeu_ps(to[column + 1], _mm512_shuffle_ps(ab, cd, 0xee));
+        _mm512_storeu_ps(to[column + 2], _mm512_shuffle_ps(ab_high, cd_high, 0x44));
+        _mm512_storeu_ps(to[column + 3], _mm512_shuffle_ps(ab_high, cd_high, 0xee));
     }
 }
-#undef ESPER_MIXED
-#undef ESPER_PAIRED
+#else
+inline void transpose(const float* const* from, float* const* to) {
+    for (int i = 0; i < STEP; ++i)
+        for (int j = 0; j < STEP; ++j) to[j][i] = from[i][j];
+}
+#endif
 
 // Whether 16 elements from this one on lie in a row. `w` are pairs of a register and the place of its number.
 template <class T> inline bool are_beside(const int32_t* w, int e, int count) {

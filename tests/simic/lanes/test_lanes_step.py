@@ -179,7 +179,7 @@ def test_a_missing_compiler_is_a_mistake_of_configuration(monkeypatch):
     machine.control_machine.cache_clear()
     try:
         with pytest.raises(
-            ConfigError, match=r"compile = 'native' needs a C\+\+ compiler, but CXX names.*compile to 'off'"
+            ConfigError, match=r"compile = 'native'\) needs a C\+\+ compiler, but CXX names.*compile to 'off'"
         ):
             RecordedStep(lambda x: x + 1.0, name="the toy")(torch.ones(2))
     finally:

@@ -49,6 +49,6 @@ def control_machine() -> ControlMachine:
     return opened(
         SOURCES / "control.cpp",
         ControlMachine,
-        what="compile = 'native'",
+        what="the control step (compile = 'native')",
         way_out="install one (such as g++), name yours in the environment variable CXX, or set compile to 'off'",
     )

@@ -30,7 +30,7 @@ from esper.simic.training import events, report
 from esper.simic.training.build import assemble, device_of
 from esper.simic.training.config import RunConfig
 from esper.simic.training.presets import resolve
-from esper.simic.training.recorder import Recorder
+from esper.simic.training.records import Records
 from esper.simic.training.trend import Trend
 from esper.simic.training.values import plain
 from esper.tasks.datasets import Dataset, Split
@@ -155,14 +155,14 @@ class Subject:
         self.parts = assemble(config, device_of(config))
         self.engine, self.client = self.parts.engine, self.parts.client
         self._open = ExitStack()
-        self._recorder: Recorder | None = None
+        self._records: Records | None = None
         if telemetry:
             self._directory = self._open.enter_context(RunDirectory.create(folder, plain(config)))
             screen = Console(file=StringIO(), force_terminal=True, width=120, height=40)
             shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
             self._listeners = Hub({"progress": self._open.enter_context(shown)})
-            self._recorder = Recorder(self._directory, self._listeners, self.engine.spec, None)
-            self.engine.on_step = self._recorder.step
+            self._records = Records(self._directory, self._listeners, self.engine.spec, None)
+            self.engine.on_step = self._records.step
 
     def __enter__(self) -> "Subject":
         return self
@@ -175,8 +175,8 @@ class Subject:
         engine, client = self.engine, self.client
         engine.timer.enabled = True
         marks = [time.perf_counter()]
-        if self._recorder is not None:
-            self._recorder.begin()
+        if self._records is not None:
+            self._records.begin()
         engine.reset(client, episode)
         marks.append(time.perf_counter())
         for _ in range(engine.spec.episode_length):
@@ -187,8 +187,8 @@ class Subject:
         rolled = time.perf_counter()
         metrics = client.update()
         updated = time.perf_counter()
-        if self._recorder is not None:
-            self._recorder.write_events(events.round_events(stats, metrics, engine.spec, Trend()))
+        if self._records is not None:
+            self._records.write_events(events.round_events(stats, metrics, engine.spec, Trend()))
             cost = report.Cost(env_steps=self.config.num_envs * self.config.episode_length, seconds=rolled - marks[1])
             line = report.round_line(stats, cost, metrics)
             self._directory.write_metrics(line)

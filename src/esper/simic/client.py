@@ -24,7 +24,7 @@ from esper.simic.agent.adam import AdamState
 from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import RowFunction, StoreFunction, Taken, copied, row_of
+from esper.simic.agent.stored_row import Row, RowFunction, StoreFunction, copied, kept
 from esper.simic.telemetry.metrics import Read
 from esper.tamiyo.features import feature_dim, observe
 from esper.tamiyo.network import TamiyoNetwork
@@ -36,6 +36,7 @@ class _Seen:
 
     t: int
     blueprint_index: Int[Tensor, "N S"]
+    forced: Bool[Tensor, " N"]
 
 
 def _eager(step: PolicyStep) -> PolicyFunction:
@@ -97,7 +98,7 @@ class SimicClient:
         )
         self.updates = 0
         self._seen: _Seen | None = None
-        self._store = store_form(row_of)
+        self._store = store_form(kept)
         self._rehearse()
         self.begin_rollout(0, spec.host_ids())
 
@@ -105,7 +106,7 @@ class SimicClient:
         """Have it made how a step is stored, before the first one; whoever begins a rollout empties the buffer."""
         slots = self.spec.num_slots
         sizes = {"N": self.spec.num_envs, "S": slots, "D": feature_dim(slots)}
-        self._store(self._buffer.column(0), blank(Taken, sizes, self.device))
+        self._store(self._buffer.column(0), blank(Row, sizes, self.device))
 
     # The policy -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class SimicClient:
         )
         decision = self._decide(inputs, deterministic)
         self._carried = decision.act.hidden
-        self._seen = _Seen(t=obs.t, blueprint_index=decision.blueprint_index)
+        self._seen = _Seen(t=obs.t, blueprint_index=decision.blueprint_index, forced=decision.forced)
         return decision.act
 
     @torch.no_grad()
@@ -152,9 +153,9 @@ class SimicClient:
         """Write column `step.t - 1`; hosts that were rolled back start their next step from a zero state."""
         assert self._seen is not None, "act() comes before store()"
         assert self._seen.t == step.t, "store() takes the step that act() just decided"
-        taken = Taken(
-            features=step.act.features,
-            raw_features=step.act.raw_features,
+        row = Row(
+            state=step.act.features,
+            raw_state=step.act.raw_features,
             actions=step.act.actions,
             log_prob=step.act.log_prob,
             value=step.act.value,
@@ -168,8 +169,9 @@ class SimicClient:
             truncated=step.truncated,
             valid=step.valid,
             reset=self._reset_N,
+            forced=self._seen.forced,
         )
-        self._store(self._buffer.column(step.t - 1), taken)
+        self._store(self._buffer.column(step.t - 1), row)
         self._buffer.wrote(step.t - 1)
         self._columns = step.t
         self._reset_N = ~step.valid

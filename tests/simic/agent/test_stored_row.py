@@ -6,14 +6,14 @@ import torch
 from esper.leyline.actions import CANONICAL_ACTION, LifecycleOp
 from esper.leyline.record import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row, Taken, copied, row_of
+from esper.simic.agent.stored_row import Row, copied, kept
 from esper.simic.lanes.step import RecordedStep
 
 D, S, T = 40, 3, 5
 NAN = float("nan")
 
 
-def taken(n: int, seed: int = 0) -> Taken:
+def taken(n: int, seed: int = 0) -> Row:
     """Any step of n hosts; every third was rolled back, and its measurements are missing."""
     g = torch.Generator().manual_seed(seed)
 
@@ -26,10 +26,9 @@ def taken(n: int, seed: int = 0) -> Taken:
     valid = torch.arange(n) % 3 != 2
     legal = flag(6, S)
     legal[:, LifecycleOp.WAIT] = True
-    legal[1:2, LifecycleOp.WAIT + 1 :] = False
-    return Taken(
-        features=number(D),
-        raw_features=number(D),
+    return Row(
+        state=number(D),
+        raw_state=number(D),
         actions=torch.randint(0, 4, (n, 8), generator=g),
         log_prob=-number(8).abs(),
         value=number(),
@@ -43,22 +42,20 @@ def taken(n: int, seed: int = 0) -> Taken:
         truncated=flag(),
         valid=valid,
         reset=flag(),
+        forced=flag(),
     )
 
 
 def test_a_valid_row_is_what_was_taken():
     step = taken(7)
-    row, kept = row_of(step), step.valid
+    row, valid = kept(step), step.valid
     for name in Row.__annotations__:
-        source = {"state": "features", "raw_state": "raw_features"}.get(name, name)
-        if name != "forced":
-            assert torch.equal(getattr(row, name)[kept], getattr(step, source)[kept]), name
-    assert row.forced[:2].tolist() == [False, True]
+        assert torch.equal(getattr(row, name)[valid], getattr(step, name)[valid]), name
 
 
 def test_a_row_that_is_not_valid_is_neutral():
     step = taken(9)
-    row, lost = row_of(step), ~step.valid
+    row, lost = kept(step), ~step.valid
     assert row.actions[lost].tolist() == [list(CANONICAL_ACTION)] * 3
     assert row.legal[lost].nonzero()[:, 1:].tolist() == [[LifecycleOp.WAIT, 0]] * 3
     assert torch.equal(row.reset, step.reset)
@@ -73,13 +70,11 @@ def buffer(n: int) -> TamiyoRolloutBuffer:
 @pytest.mark.parametrize("n", [1, 5, 16, 64, 131])
 def test_every_form_writes_the_same_column_and_nothing_beside_it(n):
     given, eager, native = buffer(n), buffer(n), buffer(n)
-    recorded = RecordedStep(row_of, name="the toy")
+    recorded = RecordedStep(kept, name="the toy")
     for t in (0, 3, 1):
         step = taken(n, seed=t)
-        fields = {name: value for name, value in vars(step).items() if name in Row.__annotations__}
-        forced = row_of(step).forced
-        given.store(t, state=step.features, raw_state=step.raw_features, forced=forced, **fields)
-        copied(row_of)(eager.column(t), step)
+        given.store(t, **vars(step))
+        copied(kept)(eager.column(t), step)
         places = native.column(t)
         assert recorded.write(places, step).state is places.state
     for name, slab in named_tensors(given.slabs):

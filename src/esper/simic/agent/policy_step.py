@@ -21,6 +21,7 @@ from esper.leyline.record import blank, record, tree_map
 from esper.simic.agent.normalizers import Frozen, normalized
 from esper.tamiyo.features import feature_dim, features_of
 from esper.tamiyo.heads import sample_heads
+from esper.tamiyo.masks import forced
 from esper.tamiyo.network import TamiyoNetwork
 
 
@@ -47,6 +48,7 @@ class Decision:
 
     act: ActResult
     blueprint_index: Int[Tensor, "N S"]
+    forced: Bool[Tensor, " N"]
 
 
 def without(reset: Bool[Tensor, " N"], hidden: Hidden) -> Hidden:
@@ -103,4 +105,4 @@ class PolicyStep(nn.Module):
             raw_features=raw,
             features=features,
         )
-        return Decision(act=act, blueprint_index=blueprint_index)
+        return Decision(act=act, blueprint_index=blueprint_index, forced=forced(inputs.legal))

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_OPS, LifecycleOp
 from esper.leyline.record import lift, record
-from esper.tamiyo.masks import forced
 
 
 @record
 class Row:
-    """One step of all hosts as the buffer keeps it."""
+    """One step of all hosts. `reset` marks those whose recurrent state was zero before it."""
 
     state: Float[Tensor, "N D"]
     raw_state: Float[Tensor, "N D"]
@@ -40,52 +39,25 @@ class Row:
     has_gate: Bool[Tensor, "N S"]
 
 
-@record
-class Taken:
-    """A step that was taken; `reset` marks hosts whose recurrent state was zero before it."""
-
-    features: Float[Tensor, "N D"]
-    raw_features: Float[Tensor, "N D"]
-    actions: Int[Tensor, "N 8"]
-    log_prob: Float[Tensor, "N 8"]
-    value: Float[Tensor, " N"]
-    blueprint_index: Int[Tensor, "N S"]
-    legal: Bool[Tensor, "N 6 S"]
-    has_gate: Bool[Tensor, "N S"]
-    effective_op: Int[Tensor, " N"]
-    reward: Float[Tensor, " N"]
-    bootstrap_value: Float[Tensor, " N"]
-    terminal: Bool[Tensor, " N"]
-    truncated: Bool[Tensor, " N"]
-    valid: Bool[Tensor, " N"]
-    reset: Bool[Tensor, " N"]
-
-
-RowFunction = Callable[[Taken], Row]
-StoreFunction = Callable[[Row, Taken], object]
-"""Writes the row of a step into these places."""
+RowFunction = Callable[[Row], Row]
+StoreFunction = Callable[[Row, Row], object]
+"""Writes into the first row, which is places, what is kept of the second."""
 
 _FINITE = ("state", "raw_state")
 """Fields that are finite whatever was measured (`features.observe`)."""
 _KEPT = ("valid", "reset")
 
 
-def row_of(taken: Taken) -> Row:
+def kept(row: Row) -> Row:
     """The row of a step, neutral where a host was rolled back."""
-    entries = {
-        "state": taken.features,
-        "raw_state": taken.raw_features,
-        "forced": forced(taken.legal),
-        **{name: value for name, value in vars(taken).items() if name in Row.__annotations__},
-    }
-    return Row(**neutral_unless(taken.valid, entries))
+    return Row(**neutral_unless(row.valid, vars(row)))
 
 
 def copied(function: RowFunction) -> StoreFunction:
     """What copies the row that the function makes."""
 
-    def store(places: Row, taken: Taken) -> None:
-        made = function(taken)
+    def store(places: Row, row: Row) -> None:
+        made = function(row)
         for name, place in vars(places).items():
             place.copy_(getattr(made, name))
 

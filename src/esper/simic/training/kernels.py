@@ -27,7 +27,7 @@ from esper.kasmina.native.compiled import compiler
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
-from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, row_of
+from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, kept
 from esper.simic.compilation import CompileChoice, CompiledStep, is_compiled
 from esper.simic.lanes.step import RecordedStep
 from esper.simic.rewards.compilation import kernel_for
@@ -58,7 +58,7 @@ FUNCTIONS: Mapping[str, Forms] = {
     "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep, native=RecordedStep),
     "act": Forms(eager=phases.act, compiled=CompiledStep, native=RecordedStep),
     "reward": Forms(eager=compute_reward_batched, compiled=kernel_for, native=RecordedStep),
-    "store": Forms(eager=row_of, compiled=CompiledStep, native=RecordedStep),
+    "store": Forms(eager=kept, compiled=CompiledStep, native=RecordedStep),
     "close": Forms(eager=phases.close, compiled=CompiledStep, native=RecordedStep),
     "train_batch": Forms(eager=train_batch, compiled=None, native=None),
 }

@@ -1,6 +1,6 @@
 """The loop of a run: rounds, records, checkpoints, a clean end when somebody asks for it.
 
-engine --on_step--> recorder: events.jsonl, steps.jsonl, listeners
+engine --on_step--> records: events.jsonl, steps.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
 """
 
@@ -22,7 +22,7 @@ from esper.simic.training import events, report
 from esper.simic.training.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import fingerprint
-from esper.simic.training.recorder import Recorder
+from esper.simic.training.records import Records
 from esper.simic.training.report import Cost
 from esper.simic.training.trend import Trend
 from esper.simic.training.values import plain
@@ -73,26 +73,26 @@ class Runner:
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         terms = client.terms if config.record_steps else None
-        self.recorder = Recorder(directory, listeners, engine.spec, terms)
+        self.records = Records(directory, listeners, engine.spec, terms)
         self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
         self._stop = False
         engine.timer.enabled = True
         self._mark()
-        engine.on_step = self.recorder.step
+        engine.on_step = self.records.step
 
     def run(self) -> dict[str, object] | None:
         """Run to the end. Returns the summary, or None where a signal ended the run early (a checkpoint is there)."""
         remaining = range(self.rounds_done, self.config.rounds)
         with _stop_signals(self._ask_to_stop):
             if self.new:
-                self.recorder.write_events([self._started()])
+                self.records.write_events([self._started()])
             self._mark()
             try:
                 complete = self.engine.train(
                     self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
                 )
             finally:
-                self.recorder.flush()  # whatever ended the run, its last steps say why
+                self.records.flush()  # whatever ended the run, its last steps say why
             if complete:
                 return self._finish()
             self._save()
@@ -115,7 +115,7 @@ class Runner:
         self.total += cost
         self.last, self.rounds_done = stats, stats.episode + 1
         self.trend, is_best = self.trend.after(report.mean_of_known(stats.committed_acc))
-        self.recorder.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend))
+        self.records.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend))
         phases, memory = self.engine.timer.read(), memory_bytes(self.engine.spec.device)
         line = report.round_line(stats, cost, metrics) | {"phase_milliseconds": phases, "memory_bytes": memory}
         self.directory.write_metrics(line)
@@ -134,7 +134,7 @@ class Runner:
     def _mark(self) -> None:
         """A round, or what is left of one, begins now."""
         self._began, self._reads_before = time.monotonic(), reads_so_far()
-        self.recorder.begin()
+        self.records.begin()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Runner:
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
         result["dropped_records"] = self.listeners.num_lost
         head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
-        self.recorder.write_events([head | result])
+        self.records.write_events([head | result])
         self.directory.write_summary(result)
         return result
 

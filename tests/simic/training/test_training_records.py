@@ -14,7 +14,7 @@ from test_training_report import step
 import small_runs
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import Cause, SeedStage
-from esper.simic.training.recorder import LONGEST, MOST_STEPS, Recorder
+from esper.simic.training.records import LONGEST, MOST_STEPS, Records
 from esper.telemetry import hub as hubs
 from esper.telemetry.hub import Hub, register_listener
 from esper.telemetry.run_directory import RunDirectory
@@ -44,18 +44,18 @@ def nobody_registered() -> Iterator[None]:
 
 
 class Bench:
-    """A recorder on a clock of its own."""
+    """Records on a clock of its own."""
 
     def __init__(self, path: Path, terms: tuple[str, ...] | None = None) -> None:
         self.now = 100.0
         self.notebook = Notebook()
         self.directory = RunDirectory.create(path, {}, steps=terms is not None)
-        self.recorder = Recorder(self.directory, Hub({"notebook": self.notebook}), SPEC, terms, clock=lambda: self.now)
+        self.records = Records(self.directory, Hub({"notebook": self.notebook}), SPEC, terms, clock=lambda: self.now)
 
     def steps(self, *numbers: int, seconds: float = 0.001, **changes: object) -> None:
         for t in numbers:
             self.now += seconds
-            self.recorder.step(step(t=t, **changes))
+            self.records.step(step(t=t, **changes))
 
     def told(self) -> list[tuple[str, int]]:
         return [(kind, fields["t"]) for kind, fields in self.notebook.taken]
@@ -89,9 +89,9 @@ def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", {})
     hub = Hub({})
     hub.add_registered(tmp_path)
-    recorder = Recorder(directory, hub, SPEC, None)
+    records = Records(directory, hub, SPEC, None)
     for t in (1, 2):
-        recorder.step(step(t=t))
+        records.step(step(t=t))
         assert [fields["t"] for _, fields in heard.taken] == list(range(1, t + 1))
     directory.close()
 
@@ -100,9 +100,9 @@ def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
 def test_seconds_count_from_the_beginning_of_the_round_to_each_step(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
     bench.now = 107.0
-    bench.recorder.begin()
+    bench.records.begin()
     bench.steps(1, 2, seconds=0.0625)
-    bench.recorder.flush()
+    bench.records.flush()
     assert [fields["seconds"] for _, fields in bench.notebook.taken] == [0.0625, 0.125]
     bench.directory.close()
 
@@ -113,7 +113,7 @@ def test_listeners_hear_the_events_of_a_step_and_then_the_step(tmp_path: Path) -
     bench.steps(1)
     bench.steps(2, op_moves=GERMINATED)
     bench.steps(3)
-    bench.recorder.write_events([{"kind": "alarm", "t": 3}])
+    bench.records.write_events([{"kind": "alarm", "t": 3}])
     told = [("step", 1), ("stage_changed", 2), ("step", 2), ("step", 3), ("alarm", 3)]
     assert bench.told() == told
     bench.directory.close()
@@ -130,10 +130,10 @@ def test_steps_of_two_rounds_are_not_told_together(tmp_path: Path) -> None:
     bench.steps(7, 8, reward=np.array([1.0, 1.0]))
     bench.steps(1, episode=1)
     assert bench.told() == [("step", 7), ("step", 8)]
-    bench.recorder.flush()
+    bench.records.flush()
     _, fields = bench.notebook.taken[-1]
     assert (fields["round"], fields["env_steps"], fields["mean_return"]) == (2, 2, 1.0)
-    bench.recorder.flush()
+    bench.records.flush()
     assert len(bench.notebook.taken) == 3  # nothing is told twice
     bench.directory.close()
 

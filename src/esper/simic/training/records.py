@@ -1,6 +1,6 @@
 """What the steps of a run leave behind: events.jsonl, steps.jsonl, and what listeners are told.
 
-engine --step report--> Recorder --32 steps, or those of a quarter second--> files, listeners
+engine --step report--> Records --32 steps, or those of a quarter second--> files, listeners
 
 Steps are recorded several at a time, because asking numpy what happened takes as long for many steps as for one. When
 that is depends on the clock; what is recorded, and in which order, does not. A listener of the user's may act upon what
@@ -25,7 +25,7 @@ LONGEST = 0.25
 
 
 @final
-class Recorder:
+class Records:
     """Records the steps of a run, and its other events in the order in which they are told.
 
     Args:

@@ -182,12 +182,13 @@ class SimicClient:
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
         """The last stored row of each masked host ends its segment and is paid `reward` instead."""
-        self._rolled_back_TN[self._columns].copy_(mask)
-        self._paid_for_it_TN[self._columns].copy_(reward)
+        if self._columns:
+            self._rolled_back_TN[self._columns - 1].copy_(mask)
+            self._paid_for_it_TN[self._columns - 1].copy_(reward)
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
-        """The rollout so far. Rows that rollbacks have ended meanwhile are marked here, all at once."""
+        """The rollout so far. Rows that rollbacks ended meanwhile are marked here, all at once."""
         self._buffer.mark_terminals(self._rolled_back_TN.t(), self._paid_for_it_TN.t())
         self._rolled_back_TN.zero_()
         return self._buffer
@@ -268,10 +269,12 @@ class SimicClient:
 
     def _episode_state(self) -> StateTree:
         """What is carried from step to step of an episode."""
+        hidden = self.hidden
         carried = {
             "episode": torch.tensor(self._episode),
             "hosts": self._hosts.clone(),
-            **{name: value.clone() for name, value in vars(self.hidden).items()},
+            "h": hidden.h,
+            "c": hidden.c,
             "reset": self._reset_N.clone(),
         }
         return with_prefix("rollout", {**carried, **with_prefix("buffer", self.buffer.state_dict())})

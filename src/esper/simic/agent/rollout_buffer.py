@@ -167,17 +167,13 @@ class TamiyoRolloutBuffer:
         self._change("rewards", place_N1, lambda paid: torch.where(open_N1, penalty[:, None], paid))
 
     def mark_terminals(self, mask_NT: Bool[Tensor, "N T"], penalty_NT: Float[Tensor, "N T"]) -> None:
-        """What `mark_terminal` does before each column is written, later: the row before a masked one ends its segment.
-
-        For rollouts of `store`, in which all hosts are in step.
-        """
+        """What `mark_terminal` does to each masked row, while it is the last one of its host."""
         slabs = self.slabs
-        before, open_NT = slabs.terminal[:, :-1], mask_NT[:, 1:] & slabs.valid[:, :-1]
-        open_NT &= ~before
-        slabs.rewards[:, :-1].copy_(torch.where(open_NT, penalty_NT[:, 1:], slabs.rewards[:, :-1]))
-        slabs.bootstrap_values[:, :-1].masked_fill_(open_NT, 0.0)
-        slabs.truncated[:, :-1].masked_fill_(open_NT, False)
-        before.masked_fill_(open_NT, True)
+        open_NT = mask_NT & slabs.valid & ~slabs.terminal
+        slabs.terminal.logical_or_(open_NT)
+        slabs.truncated.logical_and_(~open_NT)
+        slabs.bootstrap_values.masked_fill_(open_NT, 0.0)
+        slabs.rewards.copy_(torch.where(open_NT, penalty_NT, slabs.rewards))
 
     def mark_truncated(self, mask: Bool[Tensor, " N"], bootstrap: Float[Tensor, " N"]) -> None:
         """The same row is cut off by the time limit; `bootstrap` is the value of the state after it."""

@@ -43,11 +43,11 @@ class Options:
 def rows_of(shape: Shape, num_hosts: int, train: int, options: Options) -> list[Row]:
     """Training and measuring under both executors."""
     hosts = GrownHosts.build(shape, num_hosts, train, options.val)
-    scalers = hosts.streamed.scaler, LossScaler(torch.bfloat16, num_hosts, CPU)
+    scalers = hosts.streamed.data.scaler, LossScaler(torch.bfloat16, num_hosts, CPU)
 
     def in_precision(which: int, work: Callable[[Executor], None], executor: Executor) -> Callable[[], None]:
         def run() -> None:
-            hosts.streamed.scaler = scalers[which]
+            hosts.streamed.data.scaler = scalers[which]
             work(executor)
 
         return run

@@ -76,7 +76,7 @@ def nothing_happened(hosts: GrownHosts) -> Changes:
 
 def works(hosts: GrownHosts) -> dict[str, tuple[Work, Work]]:
     """What is timed by name: grouped and static."""
-    static, none = StaticExecutor(hosts.streamed), nothing_happened(hosts)
+    static, none = StaticExecutor(hosts.streamed.data), nothing_happened(hosts)
     grouped = hosts.fused
     grouped.measures_together = hosts.slots.stage.device.type != "cpu"
     pairs = {

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -64,9 +63,7 @@ def _resume(command: Train, path: Path) -> int:
         require_same_config(start.config, config)
         _require_something_to_do(path, checkpoint, config)
         _warn(missing_records(path, start.cursor))
-    # a run that recorded "auto" keeps it, as its checkpoints do; on a CPU that was float32, and nothing is measured now
-    begun_elsewhere = config.amp == "auto" and device_of(config).type == "cpu"
-    parts = _assembled(replace(config, amp="off") if begun_elsewhere else config)
+    parts = _assembled(config)
     if checkpoint:
         restore(parts.engine, parts.client, checkpoint, parts.shape)
     cursor = start.cursor if start else {}
@@ -147,8 +144,6 @@ def _run(config: RunConfig, parts: Parts, directory: RunDirectory, start: Header
             console.say("topology: static (records arrive at the end of a round)")
         else:
             console.say(f"executor: {taken}{_why(taken, parts.engine.spec.device) if asked == 'auto' else ''}{shared}")
-    for sentence in parts.told:
-        console.say(sentence)
     if start is not None:
         inside = f" and {start.step} steps" if start.step else ""
         console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")

@@ -17,7 +17,7 @@ def test_both_executors_are_trained_and_measured_in_both_precisions(tmp_path, ca
             GrownHosts,
             name,
             lambda self, executor, work=work, name=name: (
-                used.append((name, type(executor).__name__, self.streamed.scaler.dtype)),
+                used.append((name, type(executor).__name__, self.streamed.data.scaler.dtype)),
                 work(self, executor),
             ),
         )

@@ -25,11 +25,11 @@ def same_pass(a, b, atol=2e-5):
 
 
 def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
-    """Grow the same seeds on two benches, train one streamed and one as `wrap` has it, and compare everything."""
+    """Grow the same seeds on two benches, train one streamed and one as `wrap` says, compare all."""
     streamed, other = Bench(num_envs, **settings), Bench(num_envs, **settings)
     for bench in (streamed, other):
         grow(bench)
-    executor = wrap(other.executor)
+    executor = wrap(other.executor.data)
     for t in range(1, epochs + 1):
         same_pass(executor.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots))
     for name, want in streamed.population.state_dict().items():

@@ -11,14 +11,15 @@ from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.static import StaticExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from plain import PlainTraining, assert_close
 from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
 WRAP = {
-    "streamed": lambda streamed: streamed,
-    "fused": lambda streamed: FusedExecutor(streamed, measures_together=True),
+    "streamed": StreamedExecutor,
+    "fused": lambda data: FusedExecutor(data, measures_together=True),
     "native": NativeExecutor,
     "static": StaticExecutor,
 }
@@ -29,7 +30,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
 
 def bench_of(executor: str, num_envs: int = 1) -> Bench:
     bench = Bench(num_envs)
-    bench.executor = WRAP[executor](bench.executor)
+    bench.executor = WRAP[executor](bench.executor.data)
     return bench
 
 

@@ -20,7 +20,7 @@ GATE, ADD = Algorithm.GATE, Algorithm.ADD
 
 def fused(num_envs: int = 3, together: bool = True, **settings: object) -> tuple[Bench, FusedExecutor]:
     bench = Bench(num_envs, **settings)
-    return bench, FusedExecutor(bench.executor, measures_together=together)
+    return bench, FusedExecutor(bench.executor.data, measures_together=together)
 
 
 def rows(bench: Bench, row: int) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def test_on_a_cpu_hosts_are_measured_one_by_one_unless_told_otherwise():
     told = {}
     for together in (None, False, True):
         bench = Bench(hosts)
-        executor = FusedExecutor(bench.executor, **({} if together is None else {"measures_together": together}))
+        executor = FusedExecutor(bench.executor.data, **({} if together is None else {"measures_together": together}))
         bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
         bench.grow("r1c0", "norm", S.FOSSILIZED, alpha=1.0)
         executor.train_epoch(1, bench.slots)
@@ -144,7 +144,7 @@ def test_features_in_another_memory_format_train_and_measure_to_the_same(executo
             for name in ("train", "val", "test")
         }
         bench = Bench(2, data=dataclasses.replace(data, **splits))
-        runs = FusedExecutor(bench.executor, measures_together=True) if executor == "fused" else bench.executor
+        runs = FusedExecutor(bench.executor.data, measures_together=True) if executor == "fused" else bench.executor
         bench.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
         runs.train_epoch(1, bench.slots)
         found = bench.coalitions()

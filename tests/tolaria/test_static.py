@@ -33,7 +33,7 @@ class StaticBench(Bench):
 
     def __init__(self, num_envs: int = 1, **settings: object) -> None:
         super().__init__(num_envs, **settings)
-        self.executor = StaticExecutor(self.executor)
+        self.executor = StaticExecutor(self.executor.data)
 
 
 class FusedBench(Bench):
@@ -41,7 +41,7 @@ class FusedBench(Bench):
 
     def __init__(self, num_envs: int = 1, **settings: object) -> None:
         super().__init__(num_envs, **settings)
-        self.executor = FusedExecutor(self.executor, measures_together=True)
+        self.executor = FusedExecutor(self.executor.data, measures_together=True)
 
 
 def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **settings):
@@ -116,7 +116,7 @@ def test_half_precision_trains_as_host_by_host(dtype, stacked):
     told, want = static.train(2), known.train(2)
     torch.testing.assert_close(told.loss, want.loss, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(static.population.seeds.params, known.population.seeds.params, atol=5e-3, rtol=5e-2)
-    assert torch.equal(static.executor.streamed.scaler.scale, known.executor.scaler.scale)
+    assert torch.equal(static.executor.data.scaler.scale, known.executor.data.scaler.scale)
 
 
 # -- to the bit -----------------------------------------------------------------------------------------------------

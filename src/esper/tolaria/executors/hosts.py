@@ -13,7 +13,7 @@ from esper.leyline.state_tree import below, check_same_shapes, with_prefix
 from esper.tasks.datasets import Dataset, SplitName
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.executors.protocol import Structure, empty_structure
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_structure
 
 
 @final
@@ -77,13 +77,9 @@ class HostData:
         self._train.begin(t, self.episode, self.population.host_ids)
         return self._train
 
-    def val_batches(self) -> SharedBatchIterator:
-        """The validation split."""
-        return self._val
-
-    def test_batches(self) -> SharedBatchIterator:
-        """The test split; for the end of a run."""
-        return self._batches("test", self._batch_val, run_finished=True)
+    def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
+        """The validation split, or the test split at the end of a run."""
+        return self._val if split == "val" else self._batches("test", self._batch_val, run_finished=True)
 
     @property
     def image_size(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.hosts import HostData
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 
 
 class NetworkExecutor(ABC):
@@ -50,15 +50,15 @@ class NetworkExecutor(ABC):
     @torch.no_grad()
     def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
         """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
-        batches, sets = self.data.val_batches(), self.data.coalition_sets()
+        batches, sets = self.data.evaluation("val"), self.data.coalition_sets()
         correct, loss_sum, count = self.count_correct(batches, alpha, sets, num_columns)
         return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
 
     @final
     @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
-        batches, sets = self.data.test_batches(), self.data.committed_sets()
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
+        batches, sets = self.data.evaluation(split), self.data.committed_sets()
         correct, _, count = self.count_correct(batches, slots.alpha, sets, 1)
         return 100.0 * correct[:, 0] / count
 

@@ -91,6 +91,7 @@ class StreamedExecutor:
         """N fresh hosts with empty slots."""
         self._episode = episode
         self.population.reset(episode)
+        self.scaler.reset()
         self.structure = empty_structure(self.population.num_envs, self.population.num_slots)
 
     def settle(self, structure: Structure) -> None:

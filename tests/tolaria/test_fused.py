@@ -8,6 +8,7 @@ from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
+from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.fused_prefixes import buckets
 from esper.tolaria.prefixes import plan_prefixes
@@ -81,6 +82,14 @@ def test_hosts_that_part_differently_travel_in_one_bucket_and_arrive_where_they_
 
 def test_a_whole_run_goes_the_same_way_fused_and_streamed():
     compare_whole_runs("fused")
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "fused"),
+    [(8, "cpu", True), (16, "cpu", True), (17, "cpu", False), (28, "cpu", False), (28, "cuda", True), (32, "cuda", True)],
+)
+def test_small_images_run_fused_on_a_cpu_and_all_images_on_a_gpu(size, device, fused):
+    assert prefers_fused((size, size), device) is fused
 
 
 def test_an_unknown_host_layer_is_refused_by_name_of_the_way_out(monkeypatch):

@@ -46,6 +46,14 @@ def test_active_seeds_send_gradients_into_a_host_whose_family_lets_them_and_hidd
         return executor
 
     against_streamed.compare(fused, grow, num_envs=7)
+    below = []  # first layers of hosts with an active seed further up, in either family
+    for family in (Topology.CNN, Topology.TRANSFORMER):
+        bench = Bench(1)
+        bench.population.topology = family
+        bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0)
+        bench.train()
+        below.append(bench.host_params()["blocks.0.conv.weight"])
+    assert not torch.equal(*below)
 
 
 def test_a_frozen_seed_keeps_its_weights_while_the_others_of_its_kind_learn():

@@ -39,7 +39,12 @@ def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
     told = executor.evaluate(epochs, other.slots, found)
     torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
     torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(executor.test(other.slots), streamed.executor.test(streamed.slots), atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(
+        executor.committed_accuracy("test", other.slots),
+        streamed.executor.committed_accuracy("test", streamed.slots),
+        atol=1e-4,
+        rtol=0.0,
+    )
 
 
 def grow_different_seeds(bench):

@@ -40,7 +40,7 @@ def test_measuring_changes_no_tensor_and_no_generator(together):
     before = {name: x.clone() for name, x in executor.state_dict().items()}
     generator = torch.random.get_rng_state()
     executor.evaluate(1, bench.slots, found)
-    executor.test(bench.slots)
+    executor.committed_accuracy("test", bench.slots)
     assert same_tree(executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), generator)
 
@@ -84,7 +84,11 @@ def test_on_a_cpu_hosts_are_measured_one_by_one_unless_told_otherwise():
         executor.settle(bench.structure(found))
         with LossesCounted() as counted:
             measured = executor.evaluate(1, bench.slots, found)
-        told[together] = (counted.calls, measured.accuracy[found.valid].tolist(), executor.test(bench.slots).tolist())
+        told[together] = (
+            counted.calls,
+            measured.accuracy[found.valid].tolist(),
+            executor.committed_accuracy("test", bench.slots).tolist(),
+        )
     assert told[None][0] == told[False][0] == hosts * batches
     assert told[True][0] == batches  # three hosts with as many states each: one bucket
     assert told[None][1:] == told[False][1:] == told[True][1:]

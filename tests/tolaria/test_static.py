@@ -59,8 +59,8 @@ def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **setting
     (found, told), (_, want) = (bench.measure(fossils_as_players=True) for bench in (static, known))
     torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
     torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
-    test = static.executor.test(static.slots)
-    torch.testing.assert_close(test, known.executor.test(known.slots), atol=1e-4, rtol=0.0)
+    test = static.executor.committed_accuracy("test", static.slots)
+    torch.testing.assert_close(test, known.executor.committed_accuracy("test", known.slots), atol=1e-4, rtol=0.0)
     return static
 
 
@@ -135,7 +135,7 @@ def test_measuring_changes_no_tensor_and_no_generator():
     before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
     generator = torch.random.get_rng_state()
     bench.measure(shapley=True)
-    bench.executor.test(bench.slots)
+    bench.executor.committed_accuracy("test", bench.slots)
     assert same_tree(bench.executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), generator)
 

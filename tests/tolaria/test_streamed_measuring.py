@@ -66,7 +66,7 @@ def test_measuring_changes_no_tensor():
     before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
     random_before = torch.random.get_rng_state()
     bench.measure(shapley=True)
-    bench.executor.test(bench.slots)
+    bench.executor.committed_accuracy("test", bench.slots)
     assert same_tree(bench.executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), random_before)
 
@@ -81,7 +81,7 @@ def test_training_after_measuring_updates_batch_statistics_again():
 
 def test_the_test_split_is_measured_with_fossils_alone():
     bench = grown_bench()
-    found = bench.executor.test(bench.slots)
+    found = bench.executor.committed_accuracy("test", bench.slots)
     for host, on in enumerate(([False] * 3, [True, False, False])):
         assert found[host].item() == pytest.approx(plain_measure(bench, host, np.array(on), "test")[0])
 

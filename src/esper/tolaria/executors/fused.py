@@ -27,7 +27,7 @@ from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused_prefixes import Bucket, buckets
 from esper.tolaria.executors.fused_slots import Rows, SlotGroup, apply_groups, fixed, learning, slot_groups
 from esper.tolaria.executors.gradients import gradient_statistics
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running import begin_training, finish_training
 from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -128,15 +128,15 @@ class FusedExecutor:
         if not self.measures_together:
             return s.measure(alpha, num_columns)
         sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
-        correct, loss_sum, count = self._measure(s.validation(), alpha, sets, num_columns)
+        correct, loss_sum, count = self._measure(s.evaluation("val"), alpha, sets, num_columns)
         return ValidationPass(accuracy=100.0 * correct / count, loss=loss_sum / count)
 
     @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
         if not self.measures_together:
-            return self.streamed.test(slots)
-        batches, sets = self.streamed.test_batches(), self.streamed.committed_sets()
+            return self.streamed.committed_accuracy(split, slots)
+        batches, sets = self.streamed.evaluation(split), self.streamed.committed_sets()
         correct, _, count = self._measure(batches, slots.alpha, sets, 1)
         return 100.0 * correct[:, 0] / count
 

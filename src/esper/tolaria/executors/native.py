@@ -33,7 +33,7 @@ from esper.tolaria.executors.native_structures import (
     training_addresses,
     what_runs,
 )
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running import begin_training, finish_training
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
@@ -139,14 +139,14 @@ class NativeExecutor:
         """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
         s = self.streamed
         sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
-        correct, loss_sum, count = self._measure(s.validation(), alpha, sets, num_columns)
+        correct, loss_sum, count = self._measure(s.evaluation("val"), alpha, sets, num_columns)
         return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
 
     @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
         s = self.streamed
-        correct, _, count = self._measure(s.test_batches(), slots.alpha, s.committed_sets(), 1)
+        correct, _, count = self._measure(s.evaluation(split), slots.alpha, s.committed_sets(), 1)
         return 100.0 * correct[:, 0] / count
 
     def _measure(

@@ -27,7 +27,7 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused_slots import Rows, fixed, learning
-from esper.tolaria.executors.protocol import Changes, Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import Changes, EvaluationSplit, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running import TrainedRows
 from esper.tolaria.executors.static_gradients import static_gradient_statistics
 from esper.tolaria.executors.static_slots import Candidate, SeedMasks, Slopes, StaticSlot, seed_masks, static_slots
@@ -155,14 +155,14 @@ class StaticExecutor:
     @torch.no_grad()
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples; 0 where there is none."""
-        correct, loss_sum, count = self._measure(self.streamed.validation(), slots, coalitions.sets)
+        correct, loss_sum, count = self._measure(self.streamed.evaluation("val"), slots, coalitions.sets)
         return ValidationPass(accuracy=100.0 * correct * coalitions.valid / count, loss=loss_sum / count)
 
     @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
         committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
-        correct, _, count = self._measure(self.streamed.test_batches(), slots, committed)
+        correct, _, count = self._measure(self.streamed.evaluation(split), slots, committed)
         return 100.0 * correct[:, 0] / count
 
     def _measure(

@@ -27,7 +27,7 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass, empty_structure
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass, empty_structure
 from esper.tolaria.executors.running import (
     SlotsOfHost,
     TrainedRows,
@@ -134,13 +134,9 @@ class StreamedExecutor:
         self._train.begin(t, self._episode, self.population.host_ids)
         return self._train
 
-    def validation(self) -> SharedBatchIterator:
-        """The validation split."""
-        return self._val
-
-    def test_batches(self) -> SharedBatchIterator:
-        """The test split; for the end of a run."""
-        return self._batches("test", self._batch_val, run_finished=True)
+    def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
+        """The validation split, or the test split at the end of a run."""
+        return self._val if split == "val" else self._batches("test", self._batch_val, run_finished=True)
 
     def committed_sets(self) -> list[np.ndarray]:
         """The one coalition [1, S] of each host that its fossilized seeds are."""
@@ -241,10 +237,10 @@ class StreamedExecutor:
         return ValidationPass(accuracy=100.0 * correct / count, loss=loss_sum / count)
 
     @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
         everyone = range(self.population.num_envs)
-        correct, _, count = self.measured(everyone, self.test_batches(), slots.alpha, self.committed_sets(), 1)
+        correct, _, count = self.measured(everyone, self.evaluation(split), slots.alpha, self.committed_sets(), 1)
         return 100.0 * correct[:, 0] / count
 
     @torch.no_grad()

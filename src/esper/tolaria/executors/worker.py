@@ -33,7 +33,7 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
-from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure
 from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.memory import keep_freed_memory
@@ -115,9 +115,9 @@ class ShardRunner:
         """Fields of the validation pass over the structure's coalitions."""
         return vars(self.executor.measure(self._slots.alpha, num_columns))
 
-    def test(self) -> StateTree:
-        """Test accuracy of each host."""
-        return {"accuracy": self.executor.test(self._slots)}
+    def committed_accuracy(self, split: EvaluationSplit) -> StateTree:
+        """Accuracy of each host with its fossilized seeds alone."""
+        return {"accuracy": self.executor.committed_accuracy(split, self._slots)}
 
     def state_dict(self) -> StateTree:
         """Weights and all that belongs to them."""

@@ -7,7 +7,7 @@ import tiny
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tolaria.amp import LossScaler, amp_dtype
-from tiny import BATCH, CPU, SLOTS, Bench, bit_equal, dataset
+from tiny import BATCH, CPU, SLOTS, Bench, bit_equal, dataset, same_tree
 from toys import ToyClient, action, script
 
 CUDA = torch.device("cuda", 0)
@@ -126,6 +126,23 @@ def test_a_scaled_loss_gives_the_same_training():
                 torch.testing.assert_close(scaled.seed_params(slot, host)[name], value)
     torch.testing.assert_close(scaled.gate_params("r0c0"), plain.gate_params("r0c0"))
     assert scaled.executor.data.scaler.good_steps.tolist() == [6, 6]  # three batches per epoch
+
+
+def test_an_episode_after_others_is_the_same_episode_alone():
+    length, plan = 4, {1: action(LifecycleOp.GERMINATE, tempo=0, style=3)}
+    trees = []
+    for episodes in ([1, 2], [2]):
+        engine = tiny.engine(2, length, amp="fp16")
+        for episode in episodes:
+            client = ToyClient(engine.spec, script(2, length, plan))
+            engine.reset(client, episode)
+            if episode < 2:
+                engine.executor.scaler.scale[1] = torch.inf  # the first step of host 1 overflows
+            engine.rollout(client)
+        trees.append(engine.executor.state_dict())
+    assert same_tree(*trees)
+    assert trees[0]["loss_scale"].tolist() == [START, START]
+    assert trees[0]["good_steps"].tolist() == [12, 12]  # three batches in each of four epochs
 
 
 def test_an_overflow_leaves_out_the_step_of_its_host_and_seeds_alone():

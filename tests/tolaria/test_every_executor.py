@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.static import StaticExecutor
@@ -42,9 +42,14 @@ def grown_bench(executor: str) -> Bench:
 
 
 @every_algorithm
-@every_executor
-def test_hosts_learn_to_the_bit_as_if_their_hidden_seeds_were_not_there(executor, algorithm):
+@pytest.mark.parametrize(
+    ("executor", "family"),
+    [*((name, Topology.CNN) for name in WRAP), *((name, Topology.TRANSFORMER) for name in ("streamed", "fused"))],
+)
+def test_hosts_learn_to_the_bit_as_if_their_hidden_seeds_were_not_there(executor, family, algorithm):
     alone, grown = bench_of(executor, 2), bench_of(executor, 2)
+    for bench in (alone, grown):
+        bench.population.topology = family
     grown.grow("r0c0", "conv_small", S.TRAINING, algorithm=algorithm)
     grown.grow("r1c0", "conv_heavy", S.BLENDING, alpha=0.0, algorithm=algorithm, hosts=[1])
     born = [grown.seed_params("r0c0", 0), grown.seed_params("r0c0", 1), grown.seed_params("r1c0", 1)]

@@ -7,7 +7,8 @@ import torch
 from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.fused_prefixes import buckets
 from esper.tolaria.prefixes import plan_prefixes
@@ -28,6 +29,31 @@ def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, a
 
 def test_different_seeds_in_different_hosts_do_not_meet():
     compare(grow_different_seeds, num_envs=5)
+
+
+def test_active_seeds_send_gradients_into_a_host_whose_family_lets_them_and_hidden_ones_of_their_kind_none():
+    def grow(bench):
+        bench.population.topology = Topology.TRANSFORMER
+        bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0, hosts=[0, 4])
+        bench.grow("r0c1", "conv_light", SeedStage.TRAINING, hosts=[1, 5])
+        bench.grow("r0c1", "conv_light", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[2])
+        bench.grow("r0c1", "conv_light", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE, hosts=[3, 6])
+
+    def fused(streamed):
+        streamed.population.topology = Topology.CNN  # the family of its blueprints
+        executor = FusedExecutor(streamed)
+        streamed.population.topology = Topology.TRANSFORMER
+        return executor
+
+    against_streamed.compare(fused, grow, num_envs=7)
+    below = []  # first layers of hosts with an active seed further up, in either family
+    for family in (Topology.CNN, Topology.TRANSFORMER):
+        bench = Bench(1)
+        bench.population.topology = family
+        bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0)
+        bench.train()
+        below.append(bench.host_params()["blocks.0.conv.weight"])
+    assert not torch.equal(*below)
 
 
 def test_a_frozen_seed_keeps_its_weights_while_the_others_of_its_kind_learn():
@@ -81,6 +107,14 @@ def test_hosts_that_part_differently_travel_in_one_bucket_and_arrive_where_they_
 
 def test_a_whole_run_goes_the_same_way_fused_and_streamed():
     compare_whole_runs("fused")
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "fused"),
+    [(8, "cpu", True), (16, "cpu", True), (17, "cpu", False), (28, "cpu", False), (28, "cuda", True), (32, "cuda", True)],
+)
+def test_small_images_run_fused_on_a_cpu_and_all_images_on_a_gpu(size, device, fused):
+    assert prefers_fused((size, size), device) is fused
 
 
 def test_an_unknown_host_layer_is_refused_by_name_of_the_way_out(monkeypatch):

@@ -36,8 +36,14 @@ class LossScaler:
     def __init__(self, dtype: torch.dtype | None, num_envs: int, device: torch.device) -> None:
         self.dtype, self.device_type = dtype, device.type
         self.enabled = dtype is torch.float16
-        self.scale = torch.full((num_envs,), _START if self.enabled else 1.0, device=device)
-        self.good_steps = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self.scale = torch.empty(num_envs, device=device)
+        self.good_steps = torch.empty(num_envs, dtype=torch.int64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """The scales of hosts that have not been trained yet."""
+        self.scale.fill_(_START if self.enabled else 1.0)
+        self.good_steps.zero_()
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of host and seed forward passes."""

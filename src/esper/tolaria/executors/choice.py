@@ -25,8 +25,8 @@ from esper.tolaria.executors.twins import can_fuse
 _NATIVE_BYTES = 2**23
 """Hosts whose largest feature map of a batch has at most this many bytes run natively on a CPU: larger ones leave the
 caches, and wide hosts with seeds are no faster then than in PyTorch."""
-_FUSED_PIXELS = 256
-"""Otherwise images up to this size run fused: there the time goes into small operations.
+_FUSED_PIXELS_ON_CPU = 256
+"""Otherwise images up to this size run fused: there the time goes into small operations. On a GPU it always does.
 
 Rules and no measurement, because executors differ by rounding: a choice by the clock would let a busy machine decide
 in which of several states a run ends.
@@ -79,11 +79,18 @@ def network_executor(
         config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device)
     ):
         return NativeExecutor(data), "native"
-    small = height * width <= _FUSED_PIXELS
-    if config.executor == "fused" or (config.executor == "auto" and fits and small):
+    if config.executor == "fused" or (
+        config.executor == "auto" and fits and prefers_fused((height, width), device.type)
+    ):
         recorder = recorder_for(config.capture, "train_batch", device)
         return FusedExecutor(data, recorder=recorder), "fused"
     return StreamedExecutor(data), "streamed"
+
+
+def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:
+    """Whether "auto" runs such hosts all at once rather than one after another."""
+    height, width = image_size
+    return device_type == "cuda" or height * width <= _FUSED_PIXELS_ON_CPU
 
 
 def native_problem(amp: AmpMode, device: torch.device) -> str | None:

@@ -58,6 +58,7 @@ class HostData:
         """N fresh hosts with empty slots."""
         self.episode = episode
         self.population.reset(episode)
+        self.scaler.reset()
         self.structure = empty_structure(self.population.num_envs, self.population.num_slots)
 
     def apply_structure(self, structure: Structure) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import small_runs
-from esper import commands
 from esper.leyline.errors import CheckpointError
+from esper.simic.training import build
 from esper.simic.training import runner as runner_module
 from esper.simic.training.build import assemble, device_of
 from esper.simic.training.checkpoint import checkpoints, load
@@ -362,7 +362,7 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
 ) -> None:
     """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
     path = tmp_path / "run"
-    monkeypatch.setattr(commands, "assemble", lambda config, device: replace(assemble(config, device), config=config))
+    monkeypatch.setattr(build, "assemble", lambda config, device: replace(assemble(config, device), config=config))
     with interrupted_at(2, 3):
         assert train(path, "tiny") == 130
     monkeypatch.undo()

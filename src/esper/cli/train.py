@@ -64,7 +64,7 @@ class Train:
     topology: Text = None
     """What is run: grouped (what grows) or static (all that could grow, without a read between steps). (grouped)"""
     compile: Text = None
-    """How a step beside the hosts is run: off (eager), on (compiled by PyTorch), native (C++, CPU) or auto. (auto)"""
+    """How a step beside the hosts is run: off (eager), on (compiled by PyTorch) or auto. (auto)"""
     capture: Text = None
     """Whether they and fused training are replayed as CUDA graphs: on, off or auto, which waits for proof. (auto)"""
     amp: Text = None
@@ -153,8 +153,8 @@ def _require_something_to_do(path: Path, checkpoint: "Checkpoint", config: "RunC
 
 def _assembled(config: "RunConfig") -> "Parts":
     """What a run is made of, after the first line of the command: data may take a while to load."""
+    from esper.simic.compilation import is_compiled
     from esper.simic.training.build import assemble, device_of
-    from esper.simic.training.kernels import form_of
     from esper.telemetry.progress import RunConsole
 
     device = device_of(config)
@@ -167,13 +167,10 @@ def _assembled(config: "RunConfig") -> "Parts":
             f"note: no seed can become permanent before step {first}, and a round has {config.episode_length}; "
             "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
         )
-    form = form_of(config.compile, device)
-    if form == "on":
+    if is_compiled(config.compile, device):
         RunConsole().say(
             "compiling (half a minute or more for the first run of its kind on a machine, seconds for the next)"
         )
-    if form == "off" and config.compile == "auto":
-        RunConsole().say("control step: eager (with a C++ compiler such as g++ it takes less than half the time)")
     return assemble(config, device)
 
 

@@ -9,16 +9,15 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.simic.client import SimicClient
+from esper.simic.compilation import is_compiled
 from esper.simic.rewards import ContributionReward, make_reward
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
 from esper.simic.training.kernels import (
-    form_of,
     phase_form,
     policy_form,
-    recorded_reward,
     replayed_reward,
     require_replayed_training,
     store_form,
@@ -91,7 +90,6 @@ def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
             spec.num_slots,
             spec.device,
             replayed=replayed_reward(config, spec),
-            recorded=recorded_reward(config, spec.device),
         )
     elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
         raise ConfigError(
@@ -157,7 +155,7 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         executor=engine.config.executor,
         workers=engine.config.workers,
         amp=engine.config.amp,
-        compile=form_of(config.compile, device),
+        compile="on" if is_compiled(config.compile, device) else "off",
     )
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))

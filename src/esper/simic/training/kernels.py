@@ -4,8 +4,8 @@
     see           losses judged, measurements to state  compiled, or native      as it is
     policy_step   a decision of all hosts               compiled, or native      replayed, CUDA
     act           ops, tick and feedback of all hosts   compiled, or native      as it is
-    reward        the pay of a step of all hosts        kernel compiled, or the  kernel replayed, CUDA
-                                                        step but its ledger native
+    reward        the pay of a step of all hosts, in    compiled                 replayed, CUDA
+                  all modes but `objective`
     store         the row of the rollout buffer         compiled, or native      as it is
     close         tally, snapshots, what is told        compiled, or native      as it is
     train_batch   forward, backward and optimizer step  always eager             replayed, CUDA, executor "fused"
@@ -30,9 +30,7 @@ from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inpu
 from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, kept
 from esper.simic.compilation import CompileChoice, CompiledStep, is_compiled
 from esper.simic.lanes.step import RecordedStep
-from esper.simic.rewards.compilation import kernel_for
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
-from esper.simic.rewards.state import Step
 from esper.simic.training.config import RunConfig
 from esper.tolaria import phases
 from esper.tolaria.capture import Captured, capture, recorder_for
@@ -42,6 +40,12 @@ from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.training_program import train_batch
+
+
+def compiled_reward(kernel: Kernel) -> Kernel:
+    """One graph for each mode, formula of attribution and number of hosts: numbers and clocks enter as tensors."""
+    compiled: Kernel = torch.compile(kernel, fullgraph=True, dynamic=False)
+    return compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ FUNCTIONS: Mapping[str, Forms] = {
     "see": Forms(eager=phases.see, compiled=CompiledStep, native=RecordedStep),
     "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep, native=RecordedStep),
     "act": Forms(eager=phases.act, compiled=CompiledStep, native=RecordedStep),
-    "reward": Forms(eager=compute_reward_batched, compiled=kernel_for, native=RecordedStep),
+    "reward": Forms(eager=compute_reward_batched, compiled=compiled_reward, native=None),
     "store": Forms(eager=kept, compiled=CompiledStep, native=RecordedStep),
     "close": Forms(eager=phases.close, compiled=CompiledStep, native=RecordedStep),
     "train_batch": Forms(eager=train_batch, compiled=None, native=None),
@@ -120,21 +124,22 @@ def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
     return partial(CompiledStep, name=name, narrow=True) if form == "on" else as_it_is
 
 
-def recorded_reward(config: RunConfig, device: torch.device) -> Callable[[Step], Step] | None:
-    """What makes the recorded form of the reward's step, None where it is not to be recorded."""
-    return partial(RecordedStep, name="the reward") if form_of(config.compile, device) == "native" else None
-
-
-def replayed_reward(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel]:
-    """What makes the recorded form of the reward kernel, compiled or not; the kernel itself where none is wanted.
+def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel] | None:
+    """What makes the form of the reward kernel, None where it is eager: compiled, and then captured or not.
 
     Raises:
-        ConfigError: recording was asked for on a device that cannot.
+        ConfigError: capture was asked for on a device that cannot.
     """
+    compiled = form_of(config.compile, spec.device) == "on"
     recorder = recorder_for(config.capture, "reward", spec.device)
-    if recorder is None:
-        return lambda kernel: kernel
-    return lambda kernel: Captured(kernel, recorder, name="the reward kernel")
+    if not compiled and recorder is None:
+        return None
+
+    def made(kernel: Kernel) -> Kernel:
+        kernel = compiled_reward(kernel) if compiled else kernel
+        return kernel if recorder is None else Captured(kernel, recorder, name="the reward kernel")
+
+    return made
 
 
 def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:

@@ -51,7 +51,10 @@ def test_after_the_warm_up_no_step_of_a_run_compiles_again(mode):
     reward.warm_up(compiled_reward, hosts, slots, CPU)
     warm = graphs_compiled()
     for length in (steps, 4):
-        for numbers in (RewardConfig(mode=mode), RewardConfig(mode=mode, contribution_weight=0.5, min_prune_bonus_age=0)):
+        for numbers in (
+            RewardConfig(mode=mode),
+            RewardConfig(mode=mode, contribution_weight=0.5, min_prune_bonus_age=0),
+        ):
             reward.config = numbers
             mine = its = initial_state(hosts, slots, steps, CPU, numbers)
             for epoch in range(1, length + 1):

@@ -21,7 +21,9 @@ from tiny import CPU
 
 E, GAMMA = 11, 0.995
 STEPS = (1, 2, 3, 5, 8, 9, 10, 11)
-PATTERNS = [[t in STEPS and falls[STEPS.index(t)] for t in range(1, E + 1)] for falls in product((False, True), repeat=8)]
+PATTERNS = [
+    [t in STEPS and falls[STEPS.index(t)] for t in range(1, E + 1)] for falls in product((False, True), repeat=8)
+]
 """Every way to be rolled back in these steps: one host for each."""
 FAULTS = [Fault(n, t, math.nan) for n, falls in enumerate(PATTERNS) for t in STEPS if falls[t - 1]]
 register_task(data_replace(NULL, name="every_rollback", script=NullSpec(sigma=1.0, faults=tuple(FAULTS))))

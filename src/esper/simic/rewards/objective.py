@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.objective_value import objective_value
 
 
 @record
@@ -40,14 +41,11 @@ class ObjectiveReward:
         self._rollback_penalty = config.resolved("rollback_penalty")
 
     def worth(
-        self, accuracy: Float[Tensor, " N"], seed_params: Shaped[Tensor, " N"], host_params: Shaped[Tensor, " N"]
+        self, accuracy: Float[Tensor, " N"], seed_params: Int[Tensor, " N"], host_params: Int[Tensor, " N"]
     ) -> Float[Tensor, " N"]:
-        """Accuracy (pp) weighed against growth, float64; an accuracy that was not measured counts as 0."""
-        w = self.config
-        host = host_params.to(torch.float64).clamp(min=w.rent_host_params_floor)
-        growth = torch.log1p(seed_params / host)
-        weighed = accuracy.to(torch.float64).nan_to_num(nan=0.0) * (w.objective_acc_weight / 100)
-        return torch.sub(weighed, growth, alpha=w.objective_growth_weight)
+        """J of such a network, float64; an accuracy (pp) that was not measured counts as 0."""
+        known = accuracy.to(torch.float64).nan_to_num(nan=0.0)
+        return objective_value(known, seed_params, host_params.to(torch.float64), self.config)
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Potentials:
         """Carried state at the start of an episode."""

@@ -49,7 +49,9 @@ class ContributionReward:
         self._pay = form(compute_reward_batched)
         try:
             for _ in range(2):  # a form may be made in more than one call
-                reward_step(_blank_inputs(n, slots, device), self.initial_state(n, slots, 1, device), self.config, self._pay)
+                reward_step(
+                    _blank_inputs(n, slots, device), self.initial_state(n, slots, 1, device), self.config, self._pay
+                )
         except (RuntimeError, ImportError) as error:  # what every part of the compiler raises; its insides may move
             raise explained("the reward kernel", error) from error
 

@@ -33,7 +33,8 @@ from esper.simic.rewards.gather import (
     stable_accuracy,
     target_slot,
 )
-from esper.simic.rewards.terms import NEW_SEED_POTENTIAL, REWARD_TERMS
+from esper.simic.rewards.row import NEW_SEED_POTENTIAL
+from esper.simic.rewards.terms import REWARD_TERMS
 
 _COLUMN = {name: index for index, name in enumerate(REWARD_TERMS)}
 CONTRIBUTION_MODES = ("shaped", "escrow")

@@ -33,6 +33,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 import tyro
+from esper.simic.rewards.masks import choose
 from rich.console import Console
 from torch import Tensor
 
@@ -40,7 +41,6 @@ import null_control_step
 from esper.kasmina import lowering
 from esper.kasmina.hosts import cnn
 from esper.kasmina.hosts.pooling import max_pool_2x2
-from esper.simic.rewards.masks import choose
 from esper.tamiyo import heads
 from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
 from esper.telemetry.machine import environment

@@ -37,7 +37,7 @@ def plugin(folder: Path, name: str, content: str) -> Path:
         ("raise ValueError('two\\nlines')\n", "ValueError: two lines"),
         ("import json\njson.loads('x')\n", "in line 2 of {path}: JSONDecodeError"),
         (
-            "from esper.simic.rewards import register_reward\nregister_reward('sparse')\n",
+            "from esper.simic.rewards import register_reward\nregister_reward('sparse')\n"
             "in line 2 of {path}: RegistryError: a reward named 'sparse' is registered already",
         ),
     ],

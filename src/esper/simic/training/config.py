@@ -19,7 +19,8 @@ from esper.kasmina.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import MAX_EPISODES
 from esper.simic.agent.config import PPOConfig
-from esper.simic.rewards import MODES, CompileChoice, ModeTraits, RewardConfig, reward_traits
+from esper.simic.compilation import CompileChoice
+from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
 from esper.simic.training.values import Values, plain
 from esper.tasks.registry import TaskSpec, task_by_name
 from esper.tolaria.capture import CaptureChoice

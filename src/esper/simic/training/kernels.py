@@ -4,7 +4,8 @@
     see           losses judged, measurements to state  compiled            eager
     policy_step   a decision of all hosts               compiled            replayed, CUDA
     act           ops, tick and feedback of all hosts   compiled            eager
-    reward        the reward of a step of all hosts     kernel compiled     kernel replayed, CUDA
+    reward        the reward of a step of all hosts,    compiled            replayed, CUDA
+                  in all modes but `objective`
     store         the row of the rollout buffer         compiled            eager
     close         tally, snapshots, outputs of a step   compiled            eager
     train_batch   forward, backward and optimizer step  eager               replayed, CUDA, executor "fused"
@@ -27,7 +28,6 @@ from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
 from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, kept
 from esper.simic.compilation import CompiledStep, is_compiled
-from esper.simic.rewards.compilation import kernel_for
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.training.config import RunConfig
 from esper.tolaria import phases
@@ -38,6 +38,12 @@ from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.training_program import train_batch
+
+
+def compiled_reward(kernel: Kernel) -> Kernel:
+    """One graph for each mode, formula of attribution and number of hosts: numbers and clocks enter as tensors."""
+    compiled: Kernel = torch.compile(kernel, fullgraph=True, dynamic=False)
+    return compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ FUNCTIONS: Mapping[str, Forms] = {
     "see": Forms(eager=phases.see, compiled=CompiledStep),
     "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep),
     "act": Forms(eager=phases.act, compiled=CompiledStep),
-    "reward": Forms(eager=compute_reward_batched, compiled=kernel_for),
+    "reward": Forms(eager=compute_reward_batched, compiled=compiled_reward),
     "store": Forms(eager=kept, compiled=CompiledStep),
     "close": Forms(eager=phases.close, compiled=CompiledStep),
     "train_batch": Forms(eager=train_batch, compiled=None),
@@ -94,16 +100,22 @@ def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
     return partial(CompiledStep, name="a phase of the control step") if compiled else as_it_is
 
 
-def replayed_reward(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel]:
-    """What makes the recorded form of the reward kernel, compiled or not; the kernel itself where none is wanted.
+def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel] | None:
+    """What makes the form of the reward kernel, None where it is eager: compiled, and then captured or not.
 
     Raises:
-        ConfigError: recording was asked for on a device that cannot.
+        ConfigError: capture was asked for on a device that cannot.
     """
+    compiled = is_compiled(config.compile, spec.device)
     recorder = recorder_for(config.capture, "reward", spec.device)
-    if recorder is None:
-        return lambda kernel: kernel
-    return lambda kernel: Captured(kernel, recorder, name="the reward kernel")
+    if not compiled and recorder is None:
+        return None
+
+    def made(kernel: Kernel) -> Kernel:
+        kernel = compiled_reward(kernel) if compiled else kernel
+        return kernel if recorder is None else Captured(kernel, recorder, name="the reward kernel")
+
+    return made
 
 
 def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:

@@ -63,8 +63,9 @@ def evaluate(command: Evaluate) -> int:
 
     run, baselines = _named(command.controllers)
     config = _evaluated_config(command, run)
+    names = dict.fromkeys((*(baselines or comparison.all_baselines(config)), comparison.REFERENCE))
     with _json_file(command.json) as write_json:
-        controllers, place = [comparison.baseline(name, config) for name in baselines], ""
+        controllers, place = [comparison.baseline(name, config) for name in names], ""
         if run is not None:
             found = comparison.trained(run, config, best=command.best)
             controllers.insert(0, found.controller)
@@ -80,7 +81,7 @@ def evaluate(command: Evaluate) -> int:
             num_envs=command.num_envs,
             on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
         )
-        rows = comparison.table(outcomes)
+        rows = comparison.table(outcomes, config.reward)
         write_json(plain_json(comparison.report(rows, config, run, place, seed, command.num_envs)))
     if str(command.json) != "-":
         console = RunConsole()
@@ -89,7 +90,8 @@ def evaluate(command: Evaluate) -> int:
         )
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
-        console.say("\n".join(("", tables.LEGEND, *_static_note(controllers, rows), *tables.rollbacks(rows))))
+        notes = (*_static_note(controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))
+        console.say("\n".join(("", tables.LEGEND, *notes)))
     return 0
 
 
@@ -108,23 +110,18 @@ def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence["Row"
 
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run and the baselines of an evaluation; wait_only is always among them, as the reference."""
-    from esper.simic.training import evaluate as comparison
-    from esper.tamiyo.baselines import BASELINES
+    """The run and the baselines that are named; none is all of them."""
+    from esper.simic.training.evaluate import NAMES
 
     if not controllers:
-        raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(BASELINES)}.")
-    runs = [name for name in controllers if name not in BASELINES]
-    baselines = [name for name in dict.fromkeys(controllers) if name in BASELINES]
+        raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(NAMES)}.")
+    runs = [name for name in controllers if name not in NAMES]
+    baselines = [name for name in dict.fromkeys(controllers) if name in NAMES]
     for name in runs:
         if not Path(name).exists():
-            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, BASELINES)}")
+            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, NAMES)}")
     if len(runs) > 1:
         raise ConfigError(f"{', '.join(runs)} are several run directories; name one of them, and any baselines.")
-    if not baselines:
-        baselines = list(comparison.all_baselines())
-    if comparison.REFERENCE not in baselines:
-        baselines.append(comparison.REFERENCE)
     return Path(runs[0]) if runs else None, tuple(baselines)
 
 

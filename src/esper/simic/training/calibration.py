@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from esper.leyline.files import replacing
 from esper.telemetry.machine import cpu_name
 
 
@@ -62,11 +63,10 @@ def _kept(path: Path) -> tuple[dict[str, float], str]:
 
 def _keep(path: Path, ratios: dict[str, float]) -> str:
     """Write the ratios, whole or not at all; returns what went wrong."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(ratios, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
+        with replacing(path) as file:
+            file.write(json.dumps(ratios, indent=1) + "\n")
     except OSError as error:
         return f"{path} cannot be written ({error.strerror})"
     return ""

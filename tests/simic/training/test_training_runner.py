@@ -293,25 +293,28 @@ def test_a_run_directory_that_is_being_written_is_refused(
     path = tmp_path / "run"
     with interrupted_at(2, 4):
         assert train(path) == 130
-    with RunDirectory(path):
+    with RunDirectory.reopen(path):
         before = contents(path)
         assert resume(path) == 2
         assert "being written by another process" in capfd.readouterr().err
         assert contents(path) == before
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_in_a_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_whose_checkpoints_are_missing_or_lie_elsewhere_is_refused_and_left_as_it_is(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    with interrupted_at(1, 4):
-        assert train(path) == 130
-    shutil.move(path / "checkpoints", path / "aside")
-    (path / "checkpoints").write_text("a file in the place of the folder")
-    assert resume(path) == 2
-    err = capfd.readouterr().err
-    assert "cannot be written" in err
-    assert "--resume" in err
+    shutil.copytree(whole["null"], path)
+    shutil.move(path / "checkpoints", tmp_path / "aside")
+    before = contents(tmp_path)
+    for more in ((), ("--rounds", "9")):
+        assert resume(path, *more) == 2
+        assert "has records but no checkpoint to continue from; put its checkpoints back" in capfd.readouterr().err
+    (path / "checkpoints").symlink_to(tmp_path / "aside")
+    assert resume(path, "--rounds", "9") == 2
+    assert "checkpoints is not a folder of the run itself" in capfd.readouterr().err
+    (path / "checkpoints").unlink()
+    assert contents(tmp_path) == before
 
 
 def executor_of(run: Path) -> str:

@@ -12,7 +12,6 @@ from esper.simic.agent.policy_step import PolicyStep, blank_inputs
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
 from esper.simic.lanes.step import RecordedStep
-from esper.simic.rewards.compiled_rewards import compute_reward_batched
 from esper.simic.training import build, kernels
 from esper.simic.training.build import engine_of, learner_of
 from esper.simic.training.kernels import (
@@ -20,8 +19,7 @@ from esper.simic.training.kernels import (
     form_of,
     phase_form,
     policy_form,
-    recorded_reward,
-    replayed_reward,
+    reward_form,
 )
 from esper.simic.training.presets import resolve
 from esper.tolaria import capture as capture_module
@@ -56,8 +54,7 @@ def rounds(engine: VectorizedEngine, client: SimicClient, episodes: range) -> No
 
 def test_the_list_names_what_can_be_captured_and_what_compiled():
     assert tuple(name for name in FUNCTIONS if name in CAPTURED) == CAPTURED
-    for form in ("compiled", "native"):
-        assert [name for name, forms in FUNCTIONS.items() if getattr(forms, form) is None] == ["train_batch"]
+    assert [name for name, forms in FUNCTIONS.items() if forms.compiled is None] == ["train_batch"]
     for name in FUNCTIONS:
         assert name in kernels.__doc__
 
@@ -70,13 +67,11 @@ def test_auto_is_native_on_a_cpu_with_a_compiler_and_eager_on_one_without(monkey
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
     assert isinstance(policy_form(chosen, engine.spec)(step), RecordedStep)
     assert isinstance(phase_form(chosen, CPU)(phases.act), RecordedStep)
-    assert recorded_reward(chosen, CPU) is not None
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert form_of("auto", CPU) == "off"
     assert policy_form(chosen, engine.spec)(step) is step
     assert phase_form(chosen, CPU) is as_it_is
-    assert recorded_reward(chosen, CPU) is None
-    assert replayed_reward(chosen, engine.spec)(compute_reward_batched) is compute_reward_batched
+    assert reward_form(chosen, engine.spec) is None
 
 
 def test_auto_is_compiled_by_pytorch_on_cuda_where_nothing_is_native():
@@ -113,7 +108,7 @@ def test_capture_on_the_cpu_is_refused_by_every_part_of_a_run():
         config(capture="on", device="cpu")
     told = config(capture="on")  # the device is found out later
     engine = engine_of(config(), None, CPU)
-    for make in (policy_form, replayed_reward):
+    for make in (policy_form, reward_form):
         with pytest.raises(ConfigError, match="capture is 'on', but the run is on cpu"):
             make(told, engine.spec)
 

@@ -5,7 +5,7 @@ static, every number is in `config_weights`), and never waits for the device. Sh
 M = len(REWARD_TERMS), I = len(REWARD_INFO), W = 65 numbers (11 in mode `loss`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, reduce
 from operator import add
 from typing import NamedTuple, get_args
@@ -193,7 +193,10 @@ def _output(
 
 
 def _in_dtype(out: RewardOutput, dtype: torch.dtype) -> RewardOutput:
-    return RewardOutput(*(x.to(dtype) for x in out[:-1]), flags=out.flags)
+    total, breakdown, info, escrow_next, opened, flags = out
+    return RewardOutput(
+        total.to(dtype), breakdown.to(dtype), info.to(dtype), escrow_next.to(dtype), opened.to(dtype), flags
+    )
 
 
 def _clock(value: int | Tensor, like: Tensor) -> Tensor:

@@ -4,7 +4,6 @@
     digits                the same in a fused train pass of digits
     pointwise             grouped convolution against matrix product, there and back, per number of channels
     where                 choosing between wide tensors against a masked term (features) or filling a copy (buffer)
-    masks                 choices of a reward by `torch.where` against arithmetic with masks of ones and zeros
     recurrence            the cell step after step under autograd against the sequence with a gradient of its own
     clamp                 masked logits as they are against clamped ones, in a null step of many hosts
     policy                `torch.no_grad` as it is against `torch.inference_mode`, in a null step of few hosts
@@ -33,7 +32,6 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 import tyro
-from esper.simic.rewards.masks import choose
 from rich.console import Console
 from torch import Tensor
 
@@ -64,8 +62,6 @@ class Options:
     """Rows of the features and the buffer, and hosts of the null step that compares the clamp."""
     minibatches: tuple[int, ...] = (4, 16, 64, 256)
     """Hosts in a minibatch of the recurrence."""
-    rewards: int = 4096
-    """Rows of a reward."""
     examples: int = 512
     """Train examples of digits."""
     steps: int = 60
@@ -182,26 +178,6 @@ def where(options: Options) -> list[Row]:
     ]
 
 
-def masks(options: Options) -> list[Row]:
-    """Choices between columns of a reward, by masks that change from row to row and by masks that seldom do.
-
-    As many masks as calls, because the processor learns by heart where a single one changes.
-    """
-    value, other = torch.randn(2, options.rewards, dtype=torch.float64)
-    unsorted = torch.rand(CALLS, options.rewards) < 0.5
-
-    def row(name: str, truths: Tensor) -> Row:
-        bools, numbers = truths.unbind(), truths.to(torch.float64).unbind()
-        ways = [
-            lambda: [torch.where(mask, value, other) for mask in bools],
-            lambda: [choose(mask, value, other) for mask in numbers],
-        ]
-        assert all(map(torch.equal, ways[0](), ways[1]()))
-        return compare(f"{name}, {options.rewards} rows", "where", "arithmetic", ways, options.repetitions)
-
-    return [row("masks, from row to row", unsorted), row("masks, half and half", unsorted.sort().values)]
-
-
 def recurrence(options: Options) -> list[Row]:
     """An episode of a minibatch of few and of many hosts, there and back, at the width of the preset `small`."""
 
@@ -296,7 +272,6 @@ CHOICES: dict[str, Callable[[Options], list[Row]]] = {
     "digits": digits,
     "pointwise": pointwise,
     "where": where,
-    "masks": masks,
     "recurrence": recurrence,
     "clamp": clamp,
     "policy": policy,

@@ -18,7 +18,6 @@ TINY = {
     "steps": 4,
     "passes": 1,
     "repetitions": 1,
-    "rewards": 8,
     "minibatches": (2,),
 }
 ONE_PROCESS = tuple(name for name in CHOICES if name != "threads")  # a second thread may wait long for a busy core
@@ -29,7 +28,7 @@ def test_every_choice_that_is_asked_for_is_measured_and_nothing_stays_replaced(t
     clamp = heads.MIN_RELATIVE
     assert main(Options(**TINY, only=ONE_PROCESS, json=tmp_path / "choices.json")) == 0
     rows = json.loads((tmp_path / "choices.json").read_text())["rows"]
-    assert len(rows) == 13
+    assert len(rows) == 11
     assert all(row["first_ms"] > 0.0 and row["second_ms"] > 0.0 for row in rows)
     assert "PyTorch's pooling" in capsys.readouterr().out
     assert (cnn.max_pool_2x2, heads.MIN_RELATIVE) == (max_pool_2x2, clamp)

@@ -19,7 +19,7 @@ PAGE = f"# Title\n\nby hand\n\n{BEGIN}\nold numbers\n{END}\n\nmore by hand\n"
 def measurement(text, code=0):
     """A command that writes `text` to the path after --json."""
     program = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({code})"
-    return Measurement("one", ("-c", program), lambda report: [("a", "b"), ("x", str(report["n"]))])
+    return Measurement("one", ("-c", program), (lambda report: [("a", "b"), ("x", str(report["n"]))],))
 
 
 def test_what_stands_outside_the_markers_stays():

@@ -126,7 +126,7 @@ def executors(report: Report) -> Lines:
 
 
 def executor_facts(report: Report) -> Lines:
-    """What benchmarks/executors.py finds besides, memory included."""
+    """The facts of benchmarks/executors.py, memory included."""
     facts = report["facts"]
 
     def each(name: str, form: str) -> str:

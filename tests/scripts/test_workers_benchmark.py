@@ -26,5 +26,5 @@ def test_a_speed_up_that_is_too_small_fails(monkeypatch, tmp_path, capsys, bound
     assert main(Options(**TINY, min_speedup=bound, json=path)) == code
     shown = capsys.readouterr()
     assert "2 processes" in shown.out
-    assert ("at least 1.7 was asked for" in shown.err) == (code == 1)
+    assert ("at least 1.7 was required" in shown.err) == (code == 1)
     assert [row["ratio"] for row in json.loads(path.read_text())["rows"]] == [1.6] * 3

@@ -30,6 +30,7 @@ from esper.tolaria.config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -122,16 +123,16 @@ class GrownHosts:
         config = EngineConfig(num_envs=num_hosts, slots=task.enabled, episode_length=8, executor="auto")
         engine = build_engine(config, task, data, device)
         executor, taken = engine.executor, engine.config.executor
-        streamed = executor if isinstance(executor, StreamedExecutor) else executor.streamed
-        assert isinstance(streamed, StreamedExecutor)
+        assert isinstance(executor, NetworkExecutor)
+        streamed = StreamedExecutor(executor.data)
         streamed.reset(0)
         slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
         slots, coalitions = (tree_map(lambda x: x.to(device), rec) for rec in (slots, coalitions))
         streamed.settle(structure)
-        fused = FusedExecutor(streamed)
+        fused = FusedExecutor(streamed.data)
         fused.measures_together = True
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
-        native = None if native_problem("off", device) or compiler() is None else NativeExecutor(streamed)
+        native = None if native_problem("off", device) or compiler() is None else NativeExecutor(streamed.data)
         return cls(shape, num_hosts, streamed, fused, native, taken, slots, coalitions, later)
 
     def train(self, executor: Executor) -> None:

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import small_runs
-from esper import commands
 from esper.cli import main
+from esper.cli.train import _why
 from small_runs import contents, records, summary
 
 ESPER = (sys.executable, "-m", "esper.cli")
@@ -361,8 +361,8 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
 
 def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert commands._why("native", cpu) == " (C++ compiled for this processor)"
-    assert commands._why("streamed", cpu) == " (chosen by image size)"
-    monkeypatch.setattr(commands, "compiler", lambda: None)
-    assert "with a C++ compiler such as g++ small hosts run natively" in commands._why("fused", cpu)
-    assert commands._why("fused", gpu) == " (chosen by image size)"
+    assert _why("native", cpu) == " (C++ compiled for this processor)"
+    assert _why("streamed", cpu) == " (chosen by image size)"
+    monkeypatch.setattr("esper.kasmina.native.compiled.compiler", lambda: None)
+    assert "with a C++ compiler such as g++ small hosts run natively" in _why("fused", cpu)
+    assert _why("fused", gpu) == " (chosen by image size)"

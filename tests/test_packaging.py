@@ -203,7 +203,7 @@ def test_targets_of_make_that_documents_name_exist():
 
 def test_options_and_files_that_the_readme_names_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    cli = (ROOT / "src" / "esper" / "cli.py").read_text(encoding="utf-8")
+    cli = (ROOT / "src" / "esper" / "cli" / "main.py").read_text(encoding="utf-8")
     commands = set(re.findall(r"^(?:\.venv/bin/)?esper ([a-z]+)", text, re.MULTILINE))
     assert commands
     for command in commands:

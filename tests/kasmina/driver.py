@@ -127,8 +127,8 @@ class RandomScript:
             grad_ratio=torch.where(graded_NS, 0.3 * draw_NSM[..., 1], NAN),
         )
 
-    def act(self, t: int, legal: Tensor, has_gate: Tensor) -> Tensor:
-        """Mostly legal ops, sometimes anything; SET_ALPHA_TARGET asks for a gate only where there is one."""
+    def act(self, t: int, legal: Tensor) -> Tensor:
+        """Mostly legal ops, sometimes anything."""
         num_envs = legal.shape[0]
         weight_O = torch.tensor([0.25, 1.0, 0.4, 0.25, 0.8, 1.2])
         wish_NO = self._draw(t, 3, 6) * weight_O
@@ -139,9 +139,6 @@ class RandomScript:
         sizes = torch.tensor([1, NUM_BLUEPRINTS, 4, 3, 3, 4, 5, 1])
         row_N8 = (self._draw(t, 6, 8) * sizes).to(torch.int64)
         row_N8[:, Head.SLOT], row_N8[:, Head.OP] = slot_N, op_N
-        gated_N = has_gate[torch.arange(num_envs), slot_N]
-        forbidden_N = (op_N == LifecycleOp.SET_ALPHA_TARGET) & (row_N8[:, Head.STYLE] == 3) & ~gated_N
-        row_N8[:, Head.STYLE] = torch.where(forbidden_N, 1, row_N8[:, Head.STYLE])
         return row_N8
 
     def panic(self, t: int) -> Tensor:
@@ -184,7 +181,7 @@ class Driver:
         self.steps: list[Step] = []
 
     def step(self, chosen: Tensor | None = None, *, policy=None, panic: Tensor | None = None) -> Step:
-        """One control step; `policy(t, legal, has_gate)` chooses where no actions are given, else everybody waits."""
+        """One control step; `policy(t, legal)` chooses where no actions are given, else everybody waits."""
         self.t += 1
         t, began, num_envs = self.t, self.slots, self.slots.stage.shape[0]
         panic_N = torch.zeros(num_envs, dtype=torch.bool) if panic is None else panic
@@ -193,7 +190,7 @@ class Driver:
         slots, hosts = ingest(slots, hosts, seen, t, ~panic_N)
         legal = legal_ops(slots, self.config)
         if chosen is None:
-            chosen = everybody(num_envs, action()) if policy is None else policy(t, legal, slots.has_gate)
+            chosen = everybody(num_envs, action()) if policy is None else policy(t, legal)
         after, hosts_after, ops = apply_ops(slots, hosts, chosen, legal, ~panic_N, t, self.costs, self.config)
         after, hosts_after, ticks = tick(after, hosts_after, ops, rolled_back, self.config)
         hosts_after, success, effective = feedback(hosts_after, chosen, ops, ticks, ~panic_N)

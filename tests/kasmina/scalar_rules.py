@@ -179,6 +179,8 @@ def apply_op(host, act, t, costs, cfg):
             return False, set(), None
         germinate(host, slot, s, blueprint, style, tempo, target, costs)
     elif op == SET_ALPHA_TARGET:
+        if STYLES[style][1] == GATE and not slot["has_gate"]:
+            return False, set(), None
         slot["algorithm"] = STYLES[style][1]
         lowers = TARGETS[target] < 1 - 1e-6
         if slot["stage"] == HOLDING and lowers:

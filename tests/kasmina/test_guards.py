@@ -171,9 +171,23 @@ def test_the_target_is_the_slot_head_and_valid_is_the_op_on_that_slot():
     actions = torch.zeros(3, 8, dtype=torch.int64)
     actions[:, Head.SLOT] = torch.tensor([1, 1, 0])
     actions[:, Head.OP] = torch.tensor([Op.WAIT, Op.PRUNE, Op.PRUNE])
-    target, valid = resolve_target_slot(actions, legal)
+    target, valid = resolve_target_slot(actions, legal, has_gate=torch.zeros(3, 2, dtype=torch.bool))
     assert target.tolist() == [1, 1, 0]
     assert valid.tolist() == [True, True, False]
+
+
+def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
+    cases = [  # op, style, gate in the target slot, gate in the other slot, valid
+        (Op.SET_ALPHA_TARGET, 3, True, False, True),
+        (Op.SET_ALPHA_TARGET, 3, False, True, False),
+        (Op.SET_ALPHA_TARGET, 1, False, False, True),
+        (Op.GERMINATE, 3, False, False, True),
+    ]
+    actions = torch.zeros(4, 8, dtype=torch.int64)
+    actions[:, Head.OP], actions[:, Head.STYLE] = torch.tensor([case[:2] for case in cases]).t()
+    has_gate = torch.tensor([case[2:4] for case in cases])
+    _, valid = resolve_target_slot(actions, torch.ones(4, 6, 2, dtype=torch.bool), has_gate)
+    assert valid.tolist() == [case[4] for case in cases]
 
 
 def test_a_request_to_advance_marks_the_target_of_the_hosts_that_ask():

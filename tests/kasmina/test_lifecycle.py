@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import HOST_PARAMS, Driver, action, everybody, measured, random_episode, seed_costs
+from driver import HOST_PARAMS, Driver, action, actions, everybody, measured, random_episode, seed_costs
 from episodes import HOSTS, LENGTH, MANUAL, RULES, SEEDS, SLOTS, differing, episode, every_rulebook, execute, same
 from scalar_rules import gate_5, new_host, tick_slot
 from scalar_step import cost_dict, measurement_dicts, slot_dicts
@@ -198,6 +198,38 @@ def test_a_useless_seed_on_a_host_that_improves_is_held_but_never_pays():
     assert [step.success.item() for step in steps[5:]] == [False, False]
     assert steps[-1].ticks.readings.failed_checks.item() == 256
     assert steps[-1].slots.contribution.item() == 0.0
+
+
+def test_a_seed_that_contributes_one_point_exactly_is_counted_as_contributing():
+    strict = LifecycleConfig(gate_mode="strict", min_training_epochs=1, min_blending_epochs=1)
+
+    def contributes(t, slots):
+        worth = torch.tensor([[1.0], [1.0 - 2.0**-24], [0.5]])
+        return measured(t, slots, contribution=torch.where(slots.alpha > 0.0, worth, float("nan")))
+
+    for config, kept in ((LifecycleConfig(min_training_epochs=1), [1, 1, 1]), (strict, [1, 0, 0])):
+        driver = Driver(3, 1, config, contributes)
+        driver.run({1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE)}, until=6)
+        assert driver.hosts.n_fossilized.tolist() == kept
+        assert driver.hosts.n_contributing.tolist() == [1, 0, 0]
+
+
+def test_asking_a_seed_without_a_gate_network_for_a_gated_style_is_refused_and_changes_nothing():
+    # gated and not, HOLDING from the tick of 5; asked in 6 to stay at full weight, or to go down to half
+    born = actions(*(action(Op.GERMINATE, tempo=0, style=style) for style in (3, 0, 3, 0)))
+    asked = actions(*(action(Op.SET_ALPHA_TARGET, style=3, alpha_target=target) for target in (2, 2, 0, 0)))
+    for switched in (False, True):  # a gated seed may leave its gate and come back to it
+        driver = Driver(4, 1, LifecycleConfig(min_training_epochs=1))
+        script = {1: born, 7: asked}
+        if switched:
+            script[6] = action(Op.SET_ALPHA_TARGET, style=1)
+        *_, before, step = driver.run(script, until=7)
+        other = [2] * 4 if switched else [3, 1, 3, 1]
+        assert before.after.algorithm[:, 0].tolist() == other
+        assert step.after.algorithm[:, 0].tolist() == [3, other[1], 3, other[3]]
+        assert step.success.tolist() == [True, False, True, False]
+        assert step.effective.tolist() == [int(Op.SET_ALPHA_TARGET), 0] * 2
+        assert step.after.stage[:, 0].tolist() == [HOLDING, HOLDING, BLENDING, HOLDING]
 
 
 @every_rulebook

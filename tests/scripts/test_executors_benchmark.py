@@ -68,7 +68,7 @@ def test_one_plain_evaluation_leaves_the_hosts_as_they_were():
     before = {name: x.clone() for name, x in hosts.streamed.state_dict().items()}
     hosts.measure(hosts.fused, all_sets=False)
     assert all(torch.equal(before[name], x) for name, x in hosts.streamed.state_dict().items())
-    assert hosts.streamed.structure is hosts.structure
+    assert hosts.streamed.data.structure is hosts.structure
 
 
 def test_a_sweep_compares_hosts_with_seeds_and_without(monkeypatch, capsys):

@@ -85,7 +85,7 @@ def test_a_host_has_the_bits_it_has_alone_whatever_its_neighbours_and_threads(th
     torch.set_num_threads(threads)
     try:
         alone, many = Bench(1), Bench(33)
-        many_native, alone_native = NativeExecutor(many.executor), NativeExecutor(alone.executor)
+        many_native, alone_native = NativeExecutor(many.executor.data), NativeExecutor(alone.executor.data)
     finally:
         torch.set_num_threads(before)
     alone.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0)
@@ -105,7 +105,7 @@ def test_a_host_that_is_not_a_number_any_more_disturbs_nobody():
     ill.population.host.params[1] = torch.nan
     ill.population.seeds.params[ill.seed_row("r0c0", 1)] = torch.inf
     for bench in (well, ill):
-        native = NativeExecutor(bench.executor)
+        native = NativeExecutor(bench.executor.data)
         native.train_epoch(1, bench.slots)
         found = bench.coalitions()
         bench.executor.settle(bench.structure(found))
@@ -129,7 +129,7 @@ def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one
         streamed, other = Bench(2), Bench(2)
         for bench in (streamed, other):
             bench.grow("r0c0", "moss", SeedStage.BLENDING, alpha=0.5)
-        told = NativeExecutor(other.executor).train_epoch(1, other.slots)
+        told = NativeExecutor(other.executor.data).train_epoch(1, other.slots)
         assert torch.equal(told.loss, streamed.executor.train_epoch(1, streamed.slots).loss)
         assert same_tree(other.population.state_dict(), streamed.population.state_dict())
     finally:
@@ -142,7 +142,7 @@ def test_measuring_in_parts_changes_no_count(monkeypatch):
     bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
     found = bench.coalitions()
     bench.executor.settle(bench.structure(found))
-    native = NativeExecutor(bench.executor)
+    native = NativeExecutor(bench.executor.data)
     whole = native.evaluate(1, bench.slots, found)
     monkeypatch.setattr("esper.tolaria.executors.native._EXAMPLES", 3)
     pieces = native.evaluate(1, bench.slots, found)
@@ -153,7 +153,7 @@ def test_measuring_in_parts_changes_no_count(monkeypatch):
 def test_a_program_is_written_once_for_each_structure():
     bench = Bench(4)
     bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 2])
-    native = NativeExecutor(bench.executor)
+    native = NativeExecutor(bench.executor.data)
     for t in (1, 2):
         native.train_epoch(t, bench.slots)
     told = native._programs._training.cache_info()
@@ -175,7 +175,7 @@ def test_a_label_without_a_class_is_refused(split, wrong):
     data = dataset()
     getattr(data, split).y[5] = wrong
     with pytest.raises(DataError, match=r"labels from -?\d to \d, but the host knows the classes 0 to 2; correct"):
-        NativeExecutor(Bench(1, data=data).executor)
+        NativeExecutor(Bench(1, data=data).executor.data)
 
 
 # -- which executor is taken ------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class StaticBench(Bench):
 
     def __init__(self, num_envs: int = 1, **settings: object) -> None:
         super().__init__(num_envs, **settings)
-        self.executor = StaticExecutor(self.executor)
+        self.executor = StaticExecutor(self.executor.data)
 
 
 class FusedBench(Bench):
@@ -41,7 +41,7 @@ class FusedBench(Bench):
 
     def __init__(self, num_envs: int = 1, **settings: object) -> None:
         super().__init__(num_envs, **settings)
-        self.executor = FusedExecutor(self.executor, measures_together=True)
+        self.executor = FusedExecutor(self.executor.data, measures_together=True)
 
 
 def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **settings):
@@ -59,8 +59,8 @@ def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **setting
     (found, told), (_, want) = (bench.measure(fossils_as_players=True) for bench in (static, known))
     torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
     torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
-    test = static.executor.test(static.slots)
-    torch.testing.assert_close(test, known.executor.test(known.slots), atol=1e-4, rtol=0.0)
+    test = static.executor.committed_accuracy("test", static.slots)
+    torch.testing.assert_close(test, known.executor.committed_accuracy("test", known.slots), atol=1e-4, rtol=0.0)
     return static
 
 
@@ -116,7 +116,7 @@ def test_half_precision_trains_as_host_by_host(dtype, stacked):
     told, want = static.train(2), known.train(2)
     torch.testing.assert_close(told.loss, want.loss, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(static.population.seeds.params, known.population.seeds.params, atol=5e-3, rtol=5e-2)
-    assert torch.equal(static.executor.streamed.scaler.scale, known.executor.scaler.scale)
+    assert torch.equal(static.executor.data.scaler.scale, known.executor.data.scaler.scale)
 
 
 # -- to the bit -----------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_measuring_changes_no_tensor_and_no_generator():
     before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
     generator = torch.random.get_rng_state()
     bench.measure(shapley=True)
-    bench.executor.test(bench.slots)
+    bench.executor.committed_accuracy("test", bench.slots)
     assert same_tree(bench.executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), generator)
 

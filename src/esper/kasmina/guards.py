@@ -3,7 +3,7 @@
 op                stage of the slot            alpha_mode   further condition
 WAIT              any                          any
 GERMINATE         DORMANT                      any          room for a seed; sequential: nothing young or cooling
-SET_ALPHA_TARGET  BLENDING, HOLDING            HOLD
+SET_ALPHA_TARGET  BLENDING, HOLDING            HOLD         a gated style only where the seed has a gate network
 PRUNE             GERMINATED..HOLDING          HOLD         age >= min_prune_age
 FOSSILIZE         HOLDING                      HOLD
 ADVANCE           stages whose gate is manual  HOLD, UP
@@ -17,13 +17,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from esper.kasmina.config import LifecycleConfig
-from esper.leyline.actions import NUM_OPS, Head, LifecycleOp
+from esper.leyline.actions import NUM_OPS, STYLE_ALGORITHM, Head, LifecycleOp
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import (
     COOLDOWN,
     GROWING,
     HAS_MODULE,
     NUM_STAGE_VALUES,
+    Algorithm,
     AlphaMode,
     SeedStage,
     stages_mask,
@@ -104,13 +105,19 @@ def _may_germinate(slots: SlotState, config: LifecycleConfig) -> Bool[Tensor, " 
 
 
 def resolve_target_slot(
-    actions: Int[Tensor, "N 8"], legal: Bool[Tensor, "N 6 S"]
+    actions: Int[Tensor, "N 8"], legal: Bool[Tensor, "N 6 S"], has_gate: Bool[Tensor, "N S"]
 ) -> tuple[Int[Tensor, " N"], Bool[Tensor, " N"]]:
-    """The slot each host's op aims at (the slot head), and whether the op is legal there."""
+    """The slot each host's op aims at (the slot head), and whether the op is legal there with its style."""
     target_N, op_N = actions[:, Head.SLOT], actions[:, Head.OP]
     flat = legal.flatten(1)
     valid = flat.gather(1, (op_N * legal.shape[2] + target_N)[:, None]).squeeze(1)
-    return target_N, valid
+    wants_gate = (op_N == LifecycleOp.SET_ALPHA_TARGET) & _gated_styles(op_N.device)[actions[:, Head.STYLE]]
+    return target_N, valid & (has_gate.gather(1, target_N[:, None]).squeeze(1) | ~wants_gate)
+
+
+@lru_cache(maxsize=8)
+def _gated_styles(device: torch.device) -> Tensor:
+    return torch.tensor([algorithm == Algorithm.GATE for algorithm in STYLE_ALGORITHM], device=device)
 
 
 def advance_active_seed(slots: SlotState, target: Int[Tensor, " N"], where: Bool[Tensor, " N"]) -> Bool[Tensor, "N S"]:

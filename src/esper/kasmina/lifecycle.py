@@ -116,7 +116,7 @@ def apply_ops(
     Hosts with `active` False (rolled back in this step) execute nothing. An op that is illegal or refused by its gate
     changes nothing.
     """
-    target, valid = resolve_target_slot(actions, legal)
+    target, valid = resolve_target_slot(actions, legal, slots.has_gate)
     valid = valid & active
     op = actions[:, Head.OP]
     here = at_target(target, slots.stage.shape[1]) & valid[:, None]
@@ -156,10 +156,8 @@ def apply_ops(
 
 
 def _set_algorithm(slots: SlotState, retuned_NS: Tensor, actions_N8: Tensor) -> SlotState:
-    """SET_ALPHA_TARGET: a style with a gate takes effect only on seeds that have a gate network (so the masks)."""
     wanted = _look_up(STYLE_ALGORITHM, actions_N8[:, Head.STYLE])
-    where = retuned_NS & ((wanted != Algorithm.GATE) | slots.has_gate)
-    return replace(slots, algorithm=torch.where(where, wanted, slots.algorithm))
+    return replace(slots, algorithm=torch.where(retuned_NS, wanted, slots.algorithm))
 
 
 def _move_by_op(

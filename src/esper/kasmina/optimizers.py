@@ -88,10 +88,9 @@ def host_decay_mask(spec: OptimizerSpec, matrix_mask: Bool[Tensor, " P"]) -> Boo
     return torch.ones_like(matrix_mask) if spec.kind == "sgd" else matrix_mask
 
 
-def clip_rows(grad: Float[Tensor, "R P"], max_norm: float) -> Float[Tensor, "R P"]:
-    """Scale each row, in place, so that its own L2 norm is at most `max_norm`; returns `grad`."""
-    norm_R1 = torch.linalg.vector_norm(grad, dim=-1, keepdim=True)
-    return grad.mul_((max_norm / norm_R1.add_(_CLIP_EPS)).clamp_(max=1.0))
+def clip_factor(norm: Float[Tensor, " R"], max_norm: float) -> Float[Tensor, " R"]:
+    """What to multiply gradients of these L2 norms by, so that no norm is above `max_norm`."""
+    return (max_norm / (norm + _CLIP_EPS)).clamp_(max=1.0)
 
 
 @torch.no_grad()

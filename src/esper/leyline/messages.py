@@ -209,6 +209,18 @@ class RewardOutput:
 
 
 @record
+class KeptNetwork:
+    """What an episode leaves: each host with its fossilized seeds and nothing else, measured after the last step.
+
+    `accuracy` (pp) is on the validation split. Hosts that were rolled back in the last step are measured as restored.
+    """
+
+    accuracy: Float[Tensor, " N"]
+    fossil_params: Int[Tensor, " N"]
+    host_params: Int[Tensor, " N"]
+
+
+@record
 class StepRecord:
     """One control step as the learner stores it; `t` counts from 1.
 

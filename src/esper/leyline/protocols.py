@@ -16,6 +16,7 @@ from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS, head_sizes
 from esper.leyline.messages import (
     ActResult,
     Hidden,
+    KeptNetwork,
     Observation,
     RewardInputs,
     RewardOutput,
@@ -142,6 +143,10 @@ class RewardProtocol(Protocol, Generic[RewardState]):
 @runtime_checkable
 class ClientProtocol(PolicyProtocol, RewardProtocol[Any], Protocol):
     """What drives an engine: a controller and a reward in one object."""
+
+    def finish(self, kept: KeptNetwork) -> None:
+        """The episode is over, and this is what it left; called once, after the last step and before `update`."""
+        ...
 
 
 @runtime_checkable

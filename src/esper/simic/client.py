@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import ActResult, Hidden, Observation, RewardInputs, RewardOutput, StepRecord
+from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import EngineSpec, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
 from esper.leyline.record import blank, record
@@ -192,6 +192,9 @@ class SimicClient:
         self._buffer.mark_terminals(self._rolled_back_TN.t(), self._paid_for_it_TN.t())
         self._rolled_back_TN.zero_()
         return self._buffer
+
+    def finish(self, kept: KeptNetwork) -> None:
+        """The episode is over and left `kept`."""
 
     def update(self) -> dict[str, float]:
         """One PPO update from the stored rollout; metrics by name, missing ones NaN."""

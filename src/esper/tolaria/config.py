@@ -34,8 +34,8 @@ class EngineConfig:
             could grow under masks, all hosts at once, and nothing is read between the steps of an episode.
         workers: processes that share the hosts of a CPU, at most, this one included. Scripted hosts, hosts on a
             GPU and static topology stay in one process. The config of a built engine names how many there are.
-        amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
-            that the device supports.
+        amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" bf16 on a GPU
+            that supports it. The config of a built engine names the one that was taken.
         capture: whether the training of a batch is recorded and replayed, see `capture.recorder_for`.
     """
 

@@ -24,8 +24,10 @@ from esper.kasmina.rollback import memory_of
 from esper.kasmina.slot_fields import require_known_stages
 from esper.leyline.errors import CheckpointError
 from esper.leyline.manifest import TopologyManifest, planting_of
+from esper.leyline.messages import KeptNetwork
 from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
 from esper.leyline.record import replace
+from esper.leyline.stages import SeedStage
 from esper.leyline.state_tree import below, record_tree, restored, with_prefix
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
@@ -146,14 +148,15 @@ class VectorizedEngine:
             if should_stop() and self.t < self.spec.episode_length:
                 self.settle()
                 return None
-        self.settle()
+        kept = self.kept_network()
+        client.finish(kept)
         cost = RolloutCost(
             seconds=time.perf_counter() - began,
             steps=self.t - first,
             env_steps=(self.t - first) * self.spec.num_envs,
             reads=reads_so_far() - reads,
         )
-        return reading.rollout_stats(self.episode, self.state, self._subset_acc, cost)
+        return reading.rollout_stats(self.episode, self.state, kept, self._subset_acc, cost)
 
     def train(
         self,
@@ -237,10 +240,28 @@ class VectorizedEngine:
             if self.on_step is not None:
                 self.on_step(report)
 
-    def test(self) -> Tensor:
-        """Test accuracy [N] (pp) of each host with its fossilized seeds; for the end of a run."""
+    def outcome(self) -> RolloutStats:
+        """The statistics of an episode that a checkpoint restored at its end."""
+        cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
+        return reading.rollout_stats(self.episode, self.state, self.kept_network(), self._subset_acc, cost)
+
+    def kept_network(self) -> KeptNetwork:
+        """What the episode leaves of each host, measured once all that the last step decided is carried out."""
         self.settle()
-        return self.executor.test(self.state.slots)
+        slots = self.state.slots
+        fossils = slots.stage == SeedStage.FOSSILIZED
+        with self.timer.span("measure"):
+            accuracy = self.executor.committed_accuracy("val", slots)
+        return KeptNetwork(
+            accuracy=accuracy,
+            fossil_params=(slots.params * fossils).sum(dim=1),
+            host_params=self.state.hosts.host_params,
+        )
+
+    def test(self) -> Tensor:
+        """Test accuracy [N] (pp) of the network that is kept of each host; for the end of a run."""
+        self.settle()
+        return self.executor.committed_accuracy("test", self.state.slots)
 
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
         """The coalitions that step `t` will measure: the structure cannot change any more before it does."""

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from esper.kasmina.lifecycle import OpEffects, TickEffects
 from esper.leyline.actions import Head
-from esper.leyline.messages import ActResult, RewardOutput
+from esper.leyline.messages import ActResult, KeptNetwork, RewardOutput
 from esper.leyline.record import record
-from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.governor import GovernorVerdict
@@ -205,36 +204,35 @@ def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepRepo
 
 
 def rollout_stats(
-    episode: int, state: ParallelEnvState, subset_acc: Float[Tensor, "N J"], cost: RolloutCost
+    episode: int, state: ParallelEnvState, kept: KeptNetwork, subset_acc: Float[Tensor, "N J"], cost: RolloutCost
 ) -> RolloutStats:
-    """Read the tally of an episode: the one read of a round."""
+    """Read the tally of an episode and what it left: the one read of a round."""
     slots, hosts, tally = state.slots, state.hosts, state.tally
-    fossil_params = (slots.params * (slots.stage == SeedStage.FOSSILIZED)).sum(dim=1)
-    growth = (hosts.host_params + fossil_params) / hosts.host_params.clamp(min=1)
     read = host_read(
         tally.returns,
-        torch.stack((hosts.val_acc, hosts.committed_acc, growth)),
+        torch.stack((hosts.val_acc, kept.accuracy)),
         torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
-        torch.stack((tally.rollbacks, tally.refused)),
+        torch.stack((tally.rollbacks, tally.refused, kept.fossil_params, kept.host_params)),
         tally.ops,
         tally.flags,
         torch.stack((slots.stage, slots.blueprint, slots.algorithm)),
         slots.alpha,
         subset_acc,
     )
-    returns, floats, counts, mishaps, ops, flags, end, alpha, subsets = read
+    returns, floats, counts, others, ops, flags, end, alpha, subsets = read
     return RolloutStats(
         episode=episode,
         returns=returns,
         val_acc=floats[0],
         committed_acc=floats[1],
-        growth=floats[2],
+        fossil_params=others[2],
+        host_params=others[3],
         fossilized=counts[0],
         contributing=counts[1],
         germinated=counts[2],
         pruned=counts[3],
-        rollbacks=mishaps[0],
-        refused=mishaps[1],
+        rollbacks=others[0],
+        refused=others[1],
         ops=ops,
         stage=end[0],
         blueprint=end[1],

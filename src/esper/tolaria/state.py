@@ -171,7 +171,10 @@ class RolloutStats:
     """What an episode of N hosts came to; arrays [N] unless stated.
 
     Attributes:
-        returns: undiscounted sum of rewards. growth: (host + fossilized parameters) / host parameters.
+        returns: undiscounted sum of rewards.
+        val_acc: live accuracy (pp), with all seeds as they stood in the last step; NaN for a host rolled back in it.
+        committed_acc: validation accuracy (pp) of the network that is kept, `KeptNetwork`, of every host;
+            `fossil_params`, `host_params`, `fossilized` and `growth` are of the same network.
         ops: effective ops [N, 6]. refused: sampled ops without effect.
         flags: steps with each mark of the reward [N, 2].
         stage, blueprint, algorithm, alpha: the slots at the end [N, S].
@@ -182,7 +185,8 @@ class RolloutStats:
     returns: np.ndarray
     val_acc: np.ndarray
     committed_acc: np.ndarray
-    growth: np.ndarray
+    fossil_params: np.ndarray
+    host_params: np.ndarray
     fossilized: np.ndarray
     contributing: np.ndarray
     germinated: np.ndarray
@@ -197,3 +201,9 @@ class RolloutStats:
     alpha: np.ndarray
     subset_acc: np.ndarray
     cost: RolloutCost
+
+    @property
+    def growth(self) -> np.ndarray:
+        """(host + fossilized parameters) / host parameters."""
+        ratio: np.ndarray = 1.0 + self.fossil_params / np.maximum(self.host_params, 1)
+        return ratio

@@ -33,7 +33,7 @@ def test_a_static_run_can_be_interrupted_and_records_the_same(
     train_epoch = StaticExecutor.train_epoch
 
     def interrupted(self: StaticExecutor, t: int, slots: object) -> object:
-        if (self.streamed.episode, t) == (1, 3):
+        if (self.data.episode, t) == (1, 3):
             signal.raise_signal(signal.SIGINT)
         return train_epoch(self, t, slots)
 

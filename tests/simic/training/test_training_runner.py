@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import small_runs
-from esper import commands
 from esper.leyline.errors import CheckpointError
+from esper.simic.training import build
 from esper.simic.training import runner as runner_module
 from esper.simic.training.build import assemble, device_of
 from esper.simic.training.checkpoint import checkpoints, load
@@ -362,7 +362,7 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
 ) -> None:
     """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
     path = tmp_path / "run"
-    monkeypatch.setattr(commands, "assemble", lambda config, device: replace(assemble(config, device), config=config))
+    monkeypatch.setattr(build, "assemble", lambda config, device: replace(assemble(config, device), config=config))
     with interrupted_at(2, 3):
         assert train(path, "tiny") == 130
     monkeypatch.undo()
@@ -372,24 +372,3 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
     assert resume(path) == 0
     assert executor_of(path) == "auto"
     assert summary(path) == summary(whole["tiny"])
-
-
-def test_a_run_that_recorded_a_precision_to_be_chosen_goes_on_in_float32_without_measuring(
-    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU "auto" was float32 in earlier versions, and is to the engine."""
-    path = tmp_path / "run"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        commands,
-        "assemble",
-        lambda config, device: replace(assemble(replace(config, amp="off"), device), config=config),
-    )
-    with interrupted_at(2, 3):
-        assert train(path, "tiny", 3, "--amp", "auto") == 130
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert resume(path) == 0
-    assert 'amp = "auto"' in (path / "config.toml").read_text()
-    assert summary(path) == summary(whole["tiny"])
-    assert not (tmp_path / "cache").exists()

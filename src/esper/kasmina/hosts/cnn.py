@@ -66,6 +66,11 @@ class CNNHostSpec:
         """Slot ids in the order in which the forward pass meets them."""
         return tuple(point.slot_id for point in sorted(self.points(), key=lambda point: point.position))
 
+    def largest_activation(self, height: int, width: int) -> int:
+        """Floats of the largest features of one image of this size."""
+        halvings = (min(i, self.pools) for i in range(self.blocks))
+        return max(c * (height >> k) * (width >> k) for c, k in zip(self.channels(), halvings, strict=True))
+
     def num_params(self) -> int:
         """sum_i (c_{i-1} c_i k^2 + 2 c_i) + c_{n-1} classes + classes."""
         outputs = self.channels()

@@ -13,7 +13,6 @@ from esper.simic.rewards import ContributionReward, make_reward
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
-from esper.simic.training.fastest_executor import with_fastest_executor
 from esper.simic.training.identity import run_shape
 from esper.simic.training.kernels import (
     form_of,
@@ -25,7 +24,6 @@ from esper.simic.training.kernels import (
     store_form,
 )
 from esper.simic.training.plugins import load_plugins
-from esper.simic.training.precision import with_fastest_precision
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.datasets import Dataset
@@ -135,16 +133,14 @@ def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtoco
 class Parts:
     """What a run is made of; `shape` is what its checkpoints say of it.
 
-    `config` is that of the run with the executor, the workers, the form of a step and, on a CPU, the precision that
-    were taken: whoever records it goes on with the same ones, also under a later version that would take others. `told`
-    is a sentence about each of them that was chosen by measuring.
+    `config` is that of the run with the executor, the workers, the form of a step and the precision that were taken:
+    a run that is resumed goes on with the same ones, also under a later version that would take others.
     """
 
     config: RunConfig
     engine: VectorizedEngine
     client: SimicClient
     shape: dict[str, object]
-    told: tuple[str, ...] = ()
 
 
 def assemble(config: RunConfig, device: torch.device) -> Parts:
@@ -154,16 +150,15 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         DataError: data are missing or broken. ConfigError: the run cannot be as it is configured.
     """
     dataset = dataset_of(config, device)
-    config, of_precision = with_fastest_precision(config, dataset, device)
-    config, of_executor = with_fastest_executor(config, dataset, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     taken = replace(
         config,
         executor=engine.config.executor,
         workers=engine.config.workers,
+        amp=engine.config.amp,
         compile=form_of(config.compile, device),
     )
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))
-    return Parts(taken, engine, learner, shape, tuple(filter(None, (of_precision, of_executor))))
+    return Parts(taken, engine, learner, shape)

@@ -59,13 +59,12 @@ class RunConfig:
     custom_reward: str = ""
     """Name of a registered reward that pays instead of the formula of `reward.mode`; it is handed the numbers in
     `reward`."""
-    executor: Literal["auto", "native", "fused", "streamed", "measured"] = "streamed"
+    executor: Literal["auto", "native", "fused", "streamed"] = "streamed"
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
     many others there are; "fused" all at once, equal up to rounding and faster on small images; "native" by C++ that is
     compiled for this processor in the first run, several times faster on a CPU, also equal up to rounding, and like
     "streamed" for the last bit; "auto" native on a CPU where there is a compiler and features fit its cache, else by
-    image size; "measured" the one that trains fastest here, which takes seconds once and is kept for the next run of
-    its kind. The presets say "auto"; `config.toml` of a run names the one that was taken."""
+    image size. The presets say "auto"; `config.toml` of a run names the one that was taken."""
     topology: Literal["grouped", "static"] = "grouped"
     """"grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that could grow,
     all hosts at once, under masks: nothing is read between the steps of an episode, and records arrive at its end."""
@@ -86,9 +85,8 @@ class RunConfig:
     graphs and replayed: "off"; "on", which a CPU refuses; or "auto", which replays on CUDA what has been proven there.
     So far nothing has, and "auto" is "off"."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
-    """Precision of host training: "off" is float32; "auto" is bf16 (or fp16) on CUDA, and on a CPU bf16 where a second
-    of measuring shows that it is faster. What was measured is kept for the next run of its kind and said, and
-    `config.toml` names what was taken."""
+    """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off". `config.toml`
+    names what was taken."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
     checkpoint_every: int = 1
@@ -113,15 +111,6 @@ class RunConfig:
         self._check_slots(task)
         self._check_batches(task)
         self._check_reward()
-        if self.executor not in ("auto", "native", "fused", "streamed", "measured"):
-            raise ConfigError(
-                f"executor is {self.executor!r}; it must be 'auto', 'native', 'fused', 'streamed' or 'measured'."
-            )
-        if self.executor == "measured" and self.topology == "static":
-            raise ConfigError(
-                "executor is 'measured', but topology is 'static', which always runs all hosts at once; leave executor "
-                "out."
-            )
         if self.capture == "on" and self.device == "cpu":
             raise ConfigError("capture is 'on' on the CPU, which has no CUDA graphs; use 'auto' or 'off'.")
         if self.topology == "static" and task.host is None:
@@ -186,7 +175,7 @@ class RunConfig:
             episode_length=self.episode_length,
             slots=self.slots,
             time_limit=limit,
-            executor="auto" if self.executor == "measured" else self.executor,
+            executor=self.executor,
             workers=self.workers,
             topology=self.topology,
             amp=self.amp,

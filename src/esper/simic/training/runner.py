@@ -145,8 +145,7 @@ class Runner:
     def _finish(self) -> dict[str, object]:
         """Summary of the complete run, also of one that was ended between its last checkpoint and its summary."""
         if self.last is None:
-            self.last = self.engine.rollout(self.client)  # the last episode was restored at its end: no step is left
-        assert self.last is not None
+            self.last = self.engine.outcome()  # the last episode was restored at its end
         (test_acc,) = host_read(self.engine.test())
         digest = state_digest(self._final_state())
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)

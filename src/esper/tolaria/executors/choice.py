@@ -11,11 +11,13 @@ from esper.kasmina.population import Population
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.amp import LossScaler, amp_dtype
+from esper.tolaria.amp import AmpMode, LossScaler, amp_dtype
 from esper.tolaria.capture import recorder_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.hosts import HostData
 from esper.tolaria.executors.native import NativeExecutor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.twins import can_fuse
@@ -23,8 +25,8 @@ from esper.tolaria.executors.twins import can_fuse
 _NATIVE_BYTES = 2**23
 """Hosts whose largest feature map of a batch has at most this many bytes run natively on a CPU: larger ones leave the
 caches, and wide hosts with seeds are no faster then than in PyTorch."""
-_FUSED_PIXELS = 256
-"""Otherwise images up to this size run fused: there the time goes into small operations.
+_FUSED_PIXELS_ON_CPU = 256
+"""Otherwise images up to this size run fused: there the time goes into small operations. On a GPU it always does.
 
 Rules and no measurement, because executors differ by rounding: a choice by the clock would let a busy machine decide
 in which of several states a run ends.
@@ -35,7 +37,7 @@ Taken = Literal["native", "fused", "streamed"]
 
 def network_executor(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device
-) -> tuple[StreamedExecutor | FusedExecutor | NativeExecutor | StaticExecutor, Taken]:
+) -> tuple[NetworkExecutor | StaticExecutor, Taken]:
     """The executor for hosts that are networks, in this process, and what it is called.
 
     Raises:
@@ -55,7 +57,7 @@ def network_executor(
         device=device,
         host_offset=config.host_offset,
     )
-    streamed = StreamedExecutor(
+    data = HostData(
         population,
         dataset,
         batch_train=task.batch_train,
@@ -70,33 +72,39 @@ def network_executor(
             f"use executor 'streamed'{out}, or add a rule to kasmina.lowering.STACKED."
         )
     if static:
-        return StaticExecutor(streamed), "fused"
+        return StaticExecutor(data), "fused"
     if config.executor == "native" and (problem := native_problem(config.amp, device)):
         raise ConfigError(f"executor is 'native', but {problem}.")
     if config.executor == "native" or (
         config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device)
     ):
-        return NativeExecutor(streamed), "native"
-    small = height * width <= _FUSED_PIXELS
-    if config.executor == "fused" or (config.executor == "auto" and fits and small):
+        return NativeExecutor(data), "native"
+    if config.executor == "fused" or (
+        config.executor == "auto" and fits and prefers_fused((height, width), device.type)
+    ):
         recorder = recorder_for(config.capture, "train_batch", device)
-        return FusedExecutor(streamed, recorder=recorder), "fused"
-    return streamed, "streamed"
+        return FusedExecutor(data, recorder=recorder), "fused"
+    return StreamedExecutor(data), "streamed"
 
 
-def native_problem(amp: str, device: torch.device) -> str | None:
+def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:
+    """Whether "auto" runs such hosts all at once rather than one after another."""
+    height, width = image_size
+    return device_type == "cuda" or height * width <= _FUSED_PIXELS_ON_CPU
+
+
+def native_problem(amp: AmpMode, device: torch.device) -> str | None:
     """Why hosts cannot be run natively, and the way out; None where they can."""
     if device.type != "cpu":
         return f"the device is {device}, and compiled C++ runs on a CPU; use executor 'fused' or 'streamed'"
-    if amp != "off":
+    if amp_dtype(amp, device) is not None:
         return f"amp is {amp!r}, and compiled C++ computes in float32; set amp to 'off', or executor to 'streamed'"
     return None
 
 
-def prefers_native(spec: CNNHostSpec, image_size: tuple[int, int], batch: int, amp: str, device: torch.device) -> bool:
+def prefers_native(
+    spec: CNNHostSpec, image_size: tuple[int, int], batch: int, amp: AmpMode, device: torch.device
+) -> bool:
     """Whether "auto" runs such hosts natively: they can be, and the features of a batch are small."""
-    halvings = [min(i, spec.pools) for i in range(spec.blocks)]
-    height, width = image_size
-    sizes = [c * (height >> k) * (width >> k) for c, k in zip(spec.channels(), halvings, strict=True)]
-    small = 4 * batch * max(sizes) <= _NATIVE_BYTES
+    small = 4 * batch * spec.largest_activation(*image_size) <= _NATIVE_BYTES
     return small and native_problem(amp, device) is None and compiler() is not None

@@ -22,10 +22,10 @@ from torch import Tensor
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
 from esper.kasmina.stacking import StackedTemplate
-from esper.leyline.stages import Algorithm, Topology
+from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.fused_joins import Joining, Piece, join
 from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.running import TrainedRows, join_of_rank, join_order, trained_mask
+from esper.tolaria.executors.running import TrainedRows, isolated_mask, join_of_rank, join_order, trained_mask
 from esper.tolaria.executors.twins import Twins
 
 
@@ -121,12 +121,13 @@ def slot_groups(
     """
     learns = trained_mask(structure) if rows is not None else np.zeros_like(structure.stage, dtype=np.bool_)
     runs = (structure.alpha > 0.0) | learns
-    order = join_order(structure)
+    order, isolated = join_order(structure), isolated_mask(population, structure)
     found: dict[str, list[SlotGroup]] = {}
     for s, point in enumerate(population.points):
         places = np.flatnonzero(runs[hosts, s])
         places = places[np.argsort(order[hosts[places], s], kind="stable")]
-        keys = structure.blueprint[hosts[places], s] * 2 + learns[hosts[places], s]
+        here = hosts[places]
+        keys = structure.blueprint[here, s] * 4 + isolated[here, s] * 2 + learns[here, s]
         groups = [
             _group(population, twins, structure, alpha, rows if key % 2 else None, hosts, places[keys == key], s)
             for key in np.unique(keys)
@@ -167,7 +168,7 @@ def _group(
         gate=_gates(population, twins.gates[channels], rows, who[gated:], s, flat[gated:]),
         rows=flat,
         pieces=pieces,
-        isolated=population.topology is Topology.CNN,
+        isolated=bool(isolated_mask(population, structure)[who[0], s]),
         running=running,
     )
 

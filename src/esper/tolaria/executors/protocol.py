@@ -7,7 +7,7 @@ needs no structure: it is handed the masks as they are (`settle_on_device`), and
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -19,6 +19,8 @@ from esper.leyline.protocols import StateTree
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
+
+EvaluationSplit = Literal["val", "test"]
 
 
 @record
@@ -130,8 +132,8 @@ class Executor(Protocol):
         """All coalitions of all hosts on the validation split; changes nothing."""
         ...
 
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Accuracy (pp) of each host with its fossilized seeds on the test split; for the end of a run."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Accuracy (pp) of each host with its fossilized seeds alone; the test split is for the end of a run."""
         ...
 
     def state_dict(self) -> StateTree:

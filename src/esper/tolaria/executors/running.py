@@ -86,6 +86,12 @@ def trained_mask(structure: Structure) -> np.ndarray:
     return learning
 
 
+def isolated_mask(population: Population, structure: Structure) -> np.ndarray:
+    """[N, S]: seeds that send no gradient into the host: all of a CNN, and everywhere those that are not active."""
+    isolated: np.ndarray = (structure.alpha <= 0.0) | (population.topology is Topology.CNN)
+    return isolated
+
+
 _JOINS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 
 
@@ -104,10 +110,12 @@ def join_of_rank(rank: int) -> tuple[Algorithm, bool]:
 def begin_training(population: Population, structure: Structure) -> TrainedRows:
     """Copy the rows that will be trained; only as wide as the widest of them.
 
-    Seeds that run alike come one after another: by slot, blueprint, how they join the host, and host.
+    Seeds that run alike come one after another: by slot, blueprint, isolation, how they join the host, and host.
     """
     hosts, slots = np.nonzero(trained_mask(structure))
-    order = np.lexsort((hosts, join_order(structure)[hosts, slots], structure.blueprint[hosts, slots], slots))
+    isolated, how = isolated_mask(population, structure), join_order(structure)
+    by_seed = (values[hosts, slots] for values in (how, isolated, structure.blueprint))
+    order = np.lexsort((hosts, *by_seed, slots))
     hosts, slots = hosts[order], slots[order]
     flat = hosts * population.num_slots + slots
     gated = (structure.algorithm == Algorithm.GATE) & structure.has_gate
@@ -146,7 +154,7 @@ def running_seeds(
         places = list(zip(rows.seed_host.tolist(), rows.seed_slot.tolist(), strict=True))
         leaf = dict(zip(places, rows.seeds.leaves, strict=True))
         gate_leaf = {places[i]: row for i, row in zip(rows.gate_of.tolist(), rows.gates.leaves, strict=True)}
-    heard = structure.alpha > 0.0
+    heard, isolated = structure.alpha > 0.0, isolated_mask(population, structure)
     runs = heard if rows is None else heard | trained_mask(structure)
     hosts: list[SlotsOfHost] = [{} for _ in range(population.num_envs)]
     for n, s in zip(*np.nonzero(runs), strict=True):
@@ -165,7 +173,7 @@ def running_seeds(
             algorithm=algorithm,
             alpha=alpha[n, s],
             hidden=not heard[n, s],
-            isolated=population.topology is Topology.CNN,
+            isolated=bool(isolated[n, s]),
         )
     return hosts
 

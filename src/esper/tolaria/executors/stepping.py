@@ -4,13 +4,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from esper.kasmina.optimizers import OptimizerSpec, step_rows
+from esper.kasmina.optimizers import OptimizerSpec, clip_factor, step_rows
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.executors.running import TrainedRows
-
-_CLIP_EPS = 1e-6
 
 
 class StackedOptimizer:
@@ -42,11 +40,6 @@ class StackedOptimizer:
         self._seeds_learn = None if learning is None else learning[0]
         self._gates_learn = None if learning is None else learning[1]
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of the last batch."""
-        for working in (self._hosts, self._seeds, self._gates):
-            working.grad.zero_()
-
     @torch.no_grad()
     def unscale(self) -> None:
         """Undo the loss scale of fp16; nothing otherwise."""
@@ -65,9 +58,9 @@ class StackedOptimizer:
         )
         seed_norm = seed_square.index_add_(0, self._gate_of, gate_square).sqrt()
         finite = self._finite(host_norm, seed_norm)
-        host_clip, seed_clip = self._factor(host_norm), self._factor(seed_norm)
-        gate_clip = seed_clip[self._gate_of]
         spec = self._spec
+        host_clip, seed_clip = (clip_factor(norm, spec.grad_clip) for norm in (host_norm, seed_norm))
+        gate_clip = seed_clip[self._gate_of]
         self._step(self._hosts, host_clip, spec.host_lr, self._decay_mask, finite)
         if len(self._seed_host):
             stable = None if finite is None else finite[self._seed_host]
@@ -75,9 +68,6 @@ class StackedOptimizer:
             if len(self._gate_of):
                 stable = None if stable is None else stable[self._gate_of]
                 self._step(self._gates, gate_clip, spec.seed_lr, None, _both(stable, self._gates_learn))
-
-    def _factor(self, norm_R: Tensor) -> Tensor:
-        return (self._spec.grad_clip / (norm_R + _CLIP_EPS)).clamp_(max=1.0)
 
     def _finite(self, host_norm_N: Tensor, seed_norm_R: Tensor) -> Tensor | None:
         if not self._scaler.enabled:

@@ -12,6 +12,7 @@ from workers import Options, main, rows_of
 TINY = {"hosts": (2,), "examples": 16, "val_examples": 8, "repetitions": 1}
 
 
+@pytest.mark.slow  # starts six processes
 def test_every_executor_is_measured_in_one_process_and_in_two():
     rows = rows_of(DIGITS_SHAPE, 2, Options(**TINY))
     assert [row.name.rpartition(", ")[2] for row in rows] == ["streamed", "fused", "native"]

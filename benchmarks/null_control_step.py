@@ -49,7 +49,7 @@ class Options:
     episode_length: int = 60
     """Control steps per episode."""
     threads: tuple[int, ...] = (1,)
-    """Settings of torch.set_num_threads to compare; most operators are too small for a second thread."""
+    """Settings of torch.set_num_threads to compare. Most operators are too small to be worth a second thread."""
     compile: tuple[Literal["off", "on", "native"], ...] = ("off",)
     """Settings of `compile` to compare; all but "off" need a C++ compiler, "on" half a minute per number of hosts."""
     device: str = "cpu"
@@ -78,7 +78,7 @@ class Row:
     ms_beside: float
     """Without the matrix products of the policy."""
     ratio: float
-    """Time of a step relative to the smallest number of hosts."""
+    """Cost of a step relative to the smallest number of hosts."""
     to_first: float
     """Cost of a step relative to the first setting of `compile`."""
 
@@ -92,7 +92,7 @@ class Subject:
 
     @classmethod
     def build(cls, num_envs: int, options: Options, compile: Literal["off", "on"] = "off") -> "Subject":
-        """The preset `small` on the null task with the reward `objective`."""
+        """The preset `small` on the null task, paid by the objective."""
         told: dict[str, object] = {"task": "null", "preset": "small", "num_envs": num_envs, "compile": compile}
         told |= {"episode_length": options.episode_length}
         config = resolve(told | {"device": options.device, "threads": torch.get_num_threads()})
@@ -178,7 +178,7 @@ def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
 
 
 def complaints(rows: Sequence[Row], options: Options) -> list[str]:
-    """The limits that are missed on one thread."""
+    """What is slower than was asked for, on one thread."""
     own = [row for row in rows if row.threads == 1 and row.compile == options.compile[0]]
     if not own:
         return ["the limits apply to one thread, which was not measured; omit --threads or include 1."]

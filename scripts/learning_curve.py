@@ -62,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Score:
-    """Gap closed by one controller: mean over evaluation hosts with its bootstrap interval, and per host."""
+    """Gap closed by one controller: its mean over evaluation hosts with the bootstrap interval, and each host's."""
 
     mean: float
     low: float

@@ -116,7 +116,7 @@ def line(ax: Axes, run: Run, name: str, color: str, *, lift: float = 0.0) -> Non
 
 
 def accuracy(ax: Axes, run: Run) -> None:
-    """Accuracy with all live seeds and with fossils only."""
+    """Accuracy of the hosts as they stand, and of what they may keep."""
     dress(ax, "Accuracy", "validation, % at the end of each round")
     columns = {"val_accuracy_mean": BLUE, "committed_accuracy_mean": ORANGE}
     highest = max(columns, key=lambda name: run.column(name)[-1])

@@ -20,15 +20,17 @@ from pathlib import Path
 
 import torch
 import tyro
+from esper.simic.rewards.compilation import kernel_for
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from esper.simic.rewards import HostRow, RewardConfig, compute_reward_batched, graphs_compiled, reward_of_row
-from esper.simic.rewards.compilation import kernel_for
-from esper.simic.rewards.golden import kernel_arguments
+from esper.simic.rewards import RewardConfig, compute_reward_batched, graphs_compiled
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
+from reference.rewards.golden import kernel_arguments
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import HostRow
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3, 4, 6, 7, 8, 9, 10)

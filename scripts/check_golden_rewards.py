@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from esper.leyline.errors import EsperError
-from esper.simic.rewards.golden import batched_rewards, check_golden, load_golden, row_of_case
-from esper.simic.rewards.scalar_row import HostRow
-from esper.simic.rewards.thresholds import near_threshold
+from reference.rewards.golden import batched_rewards, check_golden, load_golden, row_of_case
+from reference.rewards.row import HostRow
+from reference.rewards.thresholds import near_threshold
 
 FLOAT64_TOLERANCE = 1e-6
 FLOAT32_TOLERANCE = 1e-5

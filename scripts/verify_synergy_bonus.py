@@ -30,10 +30,12 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import EsperError
 from esper.leyline.stages import SeedStage
-from esper.simic.rewards import REWARD_TERMS, HostRow, RewardConfig, compute_reward_batched, reward_of_row
-from esper.simic.rewards.golden import kernel_arguments
+from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.tolaria.coalitions import derive, enumerate_coalitions
 from esper.tolaria.runtime import choose_device
+from reference.rewards.golden import kernel_arguments
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import HostRow
 from script_report import write_result
 
 FLOAT64, FLOAT32 = 1e-9, 1e-5

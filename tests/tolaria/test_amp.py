@@ -137,7 +137,7 @@ def test_an_episode_after_others_is_the_same_episode_alone():
             client = ToyClient(engine.spec, script(2, length, plan))
             engine.reset(client, episode)
             if episode < 2:
-                engine.executor.scaler.scale[1] = torch.inf  # the first step of host 1 overflows
+                engine.executor.data.scaler.scale[1] = torch.inf  # the first step of host 1 overflows
             engine.rollout(client)
         trees.append(engine.executor.state_dict())
     assert same_tree(*trees)

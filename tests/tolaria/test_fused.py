@@ -39,10 +39,10 @@ def test_active_seeds_send_gradients_into_a_host_whose_family_lets_them_and_hidd
         bench.grow("r0c1", "conv_light", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[2])
         bench.grow("r0c1", "conv_light", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE, hosts=[3, 6])
 
-    def fused(streamed):
-        streamed.population.topology = Topology.CNN  # the family of its blueprints
-        executor = FusedExecutor(streamed)
-        streamed.population.topology = Topology.TRANSFORMER
+    def fused(data):
+        data.population.topology = Topology.CNN  # the family of its blueprints
+        executor = FusedExecutor(data)
+        data.population.topology = Topology.TRANSFORMER
         return executor
 
     against_streamed.compare(fused, grow, num_envs=7)

@@ -1,16 +1,18 @@
 """esper evaluate: a trained controller and baselines on equal hosts."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from esper.cli.options import FilePath, Number, Plugins, Text, overrides, placeholder, warn
+from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder, warn
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
+from esper.leyline.files import mode_of, replacing
 from esper.telemetry.progress import RunConsole
 from esper.telemetry.run_directory import CONFIG, plain_json, require_run
 
@@ -32,7 +34,7 @@ class Evaluate:
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE ...")] = ()
     """A run directory and names of baselines, in any order."""
-    best: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False
+    best: Flag = False
     """The checkpoint of the run with the best committed accuracy of ten rounds, instead of the newest."""
     task: Text = None
     """Task, where no run is given. (digits)"""
@@ -51,7 +53,9 @@ class Evaluate:
     data_dir: FilePath = None
     """Folder of the task's data files. (that of the run)"""
     plugins: Plugins = ()
-    """Your own code that registers tasks, blueprints or rewards, where no run is given."""
+    """Your own code that registers tasks, blueprints or rewards; with a run, the code it names that is allowed."""
+    trust: Flag = False
+    """Allow all code (plugins) that the run directory names."""
     json: FilePath = None
     """Also write the comparison, with the numbers of every host, to this file; - writes it instead of the table."""
 
@@ -63,8 +67,9 @@ def evaluate(command: Evaluate) -> int:
 
     run, baselines = _named(command.controllers)
     config = _evaluated_config(command, run)
+    names = dict.fromkeys((*(baselines or comparison.all_baselines(config)), comparison.REFERENCE))
     with _json_file(command.json) as write_json:
-        controllers, place = [comparison.baseline(name, config) for name in baselines], ""
+        controllers, place = [comparison.baseline(name, config) for name in names], ""
         if run is not None:
             found = comparison.trained(run, config, best=command.best)
             controllers.insert(0, found.controller)
@@ -80,7 +85,7 @@ def evaluate(command: Evaluate) -> int:
             num_envs=command.num_envs,
             on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
         )
-        rows = comparison.table(outcomes)
+        rows = comparison.table(outcomes, config.reward)
         write_json(plain_json(comparison.report(rows, config, run, place, seed, command.num_envs)))
     if str(command.json) != "-":
         console = RunConsole()
@@ -89,7 +94,8 @@ def evaluate(command: Evaluate) -> int:
         )
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
-        console.say("\n".join(("", tables.LEGEND, *_static_note(controllers, rows), *tables.rollbacks(rows))))
+        notes = (*_static_note(controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))
+        console.say("\n".join(("", tables.LEGEND, *notes)))
     return 0
 
 
@@ -108,23 +114,18 @@ def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence["Row"
 
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run and the baselines of an evaluation; wait_only is always among them, as the reference."""
-    from esper.simic.training import evaluate as comparison
-    from esper.tamiyo.baselines import BASELINES
+    """The run and the baselines that are named; none is all of them."""
+    from esper.simic.training.evaluate import NAMES
 
     if not controllers:
-        raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(BASELINES)}.")
-    runs = [name for name in controllers if name not in BASELINES]
-    baselines = [name for name in dict.fromkeys(controllers) if name in BASELINES]
+        raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(NAMES)}.")
+    runs = [name for name in controllers if name not in NAMES]
+    baselines = [name for name in dict.fromkeys(controllers) if name in NAMES]
     for name in runs:
         if not Path(name).exists():
-            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, BASELINES)}")
+            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, NAMES)}")
     if len(runs) > 1:
         raise ConfigError(f"{', '.join(runs)} are several run directories; name one of them, and any baselines.")
-    if not baselines:
-        baselines = list(comparison.all_baselines())
-    if comparison.REFERENCE not in baselines:
-        baselines.append(comparison.REFERENCE)
     return Path(runs[0]) if runs else None, tuple(baselines)
 
 
@@ -139,6 +140,7 @@ def _evaluated_config(command: Evaluate, run: Path | None) -> "RunConfig":
         if command.best:
             raise ConfigError("--best chooses a checkpoint of a run, and no run is named; name one, or leave it out.")
         return resolve(told)
+    allowed = told.pop("plugins", [])
     if own := sorted(told.keys() - {"device", "data_dir"}):
         raise ConfigError(
             f"{', '.join(own)} cannot be given with a run: it is evaluated as it was trained; leave it out."
@@ -146,7 +148,7 @@ def _evaluated_config(command: Evaluate, run: Path | None) -> "RunConfig":
     require_run(run)
     if command.data_dir is not None:
         told["data_dir"] = str(command.data_dir.expanduser().absolute())
-    return recorded(read_toml(run / CONFIG) | told)
+    return recorded(read_toml(run / CONFIG) | told, allowed=allowed, trust=command.trust)
 
 
 @contextmanager
@@ -157,18 +159,26 @@ def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
     elif str(path) == "-":
         yield lambda report: RunConsole().out(json.dumps(report, indent=2), highlight=False)
     else:
-        draft = path.with_name(f".{path.name}.draft")
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder; name a file with --json.")
-        try:
-            file = draft.open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"the file {path} cannot be written ({error.strerror}); name another with --json."
-            ) from error
-        try:
-            with file:
-                yield lambda report: print(json.dumps(report, indent=2), file=file)
-            draft.rename(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(replacing(_writable(path)))
+            except OSError as error:
+                raise ConfigError(
+                    f"the file {path} cannot be written ({error.strerror}); name another with --json."
+                ) from error
+            yield lambda report: print(json.dumps(report, indent=2), file=file)
+
+
+def _writable(path: Path) -> Path:
+    """The regular file at `path`, or where a link leads, or `path` where nothing is; raises ConfigError otherwise."""
+    target = path.resolve()
+    if target.is_file() and os.access(target, os.W_OK):
+        return target
+    if not mode_of(path):
+        return path
+    kind = (
+        "a file that may not be written" if target.is_file() else "a folder" if target.is_dir() else "no regular file"
+    )
+    raise ConfigError(
+        f"{path} is {kind} and is left as it is; name another file with --json, or - for standard output."
+    )

@@ -22,6 +22,7 @@ def placeholder(metavar: str) -> object:
 
 Text = Annotated[str | None, placeholder("NAME")]
 Number = Annotated[int | None, placeholder("N")]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 FilePath = Annotated[Path | None, placeholder("PATH")]
 Names = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 Plugins = Annotated[Names, placeholder("MODULE|FILE.py ...")]

@@ -5,15 +5,27 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from esper.cli.options import EXIT_STOPPED, FilePath, Names, Number, Plugins, Text, joined, overrides, placeholder, warn
+from esper.cli.options import (
+    EXIT_STOPPED,
+    FilePath,
+    Flag,
+    Names,
+    Number,
+    Plugins,
+    Text,
+    joined,
+    overrides,
+    placeholder,
+    warn,
+)
 from esper.leyline.errors import ConfigError
 from esper.telemetry.run_directory import (
-    CHECKPOINTS,
     CONFIG,
     SUMMARY,
     RunDirectory,
     missing_records,
     require_free,
+    require_nothing_to_lose,
     require_run,
 )
 
@@ -64,7 +76,7 @@ class Train:
     topology: Text = None
     """What is run: grouped (what grows) or static (all that could grow, without a read between steps). (grouped)"""
     compile: Text = None
-    """How a step beside the hosts is run: off (eager), on (compiled by PyTorch), native (C++, CPU) or auto. (auto)"""
+    """How a step beside the hosts is run: off (eager), on (compiled by PyTorch) or auto. (auto)"""
     capture: Text = None
     """Whether they and fused training are replayed as CUDA graphs: on, off or auto, which waits for proof. (auto)"""
     amp: Text = None
@@ -78,8 +90,10 @@ class Train:
     run_dir: FilePath = None
     """Where the run is recorded. (a new folder under runs/)"""
     resume: FilePath = None
-    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir,
-    --compile, --capture and --checkpoint-every may be given with it."""
+    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir, --compile,
+    --capture and --checkpoint-every may be given with it, and --trust or --plugins to allow its code."""
+    trust: Flag = False
+    """Allow all code (plugins) that a run directory names, with --resume or --config."""
 
 
 def train(command: Train) -> int:
@@ -89,7 +103,7 @@ def train(command: Train) -> int:
 
     if command.resume is not None:
         return _resume(command, command.resume)
-    config = resolve(overrides(command, joined(command.set)), command.config)
+    config = resolve(overrides(command, joined(command.set)), command.config, trust=command.trust)
     path = command.run_dir or _free_name(config)
     require_free(path)
     parts = _assembled(config)
@@ -105,18 +119,20 @@ def _resume(command: Train, path: Path) -> int:
 
     require_run(path)
     config = _continued(command, path)
-    checkpoint, damaged, complaints = load_newest(path / CHECKPOINTS)
-    start = checkpoint.header if checkpoint else None
-    if checkpoint and start:
-        warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
-        require_same_config(start.config, config)
-        _require_something_to_do(path, checkpoint, config)
-        warn(missing_records(path, start.cursor))
-    parts = _assembled(config)
-    if checkpoint:
-        restore(parts.engine, parts.client, checkpoint, parts.shape)
-    cursor = start.cursor if start else {}
-    with RunDirectory.reopen(path, cursor, plain(config), steps=config.record_steps) as directory:
+    with RunDirectory.reopen(path) as directory:  # nothing is changed before everything was checked
+        checkpoint, damaged, complaints = load_newest(directory.checkpoints)
+        start = checkpoint.header if checkpoint else None
+        if checkpoint and start:
+            warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
+            require_same_config(start.config, config)
+            _require_something_to_do(path, checkpoint, config)
+            warn(missing_records(path, start.cursor))
+        else:
+            require_nothing_to_lose(path)
+        parts = _assembled(config)
+        if checkpoint:
+            restore(parts.engine, parts.client, checkpoint, parts.shape)
+        directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
         set_aside(damaged)
         return _run(config, parts, directory, start, asked=config.executor)
 
@@ -128,6 +144,7 @@ def _continued(command: Train, path: Path) -> "RunConfig":
     from esper.simic.training.values import read_toml
 
     given = overrides(command, joined(command.set))
+    allowed = given.pop("plugins", [])
     extra = sorted(given.keys() - set(CHANGEABLE))
     extra += [name for name in ("config", "run_dir") if getattr(command, name) is not None]
     if extra:
@@ -137,7 +154,7 @@ def _continued(command: Train, path: Path) -> "RunConfig":
         )
     if command.data_dir is not None:
         given["data_dir"] = str(command.data_dir.expanduser().absolute())
-    return recorded(read_toml(path / CONFIG) | given)
+    return recorded(read_toml(path / CONFIG) | given, allowed=allowed, trust=command.trust)
 
 
 def _require_something_to_do(path: Path, checkpoint: "Checkpoint", config: "RunConfig") -> None:
@@ -153,8 +170,8 @@ def _require_something_to_do(path: Path, checkpoint: "Checkpoint", config: "RunC
 
 def _assembled(config: "RunConfig") -> "Parts":
     """What a run is made of, after the first line of the command: data may take a while to load."""
+    from esper.simic.compilation import is_compiled
     from esper.simic.training.build import assemble, device_of
-    from esper.simic.training.kernels import form_of
     from esper.telemetry.progress import RunConsole
 
     device = device_of(config)
@@ -167,13 +184,10 @@ def _assembled(config: "RunConfig") -> "Parts":
             f"note: no seed can become permanent before step {first}, and a round has {config.episode_length}; "
             "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
         )
-    form = form_of(config.compile, device)
-    if form == "on":
+    if is_compiled(config.compile, device):
         RunConsole().say(
             "compiling (half a minute or more for the first run of its kind on a machine, seconds for the next)"
         )
-    if form == "off" and config.compile == "auto":
-        RunConsole().say("control step: eager (with a C++ compiler such as g++ it takes less than half the time)")
     return assemble(config, device)
 
 

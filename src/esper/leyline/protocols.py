@@ -95,7 +95,7 @@ class PolicyProtocol(Protocol):
         ...
 
     def rollback(self, mask: Tensor, reward: Tensor) -> None:
-        """The last stored row of each masked host ends its segment and is paid `reward` [N] instead."""
+        """The last stored row of each masked host is paid `reward` [N] instead: the host is rolled back now."""
         ...
 
     def update(self) -> Mapping[str, float]:
@@ -137,6 +137,18 @@ class RewardProtocol(Protocol, Generic[RewardState]):
 
     def reset_hosts(self, state: RewardState, mask: Tensor) -> RewardState:
         """Carried state with the masked hosts as at the start of an episode."""
+        ...
+
+
+@runtime_checkable
+class EpisodeReward(RewardProtocol[RewardState], Protocol):
+    """A reward that pays for what an episode leaves.
+
+    To the learner a rollback interrupts such an episode; with any other reward it ends it, and another one begins.
+    """
+
+    def final_reward(self, kept: KeptNetwork) -> Tensor:
+        """[N]: what takes the place of the term `terminal` of the last step, in which not all was known."""
         ...
 
 

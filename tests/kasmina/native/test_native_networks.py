@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_bench import DOUBLE, random_features
 
-from esper.kasmina.blending import blend, straight_through
+from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
@@ -107,10 +107,9 @@ class World:
                 return h
             grown, alpha = self.growth[slot], self.alpha[slot][0]
             seed, gate = self.seeds[slot], self.gates[slot] if grown.algorithm is GATE else None
-            if not grown.heard:
-                return straight_through(h, seed, grown.algorithm, gate)
             x = h.detach()
-            return blend(h, seed(x), grown.algorithm, alpha, None if gate is None else gate(x))
+            gate_value = None if gate is None else gate(x)
+            return blend(h, seed(x), grown.algorithm, alpha if grown.heard else None, gate_value)
 
         return self.host(self.x, apply)
 

@@ -7,9 +7,11 @@ import torch
 from reward_toys import host_row, named, reward_inputs, seed
 
 from esper.leyline.actions import LifecycleOp as Op
-from esper.simic.rewards import LOSS_PRESETS, DripPool, RewardConfig, initial_state, reward_of_row, reward_step
-from esper.simic.rewards.golden import pay_rows
-from esper.simic.rewards.scalar_step import HostStep, SlotRow
+from esper.simic.rewards import LOSS_PRESETS, RewardConfig, initial_state, reward_step
+from reference.rewards.golden import pay_rows
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import DripPool
+from reference.rewards.step import HostStep, SlotRow
 
 SHAPED, ESCROW = RewardConfig(), RewardConfig(mode="escrow")
 BASIC, PLUS = RewardConfig(mode="basic"), RewardConfig(mode="basic_plus")

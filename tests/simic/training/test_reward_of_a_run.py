@@ -34,16 +34,6 @@ class Wrapped:
         return self.inner.reset_hosts(state, mask)
 
 
-@pytest.mark.parametrize(("compile", "recorded"), [("auto", True), ("native", True), ("off", False)])
-def test_the_step_of_a_built_in_reward_is_recorded_in_advance_unless_it_is_to_be_eager(compile, recorded) -> None:
-    config = resolve({"task": "null", "num_envs": 2, "compile": compile})
-    reward = reward_of(config, engine_of(config, None, CPU).spec)
-    assert isinstance(reward, ContributionReward)
-    assert reward.config == config.reward
-    assert (reward._step is not None) == recorded
-    assert reward._step is None or reward._step.num_graphs == 2, "the last step of an episode is another"
-
-
 def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for() -> None:
     name = f"wrapped-{uuid.uuid4().hex}"
     register_reward(name)(Wrapped)
@@ -51,7 +41,6 @@ def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for() -> 
     eager = resolve(told)
     spec = engine_of(eager, None, CPU).spec
     assert isinstance(reward_of(eager, spec), Wrapped)
-    assert isinstance(reward_of(resolve(told | {"compile": "native"}), spec), Wrapped), "it stays as it is"
     with pytest.raises(ConfigError, match="set compile = 'auto'"):
         reward_of(resolve(told | {"compile": "on"}), spec)
     assert isinstance(make_reward(name), Wrapped)

@@ -293,25 +293,28 @@ def test_a_run_directory_that_is_being_written_is_refused(
     path = tmp_path / "run"
     with interrupted_at(2, 4):
         assert train(path) == 130
-    with RunDirectory(path):
+    with RunDirectory.reopen(path):
         before = contents(path)
         assert resume(path) == 2
         assert "being written by another process" in capfd.readouterr().err
         assert contents(path) == before
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_in_a_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_whose_checkpoints_are_missing_or_lie_elsewhere_is_refused_and_left_as_it_is(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    with interrupted_at(1, 4):
-        assert train(path) == 130
-    shutil.move(path / "checkpoints", path / "aside")
-    (path / "checkpoints").write_text("a file in the place of the folder")
-    assert resume(path) == 2
-    err = capfd.readouterr().err
-    assert "cannot be written" in err
-    assert "--resume" in err
+    shutil.copytree(whole["null"], path)
+    shutil.move(path / "checkpoints", tmp_path / "aside")
+    before = contents(tmp_path)
+    for more in ((), ("--rounds", "9")):
+        assert resume(path, *more) == 2
+        assert "has records but no checkpoint to continue from; put its checkpoints back" in capfd.readouterr().err
+    (path / "checkpoints").symlink_to(tmp_path / "aside")
+    assert resume(path, "--rounds", "9") == 2
+    assert "checkpoints is not a folder of the run itself" in capfd.readouterr().err
+    (path / "checkpoints").unlink()
+    assert contents(tmp_path) == before
 
 
 def executor_of(run: Path) -> str:
@@ -322,6 +325,7 @@ def executor_of(run: Path) -> str:
 def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
     whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert tomllib.loads((whole["null"] / "config.toml").read_text())["compile"] == "off", "on a CPU"
     assert {kind: executor_of(path) for kind, path in whole.items()} == {
         "null": "auto",  # no networks, nothing to choose
         "tiny": "native",
@@ -335,20 +339,6 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
     assert resume(tmp_path / "run") == 0
     assert "executor: native\n" in capfd.readouterr().out
     assert_same_run(tmp_path / "run", whole["tiny"])
-
-
-def test_a_run_records_the_form_of_its_steps_and_says_what_a_compiler_would_give(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def form_of(run: Path) -> str:
-        found: str = tomllib.loads((run / "config.toml").read_text())["compile"]
-        return found
-
-    assert form_of(whole["null"]) == "native"
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert train(tmp_path / "eager", "null", 1) == 0
-    assert "control step: eager (with a C++ compiler such as g++" in capfd.readouterr().out
-    assert form_of(tmp_path / "eager") == "off"
 
 
 def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole: dict[str, Path], tmp_path: Path) -> None:

@@ -9,18 +9,17 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.simic.client import SimicClient
-from esper.simic.rewards import ContributionReward, make_reward
+from esper.simic.compilation import is_compiled
+from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
 from esper.simic.training.kernels import (
-    form_of,
     phase_form,
     policy_form,
-    recorded_reward,
-    replayed_reward,
     require_replayed_training,
+    reward_form,
     store_form,
 )
 from esper.simic.training.plugins import load_plugins
@@ -78,21 +77,17 @@ def engine_of(
 
 
 def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
-    """Who pays, compiled and recorded before the first step where that was chosen.
+    """Who pays, compiled and captured before the first step where that was chosen.
 
     Raises:
-        ConfigError: the reward cannot be compiled or recorded, here or at all.
+        ConfigError: the reward cannot be compiled or captured, here or at all.
     """
     reward = make_reward(config.reward_name, config.reward)
     if isinstance(reward, ContributionReward):
-        reward.warm_up(
-            config.compile,
-            spec.num_envs,
-            spec.num_slots,
-            spec.device,
-            replayed=replayed_reward(config, spec),
-            recorded=recorded_reward(config, spec.device),
-        )
+        if (form := reward_form(config, spec)) is not None:
+            reward.warm_up(form, spec.num_envs, spec.num_slots, spec.device)
+    elif isinstance(reward, ObjectiveReward):
+        pass  # twenty operators, which are left as they are
     elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
         raise ConfigError(
             f"{asked[0]} is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what "
@@ -157,7 +152,7 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         executor=engine.config.executor,
         workers=engine.config.workers,
         amp=engine.config.amp,
-        compile=form_of(config.compile, device),
+        compile="on" if is_compiled(config.compile, device) else "off",
     )
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))

@@ -6,8 +6,8 @@ Such rows are left out of comparisons between float32 and float64, by this rule 
 import struct
 
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.scalar_contribution import contribution_reward, progress
-from esper.simic.rewards.scalar_row import HostRow
+from reference.rewards.contribution import contribution_reward, progress
+from reference.rewards.row import HostRow
 
 MARGIN = 1e-4
 READ_CONTRIBUTIONS = ("shaped", "escrow", "basic", "basic_plus")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import MIN_CONTRIBUTION, RewardConfig
-from esper.simic.rewards.scalar_contribution import contribution_reward
-from esper.simic.rewards.scalar_row import (
+from reference.rewards.contribution import contribution_reward
+from reference.rewards.row import (
     HostRow,
     RowReward,
     Terms,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.rewards import reward_of_row
-from esper.simic.rewards.scalar_row import NAN, DripPool, HostRow, RowReward, Terms, ok
 from esper.simic.rewards.state import CONTRIBUTION_MODES, HINDSIGHT_SLOPE
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import NAN, DripPool, HostRow, RowReward, Terms, ok
 
 _YOUNG = (SeedStage.GERMINATED, SeedStage.TRAINING)
 

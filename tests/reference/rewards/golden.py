@@ -18,9 +18,9 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import DataError
 from esper.simic.rewards.compiled_rewards import RewardOutput, compute_reward_batched
 from esper.simic.rewards.config import LossRewardConfig, RewardConfig, as_kind
-from esper.simic.rewards.rewards import reward_of_row
-from esper.simic.rewards.scalar_row import NAN, DripPool, HostRow, RowReward
 from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import NAN, DripPool, HostRow, RowReward
 
 _RENAMED_CONFIG = {"reward_mode": "mode", "attribution_formula": "attribution"}
 _TERM_OF_COMPONENT = {

@@ -1,13 +1,12 @@
-"""Cost of a control step on the `null` task: everything of a run except networks that are trained.
+"""Time of a control step on the `null` task: everything in a run except training networks.
 
     measured      train and validation by formula, coalitions, governor, features, policy, masks, sampling, lifecycle,
                   reward, rollout buffer, the one read of the step
     not measured  reset of the hosts, the update of the policy, records on the disk
 
 Every repetition runs one episode at each number of hosts, in alternating order, so that a busy machine slows all of
-them alike; a ratio is the median over repetitions of the ratio within each. What a step takes beside the matrix
-products of the policy is what is left of it without the time that PyTorch takes for these alone, in the same
-repetition.
+them alike; a ratio is the median over repetitions of the ratio within each. "Beside" is the time of a step minus the
+time of the matrix products of the policy alone, measured in the same repetition.
 
     python benchmarks/null_control_step.py --json null_control_step.json
     python benchmarks/null_control_step.py --min-steps-per-second 50 --max-ratio 5      # exit code 1 if it is slower
@@ -45,7 +44,7 @@ class Options:
     hosts: tuple[int, ...] = (16, 128, 1024)
     """Numbers of hosts, ascending."""
     repetitions: int = 5
-    """Episodes at each number of hosts; one more is run before and not counted."""
+    """Episodes at each number of hosts; a first one is not counted."""
     episode_length: int = 60
     """Control steps per episode."""
     threads: tuple[int, ...] = (1,)
@@ -61,12 +60,12 @@ class Options:
     max_ms_beside: tuple[float, float] = (float("inf"), float("inf"))
     """Most milliseconds beside the matrix products of the policy, at the fewest and at the most hosts."""
     max_ratio: float = float("inf")
-    """Most that a step at the largest number of hosts may cost, relative to the smallest, likewise."""
+    """Most time of a step at the largest number of hosts relative to the smallest, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Cost at one number of hosts under one number of threads; medians over the repetitions."""
+    """Times at one number of hosts and threads; medians over the repetitions."""
 
     threads: int
     hosts: int
@@ -82,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: an engine with its learner."""
+    """An engine with its learner, which are measured."""
 
     engine: VectorizedEngine
     client: SimicClient
@@ -110,7 +109,7 @@ class Subject:
         return 1e-3 * statistics.median(wall_ms(products) for _ in range(9))
 
     def seconds_per_step(self, episode: int) -> float:
-        """One episode; the read of its last step is waited for."""
+        """Seconds per step of one episode, including the read of its last step."""
         self.engine.reset(self.client, episode)
         stats = self.engine.rollout(self.client)
         assert stats is not None
@@ -150,7 +149,7 @@ def measure(options: Options, threads: int) -> list[Row]:
 
 
 def where_and_how(options: Options) -> dict[str, str | int]:
-    """Where the numbers come from."""
+    """Machine and settings of the numbers."""
     settings = (
         f"task null, preset small, reward objective, {options.episode_length} steps per episode, "
         f"{options.repetitions} repetitions"
@@ -175,24 +174,24 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
     """What is slower than was asked for, on one thread."""
     own = [row for row in rows if row.threads == 1]
     if not own:
-        return ["nothing was measured on one thread, to which the limits apply; leave --threads out or list 1."]
+        return ["the limits apply to one thread, which was not measured; omit --threads or include 1."]
     first, last = own[0], own[-1]
     found = []
     if first.steps_per_second < options.min_steps_per_second:
         found.append(
             f"{first.steps_per_second:.1f} control steps per second at {first.hosts} hosts; "
-            f"at least {options.min_steps_per_second:g} are asked for."
+            f"at least {options.min_steps_per_second:g} are required."
         )
     if last.ratio > options.max_ratio:
         found.append(
             f"a step at {last.hosts} hosts costs {last.ratio:.2f} times one at {first.hosts}; "
-            f"at most {options.max_ratio:g} is asked for."
+            f"at most {options.max_ratio:g} is required."
         )
     for row, most in zip((first, last), options.max_ms_beside, strict=True):
         if row.ms_beside > most:
             found.append(
                 f"a step at {row.hosts} hosts takes {row.ms_beside:.2f} ms beside the matrix products of the policy; "
-                f"at most {most:g} are asked for."
+                f"at most {most:g} are required."
             )
     return found
 

@@ -1,9 +1,9 @@
-"""How fast a controller learns the `null` task, whose best and idle values are known.
+"""Learning curve on the `null` task, whose best and idle values are known.
 
     gap closed = (J - that of wait_only) / (that of the best schedule - that of wait_only)
 
-Trains one controller per seed and evaluates it every few rounds with frozen weights and statistics, sampled actions, on
-hosts that were never trained on; `random` and the untrained network play on the same hosts. Intervals are 95 %
+Trains one controller per seed and evaluates it every few rounds, with frozen weights and statistics, sampled actions,
+on new hosts; `random` and the untrained network play on the same hosts. Intervals are 95 %
 percentile bootstraps over evaluation hosts (of one run) or over runs (of all).
 
     python scripts/learning_curve.py --seeds 0 1 2 --json learning_curve.json
@@ -43,12 +43,12 @@ SOLVED = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure how fast a controller learns the null task."""
+    """Measure learning curves on the null task."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Run seeds; one controller each."""
     rounds: int = 40
-    """Rounds of training, over which the schedules run."""
+    """Rounds of training; the schedules span all of them."""
     num_envs: int = 16
     """Hosts per round."""
     every: int = 10
@@ -56,7 +56,7 @@ class Options:
     hosts: int = 64
     """Hosts per evaluation."""
     preset: str = "small"
-    """Set of values to start from."""
+    """Preset."""
     config: Path | None = None
     """Configuration file (TOML) with other values, as for `esper train`."""
     json: Path | None = None
@@ -84,7 +84,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the curve, the reference controllers, and what the learned one gains on `random` host by host."""
+    """One run: the curve, the reference controllers, and the gain of the learned one over `random`, paired by host."""
 
     seed: int
     idle: float
@@ -140,7 +140,7 @@ def known(config: RunConfig) -> tuple[float, float]:
 
 
 def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> Run:
-    """Train one controller, evaluating it on the way; CPU seconds count its training alone."""
+    """Train one controller and evaluate it every few rounds; the CPU seconds are those of training."""
     engine = engine_of(config, None, device_of(config))
     client = learner_of(config, engine.spec)
 
@@ -179,7 +179,7 @@ def shown(runs: Sequence[Run]) -> Table:
 
 def main(options: Options) -> int:
     """Learn once per seed, print, and write the numbers; returns the exit code."""
-    torch.set_num_threads(1)  # the tensors are small, and several threads would only wait for each other
+    torch.set_num_threads(1)  # the tensors are too small for several threads
     console, runs = Console(width=140), []
     for seed in options.seeds:
         told = {"task": "null", "preset": options.preset, "num_envs": options.num_envs, "seed": seed}

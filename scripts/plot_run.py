@@ -1,4 +1,4 @@
-"""One picture of a run, from the records in its directory.
+"""Plot a run from the files in its directory.
 
 python scripts/plot_run.py runs/digits-quickstart-s0 docs/run.png
 
@@ -56,7 +56,7 @@ HOSTS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a run: rounds in order, events of the last round, the configuration's title."""
+    """The files of a run: rounds in order, events of the last round, and a title from the configuration."""
 
     rounds: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -67,7 +67,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Read a run directory; raises SystemExit with a sentence where it has no complete round."""
+        """Read a run directory; raises SystemExit if it has no complete round."""
         if not (path / "config.toml").is_file():
             sys.exit(f"{path} is not a run directory: it has no config.toml; give the --run-dir of a run.")
         config = tomllib.loads((path / "config.toml").read_text())
@@ -81,12 +81,12 @@ class Run:
         return cls(rounds, last, title, config["episode_length"], config["num_envs"], config["slots"])
 
     def column(self, name: str) -> list[float]:
-        """One number per round; what was not measured is NaN."""
+        """One number per round; NaN if it was not measured."""
         return [float("nan") if line[name] is None else line[name] for line in self.rounds]
 
 
 def dress(ax: Axes, title: str, note: str) -> None:
-    """A heading in place of axis labels, and no more ink than needed."""
+    """A heading instead of axis labels, and few lines."""
     ax.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=20)
     ax.text(0.0, 1.035, note, transform=ax.transAxes, fontsize=9, color=FAINT)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -98,7 +98,7 @@ def dress(ax: Axes, title: str, note: str) -> None:
 
 
 def line(ax: Axes, run: Run, name: str, color: str, *, lift: float = 0.0) -> None:
-    """A column over the rounds, its last value written out, `lift` points above its place."""
+    """A column over the rounds, labelled with its last value, `lift` points above the line."""
     values = run.column(name)
     rounds = range(1, len(values) + 1)
     ax.plot(rounds, values, color=color, linewidth=2.2, marker="o", markersize=4.5 if len(values) <= 30 else 0)
@@ -154,7 +154,7 @@ def operations(ax: Axes, run: Run) -> None:
 
 
 def growth(ax: Axes, run: Run) -> None:
-    """How much larger hosts become."""
+    """Growth of the hosts."""
     dress(ax, "Growth", "(host + fossilized parameters) / host parameters, mean per round")
     line(ax, run, "growth_ratio_mean", VIOLET)
     values = run.column("growth_ratio_mean")
@@ -163,7 +163,7 @@ def growth(ax: Axes, run: Run) -> None:
 
 
 def lives(events: Sequence[Mapping[str, Any]], host: int, slot: str, steps: int) -> Iterator[tuple[float, float, str]]:
-    """(begin, end, stage) of what one slot went through; a stage that ends in its own step has no width."""
+    """(begin, end, stage) of one slot in order; a stage that ends in the step in which it began is left out."""
     moves = [e for e in events if e["kind"] == "stage_changed" and e["host"] == host and e["slot"] == slot]
     for move, after in zip_longest(moves, moves[1:]):
         end = float(after["t"] if after else steps)
@@ -215,7 +215,7 @@ def picture(run: Run, target: Path) -> None:
 
 def main() -> None:
     """Read the arguments and draw."""
-    parser = argparse.ArgumentParser(description="Draw one picture of a run.")
+    parser = argparse.ArgumentParser(description="Plot a run.")
     parser.add_argument("run_dir", type=Path, help="a run directory, e.g. runs/digits-quickstart-s0")
     parser.add_argument("target", type=Path, help="the PNG file to write")
     arguments = parser.parse_args()

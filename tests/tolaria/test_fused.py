@@ -111,7 +111,14 @@ def test_a_whole_run_goes_the_same_way_fused_and_streamed():
 
 @pytest.mark.parametrize(
     ("size", "device", "fused"),
-    [(8, "cpu", True), (16, "cpu", True), (17, "cpu", False), (28, "cpu", False), (28, "cuda", True), (32, "cuda", True)],
+    [
+        (8, "cpu", True),
+        (16, "cpu", True),
+        (17, "cpu", False),
+        (28, "cpu", False),
+        (28, "cuda", True),
+        (32, "cuda", True),
+    ],
 )
 def test_small_images_run_fused_on_a_cpu_and_all_images_on_a_gpu(size, device, fused):
     assert prefers_fused((size, size), device) is fused

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SeedCosts
+from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
@@ -60,6 +61,8 @@ class FusedExecutor:
         self.costs: SeedCosts = streamed.costs
         self.host_params = streamed.host_params
         self.twins = Twins(self.population)
+        if recorder is not None and any(seed.dropouts for seed in self.twins.seeds.values()):
+            raise ConfigError("a recorded train pass would repeat its dropout masks; set capture to 'off'.")
         self._recorder = recorder
         self._programs: Programs[TrainingProgram] = Programs()
         self._everyone = np.arange(self.population.num_envs)

@@ -132,6 +132,7 @@ class StreamedExecutor:
 
     def begin_epoch(self, t: int) -> SharedBatchIterator:
         """The train split in each host's order of step `t`."""
+        self.population.moment.episode, self.population.moment.t = self._episode, t
         self._train.begin(t, self._episode, self.population.host_ids)
         return self._train
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
-from esper.kasmina.native.compiled import compiler
+from esper.cpp.build import compiler
 from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.simic.training import evaluate as comparison

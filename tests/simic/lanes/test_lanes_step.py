@@ -7,7 +7,7 @@ import torch
 from lane_toys import floats, integers
 from torch import Tensor
 
-from esper.kasmina.native import compiled
+from esper.cpp import build
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Hidden
 from esper.simic.compilation import graphs_compiled
@@ -184,7 +184,7 @@ def test_a_missing_compiler_is_a_mistake_of_configuration(monkeypatch):
             RecordedStep(lambda x: x + 1.0, name="the toy")(torch.ones(2))
     finally:
         machine.control_machine.cache_clear()
-    assert compiled.compiler() is None
+    assert build.compiler() is None
 
 
 def test_nothing_of_the_arguments_is_written_or_kept():

@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from esper.kasmina.native.compiled import opened
+from esper.cpp.build import load
 from esper.simic.lanes.program import OPERATIONS
 
 SOURCES = Path(__file__).parent / "source"
@@ -46,7 +46,7 @@ class ControlMachine:
 @lru_cache(maxsize=1)
 def control_machine() -> ControlMachine:
     """The library, loaded once per process and compiled once on a machine; raises ConfigError where it cannot be."""
-    return opened(
+    return load(
         SOURCES / "control.cpp",
         ControlMachine,
         what="the control step (compile = 'native')",

@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
+from esper.cpp.build import compiler
 from esper.kasmina.blueprints import registry
-from esper.kasmina.native.compiled import compiler
 from esper.kasmina.slot_fields import empty_slots
 from esper.leyline.messages import SlotState
 from esper.leyline.record import replace as changed

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from esper.kasmina.native.compiled import compiler
+from esper.cpp.build import compiler
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs

@@ -5,7 +5,8 @@
     evaluate    the same way forward for all distinct states of each host, a few examples at a time
 
 It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A
-host in which a blueprint grows that has no rule (`kasmina.native.seeds`) is run by the streamed executor.
+host in which a blueprint grows that has no rule (`kasmina.native.seeds`), or that gives something else by its rule than
+in PyTorch (`kasmina.native.trial`), is run by the streamed executor.
 """
 
 from typing import final
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from esper.kasmina.lifecycle import SeedCosts
 from esper.kasmina.native.compiled import stride_of
-from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
+from esper.kasmina.native.machine import Batchwork, Machine
 from esper.kasmina.native.networks import Space
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
+from esper.tasks.datasets import SplitName
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
@@ -29,8 +31,8 @@ from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.native_stepping import Stepping
 from esper.tolaria.executors.native_structures import (
     Programs,
-    population_addresses,
-    training_addresses,
+    population_spaces,
+    training_spaces,
     what_runs,
 )
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
@@ -47,22 +49,20 @@ class NativeExecutor:
     """N hosts on a CPU in float32. `streamed` owns the population and its data.
 
     Raises:
-        ConfigError: there is no C++ compiler, or it failed.
-        DataError: a label has no class, which compiled code would not notice.
+        ConfigError: there is no C++ compiler, or it failed, or the host has no rule.
+        DataError: a label of the train or validation split has no class.
     """
 
     def __init__(self, streamed: StreamedExecutor) -> None:
         self.streamed, self.population = streamed, streamed.population
-        (lowest, highest), classes = streamed.labels, self.population.host_module.spec.classes
-        if lowest < 0 or highest >= classes:
-            raise DataError(
-                f"the data have labels from {lowest} to {highest}, but the host knows the classes 0 to {classes - 1}; "
-                "correct the data set, or the number of classes in the host of the task."
-            )
+        for split in ("train", "val"):
+            self._check_labels(split)
         self.costs: SeedCosts = streamed.costs
         self.host_params = streamed.host_params
         height, width = streamed.image_size
         self._programs = Programs(self.population, height, width)
+        self.refused = self._programs.refused
+        """Why not, by the name of the blueprint, of those whose hosts are run by PyTorch."""
         self._machine = Machine(threads=torch.get_num_threads())
         self._stepping = Stepping(self.population, streamed.decay_mask, self._machine)
 
@@ -82,6 +82,14 @@ class NativeExecutor:
         """Restore what `state_dict` gave."""
         self.streamed.load_state_dict(state)
 
+    def _check_labels(self, split: SplitName) -> None:
+        (lowest, highest), classes = self.streamed.labels(split), self.population.host_module.spec.classes
+        if lowest < 0 or highest >= classes:
+            raise DataError(
+                f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
+                f"{classes - 1}; correct the data set, or the number of classes in the host of the task."
+            )
+
     def _shared_out(self, what: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Hosts that are run here, and those that are not."""
         own = self._programs.can_run(what)
@@ -99,7 +107,7 @@ class NativeExecutor:
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, s.structure)
         alpha = slots.alpha.contiguous()
-        base = training_addresses(p, alpha, hosts, rows)[here]
+        spaces = training_spaces(p, alpha, hosts, rows).of(here)
         work = Batchwork.of_each([self._programs.training(w) for w in what[here]])
         stream = s.training_of(others.tolist(), hosts, rows, slots.alpha)
         told = torch.zeros(len(here), 2, dtype=torch.float64)
@@ -107,10 +115,12 @@ class NativeExecutor:
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
             assert (x_NB.dtype, y_NB.dtype) == (torch.float32, torch.int64), "what the compiled code reads"
             lanes = y_NB.shape[1]
+            work.check_batch(lanes)
             x_NB, y_NB = x_NB.contiguous(), y_NB.contiguous()
-            base[:, Space.IMAGES], base[:, Space.LABELS] = addresses_of(x_NB, here), addresses_of(y_NB, here)
-            base[:, Space.TOLD] = addresses_of(told.zero_())
-            self._machine.run(work, base, lanes)
+            spaces.rows(Space.IMAGES, x_NB, here)
+            spaces.rows(Space.LABELS, y_NB, here)
+            spaces.rows(Space.TOLD, told.zero_())
+            self._machine.run(work, spaces, lanes)
             loss, hits = (told[:, 0] / lanes).float(), told[:, 1].long()
             if not others.size:
                 return loss, hits
@@ -144,8 +154,9 @@ class NativeExecutor:
 
     @torch.no_grad()
     def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
+        """Each host with its fossilized seeds on the test split; raises DataError where a label has no class."""
         s = self.streamed
+        self._check_labels("test")
         correct, _, count = self._measure(s.test_batches(), slots.alpha, s.committed_sets(), 1)
         return 100.0 * correct[:, 0] / count
 
@@ -161,15 +172,17 @@ class NativeExecutor:
             return self.streamed.measured(others.tolist(), batches, alpha, sets, num_columns)
         plans = [plan_prefixes(rows, self.streamed.execution_order) for rows in sets]
         work = Batchwork.of_each([self._programs.measuring(what[n], plans[n]) for n in here])
-        base = population_addresses(p, alpha)[here]
+        spaces = population_spaces(p, alpha).of(here)
         told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
-        base[:, Space.TOLD] = addresses_of(told)
+        spaces.rows(Space.TOLD, told)
         count = 0
         for x, y in batches:
+            work.check_batch(len(y))
             for some_x, some_y in zip(x.split(_EXAMPLES), y.split(_EXAMPLES), strict=True):
                 some_x, some_y = _filled_up(some_x, some_y)
-                base[:, Space.IMAGES], base[:, Space.LABELS] = some_x.data_ptr(), some_y.data_ptr()
-                self._machine.run(work, base, len(some_y))
+                spaces.share(Space.IMAGES, some_x)
+                spaces.share(Space.LABELS, some_y)
+                self._machine.run(work, spaces, len(some_y))
             count += len(y)
         states = torch.from_numpy(_states([plans[n] for n in here], num_columns))
         hits, losses = told[..., 1].gather(1, states), told[..., 0].gather(1, states[:, :1])[:, 0]

@@ -114,12 +114,10 @@ class StreamedExecutor:
         height, width = self._dataset.train.x.shape[-2:]
         return height, width
 
-    @property
-    def labels(self) -> tuple[int, int]:
-        """The lowest and the highest label of all splits."""
-        splits = (self._dataset.train.y, self._dataset.val.y, self._dataset.test.y)
-        known = torch.cat([y.reshape(-1) for y in splits])
-        return int(known.min()), int(known.max())
+    def labels(self, split: SplitName) -> tuple[int, int]:
+        """The lowest and the highest label of a split."""
+        y = self._dataset.split(split).y
+        return int(y.min()), int(y.max())
 
     @property
     def largest_activation(self) -> int:

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "curves.h"  // of the native executor
+#include "../../../cpp/native/curves.h"  // of the native executor
 
 namespace esper {
 

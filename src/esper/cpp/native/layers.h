@@ -110,35 +110,32 @@ void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Aff
 // -- group normalization, ReLU and layer scale ------------------------------------------------------------------------------
 
 // Mean and 1 / standard deviation over rows, of VS vectors of lanes from `at` on; several, so that additions need not wait
-// for each other. A few rows at a time, which are read twice while they are in the first cache: their squares are taken
-// around their own mean, and then the two sets are put together (Chan, Golub and LeVeque), so nothing is cancelled.
+// for each other. One pass for both: Welford's update, a few rows at a time around the mean of those before. However far
+// that is from the new rows, what is lost when squares are subtracted is little against what their distance adds.
 template <class T, int VS>
 void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int stride) {
     constexpr int FEW = 16;
-    wide<T> center[VS] = {}, squares[VS] = {};
-    for (int done = 0; done < rows; done += FEW) {
-        const int few = rows - done < FEW ? rows - done : FEW;
-        const T share = T(1) / T(few), part = T(few) / T(done + few), both = T(done) * part;
-        wide<T> own[VS] = {};
-        for (int r = 0; r < few; ++r)
-            for (int v = 0; v < VS; ++v) own[v] += load(x + r * stride + v * width<T>());
-        for (int v = 0; v < VS; ++v) own[v] *= share;
-        for (int r = 0; r < few; ++r, x += stride)
+    wide<T> center[VS], squares[VS] = {};
+    for (int v = 0; v < VS; ++v) center[v] = load(x + v * width<T>());
+    for (int done = 0; done < rows;) {
+        wide<T> sum[VS] = {}, square[VS] = {};
+        for (const int end = done + FEW < rows ? done + FEW : rows; done < end; ++done, x += stride)
             for (int v = 0; v < VS; ++v) {
-                const wide<T> away = load(x + v * width<T>()) - own[v];
-                squares[v] += away * away;
+                const wide<T> away = load(x + v * width<T>()) - center[v];
+                sum[v] += away;
+                square[v] += away * away;
             }
         for (int v = 0; v < VS; ++v) {
-            const wide<T> apart = own[v] - center[v];
-            center[v] += apart * part;
-            squares[v] += apart * apart * both;
+            const wide<T> step = sum[v] * (T(1) / T(done));
+            center[v] += step;
+            squares[v] += square[v] - sum[v] * step;
         }
     }
     for (int v = 0; v < VS; ++v) {
         T part[width<T>()];
         store<T>(part, squares[v] / T(rows));
 #pragma omp simd
-        for (int i = 0; i < width<T>(); ++i) part[i] = T(1) / std::sqrt(part[i] + eps);
+        for (int i = 0; i < width<T>(); ++i) part[i] = T(1) / std::sqrt((part[i] < T(0) ? T(0) : part[i]) + eps);
         store_lanes<T>(mean + v * width<T>(), center[v], lanes - v * width<T>());
         store_lanes<T>(rstd + v * width<T>(), load(part), lanes - v * width<T>());
     }

@@ -19,8 +19,8 @@ from esper.kasmina.native.rules import Features, Rule, Weights
 from esper.kasmina.native.seeds import RULES
 from esper.kasmina.stacking import FlatLayout, buffer_layout, parameter_layout
 
-_SHAPES = ((3, 5, 4), (17, 2, 3), (2, 1, 1))
-"""Examples, height and width: rows that are not full, maps that are not square, and a single position."""
+_SHAPES = ((3, 5, 4), (17, 1, 1))
+"""Examples, height and width: rows that are not full, a map that is not square, and a single position."""
 _CLOSE = 1e-8
 _IMAGES, _VALUES, _GRADS, _BUFFERS, _ONES, _GRAD_OUT, _OUT, _GRAD_IN = range(NUM_WORKING, NUM_WORKING + 8)
 

@@ -20,12 +20,11 @@ _OTHERS_MAY_WRITE = 0o022
 
 
 def cache_folder() -> Path | None:
-    """`esper/cpp` in $XDG_CACHE_HOME or ~/.cache; None where the user has neither."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    home = Path(os.path.expanduser("~"))
-    if named.is_absolute():
-        return named / "esper" / "cpp"
-    return home / ".cache" / "esper" / "cpp" if home.is_absolute() else None
+    """`esper/cpp` in $XDG_CACHE_HOME or $HOME/.cache; None where there is neither."""
+    named, home = (Path(os.environ.get(variable, "")) for variable in ("XDG_CACHE_HOME", "HOME"))
+    if not named.is_absolute():
+        named = home / ".cache"
+    return named / "esper" / "cpp" if named.is_absolute() else None
 
 
 @contextmanager

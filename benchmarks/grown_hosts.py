@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from esper.cpp.build import compiler
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.native.compiled import compiler
 from esper.kasmina.optimizers import OptimizerSpec
 from esper.kasmina.slot_fields import empty_slots
 from esper.leyline.messages import SlotState

@@ -15,7 +15,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from esper.kasmina.native.compiled import compiler
+from esper.cpp.build import compiler
 from esper.telemetry.machine import environment
 from esper.tolaria.config import ExecutorChoice
 from esper.tolaria.memory import keep_freed_memory

@@ -193,7 +193,7 @@ def _assembled(config: "RunConfig") -> "Parts":
 
 def _why(executor: str, device: "torch.device") -> str:
     """Why "auto" took this executor, in a few words."""
-    from esper.kasmina.native.compiled import compiler
+    from esper.cpp.build import compiler
 
     if executor == "native":
         return " (C++ compiled for this processor)"

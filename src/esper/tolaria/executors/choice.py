@@ -1,12 +1,13 @@
 """Which executor runs the hosts of a task: by compiled C++, all at once, or one after another."""
 
+import warnings
 from typing import Literal
 
 import torch
 
+from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.initialization import deterministic_build
-from esper.kasmina.native.compiled import compiler
 from esper.kasmina.population import Population
 from esper.leyline.errors import ConfigError, StackingError
 from esper.tasks.datasets import Dataset
@@ -75,10 +76,13 @@ def network_executor(
         return StaticExecutor(data), "fused"
     if config.executor == "native" and (problem := native_problem(config.amp, device)):
         raise ConfigError(f"executor is 'native', but {problem}.")
-    if config.executor == "native" or (
-        config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device)
-    ):
+    if config.executor == "native":
         return NativeExecutor(data), "native"
+    if config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device):
+        try:
+            return NativeExecutor(data), "native"
+        except ConfigError as error:
+            warnings.warn(f"hosts are run by PyTorch, which is slower: {error}", stacklevel=2)
     recorder = recorder_for(config.capture, "train_batch", device)
     if config.executor == "fused":
         return FusedExecutor(data, recorder=recorder), "fused"

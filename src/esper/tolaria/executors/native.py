@@ -5,20 +5,23 @@
     evaluate    the same way forward for all distinct states of each host, a few examples at a time
 
 It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A
-host in which a blueprint grows that has no rule (`kasmina.native.seeds`) is run as in the streamed executor.
+host in which a blueprint grows that has no rule (`kasmina.native.seeds`), or that gives something else by its rule than
+in PyTorch (`kasmina.native.trial`), is run as in the streamed executor.
 """
 
 from typing import final
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from esper.kasmina.native.compiled import stride_of
-from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
+from esper.kasmina.native.machine import Batchwork, Machine
 from esper.kasmina.native.networks import Space
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
+from esper.tasks.datasets import SplitName
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors import streamed
 from esper.tolaria.executors.epoch import run_epoch
@@ -27,12 +30,12 @@ from esper.tolaria.executors.hosts import HostData
 from esper.tolaria.executors.native_stepping import Stepping
 from esper.tolaria.executors.native_structures import (
     Programs,
-    population_addresses,
-    training_addresses,
+    population_spaces,
+    training_spaces,
     what_runs,
 )
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.protocol import TrainPass
+from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass
 from esper.tolaria.executors.running import begin_training, finish_training
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
 
@@ -45,21 +48,27 @@ class NativeExecutor(NetworkExecutor):
     """N hosts on a CPU in float32.
 
     Raises:
-        ConfigError: there is no C++ compiler, or it failed.
-        DataError: a label has no class, which compiled code would not notice.
+        ConfigError: there is no C++ compiler, or it failed, or the host has no rule.
+        DataError: a label of the train or validation split has no class.
     """
 
     def __init__(self, data: HostData) -> None:
         super().__init__(data)
-        (lowest, highest), classes = data.label_range("train", "val", "test"), self.population.host_module.spec.classes
-        if lowest < 0 or highest >= classes:
-            raise DataError(
-                f"the data have labels from {lowest} to {highest}, but the host knows the classes 0 to {classes - 1}; "
-                "correct the data set, or the number of classes in the host of the task."
-            )
+        for split in ("train", "val"):
+            self._check_labels(split)
         self._programs = Programs(self.population, *data.image_size)
+        self.refused = self._programs.refused
+        """Why not, by the name of the blueprint, of those whose hosts are run by PyTorch."""
         self._machine = Machine(threads=torch.get_num_threads())
         self._stepping = Stepping(self.population, data.decay_mask, self._machine)
+
+    def _check_labels(self, split: SplitName) -> None:
+        (lowest, highest), classes = self.data.label_range(split), self.population.host_module.spec.classes
+        if lowest < 0 or highest >= classes:
+            raise DataError(
+                f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
+                f"{classes - 1}; correct the data set, or the number of classes in the host of the task."
+            )
 
     def _shared_out(self, what: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Hosts that are run here, and those that are not."""
@@ -78,7 +87,7 @@ class NativeExecutor(NetworkExecutor):
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
         alpha = slots.alpha.contiguous()
-        base = training_addresses(p, alpha, hosts, rows)[here]
+        spaces = training_spaces(p, alpha, hosts, rows).of(here)
         work = Batchwork.of_each([self._programs.training(w) for w in what[here]])
         train_others = streamed.train_function(data, others.tolist(), hosts, rows, slots.alpha) if others.size else None
         told = torch.zeros(len(here), 2, dtype=torch.float64)
@@ -86,11 +95,13 @@ class NativeExecutor(NetworkExecutor):
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
             assert (x_NB.dtype, y_NB.dtype) == (torch.float32, torch.int64), "what the compiled code reads"
             lanes = y_NB.shape[1]
+            work.check_batch(lanes)
             x_NB, y_NB = x_NB.contiguous(), y_NB.contiguous()
             theirs = None if train_others is None else train_others(x_NB, y_NB)
-            base[:, Space.IMAGES], base[:, Space.LABELS] = addresses_of(x_NB, here), addresses_of(y_NB, here)
-            base[:, Space.TOLD] = addresses_of(told.zero_())
-            self._machine.run(work, base, lanes)
+            spaces.rows(Space.IMAGES, x_NB, here)
+            spaces.rows(Space.LABELS, y_NB, here)
+            spaces.rows(Space.TOLD, told.zero_())
+            self._machine.run(work, spaces, lanes)
             ours = (told[:, 0] / lanes).float(), told[:, 1].long()
             return ours if theirs is None else _merged(here, ours, others, theirs)
 
@@ -108,6 +119,11 @@ class NativeExecutor(NetworkExecutor):
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone; raises DataError where a label has no class."""
+        self._check_labels(split)
+        return super().committed_accuracy(split, slots)
+
     def count_correct(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
     ) -> tuple[Tensor, Tensor, int]:
@@ -120,15 +136,17 @@ class NativeExecutor(NetworkExecutor):
             return streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
         plans = [plan_prefixes(rows, self.data.execution_order) for rows in sets]
         work = Batchwork.of_each([self._programs.measuring(what[n], plans[n]) for n in here])
-        base = population_addresses(p, alpha)[here]
+        spaces = population_spaces(p, alpha).of(here)
         told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
-        base[:, Space.TOLD] = addresses_of(told)
+        spaces.rows(Space.TOLD, told)
         count = 0
         for x, y in batches:
+            work.check_batch(len(y))
             for some_x, some_y in zip(x.split(_EXAMPLES), y.split(_EXAMPLES), strict=True):
                 some_x, some_y = _filled_up(some_x, some_y)
-                base[:, Space.IMAGES], base[:, Space.LABELS] = some_x.data_ptr(), some_y.data_ptr()
-                self._machine.run(work, base, len(some_y))
+                spaces.share(Space.IMAGES, some_x)
+                spaces.share(Space.LABELS, some_y)
+                self._machine.run(work, spaces, len(some_y))
             count += len(y)
         states = torch.from_numpy(_states([plans[n] for n in here], num_columns))
         hits, losses = told[..., 1].gather(1, states), told[..., 0].gather(1, states[:, :1])[:, 0]

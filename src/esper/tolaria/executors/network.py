@@ -54,7 +54,6 @@ class NetworkExecutor(ABC):
         correct, loss_sum, count = self.count_correct(batches, alpha, sets, num_columns)
         return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
 
-    @final
     @torch.no_grad()
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
         """Each host with its fossilized seeds alone."""

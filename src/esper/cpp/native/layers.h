@@ -110,27 +110,33 @@ void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Aff
 // -- group normalization, ReLU and layer scale ------------------------------------------------------------------------------
 
 // Mean and 1 / standard deviation over rows, of VS vectors of lanes from `at` on; several, so that additions need not wait
-// for each other. One pass for both moments: around the first value, which is no farther from the mean than others are,
-// so that little is lost when squares are subtracted.
+// for each other. One pass for both: Welford's update, a few rows at a time around the mean of those before. However far
+// that is from the new rows, what is lost when squares are subtracted is little against what their distance adds.
 template <class T, int VS>
 void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int stride) {
-    wide<T> around[VS], sum[VS] = {}, squares[VS] = {};
-    for (int v = 0; v < VS; ++v) around[v] = load(x + v * width<T>());
-    for (int r = 1; r < rows; ++r) {
-        x += stride;
+    constexpr int FEW = 16;
+    wide<T> center[VS], squares[VS] = {};
+    for (int v = 0; v < VS; ++v) center[v] = load(x + v * width<T>());
+    for (int done = 0; done < rows;) {
+        wide<T> sum[VS] = {}, square[VS] = {};
+        for (const int end = done + FEW < rows ? done + FEW : rows; done < end; ++done, x += stride)
+            for (int v = 0; v < VS; ++v) {
+                const wide<T> away = load(x + v * width<T>()) - center[v];
+                sum[v] += away;
+                square[v] += away * away;
+            }
         for (int v = 0; v < VS; ++v) {
-            const wide<T> away = load(x + v * width<T>()) - around[v];
-            sum[v] += away;
-            squares[v] += away * away;
+            const wide<T> step = sum[v] * (T(1) / T(done));
+            center[v] += step;
+            squares[v] += square[v] - sum[v] * step;
         }
     }
     for (int v = 0; v < VS; ++v) {
-        const wide<T> away = sum[v] / T(rows), variance = squares[v] / T(rows) - away * away;
         T part[width<T>()];
-        store<T>(part, variance);
+        store<T>(part, squares[v] / T(rows));
 #pragma omp simd
         for (int i = 0; i < width<T>(); ++i) part[i] = T(1) / std::sqrt((part[i] < T(0) ? T(0) : part[i]) + eps);
-        store_lanes<T>(mean + v * width<T>(), around[v] + away, lanes - v * width<T>());
+        store_lanes<T>(mean + v * width<T>(), center[v], lanes - v * width<T>());
         store_lanes<T>(rstd + v * width<T>(), load(part), lanes - v * width<T>());
     }
 }

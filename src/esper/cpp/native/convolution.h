@@ -41,6 +41,11 @@ inline Taps taps_at(const Shape& s, int place, int stride) {
     return found;
 }
 
+// Numbers that `pack` writes.
+inline int64_t packed_size(const Shape& s) {
+    return int64_t((s.outputs + OUTPUTS - 1) / OUTPUTS) * OUTPUTS * s.inputs * s.taps();
+}
+
 // Weights as the loops below want them: [block of outputs][input][tap][output of the block], zero past the last.
 template <class T> void pack(const Shape& s, const T* weight, bool transposed, T* packed) {
     const int taps = s.taps();

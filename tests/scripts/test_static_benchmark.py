@@ -1,8 +1,8 @@
-"""The benchmark of static topology, with two hosts and a few images."""
+"""The benchmark of a static graph, with two hosts and a few images."""
 
 import json
 
-from static_topology import Options, main
+from static_graph import Options, main
 
 TINY = {"hosts": (2,), "examples": 16, "val_examples": 8, "repetitions": 1}
 

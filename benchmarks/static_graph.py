@@ -1,6 +1,6 @@
-"""What static topology costs: everything that could grow, under masks, against what does grow, fused by groups.
+"""What a static graph costs: everything that could grow, under masks, against what does grow, fused by groups.
 
-    train     one epoch                      measure   all 8 coalitions (grouped: as `auto` does, host by host on a CPU)
+    train     one epoch                      measure   all 8 coalitions (dynamic: as `auto` does, host by host on a CPU)
     settle    the end of a step in which nothing happens
     step      train, measure and settle
 
@@ -8,8 +8,8 @@ Both run alternately in one process on one thread, on the same hosts with a hear
 none; a time is CPU time (on a GPU the time until it has finished), a ratio the median over repetitions of the ratio
 within each.
 
-    python benchmarks/static_topology.py --hosts 16
-    python benchmarks/static_topology.py --device cuda --hosts 16 128
+    python benchmarks/static_graph.py --hosts 16
+    python benchmarks/static_graph.py --device cuda --hosts 16 128
 """
 
 import json
@@ -37,7 +37,7 @@ Work = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Compare static with grouped topology."""
+    """Compare a static with a dynamic graph."""
 
     hosts: tuple[int, ...] = (16,)
     """Numbers of hosts."""
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Medians of milliseconds, and how many times longer static topology takes."""
+    """Medians of milliseconds, and how many times longer the static graph takes."""
 
     hosts: int
     seeds: int
@@ -137,7 +137,7 @@ def main(options: Options) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     rows, where = measured(options), environment(choose_device(options.device))
-    page = Table(title="static against grouped topology, digits", caption=", ".join(map(str, where.values())))
+    page = Table(title="static against dynamic graph, digits", caption=", ".join(map(str, where.values())))
     for column in ("hosts", "seeds", "work", "ms grouped", "ms static", "times longer", "range"):
         page.add_column(column, justify="right")
     for r in rows:

@@ -152,8 +152,11 @@ REFUSED = [
     (NULL + "--run-dir ten.toml/run", "cannot be made (Not a directory)"),
     (NULL + "--plugins nowhere.py", "there is no plugin"),
     (NULL + "--plugins fails.py", "in line 2 of"),
-    (NULL + "--topology static", "task 'null' runs no networks that could be selected by masks"),
-    ("train --topology static --executor streamed", "set executor to 'auto' or 'fused', or topology to 'grouped'"),
+    (NULL + "--set experimental=true graph=static", "task 'null' runs no networks that could be selected by masks"),
+    (
+        "train --executor streamed --set experimental=true graph=static",
+        "set executor to 'auto' or 'fused', or graph to 'dynamic'",
+    ),
     ("train --task fashion_mnist", "data_dir"),
     ("train --task fashion_mnist --data-dir nowhere", "there is no such folder"),
     ("train --task fashion_mnist --data-dir data", "truncated"),

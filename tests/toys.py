@@ -29,7 +29,7 @@ from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import (
     EvaluationSplit,
     Executor,
-    StaticTopology,
+    StaticGraph,
     Structure,
     TrainPass,
     ValidationPass,
@@ -257,7 +257,7 @@ class WithFaults:
         self.reset, self.settle, self.train_epoch = executor.reset, executor.settle, executor.train_epoch
         self.committed_accuracy = executor.committed_accuracy
         self.state_dict, self.load_state_dict = executor.state_dict, executor.load_state_dict
-        if isinstance(executor, StaticTopology):
+        if isinstance(executor, StaticGraph):
             self.settle_on_device = executor.settle_on_device
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:

@@ -56,7 +56,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, make: MakeRecorder) -> None:
     import esper.tolaria.executors.choice as choice
 
     for module in (kernels, choice):
-        monkeypatch.setattr(module, "recorder_for", lambda wanted, name, device: make())
+        monkeypatch.setattr(module, "recorder_for", lambda wanted, device: make())
 
 
 def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorder: MakeRecorder | None) -> None:

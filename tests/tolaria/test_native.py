@@ -266,7 +266,7 @@ def test_auto_runs_small_hosts_natively_where_there_is_a_compiler(monkeypatch):
 
 def test_auto_does_not_run_natively_what_cannot_be():
     assert taken(executor="auto", amp="bf16") == "fused"
-    assert taken(executor="auto", topology="static") == "fused"
+    assert taken(executor="auto", graph="static") == "fused"
 
 
 def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
@@ -280,7 +280,7 @@ def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
     ("settings", "message"),
     [
         ({"amp": "bf16"}, "amp is 'bf16', and compiled C"),
-        ({"topology": "static"}, "executor is 'native', which runs them"),
+        ({"graph": "static"}, "executor is 'native', which runs them"),
     ],
 )
 def test_native_is_refused_where_it_cannot_be_with_the_way_out(settings, message):

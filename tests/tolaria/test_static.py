@@ -287,7 +287,7 @@ LIFE = {
 }
 
 
-STATIC = {"executor": "fused", "topology": "static"}
+STATIC = {"executor": "fused", "graph": "static"}
 
 
 def run(settings, length=10):
@@ -433,17 +433,17 @@ def test_a_listener_that_raises_loses_one_report_and_nothing_else():
 
 
 def test_where_it_cannot_work_it_is_refused_with_a_way_out(monkeypatch):
-    with pytest.raises(ConfigError, match=r"set executor to 'auto' or 'fused', or topology to 'grouped'"):
-        tiny.engine(topology="static", executor="streamed")
+    with pytest.raises(ConfigError, match=r"set executor to 'auto' or 'fused', or graph to 'dynamic'"):
+        tiny.engine(graph="static", executor="streamed")
     with pytest.raises(ConfigError, match="'null' runs no networks"):
-        tiny.engine(of=NULL, topology="static", executor="auto")
+        tiny.engine(of=NULL, graph="static", executor="auto")
     monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
-    with pytest.raises(ConfigError, match="use executor 'streamed' with topology 'grouped'"):
-        tiny.engine(topology="static", executor="auto")
+    with pytest.raises(ConfigError, match="use executor 'streamed' with graph 'dynamic'"):
+        tiny.engine(graph="static", executor="auto")
 
 
 @pytest.mark.parametrize("executor", ["auto", "fused"])
-def test_static_topology_runs_hosts_stacked_whatever_the_size_of_images(executor):
-    engine = tiny.engine(topology="static", executor=executor)
+def test_a_static_graph_runs_hosts_stacked_whatever_the_size_of_images(executor):
+    engine = tiny.engine(graph="static", executor=executor)
     assert isinstance(engine.executor, StaticExecutor)
-    assert (engine.config.executor, engine.config.topology) == ("fused", "static")
+    assert (engine.config.executor, engine.config.graph) == ("fused", "static")

@@ -40,7 +40,7 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     """
     options = {name: value for name, value in vars(command).items() if value is not None}
     numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
-    names = ("task", "preset", "device", "executor", "topology", "compile", "capture", "amp", *numbers)
+    names = ("task", "preset", "device", "executor", "compile", "amp", *numbers)
     given: dict[str, Any] = {name: options[name] for name in names if name in options}
     if "data_dir" in options:
         given["data_dir"] = str(options["data_dir"])

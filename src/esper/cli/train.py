@@ -69,16 +69,11 @@ class Train:
     data_dir: FilePath = None
     """Folder of the task's data files. (the environment variable ESPER_DATA)"""
     executor: Text = None
-    """How hosts are run: streamed (one by one), fused (all at once), native (in C++, on a CPU), auto (by image size)
-    or measured (the fastest)."""
+    """How hosts are run: streamed (one by one), fused (all at once), native (in C++, on a CPU) or auto (by a rule)."""
     workers: Number = None
     """Processes that share the hosts of a CPU. (by the preset)"""
-    topology: Text = None
-    """What is run: grouped (what grows) or static (all that could grow, without a read between steps). (grouped)"""
     compile: Text = None
     """How a step beside the hosts is run: off (eager), on (compiled by PyTorch) or auto. (auto)"""
-    capture: Text = None
-    """Whether they and fused training are replayed as CUDA graphs: on, off or auto, which waits for proof. (auto)"""
     amp: Text = None
     """Precision of host training: off, auto, bf16 or fp16. (off)"""
     checkpoint_every: Number = None
@@ -90,8 +85,8 @@ class Train:
     run_dir: FilePath = None
     """Where the run is recorded. (a new folder under runs/)"""
     resume: FilePath = None
-    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir, --compile,
-    --capture and --checkpoint-every may be given with it, and --trust or --plugins to allow its code."""
+    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir, --compile and
+    --checkpoint-every may be given with it, and --trust or --plugins to allow its code."""
     trust: Flag = False
     """Allow all code (plugins) that a run directory names, with --resume or --config."""
 
@@ -220,8 +215,8 @@ def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "H
     if (taken := parts.engine.config.executor) != "auto":  # a task without networks has none
         workers = parts.engine.config.workers
         shared = f", hosts shared by {workers} processes" if workers > 1 else ""
-        if config.topology == "static":
-            console.say("topology: static (records arrive at the end of a round)")
+        if config.graph == "static":
+            console.say("graph: static (records arrive at the end of a round)")
         else:
             console.say(f"executor: {taken}{_why(taken, parts.engine.spec.device) if asked == 'auto' else ''}{shared}")
     if start is not None:

@@ -1,22 +1,21 @@
 """How the output of a seed enters the features of its host: the one statement of the rule, in value and gradient.
 
-    value       h + alpha * u      where the seed is active (alpha > 0); h, to the bit, where it is hidden
-    u           signal * factor
+    value      h + weight * signal     where the seed is active (alpha > 0); h, to the bit, where it is hidden
 
-                signal          factor
-    ADD         delta           1
-    MULTIPLY    tanh delta      h
-    GATE        delta           gate
+                signal          weight
+    ADD         delta           alpha
+    MULTIPLY    tanh delta      alpha * h
+    GATE        delta           alpha * gate
 
-    gradient    of u     the incoming one, times alpha where the seed is active, times 1 where it is hidden
-                of h     the incoming one, and for an active MULTIPLY that of u times tanh delta
+    gradient   through signal and weight, of a hidden seed as if alpha were 1 (straight through: with alpha = 0 it would
+               be exactly zero); to h the incoming one, and through the weight of an active MULTIPLY
 
 delta and gate are what the seed and its gate network give for h, or for h without gradient where the seed is isolated.
-A hidden seed learns straight through, as if alpha were 1; with alpha = 0 its gradient would be exactly zero. Isolation
-never cuts the path from h to the value, so a permanent seed lets the full gradient through to what lies before it.
+Isolation never cuts the path from h to the value, so a permanent seed lets the full gradient through to what lies
+before it.
 
 `blend` is the rule for one seed. Executors that blend the seeds of many hosts at once arrange the same functions
-(`signal_of`, `contribution`, `delta_grad`, `factor_grad`) by slices or by masks.
+(`signal_of`, `weight_of`, `delta_grad`, `factor_grad`) by slices or by masks.
 
 Shape legend: B = batch; h is [B, C, H, W] or [B, T, D].
 """
@@ -34,7 +33,7 @@ Features = Float[Tensor, "B *F"]
 
 
 def signal_of(algorithm: Algorithm, delta: Tensor) -> Tensor:
-    """What of the seed's output is blended; raises ValueError for an algorithm that blends nothing."""
+    """The signal; raises ValueError for an algorithm that blends nothing."""
     if algorithm is Algorithm.MULTIPLY:
         return torch.tanh(delta)
     if algorithm in (Algorithm.ADD, Algorithm.GATE):
@@ -42,34 +41,32 @@ def signal_of(algorithm: Algorithm, delta: Tensor) -> Tensor:
     raise ValueError(f"there is no way to blend with algorithm {algorithm!r}; expected ADD, MULTIPLY or GATE.")
 
 
-def contribution(algorithm: Algorithm, signal: Tensor, h: Tensor, gate: Tensor | None) -> Tensor:
-    """What is added to h at full weight, the `u` of the table."""
-    factor = _factor(algorithm, h, gate)
-    return signal if factor is None else signal * factor
+def weight_of(algorithm: Algorithm, alpha: Tensor | None, h: Tensor, gate: Tensor | None) -> Tensor | None:
+    """The weight; None stands for 1, also as the alpha of a hidden seed."""
+    if algorithm is Algorithm.ADD:
+        return alpha
+    factor = h if algorithm is Algorithm.MULTIPLY else gate
+    assert factor is not None, "GATE without the output of a gate network"
+    return factor if alpha is None else factor * alpha
 
 
 def delta_grad(
-    algorithm: Algorithm, grad: Tensor, signal: Tensor, h: Tensor, gate: Tensor | None, out: Tensor | None = None
+    algorithm: Algorithm, grad: Tensor, signal: Tensor, weight: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """The gradient of delta from that of u, written into `out` where that is given."""
+    """The gradient of delta from that of the value, written into `out` where that is given."""
     if algorithm is Algorithm.MULTIPLY:
-        return torch.mul(grad * h, 1.0 - signal * signal, out=out)
-    factor = _factor(algorithm, h, gate)
-    if factor is not None:
-        return torch.mul(grad, factor, out=out)
+        assert weight is not None, "the weight of MULTIPLY is at least h"
+        found: Tensor = torch.ops.aten.tanh_backward(grad * weight, signal)
+        return found if out is None else out.copy_(found)
+    if weight is not None:
+        return torch.mul(grad, weight, out=out)
     return grad if out is None else out.copy_(grad)
 
 
-def factor_grad(grad: Tensor, signal: Tensor) -> Tensor:
-    """The gradient of the factor from that of u: of h for MULTIPLY; for GATE it is still to be summed over features."""
-    return grad * signal
-
-
-def _factor(algorithm: Algorithm, h: Tensor, gate: Tensor | None) -> Tensor | None:
-    if algorithm is Algorithm.MULTIPLY:
-        return h
-    assert gate is not None or algorithm is Algorithm.ADD, "GATE without the output of a gate network"
-    return gate if algorithm is Algorithm.GATE else None
+def factor_grad(grad: Tensor, signal: Tensor, alpha: Tensor | None, factor: Tensor) -> Tensor:
+    """The gradient of what is multiplied with alpha in the weight: of h for MULTIPLY, of the gate for GATE."""
+    found = (grad * signal).sum_to_size(factor.shape)
+    return found if alpha is None else found * alpha
 
 
 def blend(
@@ -107,22 +104,21 @@ class _Blend(torch.autograd.Function):
         gate: Tensor | None,
     ) -> Tensor:
         """The blended features."""
-        signal = signal_of(algorithm, delta)
+        signal, weight = signal_of(algorithm, delta), weight_of(algorithm, alpha, h, gate)
         ctx.algorithm = algorithm
-        ctx.save_for_backward(h, signal, alpha, gate)
-        return h.view_as(h) if alpha is None else torch.addcmul(h, contribution(algorithm, signal, h, gate), alpha)
+        ctx.save_for_backward(signal, weight, alpha, gate)
+        return h.view_as(h) if alpha is None or weight is None else torch.addcmul(h, signal, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The gradients of h, delta and gate."""
-        (h, signal, alpha, gate), algorithm = ctx.saved_tensors, ctx.algorithm
-        of_u = grad if alpha is None else grad * alpha
+        (signal, weight, alpha, gate), algorithm = ctx.saved_tensors, ctx.algorithm
         grad_h, grad_delta, grad_gate = grad, None, None
         if algorithm is Algorithm.MULTIPLY and alpha is not None:
-            grad_h = grad + factor_grad(of_u, signal)
+            grad_h = grad + factor_grad(grad, signal, alpha, grad)
         if ctx.needs_input_grad[1]:
-            grad_delta = delta_grad(algorithm, of_u, signal, h, gate)
+            grad_delta = delta_grad(algorithm, grad, signal, weight)
         if algorithm is Algorithm.GATE and ctx.needs_input_grad[4]:
-            grad_gate = factor_grad(of_u, signal).sum_to_size(gate.shape)
+            grad_gate = factor_grad(grad, signal, alpha, gate)
         return grad_h, grad_delta, None, None, grad_gate

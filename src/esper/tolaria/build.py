@@ -76,10 +76,10 @@ def _executor(
 ) -> tuple[Executor, EngineConfig]:
     """The executor, and the configuration that names what was taken."""
     if task.script is not None:
-        if config.topology == "static":
+        if config.graph == "static":
             raise ConfigError(
-                f"topology is 'static', but task {task.name!r} runs no networks that could be selected by masks; set "
-                "topology to 'grouped'."
+                f"graph is 'static', but task {task.name!r} runs no networks that could be selected by masks; set "
+                "graph to 'dynamic'."
             )
         scripted = ScriptedExecutor(
             task.script,
@@ -92,7 +92,7 @@ def _executor(
         return scripted, replace(config, workers=1)
     assert dataset is not None
     workers = min(config.workers, config.num_envs)
-    if workers > 1 and device.type == "cpu" and config.topology == "grouped":
+    if workers > 1 and device.type == "cpu" and config.graph == "dynamic":
         return _sharded(config, task, dataset, workers, prepare)
     executor, taken = network_executor(config, task, dataset, device)
     return executor, replace(config, executor=taken, workers=1)
@@ -107,7 +107,7 @@ def _sharded(
         replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts
     ]
     own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"))
-    assert isinstance(own, NetworkExecutor), "static topology stays in one process"
+    assert isinstance(own, NetworkExecutor), "a static graph stays in one process"
     shards = [shard_of(replace(part, executor=taken), task, dataset) for part in configs[1:]]
     executor = ShardedExecutor(ShardRunner(own, configs[0]), configs[0].num_envs, shards, prepare)
     return executor, replace(config, executor=taken, workers=workers)

@@ -3,7 +3,7 @@
     step t   train -> measure -> guard (panic, rollback) -> ingest -> see -> decide -> act -> tick -> pay -> remember
              -> one read of the device, which brings the next step's structure and the numbers that are reported
 
-An executor of static topology needs no structure on the host. Then nothing is read between steps: what is reported
+An executor of a static graph needs no structure on the host. Then nothing is read between steps: what is reported
 stays on the device until somebody settles the engine, at the end of the episode or before.
 
 Everything between two steps is a mask over hosts; there is no loop over hosts in this file.
@@ -33,7 +33,7 @@ from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.control_plane import ControlPlane, PhaseForm, as_it_is
-from esper.tolaria.executors.protocol import Executor, StaticTopology
+from esper.tolaria.executors.protocol import Executor, StaticGraph
 from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
@@ -48,7 +48,7 @@ class VectorizedEngine:
         config: how many hosts, for how long, under which rules.
         executor: how they are run.
         spec: what controllers are told of this engine.
-        on_step: called with the report of each step, when the next one begins; with static topology when the episode
+        on_step: called with the report of each step, when the next one begins; with a static graph when the episode
             ends or the engine is settled, with the reports of all steps since, in order. It changes nothing; an
             exception of it surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine
             could go on.
@@ -72,7 +72,7 @@ class VectorizedEngine:
         self._state: ParallelEnvState | None = None
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
-        self._by_mask = executor if isinstance(executor, StaticTopology) else None
+        self._by_mask = executor if isinstance(executor, StaticGraph) else None
         self._pending: PendingRead | None = None
         self._unread: list[tuple[int, Packed]] = []
         self._reports: deque[StepReport] = deque()
@@ -224,7 +224,7 @@ class VectorizedEngine:
     def settle(self) -> None:
         """Wait for the read of the last step, operate on the parameters accordingly, and report the step.
 
-        With static topology one read brings the reports of all steps since the last call.
+        With a static graph one read brings the reports of all steps since the last call.
         """
         if self._pending is not None:
             arrays, self._pending = self._pending.wait(), None

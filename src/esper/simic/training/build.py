@@ -91,7 +91,7 @@ def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
     elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
         raise ConfigError(
             f"{asked[0]} is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what "
-            f"can be compiled or captured; set {asked[0]} = 'auto'."
+            f"can be compiled or captured; leave {asked[0]} out."
         )
     return reward
 

@@ -16,28 +16,24 @@ before the first step; `graphs_compiled` and `Captured.num_recordings` tell whet
 `compile` and `capture` mean on a device is decided in `simic/compilation.py` and `tolaria/capture.py`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
-from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, kept
+from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied
 from esper.simic.compilation import CompiledStep, is_compiled
-from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
+from esper.simic.rewards.compiled_rewards import Kernel
 from esper.simic.training.config import RunConfig
-from esper.tolaria import phases
 from esper.tolaria.capture import Captured, capture, recorder_for
 from esper.tolaria.control_plane import PhaseForm, as_it_is
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.native import NativeExecutor
-from esper.tolaria.executors.sharded import ShardedExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
-from esper.tolaria.executors.training_program import train_batch
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.scripted import ScriptedExecutor
+from esper.tolaria.executors.static import StaticExecutor
 
 
 def compiled_reward(kernel: Kernel) -> Kernel:
@@ -46,33 +42,13 @@ def compiled_reward(kernel: Kernel) -> Kernel:
     return compiled
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forms:
-    """One function: the eager form, and what makes the compiled one (None where there is none)."""
-
-    eager: Callable[..., Any]
-    compiled: Callable[..., Any] | None
-
-
-FUNCTIONS: Mapping[str, Forms] = {
-    "see": Forms(eager=phases.see, compiled=CompiledStep),
-    "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep),
-    "act": Forms(eager=phases.act, compiled=CompiledStep),
-    "reward": Forms(eager=compute_reward_batched, compiled=compiled_reward),
-    "store": Forms(eager=kept, compiled=CompiledStep),
-    "close": Forms(eager=phases.close, compiled=CompiledStep),
-    "train_batch": Forms(eager=train_batch, compiled=None),
-}
-"""By name; `tolaria.capture.CAPTURED` are those that can be replayed."""
-
-
 def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:
     """What makes the policy step of a run: eager or compiled, recorded or not.
 
     Raises:
         ConfigError: it was asked for and cannot be, here or when it is made.
     """
-    recorder = recorder_for(config.capture, "policy_step", spec.device)
+    recorder = recorder_for(config.capture, spec.device)
 
     def made(step: PolicyStep) -> PolicyFunction:
         decide: PolicyFunction = step
@@ -107,7 +83,7 @@ def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kerne
         ConfigError: capture was asked for on a device that cannot.
     """
     compiled = is_compiled(config.compile, spec.device)
-    recorder = recorder_for(config.capture, "reward", spec.device)
+    recorder = recorder_for(config.capture, spec.device)
     if not compiled and recorder is None:
         return None
 
@@ -120,8 +96,8 @@ def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kerne
 
 def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:
     """Refuse `capture = "on"` where hosts are trained by an executor that cannot be replayed; raises ConfigError."""
-    if config.capture == "on" and isinstance(engine.executor, StreamedExecutor | NativeExecutor | ShardedExecutor):
+    if config.capture == "on" and not isinstance(engine.executor, FusedExecutor | StaticExecutor | ScriptedExecutor):
         raise ConfigError(
             f"capture is 'on', but the executor is {engine.config.executor!r}, whose hosts are trained one after "
-            "another and not replayed; use executor 'fused', or capture 'auto'."
+            "another and not replayed; use executor 'fused', or leave capture out."
         )

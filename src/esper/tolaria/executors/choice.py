@@ -42,7 +42,7 @@ def network_executor(
     """The executor for hosts that are networks, in this process, and what it is called.
 
     Raises:
-        ConfigError: what was asked for cannot run: "fused" or static topology with a host that cannot be stacked,
+        ConfigError: what was asked for cannot run: "fused" or a static graph with a host that cannot be stacked,
             "native" on a GPU, in less than float32, or without a C++ compiler.
     """
     assert task.host is not None
@@ -65,9 +65,9 @@ def network_executor(
         batch_val=task.batch_val,
         scaler=LossScaler(amp_dtype(config.amp, device), config.num_envs, device),
     )
-    fits, static = can_fuse(population), config.topology == "static"
+    fits, static = can_fuse(population), config.graph == "static"
     if (config.executor == "fused" or static) and not fits:
-        asked, out = ("topology is 'static'", " with topology 'grouped'") if static else ("executor is 'fused'", "")
+        asked, out = ("graph is 'static'", " with graph 'dynamic'") if static else ("executor is 'fused'", "")
         raise ConfigError(
             f"{asked}, but the host has layers with weights that no stacking rule knows; "
             f"use executor 'streamed'{out}, or add a rule to kasmina.lowering.STACKED."
@@ -83,7 +83,7 @@ def network_executor(
             return NativeExecutor(data), "native"
         except ConfigError as error:
             warnings.warn(f"hosts are run by PyTorch, which is slower: {error}", stacklevel=2)
-    recorder = recorder_for(config.capture, "train_batch", device)
+    recorder = recorder_for(config.capture, device)
     if config.executor == "fused":
         return FusedExecutor(data, recorder=recorder), "fused"
     if config.executor == "auto" and fits and prefers_fused((height, width), device.type):

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from esper.kasmina.blending import contribution, delta_grad, factor_grad, signal_of
+from esper.kasmina.blending import delta_grad, factor_grad, signal_of, weight_of
 from esper.leyline.stages import Algorithm
 
 
@@ -33,6 +33,10 @@ class Piece(NamedTuple):
     def of(self, x_Bg: Tensor) -> Tensor:
         """The piece's part of a tensor of the group."""
         return x_Bg[:, self.first : self.last]
+
+    def alpha_of(self, dtype: torch.dtype) -> Tensor | None:
+        """The blend weights, None where the seeds are hidden."""
+        return self.alpha.to(dtype) if self.heard else None
 
 
 class Joining(NamedTuple):
@@ -68,14 +72,18 @@ class _Join(torch.autograd.Function):
         """The joined features."""
         total = h.clone()
         signals: list[Tensor] = []
+        weights: list[Tensor | None] = []
         for (pieces, _), (own, delta, gate) in zip(plans, _triples(parts), strict=True):
             for piece in pieces:
-                signals.append(signal_of(piece.algorithm, piece.of(delta)))
-                if piece.heard:
-                    u = contribution(piece.algorithm, signals[-1], piece.of(own), _of_gate(piece, pieces, gate))
-                    total.index_add_(1, piece.hosts, u * piece.alpha.to(h.dtype))
+                alpha, opened = piece.alpha_of(h.dtype), _of_gate(piece, pieces, gate)
+                signal = signal_of(piece.algorithm, piece.of(delta))
+                weight = weight_of(piece.algorithm, alpha, piece.of(own), opened)
+                if alpha is not None and weight is not None:
+                    total.index_add_(1, piece.hosts, signal * weight)
+                signals.append(signal)
+                weights.append(weight)
         ctx.plans = plans
-        ctx.save_for_backward(*parts, *signals)
+        ctx.save_for_backward(*(part for _, *rest in _triples(parts) for part in rest), *signals, *weights)
         return total
 
     @staticmethod
@@ -83,26 +91,27 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The gradient of h, then (nothing, that of delta, that of the gate) of each group."""
         grad = grad.contiguous()  # once, instead of in every selection below
-        num_parts, found = 3 * len(ctx.plans), []
-        parts, signals = ctx.saved_tensors[:num_parts], iter(ctx.saved_tensors[num_parts:])
+        found: list[Tensor | None] = []
+        saved, num_parts = ctx.saved_tensors, 2 * len(ctx.plans)
+        num_pieces = (len(saved) - num_parts) // 2
+        computed = iter(zip(saved[num_parts:-num_pieces], saved[-num_pieces:], strict=True))
         to_host, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         multiplies = any(_scales_host(piece) for pieces, _ in ctx.plans for piece in pieces)
         grad_h = grad.clone() if multiplies and to_host else grad
-        for i, ((pieces, hosts), (own, delta, gate)) in enumerate(zip(ctx.plans, _triples(parts), strict=True)):
+        for i, (pieces, hosts) in enumerate(ctx.plans):
+            delta, gate = saved[2 * i : 2 * i + 2]
             grad_group = grad if hosts is None else grad.index_select(1, hosts)
             grad_delta = torch.empty_like(delta) if needed[3 * i + 1] else None
             grad_gate = torch.empty_like(gate) if gate is not None and needed[3 * i + 2] else None
             for piece in pieces:
-                signal, of_u = next(signals), piece.of(grad_group)
-                if piece.heard:
-                    of_u = of_u * piece.alpha.to(grad.dtype)
+                (signal, weight), of_value, alpha = next(computed), piece.of(grad_group), piece.alpha_of(grad.dtype)
                 if _scales_host(piece) and to_host:
-                    grad_h.index_add_(1, piece.hosts, factor_grad(of_u, signal).to(grad_h.dtype))
+                    of_host = factor_grad(of_value, signal, alpha, signal)
+                    grad_h.index_add_(1, piece.hosts, of_host)
                 if grad_delta is not None:
-                    opened = _of_gate(piece, pieces, gate)
-                    delta_grad(piece.algorithm, of_u, signal, piece.of(own), opened, out=piece.of(grad_delta))
+                    delta_grad(piece.algorithm, of_value, signal, weight, out=piece.of(grad_delta))
                 if (into := _of_gate(piece, pieces, grad_gate)) is not None:
-                    into.copy_(factor_grad(of_u, signal).sum_to_size(into.shape))
+                    into.copy_(factor_grad(of_value, signal, alpha, into))
             found += [None, grad_delta, grad_gate]
         return grad_h, None, *found
 

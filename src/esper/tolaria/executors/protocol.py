@@ -2,7 +2,7 @@
 
 The control plane (stages, alpha, rewards) lives on the device as masks; the executor owns the heavy state (parameters,
 optimizers, data). Once per step the engine reads the structure of the population and hands it over (`settle`): seeds
-are born, cleared, kept and restored there, by host index, before the next train pass. An executor of static topology
+are born, cleared, kept and restored there, by host index, before the next train pass. An executor of a static graph
 needs no structure: it is handed the masks as they are (`settle_on_device`), and nothing is read between steps.
 """
 
@@ -146,7 +146,7 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class StaticTopology(Executor, Protocol):
+class StaticGraph(Executor, Protocol):
     """An executor that runs whatever could grow and selects by masks, so that the host need not know the structure."""
 
     def settle_on_device(self, changes: Changes, slots: SlotState) -> None:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from esper.kasmina.blending import contribution, delta_grad, factor_grad, signal_of
+from esper.kasmina.blending import delta_grad, factor_grad, signal_of, weight_of
 from esper.leyline.stages import Algorithm
 
 
@@ -31,10 +31,13 @@ class Ways(NamedTuple):
     gated: Tensor
     alpha: Tensor
 
-    def choose(self, by: Callable[[Algorithm], Tensor]) -> Tensor:
+    def choose(self, by: Callable[[Algorithm], Tensor | None]) -> Tensor:
         """What `by` gives for each host's own algorithm."""
-        gated_or_not = torch.where(self.gated, by(Algorithm.GATE), by(Algorithm.ADD))
-        return torch.where(self.multiplies, by(Algorithm.MULTIPLY), gated_or_not)
+        add, multiply, gate = (by(algorithm) for algorithm in (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE))
+        assert add is not None
+        assert multiply is not None
+        assert gate is not None
+        return torch.where(self.multiplies, multiply, torch.where(self.gated, gate, add))
 
 
 def select(deltas: list[Float[Tensor, "B N *F"]], own: list[Bool[Tensor, "N *ones"]]) -> Float[Tensor, "B N *F"]:
@@ -79,25 +82,27 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, own: Tensor, delta: Tensor, gate: Tensor, ways: Ways) -> Tensor:  # noqa: ANN401
         """The joined features."""
+        alpha = torch.where(ways.heard, ways.alpha, 1.0).to(h.dtype)
         signal = ways.choose(lambda algorithm: signal_of(algorithm, delta))
-        u = ways.choose(lambda algorithm: contribution(algorithm, signal, own, gate))
+        weight = ways.choose(lambda algorithm: weight_of(algorithm, alpha, own, gate))
         ctx.ways = ways
-        ctx.save_for_backward(own, signal, gate)
-        return torch.where(ways.heard, h + u * ways.alpha.to(h.dtype), h)
+        ctx.save_for_backward(signal, weight, alpha, gate)
+        return torch.where(ways.heard, torch.addcmul(h, signal, weight), h)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The gradients of h, delta and gate: those of a seed that does not learn are zero."""
-        own, signal, gate = ctx.saved_tensors
+        signal, weight, alpha, gate = ctx.saved_tensors
         ways: Ways = ctx.ways
-        of_u = grad * torch.where(ways.heard, ways.alpha, 1.0).to(grad.dtype)
-        of_factor = factor_grad(of_u, signal)
-        grad_h = torch.where(ways.multiplies & ways.heard, grad + of_factor, grad) if ctx.needs_input_grad[0] else None
-        grad_delta = grad_gate = None
+        grad_h = grad_delta = grad_gate = None
+        if ctx.needs_input_grad[0]:
+            of_host = factor_grad(grad, signal, alpha, grad)
+            grad_h = torch.where(ways.multiplies & ways.heard, grad + of_host, grad)
         if ctx.needs_input_grad[2]:
-            found = ways.choose(lambda algorithm: delta_grad(algorithm, of_u, signal, own, gate))
+            found = ways.choose(lambda algorithm: delta_grad(algorithm, grad, signal, weight))
             grad_delta = torch.where(ways.learns, found, 0.0)
         if ctx.needs_input_grad[3]:
-            grad_gate = torch.where(ways.gated & ways.learns, of_factor.sum_to_size(gate.shape), 0.0)
+            opened = factor_grad(grad, signal, alpha, gate)
+            grad_gate = torch.where(ways.gated & ways.learns, opened, 0.0)
         return grad_h, None, grad_delta, grad_gate, None

@@ -1,8 +1,8 @@
 """Microseconds of each operation of a control step and of an update, eager.
 
 An episode runs and the arguments of every operation are stored; then each operation is repeated with the arguments of
-its last call. `policy act` contains observation and sampling, `reward step` the kernel. Operators are the PyTorch
-operators dispatched in one call: a count, which is exact on any machine.
+its last call. `policy act` contains observation and sampling. Operators are the PyTorch operators dispatched in one
+call: a count, which is exact on any machine.
 
     null task             all operations without networks; shares are of a control step of this task
     synthetic_tiny        the operations of networks: clipping, gradient statistics, validation
@@ -30,7 +30,6 @@ from esper.leyline.errors import EsperError
 from esper.simic.agent import policy_step, ppo, rollout_buffer
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.client import SimicClient
-from esper.simic.rewards.reward import ContributionReward
 from esper.simic.training.build import baseline_of
 from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module
@@ -89,7 +88,6 @@ class Operation:
 
 
 OF_EVERY_TASK = (
-    Operation("reward kernel", ContributionReward, "pay"),
     Operation("reward step", SimicClient, "step"),
     Operation("guards and masks", phases, "legal_ops"),
     Operation("governor", governor, "check"),

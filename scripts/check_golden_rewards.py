@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from esper.leyline.errors import EsperError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
 from reference.rewards.golden import batched_rewards, check_golden, load_golden, row_of_case
 from reference.rewards.row import HostRow
 from reference.rewards.thresholds import near_threshold

@@ -83,8 +83,9 @@ class Episode:
 
     def term(self, mode: str, name: str) -> np.ndarray:
         """A term in a mode, step by step."""
-        values: np.ndarray = self.paid[mode][:, REWARD_TERMS.index(name)]
-        return values
+        terms = list(make_reward(mode).terms)
+        column = self.paid[mode][:, terms.index(name)] if name in terms else np.zeros(len(self.seen))
+        return np.asarray(column)
 
 
 def play() -> Episode:

@@ -33,10 +33,12 @@ from esper.leyline.stages import SeedStage
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.tolaria.coalitions import derive, enumerate_coalitions
 from esper.tolaria.runtime import choose_device
+from script_report import write_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
 from reference.rewards.golden import kernel_arguments
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import HostRow
-from script_report import write_result
 
 FLOAT64, FLOAT32 = 1e-9, 1e-5
 NAN = math.nan

@@ -1,5 +1,7 @@
 """Blueprints: what a seed computes, how it starts, and that all of it can learn."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +22,7 @@ from esper.kasmina.blueprints import (
     unregister,
 )
 from esper.kasmina.blueprints.cnn import num_groups
-from esper.kasmina.initialization import deterministic_build, fresh_rows, init_table
+from esper.kasmina.initialization import build_twice, deterministic_build, fresh_rows, init_table
 from esper.kasmina.stacking import Template
 from esper.leyline.actions import STYLE_ALGORITHM
 from esper.leyline.errors import RegistryError
@@ -43,16 +45,16 @@ PARAMETERS = {
 }
 
 
-def newborn(module: nn.Module, birth: dict[str, float], seed: int = 0) -> tuple[Template, Tensor]:
+def newborn(build: Callable[[], nn.Module], birth: dict[str, float], seed: int = 0) -> tuple[Template, Tensor]:
     """A module and one row of weights drawn for it."""
-    template = Template(module)
-    table = init_table(module, template.parameters, birth)
+    template = Template(deterministic_build(build))
+    table = init_table(build_twice(build), template.parameters, birth)
     return template, fresh_rows(table, seed, Stream.SEED_INIT, torch.tensor([0]), t=1)[0].requires_grad_()
 
 
 def new_seed(name: str, channels: int) -> tuple[Template, Tensor]:
     blueprint = blueprint_by_name(name, Topology.CNN)
-    return newborn(deterministic_build(lambda: blueprint.build(channels)), dict(blueprint.birth))
+    return newborn(lambda: blueprint.build(channels), dict(blueprint.birth))
 
 
 def features(channels: int, size: int, batch: int = 16) -> Tensor:
@@ -106,7 +108,7 @@ def test_a_newborn_keeps_the_shape_and_is_nearly_silent(name, channels, size):
 @pytest.mark.parametrize("name", CNN_NAMES)
 def test_every_parameter_has_a_gradient_within_two_training_steps(name, channels, size, algorithm, heard):
     seed, seed_row = new_seed(name, channels)
-    gate, gate_row = newborn(deterministic_build(lambda: GateNetwork(channels)), {}, seed=1)
+    gate, gate_row = newborn(lambda: GateNetwork(channels), {}, seed=1)
     h, pull = features(channels, size), features(channels, size).flip(0)
     reached: dict[str, bool] = {}
     for _ in range(2):
@@ -306,7 +308,7 @@ def test_unknown_blueprints_are_answered_with_the_nearest():
 def test_a_users_batch_norm_keeps_one_set_of_statistics_per_host(doubling):
     template = Template(deterministic_build(lambda: doubling.build(2)))
     rows = fresh_rows(
-        init_table(deterministic_build(lambda: doubling.build(2)), template.parameters, doubling.birth),
+        init_table(build_twice(lambda: doubling.build(2)), template.parameters, doubling.birth),
         7,
         Stream.SEED_INIT,
         torch.arange(2),

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.initialization import InitTable, deterministic_build, fresh, fresh_rows, init_table
+from esper.kasmina.initialization import InitTable, build_twice, deterministic_build, fresh, fresh_rows, init_table
 from esper.kasmina.stacking import parameter_layout
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
 
 
 class Mixed(nn.Module):
-    """One layer of each kind that the rule tells apart."""
+    """Everything that a parameter can start from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,39 +23,55 @@ class Mixed(nn.Module):
         self.linear = nn.Linear(9, 5)
         self.out = nn.Linear(5, 5)
         self.norm = nn.GroupNorm(1, 5)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.wide = nn.Linear(3, 2, bias=False)
+        nn.init.uniform_(self.wide.weight, 1.0, 4.0)
+        self.silent = nn.Linear(3, 3)
+        nn.init.zeros_(self.silent.weight)
+        nn.init.constant_(self.silent.bias, 0.5)
         self.other = nn.Parameter(torch.full((3,), 0.01))
+        self.halved = nn.Linear(3, 4, bias=False)
+        with torch.no_grad():
+            self.halved.weight.mul_(0.5)
+        self.table = nn.Embedding(3, 2, padding_idx=0)
         self.noise = nn.Parameter(torch.randn(7))
 
 
 BIRTH = {"out.weight": 0.0, "other": 0.25}
-BOUNDS = {"conv.weight": 1 / 6, "conv.bias": 1 / 6, "depthwise.weight": 1 / 3, "linear.weight": 1 / 3,
-          "linear.bias": 1 / 3, "out.bias": 1 / math.sqrt(5)}  # fmt: skip
+INTERVALS = {  # centre and bound
+    "conv.weight": (0, 1 / 6), "conv.bias": (0, 1 / 6), "depthwise.weight": (0, 1 / 3), "linear.weight": (0, 1 / 3),
+    "linear.bias": (0, 1 / 3), "out.bias": (0, 1 / math.sqrt(5)), "attention.in_proj_weight": (0, 0.5),
+    "attention.out_proj.weight": (0, 1 / math.sqrt(6)), "wide.weight": (2.5, 1.5),
+}  # fmt: skip
+CONSTANTS = {
+    "out.weight": 0.0, "other": 0.25, "norm.weight": 1.0, "norm.bias": 0.0, "attention.in_proj_bias": 0.0,
+    "attention.out_proj.bias": 0.0, "silent.weight": 0.0, "silent.bias": 0.5,
+}  # fmt: skip
+REBUILT = {"halved.weight", "table.weight", "noise"}
 
 
 def mixed_table() -> tuple[nn.Module, InitTable]:
     module = deterministic_build(Mixed)
-    return module, init_table(module, parameter_layout(module), BIRTH)
+    return module, init_table(build_twice(Mixed), parameter_layout(module), BIRTH)
 
 
-def test_weights_and_biases_are_bounded_by_one_over_root_fan_in():
+def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_set():
     module, table = mixed_table()
-    bounds = parameter_layout(module).unpack(table.bound)
-    for name, bound in bounds.items():
-        torch.testing.assert_close(bound, torch.full_like(bound, BOUNDS.get(name, 0.0)))
-
-
-def test_constants_are_those_of_birth_or_of_the_built_module():
-    module, table = mixed_table()
-    centres = parameter_layout(module).unpack(table.centre)
-    assert torch.equal(centres["out.weight"], torch.zeros(5, 5))
-    assert torch.equal(centres["other"], torch.full((3,), 0.25))
-    assert torch.equal(centres["norm.weight"], torch.ones(5))
-    assert torch.equal(centres["noise"], module.noise.detach())
-    assert all(torch.equal(centres[name], torch.zeros_like(centres[name])) for name in BOUNDS)
+    layout = parameter_layout(module)
+    starts = INTERVALS | {name: (value, 0) for name, value in CONSTANTS.items()} | dict.fromkeys(REBUILT, (0, 0))
+    assert starts.keys() == {spec.name for spec in layout.tensors}
+    found = zip(layout.unpack(table.centre).items(), layout.unpack(table.bound).values(), strict=True)
+    for (name, centre), bound in found:
+        torch.testing.assert_close(centre, torch.full_like(centre, starts[name][0]), msg=name)
+        torch.testing.assert_close(bound, torch.full_like(bound, starts[name][1]), msg=name)
+    rebuilt = layout.unpack(table.rebuilt.float())
+    assert {name for name, mask in rebuilt.items() if mask.all()} == REBUILT
+    assert not any(mask.any() for name, mask in rebuilt.items() if name not in REBUILT)
 
 
 def test_a_word_becomes_a_weight_by_centre_plus_bound_times_two_u_minus_one():
-    table = InitTable(bound=torch.tensor([2.0, 0.0, 1.0]), centre=torch.tensor([0.0, 7.0, 10.0]))
+    never = torch.zeros(3, dtype=torch.bool)
+    table = InitTable(bound=torch.tensor([2.0, 0.0, 1.0]), centre=torch.tensor([0.0, 7.0, 10.0]), rebuilt=never)
     words = torch.tensor([[0, 0, 2**31], [2**32 - 1, 5, 3 * 2**30]])
     # u = 0, -, 1/2 and 1 - 2^-24, -, 3/4
     expected = torch.tensor([[-2.0, 7.0, 10.0], [2.0 * (1 - 2.0**-23), 7.0, 10.5]])
@@ -97,12 +113,6 @@ def test_every_part_of_the_key_gives_other_weights(change):
     assert not torch.equal(fresh_rows(table, host=hosts, **base), fresh_rows(table, host=hosts, **(base | change)))
 
 
-def test_a_table_per_row_serves_different_networks_at_once():
-    table = InitTable(bound=torch.tensor([[1.0, 1.0], [0.0, 3.0]]), centre=torch.tensor([[0.0, 0.0], [8.0, 0.0]]))
-    words = torch.full((2, 2), 2**31)
-    assert torch.equal(fresh(table, words), torch.tensor([[0.0, 0.0], [8.0, 0.0]]))
-
-
 def test_building_is_deterministic_and_leaves_the_global_generator_alone():
     torch.manual_seed(99)
     expected = torch.rand(3)
@@ -115,9 +125,9 @@ def test_building_is_deterministic_and_leaves_the_global_generator_alone():
 
 def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
     spec = CNNHostSpec(in_channels=3, base=8, blocks=2, kernel=3, pools=2, classes=10)
-    host = deterministic_build(lambda: CNNHost(spec, ["r0c0"], image_size=(32, 32)))
-    layout = parameter_layout(host)
-    bounds = layout.unpack(init_table(host, layout, {}).bound)
+    builds = build_twice(lambda: CNNHost(spec, ["r0c0"], image_size=(32, 32)))
+    layout = parameter_layout(builds.module)
+    bounds = layout.unpack(init_table(builds, layout, {}).bound)
     largest = {name: float(bound.max()) for name, bound in bounds.items()}
     assert largest == pytest.approx({
         "blocks.0.conv.weight": 1 / math.sqrt(27), "blocks.0.norm.weight": 0, "blocks.0.norm.bias": 0,
@@ -127,6 +137,6 @@ def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
 
 
 def test_a_birth_name_that_does_not_exist_is_refused():
-    module = nn.Sequential(nn.Linear(2, 2))
+    builds = build_twice(lambda: nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match=r"birth names '0.wieght'.*did you mean '0.weight'"):
-        init_table(module, parameter_layout(module), {"0.wieght": 0.0})
+        init_table(builds, parameter_layout(builds.module), {"0.wieght": 0.0})

@@ -10,7 +10,7 @@ index, [B * G, C, H, W] is [B, G * C, H, W] without a copy, so convolutions and 
 grouped kernel.
 
 A module with weights of its own that the table does not know runs through `torch.vmap` instead, as does one whose
-`forward` mixes examples, which `lower` finds out by running it.
+`forward` mixes examples, which `way_to_stack` finds out by running it.
 """
 
 import copy
@@ -22,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import LayerScale, TanhScale
+from esper.kasmina.dropout import Draws, Moment, draw_for, dropout_layers
 from esper.kasmina.stacking import StackedTemplate, buffer_layout, parameter_layout
+from esper.leyline.errors import StackingError
 
-_HOSTS, _EXAMPLES = 3, 2
-"""Size of the trial in `lower`."""
+_HOSTS, _EXAMPLES = 3, 4
+"""Size of the trial in `way_to_stack`."""
 
 
 def _affine(tensor: Tensor | None) -> Tensor | None:
@@ -199,7 +201,15 @@ class Vmapped(nn.Module):
         self._buffers.update(module._buffers)
         skeleton = copy.deepcopy(module)
         self._skeleton = [skeleton]  # in a list: it is run, but it is no part of the paths
-        self._one: Callable[..., Tensor] = lambda tensors, x: torch.func.functional_call(skeleton, tensors, (x,))
+        self._dropouts = dropout_layers(module), dropout_layers(skeleton)
+
+    def _one(self, tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
+        """The module of one host."""
+        ours, inner = self._dropouts
+        if ours and ours[0].draws is not None:
+            draw_for(inner, ours[0].draws.of(host[None]))
+        out: Tensor = torch.func.functional_call(self._skeleton[0], tensors, (x,))
+        return out
 
     def train(self, mode: bool = True) -> "Vmapped":
         """Set the mode of what is run."""
@@ -214,8 +224,13 @@ class Vmapped(nn.Module):
         stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
         x_BG = x.view(x.shape[0] // hosts, hosts, *x.shape[1:])
-        run: Any = torch.vmap(self._one, in_dims=(0, 1), out_dims=1, randomness="different")
-        y: Tensor = run(stacked, x_BG)
+        draws = self._dropouts[0][0].draws if self._dropouts[0] else None
+        numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
+        run: Any = torch.vmap(self._one, in_dims=(0, 0, 1), out_dims=1)
+        y: Tensor = run(stacked, numbers, x_BG)
+        if draws is not None:
+            inner = self._dropouts[1][0].draws
+            draws.count = draws.count if inner is None else inner.count
         if self.training:
             for name, buffer in _own(self, "_buffers"):
                 if name in stacked and stacked[name] is not buffer:
@@ -233,16 +248,31 @@ def _own(module: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
     return found
 
 
-def lower(module: nn.Module, example: Tensor) -> nn.Module:
-    """A stacked twin of `module`, with the same parameter names; `module` itself is not touched.
+Way = Callable[[nn.Module], nn.Module]
+"""How a module becomes its stacked twin, with the same parameter names; the module itself is not touched."""
 
-    The layers are exchanged by the table; the result is used only after it has reproduced `module` host by host on
-    random rows like `example` [1, ...]. Otherwise the twin runs through `torch.vmap`.
+
+def way_to_stack(module: nn.Module, example: Tensor) -> Way:
+    """How to stack such modules: by exchanging their layers by the table, or else by `torch.vmap`.
+
+    Either is used only after it has reproduced `module` host by host on random rows like `example` [1, ...], in train
+    and in evaluation mode, with all gradients.
+
+    Raises:
+        StackingError: neither does.
     """
-    if not can_lower_layers(module):
-        return Vmapped(copy.deepcopy(module))
-    twin = lower_layers(module)
-    return twin if _reproduces(twin, module, example) else Vmapped(copy.deepcopy(module))
+    ways: tuple[Way, ...] = (lower_layers, vmapped) if can_lower_layers(module) else (vmapped,)
+    for way in ways:
+        if _reproduces(way(module), module, example):
+            return way
+    raise StackingError(
+        f"{type(module).__name__} gives other results for many hosts at once than for one; use executor 'streamed'."
+    )
+
+
+def vmapped(module: nn.Module) -> nn.Module:
+    """A stacked twin by `torch.vmap`."""
+    return Vmapped(copy.deepcopy(module))
 
 
 def can_lower_layers(module: nn.Module) -> bool:
@@ -261,24 +291,56 @@ def lower_layers(module: nn.Module) -> nn.Module:
 
 
 def _reproduces(twin: nn.Module, module: nn.Module, example: Tensor) -> bool:
-    """Whether the twin gives each of three hosts what the module gives it alone, in evaluation mode."""
+    """Whether the twin gives each of three hosts what the module gives it alone: outputs, gradients, buffers."""
     generator = torch.Generator().manual_seed(0)
     layout, buffers = parameter_layout(module), buffer_layout(module)
     rows = torch.randn(_HOSTS, layout.total, generator=generator)
     kept = torch.rand(_HOSTS, buffers.total, generator=generator) + 0.5
-    x = torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator)
-    stacked = StackedTemplate(copy.deepcopy(twin), layout, buffers)
-    stacked.train(False)
-    with torch.no_grad():
-        stacked.bind(stacked.views(rows), stacked.buffer_views(kept))
+    x, pull = (torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator) for _ in range(2))
+    stacked, alone = StackedTemplate(copy.deepcopy(twin), layout, buffers), copy.deepcopy(module)
+    for training in (False, True):
+        alone.train(training)
         try:
-            got = stacked(x.flatten(0, 1)).unflatten(0, (_EXAMPLES, _HOSTS))
+            together = _trial_of_all(stacked, rows, kept, x, pull, training)
         except (RuntimeError, IndexError):
-            return False  # the forward pass needs the shape of one host; vmap gives it that
-        alone = copy.deepcopy(module).eval()
+            return False  # the forward pass needs the shape of one host, or something that vmap cannot do
         for g in range(_HOSTS):
-            tensors = {**layout.unpack(rows[g]), **buffers.unpack(kept[g])}
-            want = torch.func.functional_call(alone, tensors, (x[:, g],))
-            if got[:, g].shape != want.shape or not torch.allclose(got[:, g], want, rtol=1e-4, atol=1e-5):
+            apart = _trial_of_one(alone, g, layout.unpack(rows[g]), buffers.unpack(kept[g].clone()), x, pull)
+            if not all(_near(ours[g], theirs) for ours, theirs in zip(together, apart, strict=True)):
                 return False
     return True
+
+
+def _trial_of_all(
+    stacked: StackedTemplate, rows: Tensor, kept: Tensor, x: Tensor, pull: Tensor, training: bool
+) -> list[Tensor]:
+    """Outputs, gradients of inputs and parameters, and buffers after a pass; the host is the first axis of each."""
+    leaves = tuple(view.requires_grad_() for view in stacked.views(rows))
+    moved = stacked.buffer_views(kept.clone())
+    stacked.train(training)
+    stacked.bind(leaves, moved)
+    draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(_HOSTS), 0))
+    h = x.clone().requires_grad_()
+    y = stacked(h.flatten(0, 1)).unflatten(0, (_EXAMPLES, _HOSTS))
+    of_h, *of_leaves = torch.autograd.grad((y * pull).sum(), (h, *leaves), materialize_grads=True)
+    return [y.detach().transpose(0, 1), of_h.transpose(0, 1), *of_leaves, *moved]
+
+
+def _trial_of_one(
+    alone: nn.Module, g: int, params: dict[str, Tensor], moved: dict[str, Tensor], x: Tensor, pull: Tensor
+) -> list[Tensor]:
+    """The same of one host, by the module itself."""
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    draw_for(dropout_layers(alone), Draws(Moment(0), torch.tensor([g]), 0))
+    h = x[:, g].clone().requires_grad_()
+    y = torch.func.functional_call(alone, {**leaves, **moved}, (h,))
+    grads = torch.autograd.grad((y * pull[:, g]).sum(), (h, *leaves.values()), materialize_grads=True)
+    return [y.detach(), *grads, *moved.values()]
+
+
+def _near(got: Tensor, want: Tensor) -> bool:
+    """Equal up to the rounding of the largest element; NaN equals NaN."""
+    if got.shape != want.shape or not want.numel():
+        return got.shape == want.shape
+    largest = max(1.0, float(want.abs().nan_to_num(0.0, 0.0, 0.0).max()))
+    return torch.allclose(got, want, rtol=0.0, atol=1e-4 * largest, equal_nan=True)

@@ -8,7 +8,6 @@ A row is meaningless without the blueprint that grows in it; the lifecycle knows
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -17,30 +16,22 @@ from jaxtyping import Int
 from torch import Tensor
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import GateNetwork, num_gate_params
+from esper.kasmina.blueprints.gate import num_gate_params
+from esper.kasmina.dropout import Draws, Moment
 from esper.kasmina.hosts.cnn import CNNHost
-from esper.kasmina.initialization import InitTable, deterministic_build, fresh, init_table
+from esper.kasmina.initialization import fresh_rows
+from esper.kasmina.kinds import Kind, gate_kind, host_kind, seed_kind
 from esper.kasmina.lifecycle import SeedCosts
 from esper.kasmina.optimizers import OptimizerSpec
 from esper.kasmina.slab import Slab
-from esper.kasmina.stacking import Template
-from esper.leyline.random import Stream, word_rows
-from esper.leyline.record import tree_map
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.random import Stream, generator_seeds
+from esper.leyline.stages import SeedStage
 from esper.leyline.state_tree import StateTree, copy_into, with_prefix
 
 GATE_BLOCK = 2**31
 """First random block of a gate: far beyond any seed's, so that the two never share numbers."""
-
-
-@final
-@dataclass(frozen=True)
-class Kind:
-    """One kind of module: its skeleton, how its weights start, and the buffers it starts with."""
-
-    template: Template
-    table: InitTable
-    buffers: Tensor
+REBUILD_BLOCK = 2**30
+"""The block whose words seed the generator under which a seed is built anew; likewise."""
 
 
 @final
@@ -65,17 +56,19 @@ class Population:
         host_offset: int = 0,
     ) -> None:
         self.num_envs, self.run_seed, self.device = num_envs, run_seed, device
-        self.optimizer_spec = optimizer
+        self.optimizer_spec, self._host_offset = optimizer, host_offset
         self.points = host.points()
         self.num_slots = len(self.points)
         self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
         self.topology = host.topology
         self.host_module = host
-        self.host_kind = _kind(host, {}, device)
-        self.gate_kinds = {c: _gate_kind(c, device) for c in {p.channels for p in self.points}}
+        self.moment = Moment(run_seed)
+        self.host_kind = host_kind(host, device)
+        self.features = {point.channels: host.features(point) for point in self.points}
+        self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
         self.seed_kinds = {
-            (c, index): _seed_kind(index, c, self.topology, device)
-            for c in {p.channels for p in self.points}
+            (channels, index): seed_kind(registry.blueprint_at(index, self.topology), shape, device)
+            for channels, shape in self.features.items()
             for index in registry.selectable(self.topology)
         }
         slots = num_envs * self.num_slots
@@ -107,13 +100,17 @@ class Population:
             seed_params=params.to(self.device), gate_params=gates.to(self.device), selectable=selectable.to(self.device)
         )
 
+    def draws(self, hosts: Int[Tensor, " G"] | slice, slot: int) -> Draws:
+        """The dropout masks of the seeds in one slot of some hosts (row numbers), for one train pass."""
+        return Draws(self.moment, self.host_ids[hosts], slot)
+
     # -- births and deaths ------------------------------------------------------------------------------------------
 
     def reset(self, episode: int) -> None:
         """N new hosts with empty slots; they are also the first snapshot."""
         everyone = torch.arange(self.num_envs, device=self.device)
-        drawn = self._draw(self.host_kind, Stream.HOST_INIT, self.host_ids, episode=episode)
-        self.host.write(everyone, drawn, self.host_kind.buffers.expand(self.num_envs, -1))
+        drawn = fresh_rows(self.host_kind.start.table, self.run_seed, Stream.HOST_INIT, self.host_ids, episode=episode)
+        self.host.write(everyone, drawn, self.host_kind.start.buffers.expand(self.num_envs, -1))
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
         for slab in (self.seeds, self.gates, self.kept_seeds, self.kept_gates):
             slab.clear(slots)
@@ -132,18 +129,17 @@ class Population:
     def _plant(
         self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
     ) -> None:
-        index = self.index(hosts)
-        drawn = self._draw(
-            kind, Stream.SEED_INIT, self.host_ids[index], episode=episode, t=t, slot=s, first_block=first_block
+        index, key = self.index(hosts), {"episode": episode, "t": t, "slot": s}
+        params = fresh_rows(
+            kind.start.table, self.run_seed, Stream.SEED_INIT, self.host_ids[index], **key, first_block=first_block
         )
-        slab.write(index * self.num_slots + s, drawn, kind.buffers.expand(len(hosts), -1))
-
-    def _draw(
-        self, kind: Kind, stream: Stream, host: Tensor, *, episode: int, t: int = 0, slot: int = 0, first_block: int = 0
-    ) -> Tensor:
-        length = kind.template.parameters.total
-        drawn = word_rows(self.run_seed, stream, host, length, episode=episode, t=t, slot=slot, first_block=first_block)
-        return fresh(kind.table, drawn)
+        buffers = kind.start.buffers.expand(len(hosts), -1)
+        if kind.start.rebuilt:
+            numbers = torch.from_numpy(hosts) + self._host_offset
+            seeds = generator_seeds(self.run_seed, Stream.SEED_INIT, numbers, **key, block=REBUILD_BLOCK)
+            built, buffers = kind.rebuild(seeds)
+            params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
+        slab.write(index * self.num_slots + s, params, buffers.to(self.device))
 
     def release(self, gone: np.ndarray) -> None:
         """Destroy weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""
@@ -208,21 +204,3 @@ def _groups(marked: np.ndarray, blueprint: np.ndarray) -> Iterator[tuple[int, in
         kinds = blueprint[hosts, s]
         for index in np.unique(kinds):
             yield int(s), int(index), hosts[kinds == index]
-
-
-def _kind(module: torch.nn.Module, birth: dict[str, float], device: torch.device) -> Kind:
-    template = Template(module)
-    table = init_table(module, template.parameters, birth)
-    buffers = {name: b for name, b in module.named_buffers() if b is not None and b.is_floating_point()}
-    start = template.buffers.pack({spec.name: buffers[spec.name] for spec in template.buffers.tensors})
-    module.to(device)
-    return Kind(template, tree_map(lambda x: x.to(device), table), start.to(device))
-
-
-def _seed_kind(index: int, channels: int, topology: Topology, device: torch.device) -> Kind:
-    blueprint = registry.blueprint_at(index, topology)
-    return _kind(deterministic_build(lambda: blueprint.build(channels)), dict(blueprint.birth), device)
-
-
-def _gate_kind(channels: int, device: torch.device) -> Kind:
-    return _kind(deterministic_build(lambda: GateNetwork(channels)), {}, device)

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from esper.kasmina.dropout import dropout_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.record import record
 
@@ -175,7 +176,7 @@ class Template:
     def __init__(self, module: nn.Module) -> None:
         """Move `module` to its device first; batch counters are removed from it."""
         drop_batch_counters(module)
-        self.module = module
+        self.module, self.dropouts = module, dropout_layers(module)
         self.parameters = parameter_layout(module)
         self.buffers = buffer_layout(module)
         self._parameter_sizes, self._parameter_sites = _sites(module, self.parameters, "_parameters")
@@ -211,7 +212,7 @@ class StackedTemplate:
 
     def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
         """`parameters` and `buffers` are the layouts of the original."""
-        self.module = module
+        self.module, self.dropouts = module, dropout_layers(module)
         self.parameters, self.buffers = parameters, buffers
         self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
         self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")

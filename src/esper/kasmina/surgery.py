@@ -13,7 +13,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from esper.kasmina.initialization import fresh
-from esper.kasmina.population import GATE_BLOCK, Kind, Population
+from esper.kasmina.kinds import Kind
+from esper.kasmina.population import GATE_BLOCK, Population
 from esper.kasmina.slab import Slab, put_where
 from esper.leyline.random import Stream, word_rows
 from esper.leyline.stages import SeedStage
@@ -81,8 +82,8 @@ def _words(
 def _plant(slab: Slab, rows: slice, kind: Kind, words: Tensor, born: Bool[Tensor, " N"]) -> None:
     """New modules of one kind in the marked of these rows, which were cleared."""
     width, num_buffers = kind.template.parameters.total, kind.template.buffers.total
-    put_where(born, fresh(kind.table, words[:, :width]), slab.params[rows, :width])
-    put_where(born, kind.buffers.expand(len(born), -1), slab.buffers[rows, :num_buffers])
+    put_where(born, fresh(kind.start.table, words[:, :width]), slab.params[rows, :width])
+    put_where(born, kind.start.buffers.expand(len(born), -1), slab.buffers[rows, :num_buffers])
 
 
 def keep_hosts(population: Population, hosts: Bool[Tensor, " N"]) -> None:

@@ -2,6 +2,7 @@
 
     EsperError                 everything a user can cause; the command line prints it as one paragraph, exit code 2
     ├── ConfigError            a value, a key, or a combination that cannot be
+    │   └── StackingError      a blueprint that cannot be run for many hosts at once
     ├── DataError              a data set that is missing, broken, or not the one that was named
     ├── RunDirectoryError      a run directory that exists, is missing, or is not one of ours
     ├── CheckpointError        a checkpoint that is damaged or belongs to another kind of run
@@ -22,6 +23,10 @@ class EsperError(Exception):
 
 class ConfigError(EsperError, ValueError):
     """A configuration value, key or combination that cannot be."""
+
+
+class StackingError(ConfigError):
+    """A blueprint that cannot be run for many hosts at once."""
 
 
 class DataError(EsperError):

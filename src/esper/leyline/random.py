@@ -41,8 +41,8 @@ class Stream(IntEnum):
     MINIBATCH_ORDER = 10
 
 
-def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
-    """Philox4x32-10. `counter` is int64 `[..., 4]` of 32-bit words; so is the result.
+def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:
+    """Philox4x32-10. `counter` is int64 `[..., 4]` of 32-bit words; so is the result. Keys broadcast against it.
 
     Products of two 32-bit words overflow int64 on purpose: two's complement keeps both halves intact.
     """
@@ -130,7 +130,15 @@ def permutation(
     return word_rows(run_seed, stream, host, length, episode=episode, t=t).argsort(dim=-1, stable=True)
 
 
+def generator_seeds(
+    run_seed: int, stream: int, host: Tensor, *, episode: int = 0, t: int = 0, slot: int = 0, block: int = 0
+) -> list[int]:
+    """Seeds of 64 bits for code that needs a framework generator: words 0 and 1 of a block. `host` [N] on the CPU."""
+    drawn = words(run_seed, stream, host, episode=episode, t=t, slot=slot, block=block)
+    return [low | high << 32 for low, high in drawn[:, :2].tolist()]
+
+
 def local_generator(run_seed: int, stream: int, host: int = 0, *, episode: int = 0, t: int = 0) -> torch.Generator:
-    """A CPU generator for code that needs a framework generator, seeded with words 0 and 1 of block 0."""
-    w = words(run_seed, stream, torch.tensor(host), episode=episode, t=t)
-    return torch.Generator().manual_seed(int(w[0]) | int(w[1]) << 32)
+    """A CPU generator, seeded with words 0 and 1 of block 0."""
+    (seed,) = generator_seeds(run_seed, stream, torch.tensor([host]), episode=episode, t=t)
+    return torch.Generator().manual_seed(seed)

@@ -139,9 +139,10 @@ SOUND = (
 def outcomes() -> dict[str, list[str]]:
     """What each of them ends with: the name of the error, and its message."""
     sources = [*CASES, *SOUND]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE], input=json.dumps(sources), env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", PRELUDE], input=json.dumps(sources), env=environment, capture_output=True, text=True,
+        timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(zip(sources, json.loads(done.stdout), strict=True))

@@ -10,14 +10,13 @@ from esper.leyline.record import named_tensors
 from esper.simic.agent.policy_step import PolicyStep, blank_inputs
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
-from esper.simic.rewards.compiled_rewards import compute_reward_batched
 from esper.simic.training import build, kernels
 from esper.simic.training.build import engine_of, learner_of
 from esper.simic.training.kernels import (
     FUNCTIONS,
     phase_form,
     policy_form,
-    replayed_reward,
+    reward_form,
 )
 from esper.simic.training.presets import resolve
 from esper.tolaria import capture as capture_module
@@ -63,7 +62,7 @@ def test_auto_is_eager_on_a_cpu():
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
     assert policy_form(chosen, engine.spec)(step) is step
     assert phase_form(chosen, CPU) is as_it_is
-    assert replayed_reward(chosen, engine.spec)(compute_reward_batched) is compute_reward_batched
+    assert reward_form(chosen, engine.spec) is None
 
 
 def test_capture_on_the_cpu_is_refused_by_every_part_of_a_run():
@@ -71,7 +70,7 @@ def test_capture_on_the_cpu_is_refused_by_every_part_of_a_run():
         config(capture="on", device="cpu")
     told = config(capture="on")  # the device is found out later
     engine = engine_of(config(), None, CPU)
-    for make in (policy_form, replayed_reward):
+    for make in (policy_form, reward_form):
         with pytest.raises(ConfigError, match="capture is 'on', but the run is on cpu"):
             make(told, engine.spec)
 

@@ -7,7 +7,8 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.simic.rewards import ContributionReward, RewardConfig, RewardState, make_reward, register_reward
+from esper.simic.rewards import ObjectiveReward, RewardConfig, make_reward, register_reward
+from esper.simic.rewards.objective import Potentials
 from esper.simic.training.build import engine_of, reward_of
 from esper.simic.training.presets import resolve
 
@@ -18,19 +19,19 @@ class Wrapped:
     """A reward of a user: the objective, and nothing that could be compiled."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self.inner = ContributionReward(config.with_mode("objective"))
+        self.inner = ObjectiveReward(config.with_mode("objective"))
         self.terms = self.inner.terms
 
-    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Potentials:
         return self.inner.initial_state(n, slots, steps, device)
 
-    def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
+    def step(self, inputs: RewardInputs, state: Potentials) -> tuple[RewardOutput, Potentials]:
         return self.inner.step(inputs, state)
 
-    def rollback_reward(self, state: RewardState) -> torch.Tensor:
+    def rollback_reward(self, state: Potentials) -> torch.Tensor:
         return self.inner.rollback_reward(state)
 
-    def reset_hosts(self, state: RewardState, mask: torch.Tensor) -> RewardState:
+    def reset_hosts(self, state: Potentials, mask: torch.Tensor) -> Potentials:
         return self.inner.reset_hosts(state, mask)
 
 

@@ -89,13 +89,18 @@ class CNNHostSpec:
                 f"images of {height}x{width} vanish in {self.pools} poolings; use larger ones or a smaller host.pools."
             )
         for point in points:
-            block = int(point.slot_id.partition("c")[2])
-            halvings = min(block + (point.surface is Surface.POST_POOL), self.pools)
-            if point.channels * (height >> halvings) * (width >> halvings) == 1:
+            if self.features(point, (height, width)) == (1, 1, 1):
                 raise ConfigError(
                     f"slot {point.slot_id} would see a single value of a {height}x{width} image, which no seed can "
                     "normalize; disable the slot, or use larger images or a larger host.base."
                 )
+
+    def features(self, point: InjectionPoint, image_size: tuple[int, int]) -> tuple[int, int, int]:
+        """Channels, height and width of what a seed sees at a point."""
+        block = int(point.slot_id.partition("c")[2])
+        halvings = min(block + (point.surface is Surface.POST_POOL), self.pools)
+        height, width = image_size
+        return point.channels, height >> halvings, width >> halvings
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class CNNHost(nn.Module):
         self.spec = spec
         self.enabled = enabled_points(spec.points(), slot_ids)
         spec.check_image(*image_size, self.enabled)
+        self.image_size = image_size
         channels = spec.channels()
         inputs = (spec.in_channels, *channels)
         self.blocks = nn.ModuleList(_Block(a, b, spec.kernel) for a, b in zip(inputs, channels, strict=False))
@@ -146,6 +152,10 @@ class CNNHost(nn.Module):
     def execution_order(self) -> tuple[str, ...]:
         """The enabled slot ids in the order in which `forward` meets them."""
         return tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
+
+    def features(self, point: InjectionPoint) -> tuple[int, int, int]:
+        """Channels, height and width of what a seed sees at a point."""
+        return self.spec.features(point, self.image_size)
 
     def num_params(self) -> int:
         """Number of parameters of the host alone; constant."""

@@ -193,7 +193,10 @@ def _output(
 
 
 def _in_dtype(out: RewardOutput, dtype: torch.dtype) -> RewardOutput:
-    return RewardOutput(*(x.to(dtype) for x in out[:-1]), flags=out.flags)
+    total, breakdown, info, escrow_next, opened, flags = out
+    return RewardOutput(
+        total.to(dtype), breakdown.to(dtype), info.to(dtype), escrow_next.to(dtype), opened.to(dtype), flags
+    )
 
 
 def _clock(value: int | Tensor, like: Tensor) -> Tensor:

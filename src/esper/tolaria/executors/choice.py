@@ -8,7 +8,7 @@ from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.initialization import deterministic_build
 from esper.kasmina.native.compiled import compiler
 from esper.kasmina.population import Population
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, StackingError
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import AmpMode, LossScaler, amp_dtype
@@ -79,11 +79,14 @@ def network_executor(
         config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device)
     ):
         return NativeExecutor(data), "native"
-    if config.executor == "fused" or (
-        config.executor == "auto" and fits and prefers_fused((height, width), device.type)
-    ):
-        recorder = recorder_for(config.capture, "train_batch", device)
+    recorder = recorder_for(config.capture, "train_batch", device)
+    if config.executor == "fused":
         return FusedExecutor(data, recorder=recorder), "fused"
+    if config.executor == "auto" and fits and prefers_fused((height, width), device.type):
+        try:
+            return FusedExecutor(data, recorder=recorder), "fused"
+        except StackingError:  # of a blueprint of the user; the start of the run names what was taken instead
+            return StreamedExecutor(data), "streamed"
     return StreamedExecutor(data), "streamed"
 
 

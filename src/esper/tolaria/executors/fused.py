@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.capture import Programs, Recorder
@@ -55,6 +56,8 @@ class FusedExecutor(NetworkExecutor):
         on_cpu = self.population.device.type == "cpu"
         self.measures_together = not on_cpu if measures_together is None else measures_together
         self.twins = Twins(self.population)
+        if recorder is not None and any(seed.dropouts for seed in self.twins.seeds.values()):
+            raise ConfigError("a recorded train pass would repeat its dropout masks; set capture to 'off'.")
         self._recorder = recorder
         self._programs: Programs[TrainingProgram] = Programs()
         self._everyone = np.arange(self.population.num_envs)

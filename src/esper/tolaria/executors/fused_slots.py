@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
+from esper.kasmina.dropout import Draws, draw_for
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
 from esper.kasmina.stacking import StackedTemplate
@@ -32,17 +33,20 @@ from esper.tolaria.executors.twins import Twins
 class Rows(NamedTuple):
     """A stacked skeleton and what it runs on: parameters and buffers [g, ...], made once for a pass.
 
-    `slopes` are where the gradients of the parameters belong, empty where nothing is learned.
+    `slopes` are where the gradients of the parameters belong, empty where nothing is learned; `draws` are the masks of
+    dropout.
     """
 
     twin: StackedTemplate
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
     slopes: tuple[Tensor, ...] = ()
+    draws: Draws | None = None
 
     def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
         """Run on x [B * g, ...]."""
         self.twin.bind(self.parameters, self.buffers)
+        draw_for(self.twin.dropouts, self.draws)
         return self.twin(*args)
 
 
@@ -158,6 +162,7 @@ def _group(
     else:
         start = int(np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0])
         seed = learning(twin, rows.seeds, start, start + len(who), running)
+    seed = seed._replace(draws=population.draws(population.index(who), s) if twin.dropouts else None)
     in_order = len(places) == len(hosts) and bool((np.diff(places) > 0).all())
     index = population.index(places)
     pieces = _pieces(structure, alpha[population.index(who), s], index, who, s)

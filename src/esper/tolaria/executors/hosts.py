@@ -75,6 +75,7 @@ class HostData:
 
     def train_batches(self, t: int) -> SharedBatchIterator:
         """The train split in each host's order of step `t`."""
+        self.population.moment.episode, self.population.moment.t = self.episode, t
         self._train.begin(t, self.episode, self.population.host_ids)
         return self._train
 

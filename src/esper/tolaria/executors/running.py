@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from esper.kasmina.blending import blend
+from esper.kasmina.dropout import Draws, draw_for
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
 from esper.kasmina.stacking import Template
@@ -17,15 +18,17 @@ from esper.tolaria.executors.protocol import Structure
 
 @dataclass(frozen=True)
 class Bound:
-    """A skeleton and the row it runs on."""
+    """A skeleton, the row it runs on, and the dropout masks that it draws."""
 
     template: Template
     params: Tensor
     buffers: Tensor
+    draws: Draws | None = None
 
     def __call__(self, h: Tensor) -> Tensor:
         """Run on `h`; binding is one split of the row."""
         self.template.bind(self.params, self.buffers)
+        draw_for(self.template.dropouts, self.draws)
         return self.template(h)
 
 
@@ -168,8 +171,10 @@ def running_seeds(
             gate_kind = population.gate_kinds[point.channels]
             row = gate_leaf.get((n, s), population.gates.params[flat])
             gate = _bound(gate_kind.template, row, population.gates.buffers[flat])
+        row, buffers = leaf.get((n, s), population.seeds.params[flat]), population.seeds.buffers[flat]
+        draws = population.draws(slice(n, n + 1), int(s)) if kind.template.dropouts else None
         hosts[n][point.slot_id] = RunningSeed(
-            seed=_bound(kind.template, leaf.get((n, s), population.seeds.params[flat]), population.seeds.buffers[flat]),
+            seed=_bound(kind.template, row, buffers, draws),
             gate=gate,
             algorithm=algorithm,
             alpha=alpha[n, s],
@@ -179,7 +184,7 @@ def running_seeds(
     return hosts
 
 
-def _bound(template: Template, params: Tensor, buffers: Tensor) -> Bound:
+def _bound(template: Template, params: Tensor, buffers: Tensor, draws: Draws | None = None) -> Bound:
     """The row, cut to what this kind of module uses; a leaf has that length already."""
     used = params if params.requires_grad else params[: template.parameters.total]
-    return Bound(template, used, buffers[: template.buffers.total])
+    return Bound(template, used, buffers[: template.buffers.total], draws)

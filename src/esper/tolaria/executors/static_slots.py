@@ -157,6 +157,7 @@ def _candidate(
     rows = slice(s, None, population.num_slots)
     params, buffers = slab.params[rows, : twin.parameters.total], slab.buffers[rows, : twin.buffers.total]
     own = masks.gated[:, s] if index is None else masks.blueprint[:, s].eq(index)
+    draws = population.draws(slice(None), s) if twin.dropouts else None
     if grad is None:
         return Candidate(Rows(twin, twin.views(params), twin.buffer_views(buffers)), own, None)
     learning = Learning(
@@ -168,5 +169,5 @@ def _candidate(
         moved=own & (masks.learns | masks.heard)[:, s],
     )
     leaves = tuple(view.requires_grad_() for view in twin.views(params))
-    run = Rows(twin, leaves, twin.buffer_views(learning.running), twin.views(learning.slope))
+    run = Rows(twin, leaves, twin.buffer_views(learning.running), twin.views(learning.slope), draws)
     return Candidate(run, own, learning)

@@ -3,17 +3,12 @@
 from typing import final
 
 import torch
-from torch import nn
 
-from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.initialization import deterministic_build
-from esper.kasmina.lowering import can_lower_layers, lower, lower_layers
-from esper.kasmina.population import Kind, Population
+from esper.kasmina.kinds import Features, Kind, once
+from esper.kasmina.lowering import can_lower_layers, lower_layers, way_to_stack
+from esper.kasmina.population import Population
 from esper.kasmina.stacking import StackedTemplate, drop_batch_counters
-
-_TRIAL_SIZE = 4
-"""Height and width of the features that a twin is tried on."""
 
 
 @final
@@ -21,6 +16,9 @@ class Twins:
     """Host, seeds and gates of a population for many hosts at once.
 
     Seeds that share a width are one template: it is bound to its rows immediately before each call.
+
+    Raises:
+        StackingError: a blueprint gives other results stacked than alone.
     """
 
     def __init__(self, population: Population) -> None:
@@ -30,15 +28,14 @@ class Twins:
             population.host_kind.template.parameters,
             population.host_kind.template.buffers,
         )
-        self.seeds: dict[tuple[int, int], StackedTemplate] = {}
-        for (channels, index), kind in population.seed_kinds.items():
-            blueprint = registry.blueprint_at(index, population.topology)
-            module = deterministic_build(lambda blueprint=blueprint, channels=channels: blueprint.build(channels))  # type: ignore[misc]
-            self.seeds[channels, index] = _twin(module, channels, kind, device)
-        self.gates: dict[int, StackedTemplate] = {}
-        for channels, kind in population.gate_kinds.items():
-            module = deterministic_build(lambda channels=channels: GateNetwork(channels))  # type: ignore[misc]
-            self.gates[channels] = _twin(module, channels, kind, device)
+        self.seeds = {
+            (channels, index): _twin(kind, population.features[channels], device)
+            for (channels, index), kind in population.seed_kinds.items()
+        }
+        self.gates = {
+            channels: _twin(kind, population.features[channels], device)
+            for channels, kind in population.gate_kinds.items()
+        }
 
     def train(self, mode: bool) -> None:
         """Set train or eval mode everywhere."""
@@ -46,10 +43,11 @@ class Twins:
             template.train(mode)
 
 
-def _twin(module: nn.Module, channels: int, kind: Kind, device: torch.device) -> StackedTemplate:
+def _twin(kind: Kind, features: Features, device: torch.device) -> StackedTemplate:
+    module = deterministic_build(kind.build)
     drop_batch_counters(module)
-    example = torch.zeros(1, channels, _TRIAL_SIZE, _TRIAL_SIZE)
-    return StackedTemplate(lower(module, example).to(device), kind.template.parameters, kind.template.buffers)
+    way = once(kind.source, features, "way", lambda: way_to_stack(module, torch.zeros(1, *features)))
+    return StackedTemplate(way(module).to(device), kind.template.parameters, kind.template.buffers)
 
 
 def can_fuse(population: Population) -> bool:

@@ -1,8 +1,8 @@
 """Microseconds of each operation of a control step and of an update, eager.
 
 An episode runs and the arguments of every operation are stored; then each operation is repeated with the arguments of
-its last call. `policy act` contains observation and sampling. Operators are the PyTorch
-operators dispatched in one call: a count, which is exact on any machine.
+its last call. `policy act` contains observation and sampling. Operators are the PyTorch operators dispatched in one
+call: a count, which is exact on any machine.
 
     null task             all operations without networks; shares are of a control step of this task
     synthetic_tiny        the operations of networks: clipping, gradient statistics, validation
@@ -35,6 +35,7 @@ from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module
 from esper.tolaria import governor, phases
 from esper.tolaria.executors import fused
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.runtime import CUDATimer, choose_device
 from measured_rounds import Setting, Subject, configured, percentile
@@ -105,7 +106,7 @@ OF_EVERY_TASK = (
 OF_NETWORKS = (
     Operation("clip and step, hosts and seeds", StackedOptimizer, "step", in_step=False),
     Operation("gradient statistics", fused, "gradient_statistics", in_step=False),
-    Operation(VALIDATION, fused.FusedExecutor, "evaluate", in_step=False),
+    Operation(VALIDATION, NetworkExecutor, "evaluate", in_step=False),
 )
 
 

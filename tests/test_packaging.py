@@ -31,6 +31,7 @@ MAY_READ = {
     "tolaria/executors/": "numpy arrays of the structure that was read",
     "kasmina/slot_fields.py": "checks a state that is loaded, before a run goes on",
     "kasmina/lowering.py": "tries a stacking rule on a layer, when a host is built",
+    "kasmina/native/trial.py": "tries a rule on a module, when an executor is built",
     "kasmina/population.py": "numpy arrays of the structure that was read",
     "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "telemetry/": "plain values",
@@ -56,6 +57,7 @@ DRAWS = re.compile(
 MAY_DRAW = {
     "leyline/random.py": "the border: a generator of its own from a key",
     "kasmina/lowering.py": "tries a stacking rule on a layer, with a generator of its own",
+    "kasmina/native/trial.py": "tries a rule on a module, with a generator of its own",
     "kasmina/initialization.py": "keeps what a user's module draws in its constructor from the process",
 }
 MAY_CATCH_ALL = {

@@ -183,6 +183,7 @@ def test_a_second_round_starts_with_other_hosts_and_without_seeds():
 EXECUTORS = {
     "streamed": {"executor": "streamed"},
     "fused": {"executor": "fused"},
+    "native": {"executor": "native"},
     "static": {"executor": "fused", "graph": "static"},
 }
 

@@ -176,10 +176,12 @@ def test_seeds_that_are_built_anew_train_the_same_way_in_all_hosts_at_once():
 # -- what mixes examples ----------------------------------------------------------------------------------------------
 
 
-def test_what_mixes_examples_in_training_alone_is_found_and_run_apart():
-    example = torch.zeros(1, 4, 3, 3)
-    assert way_to_stack(nn.Conv2d(4, 4, 1), example) is lower_layers
-    assert way_to_stack(Centred(nn.Conv2d(4, 4, 1)), example) is vmapped
+def test_what_mixes_examples_in_training_or_in_the_gradient_alone_is_found_and_run_apart():
+    example, conv = torch.zeros(1, 4, 3, 3), nn.Conv2d(4, 4, 1)
+    assert way_to_stack(nn.Sequential(conv, nn.ReLU()), example) is lower_layers
+    assert way_to_stack(Centred(conv), example) is vmapped
+    leaning = nn.Sequential(conv, Functional(lambda y: y + (y.mean(dim=0) - y.mean(dim=0).detach())))
+    assert way_to_stack(leaning, example) is vmapped
     with registered(lambda channels: Centred(nn.Conv2d(channels, channels, 1))):
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0), epochs=1)
 

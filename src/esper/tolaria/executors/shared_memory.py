@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
+from tempfile import TemporaryFile
 from typing import BinaryIO, final
 
 import torch
@@ -30,6 +31,8 @@ class SharedMemory:
     @classmethod
     def create(cls) -> "SharedMemory":
         """New memory, for this process and one that it starts with `file` open."""
+        if not hasattr(os, "memfd_create"):  # only Linux has it
+            return cls(TemporaryFile())
         return cls(os.fdopen(os.memfd_create("esper"), "r+b"))
 
     def write(self, tensors: Mapping[str, Tensor]) -> Layout:

@@ -177,7 +177,6 @@ REFUSED = [
     ("evaluate random --task null --json pipe", "is no regular file and is left as it is"),
     ("evaluate random --task null --json to_pipe", "is no regular file and is left as it is"),
     ("evaluate random --task null --json to_nothing", "is no regular file and is left as it is"),
-    ("evaluate random --task null --json /dev/null", "is no regular file and is left as it is"),
     ("tasks --plugins no_such_module", "there is no plugin module"),
 ]
 

@@ -22,6 +22,12 @@ from toys import ToyClient, action, script
 Op = LifecycleOp
 NOISY = dataclasses.replace(NULL, script=NullSpec(sigma=2.0))
 WIDTH = 32
+EXECUTORS = {  # hosts in several processes: test_sharded.py; static topology, which reads less: test_static.py
+    "scripted": {"of": NULL},
+    "streamed": {"executor": "streamed"},
+    "fused": {"executor": "fused"},
+    "native": {"executor": "native"},
+}
 
 
 def learner(spec):
@@ -46,12 +52,16 @@ def busy(num_envs, length):
 
 
 @pytest.mark.parametrize(
-    ("task", "num_envs"), [(NULL, 2), (NULL, 64), (None, 1), pytest.param(None, 5, marks=pytest.mark.slow)]
+    ("executor", "num_envs", "learns"),
+    [
+        *(("scripted", 2, True), ("scripted", 64, False), ("scripted", 64, True)),
+        *(("streamed", 1, False), ("fused", 3, False), ("native", 3, False), ("streamed", 1, True)),
+        pytest.param("streamed", 5, True, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("learns", [False, True])
-def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(task, num_envs, learns):
+def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(executor, num_envs, learns):
     length = 9
-    engine = tiny.engine(num_envs, length, of=task)
+    engine = tiny.engine(num_envs, length, **EXECUTORS[executor])
     client = learner(engine.spec) if learns else ToyClient(engine.spec, busy(num_envs, length))
     with HostReadCounter() as start:
         engine.reset(client, 0)

@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
 from typing import ClassVar
 
 import numpy as np
@@ -23,8 +24,9 @@ from esper.leyline.stages import Topology
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.protocol import empty_structure
 from esper.tolaria.executors.sharded import ShardedExecutor, bounds, part_of, side_by_side
-from esper.tolaria.executors.worker import Call, portable, shard_of
-from esper.tolaria.runtime import HostReadCounter
+from esper.tolaria.executors.shared_memory import SharedMemory
+from esper.tolaria.executors.worker import Call, ShardRunner, answered, portable, shard_of
+from esper.tolaria.runtime import HostReadCounter, host_read, reads_so_far
 from toys import ToyClient, action, script
 
 LENGTH = 6
@@ -99,13 +101,48 @@ def test_an_episode_goes_on_bit_for_bit_with_another_number_of_workers(shared, w
     assert tiny.same_tree(second.state_dict(), want)
 
 
-def test_a_step_still_reads_the_device_once(shared):
+def test_a_step_still_reads_the_device_once_and_a_worker_hands_over_its_measurements_without_a_read(shared):
     client = ToyClient(shared.spec, script(3, LENGTH, PLAN))
     shared.reset(client, 0)
-    shared.step(client)
+    for _ in range(2):
+        with HostReadCounter() as reads:
+            shared.step(client)
+        assert (reads.intended, reads.unintended) == (1, [])  # those of the worker included
+    # the same calls here, where reads that nobody meant would be seen too
+    shared.executor.reset(0)
+    memory = SharedMemory.create()
     with HostReadCounter() as reads:
-        shared.step(client)
-    assert (reads.intended, reads.unintended) == (1, [])
+        for call in (Call("train_epoch", (1,)), Call("measure", (1,))):
+            answer = answered(shared.executor._own, call, memory)
+    assert (reads.intended, reads.unintended, answer.reads, answer.raised) == (0, [], 0, None)
+    assert {name: x.shape for name, x in memory.read(answer.outputs).items()} == {"accuracy": (2, 1), "loss": (2,)}
+    memory.file.close()
+
+
+def test_what_a_worker_reads_is_counted_by_the_main_process(shared):
+    ours, theirs = Pipe()
+    memory = SharedMemory.create()
+    runner = ShardRunner(shared.executor._own.executor, replace(shared.config, num_envs=2))
+    runner.reading = lambda: {name: torch.from_numpy(host_read(torch.arange(3))[0]) for name in "abc"}
+    theirs.send_bytes(pickle.dumps(answered(runner, Call("reading"), memory)))
+    before = reads_so_far()
+    with HostReadCounter() as reads:
+        answer = replace(shared.executor._workers[0], pipe=ours).receive()
+    assert (answer.reads, reads.intended, reads_so_far() - before) == (3, 3, 3)
+    assert memory.read(answer.outputs)["c"].tolist() == [0, 1, 2]
+    for end in (ours, theirs, memory.file):
+        end.close()
+
+
+def test_shared_memory_gives_back_what_was_written_and_grows():
+    ours = SharedMemory.create()
+    theirs = SharedMemory(ours.file)  # the same memory, mapped once more
+    small = {"a": torch.tensor([True, False, True]), "b": torch.tensor(0.5).double(), "c": torch.zeros(2, 0)}
+    for tree in (small, {**small, "d": torch.arange(100_000).reshape(10, -1)}, {"e": torch.ones(1)}, {}):
+        got = theirs.read(ours.write(tree))
+        ours.write({"over": torch.full((100,), 7.0)})  # what was read stays
+        assert tiny.same_tree(got, tree)
+    ours.file.close()
 
 
 def test_the_config_names_the_workers_that_were_taken(shared):

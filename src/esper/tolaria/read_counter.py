@@ -107,16 +107,16 @@ _intended_reads = 0
 
 
 def reads_so_far() -> int:
-    """Intended reads of this process since it began; the difference of two calls is what happened in between."""
+    """Intended reads of this process and its workers since it began; a difference is what happened in between."""
     return _intended_reads
 
 
-def note_intended_read() -> None:
-    """Count one read that is meant to happen."""
+def note_intended_read(number: int = 1) -> None:
+    """Count reads that are meant to happen, in this process or in one that works for it."""
     global _intended_reads
-    _intended_reads += 1
+    _intended_reads += number
     for counter in _active:
-        counter.intended += 1
+        counter.intended += number
 
 
 @contextmanager

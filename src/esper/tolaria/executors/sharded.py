@@ -4,9 +4,9 @@
     worker          the hosts that follow, in an executor of its own                                            [m]
     together        answers side by side, in order of hosts                                                     [N]
 
-What goes over the pipes in a step is the structure and the measurements, a few kilobytes; weights stay where they are
-trained, and travel in checkpoints alone. A host's random draws have its global number, so a host is the same in every
-shard: bit for bit under the streamed executor, up to rounding under the fused one.
+What is exchanged in a step is the structure (over a pipe) and the measurements (in shared memory), a few kilobytes;
+weights stay where they are trained, and travel in checkpoints alone. A host's random draws have its global number, so a
+host is the same in every shard: bit for bit under the streamed executor, up to rounding under the fused one.
 """
 
 import pickle
@@ -29,15 +29,18 @@ from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
-from esper.tolaria.executors.worker import Answer, Call, Shard, ShardRunner, packed, receive, send, unpacked, work
+from esper.tolaria.executors.shared_memory import SharedMemory
+from esper.tolaria.executors.worker import Answer, Call, Shard, ShardRunner, receive, send, work
+from esper.tolaria.read_counter import note_intended_read
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A process, the pipe to it, and its hosts: those from `begin` up to `end`, counted from 0 in this executor."""
+    """A process, what it shares with this one, and its hosts: `begin` up to `end`, counted from 0 in this executor."""
 
     process: subprocess.Popen[bytes]
     pipe: Connection
+    memory: SharedMemory
     begin: int
     end: int
 
@@ -60,6 +63,7 @@ class Worker:
         except (EOFError, OSError) as error:
             raise self._ended() from error
         assert isinstance(answer, Answer)
+        note_intended_read(answer.reads)
         if answer.raised is not None:
             answer.raised.add_note(f"raised in the process that runs {self.hosts}.")
         return answer
@@ -146,8 +150,9 @@ class ShardedExecutor:
         Raises what the first of them raised, after all have answered: nothing is left in a pipe.
         """
         for worker in self._workers:
-            told = (packed(a) if isinstance(a, dict) else a for a in arguments(worker.begin, worker.end))
-            worker.send(Call(method, tuple(told)))
+            given = arguments(worker.begin, worker.end)
+            trees = given and isinstance(given[0], dict)
+            worker.send(Call(method, given[1:], worker.memory.write(given[0])) if trees else Call(method, given))
         try:
             own = getattr(self._own, method)(*arguments(0, self._num_own))
         finally:
@@ -155,7 +160,10 @@ class ShardedExecutor:
         for answer in answers:
             if answer.raised is not None:
                 raise answer.raised
-        return {} if own is None else side_by_side([own, *(unpacked(answer.told) for answer in answers)])
+        if own is None:
+            return {}
+        others = zip(self._workers, answers, strict=True)
+        return side_by_side([own, *(worker.memory.read(answer.outputs) for worker, answer in others)])
 
     def _rows(self, state: StateTree, begin: int, end: int) -> StateTree:
         """The rows of some hosts; what has no rows is for all."""
@@ -194,15 +202,17 @@ def side_by_side(parts: Sequence[StateTree]) -> StateTree:
 def _started(begin: int, end: int, prepare: Callable[[], None]) -> Worker:
     """A new interpreter; a fork would inherit locks of threads that it does not have, and what `__main__` has done."""
     ours, theirs = Pipe()
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {work.__module__} import work; work({theirs.fileno()})"
+    memory = SharedMemory.create()
+    files = (theirs.fileno(), memory.file.fileno())
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {work.__module__} import work; work{files}"
     # a new process inherits which signals are blocked: Ctrl-C and SIGTERM are for the main process alone
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=files, stdin=subprocess.DEVNULL)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    worker = Worker(process, ours, begin, end)
+    worker = Worker(process, ours, memory, begin, end)
     worker.send(prepare)
     return worker
 
@@ -211,6 +221,7 @@ def _stop(workers: list[Worker]) -> None:
     """Nothing is lost with a worker that is killed: what counts is in the main process and in checkpoints."""
     for worker in workers:
         worker.pipe.close()
+        worker.memory.file.close()
         worker.process.kill()
     for worker in workers:
         worker.process.wait()

@@ -5,6 +5,8 @@
     Call                ---------------------->        calls the method of that name
     Answer              <----------------------        what it gave, or what it raised
 
+Tensors of calls and answers are handed over in memory that both share (`shared_memory.py`).
+
 Only the main process decides when a worker ends: signals are blocked in it, and it stops when the pipe closes.
 """
 
@@ -13,13 +15,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 import cloudpickle
-import numpy as np
 import torch
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
@@ -33,11 +33,11 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure
+from esper.tolaria.executors.shared_memory import Layout, SharedMemory
 from esper.tolaria.memory import keep_freed_memory
-from esper.tolaria.runtime import host_read
+from esper.tolaria.runtime import reads_so_far
 
 CPU = torch.device("cpu")
-Arrays = dict[str, np.ndarray]
 R = TypeVar("R")
 
 
@@ -71,18 +71,23 @@ def _comes_with_the_shard(folder: Path | None, run_seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class Call:
-    """A method of `ShardRunner`, and what it is told."""
+    """A method of `ShardRunner` and its arguments; where the first one is a tree of tensors, it is in `tensors`."""
 
     method: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...] = ()
+    tensors: Layout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call gave, or what it raised (where the hosts could not be built, the reason of that)."""
+    """What a call gave, or what it raised (where the hosts could not be built, the reason of that).
 
-    told: Arrays = field(default_factory=dict)
+    `outputs` lie in the shared memory. `reads` are the host reads of the worker in this call.
+    """
+
+    outputs: Layout = field(default_factory=dict)
     raised: Exception | None = None
+    reads: int = 0
 
 
 @final
@@ -142,30 +147,17 @@ def receive(pipe: Connection) -> object:
     return message
 
 
-def packed(tensors: StateTree) -> Arrays:
-    """Tensors as arrays, which are far cheaper to send."""
-    return dict(zip(tensors, host_read(*tensors.values()), strict=True))
-
-
-def unpacked(arrays: Arrays) -> StateTree:
-    """The tensors again."""
-    return {name: torch.from_numpy(value) for name, value in arrays.items()}
-
-
-def work(file: int) -> None:
+def work(file: int, memory_file: int) -> None:
     """What a worker does from its start to its end, which is when the pipe `file` to the main process closes."""
     keep_freed_memory()
-    pipe = Connection(file)
+    pipe, memory = Connection(file), SharedMemory(open(memory_file, "r+b"))  # noqa: SIM115 -- until the process ends
     try:
         runner, failed = _guarded(lambda: _build(pipe))
         while True:
             call = receive(pipe)
             assert isinstance(call, Call)
-            if runner is None:  # the first call is told why, and so is every later one
-                told, raised = None, failed
-            else:
-                told, raised = _guarded(partial(_run, runner, call))
-            send(pipe, Answer(told=told or {}, raised=raised))
+            # where the hosts could not be built, the first call is told why, and so is every later one
+            send(pipe, Answer(raised=failed) if runner is None else answered(runner, call, memory))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the main process is gone, or wants no more
 
@@ -186,10 +178,17 @@ def _build(pipe: Connection) -> ShardRunner:
     return ShardRunner(executor, shard.config)
 
 
-def _run(runner: ShardRunner, call: Call) -> Arrays:
-    arguments = (unpacked(a) if isinstance(a, dict) else a for a in call.arguments)
-    told = getattr(runner, call.method)(*arguments)
-    return {} if told is None else packed(told)
+def answered(runner: ShardRunner, call: Call, memory: SharedMemory) -> Answer:
+    """Carry out a call; its outputs are in `memory` then."""
+    reads = reads_so_far()
+
+    def run() -> Layout:
+        given = () if call.tensors is None else (memory.read(call.tensors),)
+        outputs = getattr(runner, call.method)(*given, *call.arguments)
+        return {} if outputs is None else memory.write(outputs)
+
+    outputs, raised = _guarded(run)
+    return Answer(outputs=outputs or {}, raised=raised, reads=reads_so_far() - reads)
 
 
 def _guarded(action: Callable[[], R]) -> tuple[R | None, Exception | None]:

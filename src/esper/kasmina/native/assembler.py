@@ -1,7 +1,7 @@
 """Instructions for the C++ part, and the working memory they share.
 
-Who carries them out is esper/cpp/native/program.cpp, which knows the same operations in the same order. An operand is a place in
-a space of a host; spaces have addresses only when the program is run, so hosts of equal structure share one program.
+Who carries them out is esper/cpp/native/program.cpp, which knows the same operations in the same order. An operand is a
+place in a space of a host; spaces have addresses only when the program is run, so hosts of equal structure share one.
 
     ROWS      activations and their gradients [rows][lanes]: one host's, used again for the next one
     NUMBERS   single numbers, as the statistics of a batch norm

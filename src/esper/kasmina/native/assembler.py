@@ -1,7 +1,7 @@
 """Instructions for the C++ part, and the working memory they share.
 
-Who carries them out is source/program.cpp, which knows the same operations in the same order. An operand is a place in
-a space of a host; spaces have addresses only when the program is run, so hosts of equal structure share one program.
+Who carries them out is esper/cpp/native/program.cpp, which knows the same operations in the same order. An operand is a
+place in a space of a host; spaces have addresses only when the program is run, so hosts of equal structure share one.
 
     ROWS      activations and their gradients [rows][lanes]: one host's, used again for the next one
     NUMBERS   single numbers, as the statistics of a batch norm
@@ -29,7 +29,7 @@ INSTRUCTION: Final = np.dtype(
 
 
 class Operation(IntEnum):
-    """What source/program.cpp can do, in its order."""
+    """What esper/cpp/native/program.cpp can do, in its order."""
 
     @staticmethod
     def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:

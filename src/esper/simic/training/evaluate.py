@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.manifest import TopologyManifest, manifests
 from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.random import Stream, local_generator
 from esper.leyline.state_tree import below
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.scripted_client import ScriptedClient
@@ -285,8 +287,9 @@ def paired_difference(values: np.ndarray, reference: np.ndarray) -> Difference:
     differences = values - reference
     if differences.size == 1:
         return Difference(float(differences[0]), math.nan, math.nan)
-    drawn, shape = np.random.default_rng(0), (RESAMPLES // 10, differences.size)
-    means = [differences[drawn.integers(differences.size, size=shape)].mean(axis=1) for _ in range(10)]
+    size, own = differences.size, local_generator(0, Stream.RESAMPLING)
+    drawn = (torch.randint(size, (RESAMPLES // 10, size), generator=own).numpy() for _ in range(10))
+    means = [differences[hosts].mean(axis=1) for hosts in drawn]
     low, high = np.percentile(means, (2.5, 97.5))
     return Difference(float(differences.mean()), float(low), float(high))
 

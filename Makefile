@@ -4,7 +4,7 @@
 #   make train ARGS="--rounds 2"      options of `esper train` follow in ARGS
 #   make test                         the default tests
 #   make check                        format, lint, types, import order
-#   make bench                        measure everything in short, and write it into docs/benchmarks.md
+#   make bench                        run the benchmarks and write their tables into docs/benchmarks.md
 #   make PYTHON=python3.12 setup      another interpreter
 
 PYTHON ?= python3

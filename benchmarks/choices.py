@@ -1,20 +1,15 @@
-"""What some choices of docs/decisions.md are worth: the way that was given up against the one that was taken.
+"""What some choices of docs/decisions.md gain: the way that was given up against the way that was taken.
 
-    pooling               PyTorch's against ours, there and back, alone
-    digits                the same in a fused train pass of digits
-    pointwise             grouped convolution against matrix product, there and back, per number of channels
-    where                 choosing between wide tensors against a masked term (features) or filling a copy (buffer)
-    masks                 choices of a reward by `torch.where` against arithmetic with masks of ones and zeros
-    recurrence            the cell step after step under autograd against the sequence with a gradient of its own
-    clamp                 masked logits as they are against clamped ones, in a null step of many hosts
-    policy                `torch.no_grad` as it is against `torch.inference_mode`, in a null step of few hosts
-    threads               one against two, in a fused train pass of digits; wall time
-    vectors               the compiled phases of a step of many hosts with vectors along three slots against without;
-                          needs a C++ compiler and a minute, so only where it is asked for
-    memory                freed memory given back against kept, each in a process of its own, with page faults
+    pooling       max pooling by PyTorch against ours, forward and backward
+    pointwise     grouped convolution against matrix product, forward and backward, per number of channels
+    where         missing features replaced by `torch.where` against a masked term
+    recurrence    the LSTM cell step by step under autograd against the sequence with its own gradient
+    clamp         masked logits unclamped against clamped, in a null step of many hosts
+    threads       one thread against two, in a fused train pass of digits; wall time
+    memory        freed memory returned to the system against kept, each in a process of its own, with page faults
 
-Both ways run alternately, on one thread and in CPU time unless said; a ratio is the median over repetitions of the
-ratio within each. Above 1 the second way is faster. Only `memory` compares processes, in pairs.
+Both ways run in turn, on one thread and in CPU time unless stated; a ratio is the median over repetitions of the ratio
+within each. Above 1 the second way is faster. Only `memory` compares processes, in pairs.
 
     python benchmarks/choices.py
     python benchmarks/choices.py --only memory threads --json choices.json
@@ -24,13 +19,11 @@ import json
 import multiprocessing
 import resource
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +33,7 @@ from torch import Tensor
 
 import null_control_step
 from esper.kasmina import lowering
-from esper.kasmina.hosts import cnn
 from esper.kasmina.hosts.pooling import max_pool_2x2
-from esper.simic.compilation import CompiledStep
-from esper.simic.rewards.masks import choose
 from esper.tamiyo import heads
 from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
 from esper.telemetry.machine import environment
@@ -57,54 +47,41 @@ CALLS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Compare what was given up with what was taken."""
+    """Compare the ways that were given up with those that were taken."""
 
     only: tuple[str, ...] = ()
-    """Choices to measure, instead of all; pooling, digits, pointwise, where, and so on."""
+    """Choices to measure instead of all, e.g. pooling clamp."""
     hosts: int = 16
-    """Hosts of digits and of the null step that compares the policy."""
+    """Hosts of digits, of the pooling and of the pointwise convolutions."""
     many_hosts: int = 1024
-    """Rows of the features and the buffer, and hosts of the null step that compares the clamp."""
+    """Rows of the features, and hosts of the null step."""
     minibatches: tuple[int, ...] = (4, 16, 64, 256)
     """Hosts in a minibatch of the recurrence."""
-    rewards: int = 4096
-    """Rows of a reward."""
     examples: int = 512
     """Train examples of digits."""
     steps: int = 60
     """Steps of a null episode."""
     passes: int = 8
-    """Steps of digits in each process of `memory`."""
+    """Control steps of digits in each process of `memory`."""
     repetitions: int = 7
-    """Measurements of each; one more is taken before and not counted."""
+    """Measurements of each; a first one is not counted."""
     json: Path | None = None
     """Also write the numbers to this file."""
 
 
-@contextmanager
-def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """`module.name` is `value` inside."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
 def builtin_pool(h: Tensor) -> Tensor:
-    """What `max_pool_2x2` does, by PyTorch's own operator."""
+    """`max_pool_2x2` by PyTorch's operator."""
     return F.max_pool2d(h, 2)
 
 
 def often(form: Callable[[], object]) -> None:
-    """Several calls, because one is too short to be timed."""
+    """Several calls; one is too short to be timed."""
     for _ in range(CALLS):
         form()
 
 
 def pooling(options: Options) -> list[Row]:
-    """There and back, on the features of the first block of digits."""
+    """Forward and backward on the features of the first block of digits."""
     x = torch.randn(64 * options.hosts, 8, 8, 8, requires_grad=True)
 
     def pool(form: Callable[[Tensor], Tensor]) -> None:
@@ -113,20 +90,6 @@ def pooling(options: Options) -> list[Row]:
 
     pools = [partial(often, partial(pool, form)) for form in (builtin_pool, max_pool_2x2)]
     return [compare(f"pooling of {list(x.shape)}", "PyTorch's", "ours", pools, options.repetitions)]
-
-
-def digits(options: Options) -> list[Row]:
-    """A fused train pass with PyTorch's pooling, and with ours."""
-    ours = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
-    with replaced(cnn, "max_pool_2x2", builtin_pool):
-        pooled = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
-
-    def train_pooled() -> None:
-        with replaced(cnn, "max_pool_2x2", builtin_pool):
-            pooled.train(pooled.fused)
-
-    work = (train_pooled, partial(ours.train, ours.fused))
-    return [compare(f"train digits, N = {options.hosts}", "PyTorch's pooling", "ours", work, options.repetitions)]
 
 
 def pointwise(options: Options) -> list[Row]:
@@ -142,138 +105,74 @@ def pointwise(options: Options) -> list[Row]:
             wide = x.view(32, -1, 8, 8)
             return F.conv2d(wide, weight.flatten(0, 1), groups=options.hosts).view(len(x), -1, 8, 8)
 
-        def there_and_back(forward: Callable[[Tensor], Tensor], x: Tensor = x, weight: Tensor = weight) -> None:
+        def forward_and_backward(forward: Callable[[Tensor], Tensor], x: Tensor = x, weight: Tensor = weight) -> None:
             y = forward(x)
             torch.autograd.grad(y, (x, weight), y)
 
-        work = [partial(often, partial(there_and_back, form)) for form in (grouped, layer)]
+        work = [partial(often, partial(forward_and_backward, form)) for form in (grouped, layer)]
         name = f"1x1, {inputs} to {outputs} channels, N = {options.hosts}"
         rows.append(compare(name, "grouped convolution", "matrix product", work, options.repetitions))
     return rows
 
 
 def where(options: Options) -> list[Row]:
-    """Features with missing values, half of all numbers or a fifth of the columns; a column of the buffer."""
+    """Features with missing values: half of all numbers, or a fifth of the columns."""
     wide, value = torch.randn(options.many_hosts, 128), torch.randn(128)
-    anywhere = wide.masked_fill(wide > 0.0, torch.nan)
-    columns = wide.index_fill(1, torch.arange(0, 128, 5), torch.nan)
-    valid, nothing, slab = torch.rand(options.many_hosts, 1) < 0.9, torch.zeros(()), torch.empty_like(wide)
+    missing = {
+        "half missing": wide.masked_fill(wide > 0.0, torch.nan),
+        "columns missing": wide.index_fill(1, torch.arange(0, 128, 5), torch.nan),
+    }
 
-    def chosen(x: Tensor) -> Tensor:
+    def selected(x: Tensor) -> Tensor:
         return torch.where(x.isnan(), value, x)
 
     def masked_term(x: Tensor) -> Tensor:
         return torch.addcmul(x.nan_to_num(nan=0.0), x.isnan().to(x.dtype), value)
 
-    def chosen_rows(x: Tensor) -> Tensor:
-        return torch.where(valid, x, nothing, out=slab)
-
-    def filled_copy(x: Tensor) -> Tensor:
-        return slab.copy_(x).masked_fill_(~valid, 0.0)
-
-    def row(name: str, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Row:
-        assert torch.equal(first(x).clone(), second(x))
-        work = [partial(often, partial(form, x)) for form in (first, second)]
-        return compare(
-            f"{name}, {options.many_hosts} x 128", "where", second.__name__.replace("_", " "), work, options.repetitions
-        )
-
-    return [
-        row("features, half missing", anywhere, chosen, masked_term),
-        row("features, columns missing", columns, chosen, masked_term),
-        row("buffer", wide, chosen_rows, filled_copy),
-    ]
-
-
-def masks(options: Options) -> list[Row]:
-    """Choices between columns of a reward, by masks that change from row to row and by masks that seldom do.
-
-    As many masks as calls, because the processor learns by heart where a single one changes.
-    """
-    value, other = torch.randn(2, options.rewards, dtype=torch.float64)
-    unsorted = torch.rand(CALLS, options.rewards) < 0.5
-
-    def row(name: str, truths: Tensor) -> Row:
-        bools, numbers = truths.unbind(), truths.to(torch.float64).unbind()
-        ways = [
-            lambda: [torch.where(mask, value, other) for mask in bools],
-            lambda: [choose(mask, value, other) for mask in numbers],
-        ]
-        assert all(map(torch.equal, ways[0](), ways[1]()))
-        return compare(f"{name}, {options.rewards} rows", "where", "arithmetic", ways, options.repetitions)
-
-    return [row("masks, from row to row", unsorted), row("masks, half and half", unsorted.sort().values)]
+    rows = []
+    for name, x in missing.items():
+        assert torch.equal(selected(x), masked_term(x))
+        work = [partial(often, partial(form, x)) for form in (selected, masked_term)]
+        title = f"features, {name}, {options.many_hosts} x 128"
+        rows.append(compare(title, "where", "masked term", work, options.repetitions))
+    return rows
 
 
 def recurrence(options: Options) -> list[Row]:
-    """An episode of a minibatch of few and of many hosts, there and back, at the width of the preset `small`."""
+    """An episode per minibatch, forward and backward, at the width of the preset `small`."""
 
     def row(hosts: int, width: int = 128) -> Row:
         gates, weight = torch.randn(hosts, options.steps, 4 * width), torch.randn(4 * width, width) / width**0.5
         given = (gates.requires_grad_(), torch.zeros(hosts, width), torch.zeros(hosts, width))
         reset = torch.zeros(hosts, options.steps, dtype=torch.bool)
 
-        def there_and_back(form: Callable[..., Tensor]) -> None:
+        def forward_and_backward(form: Callable[..., Tensor]) -> None:
             form(*given, reset, weight.requires_grad_()).sum().backward()
 
-        work = [partial(there_and_back, form) for form in (lstm_steps, lstm_sequence)]
+        work = [partial(forward_and_backward, form) for form in (lstm_steps, lstm_sequence)]
         name = f"recurrence, {hosts} hosts x {options.steps} steps"
         return compare(name, "autograd", "own gradient", work, options.repetitions)
 
     return [row(hosts) for hosts in options.minibatches]
 
 
-def null_subject(num_envs: int, options: Options) -> null_control_step.Subject:
-    """An engine of the null task with its learner."""
-    return null_control_step.Subject.build(num_envs, null_control_step.Options(episode_length=options.steps))
-
-
 def clamp(options: Options) -> list[Row]:
-    """An episode without the clamp of the logits, and with it."""
-    subject = null_subject(options.many_hosts, options)
+    """An episode of the null task without and with the clamp of the logits."""
+    settings = null_control_step.Options(episode_length=options.steps)
+    subject = null_control_step.Subject.build(options.many_hosts, settings)
+
+    def clamped() -> None:
+        subject.seconds_per_step(0)
 
     def unclamped() -> None:
-        with replaced(heads, "MIN_RELATIVE", -float("inf")):
-            subject.seconds_per_step(0)
+        original, heads.MIN_RELATIVE = heads.MIN_RELATIVE, -float("inf")
+        try:
+            clamped()
+        finally:
+            heads.MIN_RELATIVE = original
 
-    work = (unclamped, lambda: subject.seconds_per_step(0))
     name = f"{options.steps} null steps, N = {options.many_hosts}"
-    return [compare(name, "logits as they are", "clamped", work, options.repetitions)]
-
-
-def policy(options: Options) -> list[Row]:
-    """An episode with the policy as it is, and inside `torch.inference_mode`."""
-    plain, inferring = (null_subject(options.hosts, options) for _ in range(2))
-    inferring.client.act = torch.inference_mode()(inferring.client.act)
-    work = (lambda: plain.seconds_per_step(0), lambda: inferring.seconds_per_step(0))
-    name = f"{options.steps} null steps, N = {options.hosts}"
-    return [compare(name, "policy: no_grad", "inference_mode", work, options.repetitions)]
-
-
-def vectors(options: Options) -> list[Row]:
-    """The phases of a step in the middle of an episode, compiled with vectors of our short axes and without."""
-    subject, told = null_subject(options.many_hosts, options), dict[str, tuple[object, ...]]()
-    plane, middle = subject.engine._plane, options.steps // 2
-    eager = {name: getattr(plane, name) for name in ("see", "act", "close")}
-
-    def noting(name: str) -> Callable[..., object]:
-        def phase(*given: object) -> object:
-            if subject.engine.t == middle:
-                told[name] = given
-            return eager[name](*given)
-
-        return phase
-
-    for name in eager:
-        setattr(plane, name, noting(name))
-    subject.seconds_per_step(0)
-    rows = []
-    for name, given in told.items():
-        forms = [CompiledStep(eager[name], name=name, narrow=narrow) for narrow in (False, True)]
-        work = [partial(often, partial(form, *given)) for form in forms]
-        row = f"compiled {name}, N = {options.many_hosts}"
-        rows.append(compare(row, "vectors", "none", work, options.repetitions))
-    return rows
+    return [compare(name, "unclamped logits", "clamped", (unclamped, clamped), options.repetitions)]
 
 
 def threads(options: Options) -> list[Row]:
@@ -290,10 +189,10 @@ def threads(options: Options) -> list[Row]:
 
 
 def in_this_process(keep: bool, options: Options) -> tuple[float, int]:
-    """CPU milliseconds and page faults of some steps of digits; one more comes before and is not counted."""
+    """CPU milliseconds and page faults of some steps of digits; a first step is not counted."""
     torch.set_num_threads(1)
     if keep and not keep_freed_memory():
-        raise SystemExit("choices: freed memory can be kept only where the C library is glibc; leave `memory` out.")
+        raise SystemExit("choices: freed memory can be kept only with glibc; leave `memory` out.")
     hosts = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 360)
 
     def step() -> None:
@@ -307,43 +206,37 @@ def in_this_process(keep: bool, options: Options) -> tuple[float, int]:
 
 
 def memory(options: Options) -> tuple[Row, dict[str, int]]:
-    """Pairs of processes, each pair in the other order; the medians of their page faults."""
-    pairs, faults = [], {"given back": list[int](), "kept": list[int]()}
+    """Pairs of processes in alternating order, and the medians of their page faults."""
+    pairs, faults = [], {"returned": list[int](), "kept": list[int]()}
     for repetition in range(options.repetitions):
         ms: dict[str, float] = {}
         for name in faults if repetition % 2 else reversed(faults):
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 ms[name], number = pool.submit(in_this_process, name == "kept", options).result()
             faults[name].append(number)
-        pairs.append((ms["given back"], ms["kept"]))
-    row = row_of(f"{options.passes} steps of digits, N = {options.hosts}", "memory given back", "kept", pairs)
+        pairs.append((ms["returned"], ms["kept"]))
+    row = row_of(f"{options.passes} steps of digits, N = {options.hosts}", "memory returned", "kept", pairs)
     return row, {name: round(statistics.median(own)) for name, own in faults.items()}
 
 
 CHOICES: dict[str, Callable[[Options], list[Row]]] = {
     "pooling": pooling,
-    "digits": digits,
     "pointwise": pointwise,
     "where": where,
-    "masks": masks,
     "recurrence": recurrence,
     "clamp": clamp,
-    "policy": policy,
     "threads": threads,
-    "vectors": vectors,
 }
-UNASKED = tuple(name for name in CHOICES if name != "vectors")
-"""What is measured where nothing is named."""
 
 
 def main(options: Options) -> int:
     """Measure and print; returns the exit code."""
-    wanted = options.only or (*UNASKED, "memory")
+    wanted = options.only or (*CHOICES, "memory")
     unknown = sorted(set(wanted) - {*CHOICES, "memory"})
     if unknown:
-        raise SystemExit(f"choices: there is no {', '.join(unknown)}; take some of {', '.join((*CHOICES, 'memory'))}.")
+        raise SystemExit(f"choices: {', '.join(unknown)} is unknown; choose from {', '.join((*CHOICES, 'memory'))}.")
     rows, faults = list[Row](), dict[str, int]()
-    if "memory" in wanted:  # in processes of its own, and before this one keeps its memory
+    if "memory" in wanted:  # before this process keeps its memory
         row, faults = memory(options)
         rows.append(row)
     torch.set_num_threads(1)
@@ -354,8 +247,8 @@ def main(options: Options) -> int:
     console = Console(width=140)
     console.print(comparisons("choices", rows, where_from))
     if faults:
-        told = ", ".join(f"{number:,} {name}" for name, number in faults.items())
-        console.print(f"page faults of {options.passes} steps: {told}", highlight=False)
+        counts = ", ".join(f"{number:,} {name}" for name, number in faults.items())
+        console.print(f"page faults of {options.passes} steps: {counts}", highlight=False)
     if options.json is not None:
         report = {"environment": where_from, "rows": [asdict(row) for row in rows], "page_faults": faults}
         options.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,13 +1,13 @@
-"""The executors side by side: all hosts at once (fused) and compiled C++ (native) against host by host (streamed).
+"""The executors fused (all hosts at once) and native (compiled C++) against streamed (host by host).
 
     train       one epoch, every host in its own order           measure   all 8 coalitions on the validation split
     peak        arithmetic of training against one matrix product of 1024 x 1024 x 1024
-    coalitions  8 of them against the network as it stands       auto      the executor it takes against the fastest
-    growth      a step (train and measure) per host              memory    of a process with many hosts
+    coalitions  all 8 against the full network alone             auto      its choice against the fastest executor
+    growth      time of a step (train and measure) per host      memory    of a process with many hosts
 
-Every host has three seeds. Two executors run alternately in one process on one thread; a time is CPU time, a ratio the
-median over repetitions of the ratio within each, so that a busy machine slows both alike. `measure` runs all coalitions
-fused, which a run does not on a CPU; `growth` and `memory` run what `auto` runs.
+Every host has three seeds. Two executors run in turn in one process on one thread, in CPU time; a ratio is the median
+over repetitions of the ratio within each. `measure` runs the coalitions of all hosts together when fused, unlike a run
+on a CPU; `growth` and `memory` use the executor that `auto` chooses.
 
     python benchmarks/executors.py --json executors.json
     python benchmarks/executors.py --min-train 1.5 --min-auto 0.9       # exit code 1 if it is worse
@@ -55,49 +55,49 @@ class Options:
     val_examples: int = 360
     """Validation examples of each task; 128 at most on 32x32 images."""
     repetitions: int = 5
-    """Measurements of each; one more is taken before and not counted."""
+    """Measurements of each; a first one is not counted."""
     sweep: bool = False
     """Compare training on many shapes and numbers of hosts instead, with seeds and without; only --min-auto applies."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_train: float = 0.0
-    """How many times faster than streamed the fastest other executor must train digits."""
+    """Least speed-up of the fastest other executor over streamed in training digits."""
     min_measure: float = 0.0
     """The same for measuring all coalitions of digits."""
     min_blocks: float = 0.0
     """The same for training the 3x3 blocks."""
     min_peak: float = 0.0
-    """Least share of the peak of a matrix product that the fastest executor reaches on the 3x3 blocks, 0 to 1."""
+    """Least share of the peak (0 to 1) that the fastest executor reaches on the 3x3 blocks."""
     max_coalitions: float = math.inf
-    """Most that all coalitions may cost, relative to one plain evaluation, with the executor that needs least."""
+    """Most time of all coalitions relative to one evaluation, for the best executor."""
     min_auto: float = 0.0
     """Least speed of `auto` relative to the fastest executor in training, the worst of all shapes."""
     max_growth: float = math.inf
-    """Most that a step per host may cost at the larger number of hosts, relative to the smaller."""
+    """Most time of a step per host at the larger number of hosts, relative to the smaller."""
     max_gib: float = math.inf
     """Most memory of the process with many hosts, in GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is no comparison of two times. Shares and ratios are plain numbers, not per cent."""
+    """Results that are not a comparison of two times. Shares and ratios are fractions, not per cent."""
 
     gflop: float
-    """Of one epoch of the 3x3 blocks: 2 per multiply-add of convolutions and matrix products, there and back."""
+    """Of one epoch of the 3x3 blocks: 2 per multiply-add of convolutions and matrix products, forward and backward."""
     peak_gflops: float
     share: dict[str, float]
     """Of the peak, by executor."""
     coalitions: dict[str, float]
-    """What all of them cost, in plain evaluations, by executor."""
+    """Time of all coalitions in evaluations of one, by executor."""
     auto: dict[str, str]
     auto_speed: dict[str, float]
     growth: dict[str, float]
-    """A step per host at many hosts, relative to one at few, of streamed and of what auto takes."""
+    """Time of a step per host at many hosts relative to few, for streamed and the choice of auto."""
     memory_gib: float
     state_mib: float
 
     def lines(self, options: Options) -> list[str]:
-        """Sentences for people."""
+        """The facts in sentences."""
         small, large = options.growth
         choices = (f"{name}: {taken}, {self.auto_speed[name]:.2f} of the fastest" for name, taken in self.auto.items())
         shares, coalitions, growth = (
@@ -107,36 +107,36 @@ class Facts:
         return [
             f"peak: {self.gflop:.2f} GFLOP per epoch of the 3x3 blocks; a matrix product of {GEMM}^3 reaches "
             f"{self.peak_gflops:.1f} GFLOP/s; share of it: {shares}",
-            f"coalitions: all 8 in plain evaluations: {coalitions}",
+            f"coalitions: all 8 in evaluations of one: {coalitions}",
             f"auto: {'; '.join(choices)}",
-            f"growth: a step per host at {large} hosts in one at {small}: {growth}",
+            f"growth: time of a step per host at {large} hosts relative to {small}: {growth}",
             f"memory: {options.memory_hosts} hosts of digits, one epoch and all coalitions: {self.memory_gib:.2f} GiB "
-            f"at most; {self.state_mib:.1f} MiB of it are the stacked state",
+            f"at most, {self.state_mib:.1f} MiB of it checkpointed state",
         ]
 
 
 def rivals(hosts: GrownHosts) -> dict[str, Executor]:
-    """What is compared with streamed."""
+    """The executors that are compared with streamed, by name."""
     found: dict[str, Executor] = {"fused": hosts.fused}
     return found if hosts.native is None else found | {"native": hosts.native}
 
 
 def training(hosts: GrownHosts, how: str, repetitions: int) -> Row:
-    """One epoch, streamed and in another way."""
+    """One epoch, streamed and under another executor."""
     other = rivals(hosts)[how]
     work = (lambda: hosts.train(hosts.streamed), lambda: hosts.train(other))
     return compare(f"train {hosts.shape.name}, N = {hosts.num_hosts}", "streamed", how, work, repetitions)
 
 
 def measuring(hosts: GrownHosts, how: str, repetitions: int) -> Row:
-    """All coalitions, streamed and in another way."""
+    """All coalitions, streamed and under another executor."""
     other = rivals(hosts)[how]
     work = (lambda: hosts.measure(hosts.streamed), lambda: hosts.measure(other))
     return compare(f"measure {hosts.shape.name}, N = {hosts.num_hosts}", "streamed", how, work, repetitions)
 
 
 def all_against_one(hosts: GrownHosts, how: str, repetitions: int) -> Row:
-    """All coalitions against the network as it stands."""
+    """All coalitions against the full network alone."""
     executor = executor_of(hosts, how)
     work = (lambda: hosts.measure(executor), lambda: hosts.measure(executor, all_sets=False))
     return compare(f"coalitions {hosts.shape.name}, {how}", "all 8", "one", work, repetitions)
@@ -148,13 +148,13 @@ def executor_of(hosts: GrownHosts, how: str) -> Executor:
 
 
 def step(hosts: GrownHosts, how: str) -> None:
-    """Train and measure as a run does, which measures host by host where it trains fused on a CPU."""
+    """Train and measure as a run does: with fused training on a CPU it measures host by host."""
     hosts.train(executor_of(hosts, how))
     hosts.measure(executor_of(hosts, "streamed" if how == "fused" else how))
 
 
 def growth(few: GrownHosts, many: GrownHosts, how: str, repetitions: int) -> Row:
-    """A step of the smaller number of hosts against one of the larger, milliseconds per host."""
+    """A step at the smaller number of hosts against one at the larger, in milliseconds per host."""
     small, large = few.num_hosts, many.num_hosts
     work = (lambda: step(few, how), lambda: step(many, how))
     row = compare(f"step per host of digits, {how}", f"N = {small}", f"N = {large}", work, repetitions)
@@ -178,7 +178,7 @@ SWEEP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """Training of one shape: each rival against streamed, what `auto` takes, and its speed relative to the fastest."""
+    """Training of one shape: each rival against streamed, the choice of `auto`, and its share of the top speed."""
 
     rows: dict[str, Row]
     auto: str
@@ -186,7 +186,7 @@ class Swept:
 
 
 def sweep(options: Options) -> dict[str, Swept]:
-    """Training of two batches on each shape, with the executor that `auto` takes."""
+    """Train two batches on each shape under every executor."""
     found: dict[str, Swept] = {}
     for shape, num_hosts in SWEEP:
         for seeds in (True, False):
@@ -199,7 +199,7 @@ def sweep(options: Options) -> dict[str, Swept]:
 
 
 def memory_of(num_hosts: int, train: int, val: int) -> tuple[int, int]:
-    """Peak bytes of this process after an epoch and all coalitions of digits, as `auto` runs them; bytes of state."""
+    """Peak bytes of this process after an epoch and all coalitions of digits under `auto`, and bytes of state."""
     torch.set_num_threads(1)
     keep_freed_memory()
     hosts = GrownHosts.build(DIGITS_SHAPE, num_hosts, train, val)
@@ -209,13 +209,13 @@ def memory_of(num_hosts: int, train: int, val: int) -> tuple[int, int]:
 
 
 def memory(options: Options) -> tuple[int, int]:
-    """`memory_of` in a process of its own. Linux counts the parent's size too: call it while this one is small."""
+    """`memory_of` in a new process. Linux counts the parent's size too, so call it while this process is small."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(memory_of, options.memory_hosts, options.examples, options.val_examples).result()
 
 
 def measure(options: Options) -> tuple[dict[str, Row], Facts]:
-    """Everything: comparisons by a short name, and the rest."""
+    """All comparisons by a short name, and the facts."""
     peak_bytes, state = memory(options)
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -256,13 +256,13 @@ def measure(options: Options) -> tuple[dict[str, Row], Facts]:
 
 
 def _relative_speed(rows: Mapping[str, Row], taken: str) -> float:
-    """Speed of the executor that was taken relative to the fastest; 1 where it is the fastest."""
+    """Speed of the executor `taken` relative to the fastest; 1 if it is the fastest."""
     speed = {"streamed": 1.0} | {how: row.ratio for how, row in rows.items()}
     return speed[taken] / max(speed.values())
 
 
 def where_and_how(options: Options) -> dict[str, str | int]:
-    """Where the numbers come from."""
+    """Machine and settings of the numbers."""
     settings = (
         f"batch 64 (128 on 32x32), {options.examples} train and {options.val_examples} validation examples "
         f"(half, and 128, on 32x32), 3 mixed seeds per host, {options.repetitions} repetitions, CPU time"
@@ -271,7 +271,7 @@ def where_and_how(options: Options) -> dict[str, str | int]:
 
 
 def complaints(rows: Mapping[str, Row], facts: Facts, options: Options) -> list[str]:
-    """What is worse than was asked for."""
+    """The limits that are missed."""
 
     def fastest(what: str) -> float:
         return max(row.ratio for name, row in rows.items() if name.startswith(what))
@@ -288,7 +288,7 @@ def complaints(rows: Mapping[str, Row], facts: Facts, options: Options) -> list[
         ("GiB of memory", facts.memory_gib, 0.0, options.max_gib),
     )
     return [
-        f"{name}: {found:.2f}; {f'at least {least:g}' if found < least else f'at most {most:g}'} is asked for."
+        f"{name}: {found:.2f}; {f'at least {least:g}' if found < least else f'at most {most:g}'} is required."
         for name, found, least, most in limits
         if not least <= found <= most
     ]
@@ -310,7 +310,7 @@ def swept(options: Options) -> int:
         options.json.write_text(json.dumps({"environment": where, "rows": listed}, indent=2) + "\n")
     if speed[worst] >= options.min_auto:
         return 0
-    print(f"worse: auto on {worst}: {speed[worst]:.2f}; at least {options.min_auto:g} is asked for.", file=sys.stderr)
+    print(f"worse: auto on {worst}: {speed[worst]:.2f}; at least {options.min_auto:g} is required.", file=sys.stderr)
     return 1
 
 

@@ -1,11 +1,11 @@
-"""Generalized advantage estimation: the batched scan against the scalar loop that one would write down.
+"""Generalized advantage estimation: the batched scan against scalar loops.
 
     scan      `esper.simic.agent.advantages.compute_gae`, all hosts at once
-    tensors   the loop over hosts and steps that reads elements of tensors; on some hosts, scaled up to all
-    floats    the same loop over lists of Python's own floats, which exist only if somebody has read the device
+    tensors   a loop over hosts and steps that reads elements of tensors; on some hosts, scaled up to all
+    floats    the same loop over lists of Python floats, which exist only after a read of the device
 
-All are timed alternately in one process, so that a busy machine slows them alike; a ratio is the median over
-repetitions of the ratio within each. In float64 the results are compared bit for bit.
+All are timed in turn in one process, so that a busy machine slows them alike; a ratio is the median over repetitions
+of the ratio within each. In float64 the results are compared bit for bit.
 
     python benchmarks/gae.py --json gae.json
     python benchmarks/gae.py --min-ratio 300 --max-ms 5      # exit code 1 if it is slower
@@ -42,7 +42,7 @@ class Options:
     steps: int = 150
     """Steps per row."""
     repetitions: int = 7
-    """Measurements of each; one more is taken before and not counted."""
+    """Measurements of each; a first one is not counted."""
     calls: int = 20
     """Calls of the scan in one measurement."""
     tensor_hosts: int = 16
@@ -52,14 +52,14 @@ class Options:
     json: Path | None = None
     """Also write the numbers to this file."""
     min_ratio: float = 0.0
-    """How many times faster than the loop over elements of tensors the scan must be, in float32."""
+    """Least speed-up of the scan over the loop over tensors, in float32."""
     max_ms: float = float("inf")
-    """Most milliseconds that the scan may take, in float32."""
+    """Most milliseconds of the scan, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Cost for one type of number; medians over the repetitions, milliseconds for all hosts."""
+    """Times for one dtype; medians over the repetitions, in milliseconds for all hosts."""
 
     dtype: str
     scan_ms: float
@@ -69,11 +69,11 @@ class Row:
     ratio_tensors: float
     ratio_floats: float
     equal: bool
-    """Bit for bit equal to the loop over floats (whose arithmetic is float64)."""
+    """Whether the scan equals the loop over floats (float64) bit for bit."""
 
 
 def scalar_gae(r: Any, v: Any, b: Any, terminal: Any, truncated: Any, valid: Any) -> list[list[Any]]:
-    """The recursion as one writes it down; the tables are lists of lists or tensors."""
+    """The recursion in scalars; the tables are lists of lists or tensors."""
     rows = []
     for n in range(len(r)):
         steps = len(r[n])
@@ -157,7 +157,7 @@ def shown(rows: Sequence[Row], options: Options) -> Table:
 
 
 def complaints(rows: Sequence[Row], options: Options) -> list[str]:
-    """What is slower than was asked for, and a float64 result that is not the scalar one."""
+    """The limits that are missed, and a float64 result that differs from the scalar one."""
     found = [
         f"{row.dtype}: the scan and the scalar loop differ; they must agree bit for bit."
         for row in rows
@@ -165,9 +165,9 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
     ]
     own = next(row for row in rows if row.dtype == "float32")
     if own.ratio_tensors < options.min_ratio:
-        found.append(f"{own.ratio_tensors:.0f} times the scalar loop; at least {options.min_ratio:g} is asked for.")
+        found.append(f"{own.ratio_tensors:.0f} times the scalar loop; at least {options.min_ratio:g} is required.")
     if own.scan_ms > options.max_ms:
-        found.append(f"{own.scan_ms:.2f} ms for {options.hosts} hosts; at most {options.max_ms:g} is asked for.")
+        found.append(f"{own.scan_ms:.2f} ms for {options.hosts} hosts; at most {options.max_ms:g} is required.")
     return found
 
 

@@ -1,9 +1,9 @@
-"""Hosts with a live, heard seed in every slot, all mixed: what the benchmark of the executors runs.
+"""Hosts with a live, active seed in every slot: the workload of the executor benchmarks.
 
-    blueprint   every one that may be chosen; neighbouring hosts and slots differ
+    blueprint   all that a controller may choose; neighbouring hosts and slots differ
     algorithm   ADD, MULTIPLY, GATE        stage   BLENDING at alpha 0.5, HOLDING, FOSSILIZED
 
-Seeds are put there by hand, as an episode might have left them; their weights are drawn as always.
+The seeds are placed directly, without an episode; their weights are drawn as usual.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from esper.cpp.build import compiler
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.native.compiled import compiler
 from esper.kasmina.optimizers import OptimizerSpec
 from esper.kasmina.slot_fields import empty_slots
 from esper.leyline.messages import SlotState
@@ -30,6 +30,7 @@ from esper.tolaria.config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -63,7 +64,7 @@ def task_of(shape: Shape) -> TaskSpec:
         return DIGITS
     return TaskSpec(
         name=shape.name,
-        description="Random images; for measuring.",
+        description="Random images, for benchmarks.",
         topology=Topology.CNN,
         host=CNNHostSpec(in_channels=shape.channels, base=shape.base, blocks=3, kernel=3, pools=3, classes=CLASSES),
         load=lambda folder, seed: _random_images((shape.channels, shape.size, shape.size)),
@@ -96,9 +97,9 @@ def shortened(data: Dataset, train: int, val: int) -> Dataset:
 
 @dataclass(frozen=True)
 class GrownHosts:
-    """The same hosts under each executor, which share weights; `chosen` is the one that `auto` takes.
+    """The same hosts under each executor, with shared weights; `chosen` is the choice of `auto`.
 
-    `native` is None on a GPU, and where there is no C++ compiler.
+    `native` is None on a GPU and without a C++ compiler.
     """
 
     shape: Shape
@@ -115,23 +116,23 @@ class GrownHosts:
     def build(
         cls, shape: Shape, num_hosts: int, train: int, val: int, *, seeds: bool = True, device: torch.device = CPU
     ) -> "GrownHosts":
-        """Episode 0, after all seeds were born (or without any); `train` and `val` examples."""
+        """Episode 0 with all seeds germinated (or without seeds); `train` and `val` are numbers of examples."""
         task = task_of(shape)
         assert task.load is not None
         data = shortened(task.load(None, 0), train, val).to(device)
         config = EngineConfig(num_envs=num_hosts, slots=task.enabled, episode_length=8, executor="auto")
         engine = build_engine(config, task, data, device)
         executor, taken = engine.executor, engine.config.executor
-        streamed = executor if isinstance(executor, StreamedExecutor) else executor.streamed
-        assert isinstance(streamed, StreamedExecutor)
+        assert isinstance(executor, NetworkExecutor)
+        streamed = StreamedExecutor(executor.data)
         streamed.reset(0)
         slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
         slots, coalitions = (tree_map(lambda x: x.to(device), rec) for rec in (slots, coalitions))
         streamed.settle(structure)
-        fused = FusedExecutor(streamed)
+        fused = FusedExecutor(streamed.data)
         fused.measures_together = True
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
-        native = None if native_problem("off", device) or compiler() is None else NativeExecutor(streamed)
+        native = None if native_problem("off", device) or compiler() is None else NativeExecutor(streamed.data)
         return cls(shape, num_hosts, streamed, fused, native, taken, slots, coalitions, later)
 
     def train(self, executor: Executor) -> None:
@@ -139,7 +140,7 @@ class GrownHosts:
         executor.train_epoch(1, self.slots)
 
     def measure(self, executor: Executor, *, all_sets: bool = True) -> None:
-        """All coalitions of all hosts, or the network as it stands alone."""
+        """All coalitions of all hosts, or only the full network."""
         if all_sets:
             executor.evaluate(1, self.slots, self.coalitions)
             return
@@ -150,7 +151,7 @@ class GrownHosts:
         self.streamed.settle(self.structure)
 
     def state_bytes(self) -> int:
-        """Bytes of all that a checkpoint holds of the hosts: weights, buffers, optimizers, snapshots."""
+        """Bytes of the hosts in a checkpoint: weights, buffers, optimizers, snapshots."""
         state: StateTree = self.streamed.state_dict()
         return sum(tensor.nbytes for tensor in state.values())
 
@@ -167,7 +168,7 @@ class SharedHosts:
     def build(
         cls, shape: Shape, num_hosts: int, train: int, val: int, *, executor: ExecutorChoice, workers: int
     ) -> "SharedHosts":
-        """Episode 0, after all seeds were born; `train` and `val` examples."""
+        """Episode 0 with all seeds germinated; `train` and `val` are numbers of examples."""
         task = task_of(shape)
         assert task.load is not None
         config = EngineConfig(
@@ -185,13 +186,13 @@ class SharedHosts:
         self.executor.evaluate(1, self.slots, self.coalitions)
 
     def close(self) -> None:
-        """End the workers, where there are any."""
+        """End the workers, if there are any."""
         if isinstance(self.executor, ShardedExecutor):
             self.executor.close()
 
 
 def grown(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Structure]:
-    """A heard seed in each slot, just born, and all distinct coalitions: 8 for three slots."""
+    """A new active seed in each slot, and all distinct coalitions: 8 for three slots."""
     n, s = np.indices((num_hosts, num_slots))
     choice = np.array(registry.selectable(Topology.CNN))
     algorithm = np.array([Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])[(n + s) % 3]

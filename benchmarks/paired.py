@@ -1,6 +1,6 @@
-"""Two ways of doing the same work, in turn: what the benchmarks that compare have in common.
+"""Paired timing: two ways of doing the same work, measured in turn.
 
-A busy machine slows both alike, so a ratio is taken within each repetition, and the median over repetitions is told.
+A busy machine slows both alike, so a ratio is taken within each repetition; the result is the median of the ratios.
 """
 
 import statistics
@@ -33,7 +33,7 @@ def cpu_ms(work: Callable[[], object]) -> float:
 
 
 def wall_ms(work: Callable[[], object]) -> float:
-    """Wall milliseconds, for work that uses several threads; other processes disturb them more."""
+    """Wall milliseconds, for work on several threads or in several processes."""
     began = time.perf_counter()
     work()
     return 1e3 * (time.perf_counter() - began)
@@ -47,7 +47,7 @@ def compare(
     repetitions: int,
     clock: Callable[[Callable[[], object]], float] = cpu_ms,
 ) -> Row:
-    """Both in turn, each repetition in the other order; one more comes before and is not counted."""
+    """Time both in alternating order; a first repetition is not counted."""
     for one in work:
         one()
     pairs = []
@@ -58,7 +58,7 @@ def compare(
 
 
 def row_of(name: str, first: str, second: str, pairs: Sequence[tuple[float, float]]) -> Row:
-    """The milliseconds of both, pair by pair, as one row."""
+    """The row of the pairs of milliseconds."""
     ratios = [a / b for a, b in pairs]
     return Row(
         name=name,

@@ -1,4 +1,4 @@
-"""How much arithmetic training is, and how fast this machine could do it."""
+"""Arithmetic of a training pass, and the peak of this machine."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,25 +10,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from paired import cpu_ms
 
 GEMM = 1024
-"""Rows and columns of the matrices whose product is the peak."""
+"""Rows and columns of the matrices whose product gives the peak."""
 
 
 def flop_of_training(train: Callable[[], object]) -> int:
-    """Operations that `train` needs, run by PyTorch: 2 per multiply-add of convolutions and matrix products.
+    """Operations of `train`, which PyTorch runs: 2 per multiply-add of convolutions and matrix products.
 
-    Products with the zeros of a padded border are counted as work; norms, activations and pooling are not.
+    Products with the zeros of a padded border are counted; norms, activations and pooling are not.
     """
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: slopes_flop}) as counter:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: backward_flop}) as counter:
         train()
     return counter.get_total_flops()
 
 
-def slopes_flop(
-    slope: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Any, **_: Any
+def backward_flop(
+    grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Any, **_: Any
 ) -> int:
-    """A gradient of a convolution costs what its forward pass costs; PyTorch's own formula ignores groups."""
+    """Each gradient of a convolution costs as much as the forward pass; PyTorch's own formula ignores groups."""
     wanted = rest[-1]
-    return 2 * slope[0] * math.prod(slope[2:]) * math.prod(weight) * sum(wanted[:2])
+    return 2 * grad[0] * math.prod(grad[2:]) * math.prod(weight) * sum(wanted[:2])
 
 
 def gemm_peak() -> float:

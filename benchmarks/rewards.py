@@ -1,9 +1,9 @@
-"""Cost of paying one step in mode `shaped`: the scalar reference, the kernel eager, and the kernel compiled.
+"""Time of the reward of one step in mode `shaped`: scalar reference, eager kernel and compiled kernel.
 
 Rows are arbitrary (every stage, operation and pattern of missing values), on one thread, in float64 with breakdown.
 Every repetition times each form once, in alternating order, so that a busy machine slows all of them alike; a ratio is
-the median over repetitions of the ratio within each. The other forms, the scalar one above all, leave nothing of a form
-in the caches, so its first call is timed by itself and stands in a column of its own.
+the median over repetitions of the ratio within each. The other forms evict the data of a form from the caches, so its
+first call is timed separately, in the columns "first".
 
     python benchmarks/rewards.py --json rewards.json
     python benchmarks/rewards.py --min-eager 20 --min-compiled 150      # exit code 1 if it is slower
@@ -24,11 +24,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from esper.simic.rewards import HostRow, RewardConfig, compute_reward_batched, graphs_compiled, reward_of_row
-from esper.simic.rewards.compilation import kernel_for
-from esper.simic.rewards.golden import kernel_arguments
+from esper.simic.compilation import graphs_compiled
+from esper.simic.rewards import RewardConfig, compute_reward_batched
+from esper.simic.training.kernels import compiled_reward
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
+from reference.rewards.golden import kernel_arguments
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import HostRow
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3, 4, 6, 7, 8, 9, 10)
@@ -44,7 +49,7 @@ class Options:
     repetitions: int = 25
     """Times each form is measured."""
     compiled: bool = True
-    """Also measure the compiled kernel, which takes half a minute per number of hosts and a C++ compiler."""
+    """Also measure the compiled kernel: needs a C++ compiler and half a minute per number of hosts."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_eager: float = 0.0
@@ -75,7 +80,7 @@ class Row:
 
 
 def arbitrary_rows(count: int, seed: int = 1) -> list[HostRow]:
-    """Rows of one step with every stage and operation; a fifth to a third of what may be missing is missing."""
+    """Rows of one step with every stage and operation; a fifth to a third of the optional values are missing."""
     draw = torch.Generator().manual_seed(seed)
 
     def real(low: float, high: float, missing: float = 0.0) -> Tensor:
@@ -104,18 +109,18 @@ def arbitrary_rows(count: int, seed: int = 1) -> list[HostRow]:
 
 
 def forms(count: int, options: Options) -> dict[str, Callable[[], object]]:
-    """What is measured, each a function of no arguments; compiled before it is returned."""
+    """The forms by name, as functions without arguments; called once, so that they are compiled."""
     rows, config = arbitrary_rows(count), RewardConfig()
     given = kernel_arguments(rows) | {
         "epoch": torch.tensor(10), "max_epochs": torch.tensor(30), "config_weights": config.pack()
     }  # fmt: skip
     del given["drip_scales"], given["drip_contributions"]
     found: dict[str, Callable[[], object]] = {
-        "scalar": lambda: deque((reward_of_row(row, config) for row in rows), maxlen=0),  # nothing is kept
+        "scalar": lambda: deque((reward_of_row(row, config) for row in rows), maxlen=0),  # discards the results
         "eager": lambda: compute_reward_batched(**given),
     }
     if options.compiled:
-        compiled = kernel_for("on", CPU)
+        compiled = compiled_reward(compute_reward_batched)
         found["compiled"] = lambda: compiled(**given)
     for form in found.values():
         form()
@@ -162,14 +167,14 @@ def _seconds(form: Callable[[], object], calls: int) -> float:
 
 
 def where_and_how(options: Options) -> dict[str, str | int]:
-    """Where the numbers come from."""
+    """Machine and settings of the numbers."""
     settings = f"mode shaped with breakdown, float64, {options.repetitions} repetitions"
     return {**environment(CPU), "settings": settings}
 
 
 def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
     """The rows as a table."""
-    page = Table(title="paying one step", caption=", ".join(map(str, where.values())))
+    page = Table(title="reward of one step", caption=", ".join(map(str, where.values())))
     for column in ("hosts", "form", "us/step", "best", "first", "ns/host", "ratio", "of best", "of first"):
         page.add_column(column, justify="left" if column == "form" else "right")
     for row in rows:
@@ -180,21 +185,21 @@ def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
 
 
 def complaints(rows: Sequence[Row], options: Options) -> list[str]:
-    """What is slower than was asked for."""
+    """The limits that are missed."""
     limits, found = {"eager": options.min_eager, "compiled": options.min_compiled}, []
     for form, least in limits.items():
         last = next((row for row in reversed(rows) if row.form == form), None)
         if least > 0 and last is None:
-            found.append(f"{form} was not measured, but a ratio of {least:g} is asked for; leave --no-compiled out.")
+            found.append(f"{form} was not measured, but a ratio of {least:g} is required; omit --no-compiled.")
         elif last is not None and last.ratio < least:
             found.append(
-                f"{form} is {last.ratio:.1f} times faster than scalar at {last.hosts} hosts; {least:g} is asked for."
+                f"{form} is {last.ratio:.1f} times faster than scalar at {last.hosts} hosts; {least:g} is required."
             )
     first = next(row for row in rows if row.form == "eager")
     if first.us_per_step > 1e3 * options.max_eager_ms:
         found.append(
             f"eager takes {first.us_per_step / 1e3:.2f} ms at {first.hosts} hosts; at most {options.max_eager_ms:g} is "
-            "asked for."
+            "required."
         )
     return found
 

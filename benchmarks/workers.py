@@ -1,7 +1,6 @@
-"""Hosts shared by several processes against the same hosts in one: wall time of a step (train and measure).
+"""Wall time of a step (train and measure) of the same hosts in one process and shared by several.
 
-All run alternately in one process, with three mixed live seeds in every host; a ratio is the median over repetitions of
-the ratio within each. Wall time, because that is what workers are for: other work on the machine shows in it.
+Both run in turn, with three live seeds in every host; a ratio is the median over repetitions of the ratio within each.
 
     python benchmarks/workers.py
     python benchmarks/workers.py --min-speedup 1.3          # exit code 1 if two processes are not that much faster
@@ -16,7 +15,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from esper.kasmina.native.compiled import compiler
+from esper.cpp.build import compiler
 from esper.telemetry.machine import environment
 from esper.tolaria.config import ExecutorChoice
 from esper.tolaria.memory import keep_freed_memory
@@ -39,11 +38,11 @@ class Options:
     val_examples: int = 360
     """Validation examples of each task; 128 at most on 32x32 images."""
     repetitions: int = 5
-    """Measurements of each; one more is taken before and not counted."""
+    """Measurements of each; a first one is not counted."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_speedup: float = 0.0
-    """How many times faster the slowest of the rows must become."""
+    """Least speed-up of the slowest row."""
 
 
 def rows_of(shape: Shape, num_hosts: int, options: Options) -> list[Row]:
@@ -65,7 +64,7 @@ def rows_of(shape: Shape, num_hosts: int, options: Options) -> list[Row]:
 
 
 def main(options: Options) -> int:
-    """Measure, print, and return 1 where a bound is missed."""
+    """Measure and print; returns 1 if the bound is missed."""
     torch.set_num_threads(1)
     keep_freed_memory()
     sizes = [(shape, n) for shape in (DIGITS_SHAPE, BLOCKS) for n in options.hosts] + [(IMAGES, options.image_hosts)]
@@ -77,7 +76,7 @@ def main(options: Options) -> int:
         options.json.write_text(json.dumps(found, indent=2))
     slowest = min(row.ratio for row in rows)
     if slowest < options.min_speedup:
-        print(f"the smallest speed-up is {slowest:.2f}; at least {options.min_speedup} was asked for", file=sys.stderr)
+        print(f"the smallest speed-up is {slowest:.2f}; at least {options.min_speedup} was required", file=sys.stderr)
         return 1
     return 0
 

@@ -1,11 +1,11 @@
-"""How fast whole rounds are, under one setting or several.
+"""Speed of whole rounds under one or several settings.
 
     env                  steps without the phase `decide`: hosts, measuring, governor, lifecycle, reward, buffer
     env+policy           steps
     env+policy+learn     rounds: reset, steps, update, records; their rate is called EPS
 
-All settings run alternately in one process, round by round, so that a busy machine slows them alike; a speed-up is the
-median over rounds of the ratio within each. A first round of each is not counted.
+All settings run in turn in one process, round by round, so that a busy machine slows them alike; a speed-up is the
+median over rounds of the ratio within each. The first round of each is not counted.
 
     python scripts/benchmark_hot_path.py                                          # telemetry off and on; amp on a GPU
     python scripts/benchmark_hot_path.py --compare executor=streamed executor=fused
@@ -35,9 +35,9 @@ from measured_rounds import RoundCost, Setting, Subject, alternating, configured
 from script_report import write_result
 
 TOLERANCE = 0.10
-"""How much slower than the baseline is still noise."""
+"""Share by which a setting may be slower than its baseline."""
 SIZE = ("task", "hosts", "steps", "threads")
-"""What must be equal where two measurements are compared."""
+"""Options that must be equal in two measurements that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +45,19 @@ class Options:
     """Measure whole rounds."""
 
     task: str = "synthetic_cifar"
-    """What is trained; synthetic_cifar and synthetic_tiny need no files, null no networks."""
+    """Name of a task; synthetic_cifar and synthetic_tiny need no files, null trains no networks."""
     hosts: int = 4
-    """N."""
+    """N, number of hosts."""
     steps: int = 16
-    """E, control steps per round."""
+    """E, number of control steps per round."""
     rounds: int = 5
-    """Rounds of each setting; one more is run before and not counted."""
+    """Rounds of each setting; a first one is not counted."""
     settings: tuple[str, ...] = ()
     """Settings to measure, each NAME=VALUE[,NAME=VALUE...], e.g. executor=fused,telemetry=on."""
     compare: tuple[str, str] | None = None
-    """Two settings; the same as --settings A B."""
+    """Two settings, like --settings A B."""
     threads: int = 1
-    """Threads of one operation on the CPU."""
+    """Threads within an operator on the CPU."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     quick: bool = False
@@ -67,12 +67,12 @@ class Options:
     min_eps: float = 0.0
     """Least EPS of the best setting."""
     baseline: Path | None = None
-    """JSON of an earlier run; a setting may be at most 10 % slower than it was there."""
+    """JSON of an earlier run; each setting may be at most 10 % slower than there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one setting came to. Rates per second; `share` of the round by phase."""
+    """Results of one setting. Rates are per second; `share` of a round by phase."""
 
     setting: str
     eps: float
@@ -87,7 +87,7 @@ class Row:
 
 
 def chosen_settings(options: Options, device: torch.device) -> list[str]:
-    """What the user asked for, else telemetry off and on, and on CUDA amp and compile."""
+    """The settings of the user, else telemetry off and on, and on CUDA amp and compile."""
     if options.compare is not None:
         return list(options.compare)
     if options.settings:
@@ -98,12 +98,12 @@ def chosen_settings(options: Options, device: torch.device) -> list[str]:
 
 
 def notes(device: torch.device) -> list[str]:
-    """What the default comparison leaves out, and why."""
+    """What the default comparison omits, and why."""
     if device.type == "cuda":
         return []
     return [
-        "amp=auto: on a CPU a run measures which precision is faster; name amp=bf16 to measure it here",
-        "compile=on: takes half a minute on a CPU; name it to measure it",
+        "amp=auto: float32 on a CPU; use --settings amp=off amp=bf16 to compare bf16",
+        "compile=on: takes half a minute on a CPU; use --settings compile=off compile=on",
     ]
 
 
@@ -142,7 +142,7 @@ def examples_of(subject: Subject) -> tuple[int, int]:
 def row_of(
     name: str, own: Sequence[RoundCost], first: Sequence[RoundCost], env_steps: int, num_train: int, num_val: int
 ) -> Row:
-    """The numbers of one setting; medians over rounds. `env_steps` are hosts x steps of a round."""
+    """The results of one setting; medians over rounds. `env_steps` is hosts x steps of a round."""
 
     def rate(number: int, seconds: Sequence[float]) -> float:
         middle = statistics.median(seconds)
@@ -180,7 +180,7 @@ def speeds(rows: Sequence[Row], title: str, caption: str) -> Table:
 
 
 def shares(rows: Sequence[Row]) -> Table:
-    """Where the time of a round goes."""
+    """Share of a round by phase."""
     page = Table(title="share of a round by phase (%)")
     page.add_column("phase")
     for row in rows:
@@ -191,10 +191,10 @@ def shares(rows: Sequence[Row]) -> Table:
 
 
 def complaints(rows: Sequence[Row], options: Options) -> list[str]:
-    """What is slower than was asked for."""
+    """The limits that are missed."""
     best, found = max(rows, key=lambda row: row.eps), []
     if best.eps < options.min_eps:
-        found.append(f"{best.eps:.1f} EPS with {best.setting}; at least {options.min_eps:g} is asked for.")
+        found.append(f"{best.eps:.1f} EPS with {best.setting}; at least {options.min_eps:g} is required.")
     if options.baseline is not None:
         before = baseline_of(options.baseline, options)
         known = [row for row in rows if row.setting in before]
@@ -210,16 +210,16 @@ def complaints(rows: Sequence[Row], options: Options) -> list[str]:
 
 
 def baseline_of(path: Path, options: Options) -> dict[str, float]:
-    """EPS by setting of an earlier run; raises ConfigError where the file is something else, or of another size."""
+    """EPS by setting of an earlier run; raises ConfigError if the file is no result or has another size."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         size = {name: content["config"][name] for name in SIZE}
         speed = {row["setting"]: float(row["eps"]) for row in content["results"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be used as a baseline ({error}); write one with --json FILE.") from error
+        raise ConfigError(f"{path} is no result of this script ({error}); write one with --json FILE.") from error
     own = {name: getattr(options, name) for name in SIZE}
     if size != own:
-        raise ConfigError(f"{path} was measured with {size}, this run with {own}; measure both alike.")
+        raise ConfigError(f"{path} was measured with {size}, this run with {own}; use the same options.")
     return speed
 
 

@@ -1,9 +1,9 @@
-"""Check both implementations of the rewards against recorded cases, or take a readable excerpt of such a file.
+"""Check both implementations of the rewards against recorded cases, or write an excerpt of such a file.
 
     python scripts/check_golden_rewards.py recorded/reward_shaped.json ...
     python scripts/check_golden_rewards.py --excerpt tests/golden recorded/reward_*.json
 
-Exit code 1 where an error is above 1e-6 (float64 inputs) or 1e-5 * max(1, |reward|) (float32 inputs).
+Exit code 1 if an error is above 1e-6 (float64 inputs) or 1e-5 * max(1, |reward|) (float32 inputs).
 """
 
 import argparse
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from esper.leyline.errors import EsperError
-from esper.simic.rewards.golden import batched_rewards, check_golden, load_golden, row_of_case
-from esper.simic.rewards.scalar_row import HostRow
-from esper.simic.rewards.thresholds import near_threshold
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
+from reference.rewards.golden import batched_rewards, check_golden, load_golden, row_of_case
+from reference.rewards.row import HostRow
+from reference.rewards.thresholds import near_threshold
 
 FLOAT64_TOLERANCE = 1e-6
 FLOAT32_TOLERANCE = 1e-5
@@ -26,7 +28,7 @@ MARKS = (-0.5, -0.2, 0.0, 0.1, 1.0)
 
 
 def main() -> int:
-    """Check every file; 1 where one is off."""
+    """Check every file; returns 1 if one is out of tolerance."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, help="files of recorded cases")
     parser.add_argument("--excerpt", type=Path, metavar="DIR", help="write an excerpt of each file instead of checking")
@@ -43,7 +45,7 @@ def main() -> int:
 
 
 def check(path: Path) -> bool:
-    """Print what was found in one file; whether it is within tolerance."""
+    """Print the errors of one file; returns whether they are within tolerance."""
     report = check_golden(path)
     print(
         f"{path.name}: cases {report.cases}, max_abs_error_scalar {report.scalar:.3g}, "
@@ -53,7 +55,7 @@ def check(path: Path) -> bool:
 
 
 def check_float32(path: Path) -> bool:
-    """The same in float32, without the rows that rounding may carry over a threshold."""
+    """The same in float32, without rows that rounding may move across a threshold."""
     cases = load_golden(path)
     worst, left_out, bad = 0.0, [], []
     for number, (case, got) in enumerate(zip(cases, batched_rewards(cases, torch.float32), strict=True)):
@@ -71,7 +73,7 @@ def check_float32(path: Path) -> bool:
 
 
 def write_excerpt(source: Path, target: Path) -> None:
-    """Keep each case that shows a feature not seen yet, then the first others up to 40; one case per line."""
+    """Write each case with a new feature, then the first other cases up to 40; one case per line."""
     content: dict[str, Any] = json.loads(source.read_text())
     cases, seen, chosen = content["cases"], set[str](), []
     for number, case in enumerate(cases):
@@ -89,7 +91,7 @@ def write_excerpt(source: Path, target: Path) -> None:
 
 
 def features_of(case: dict[str, Any]) -> set[str]:
-    """What a case shows: op and stage, ranges of its measurements, terms that are paid, the end of the episode."""
+    """Features of a case: op and stage, ranges of its measurements, terms that are not zero, the end of the episode."""
     x = row_of_case(case["inputs"])
     paid = {f"pays {name} {'+' if v > 0 else '-'}" for name, v in case.get("components", {}).items() if v}
     stage, op = x.stage if x.has_seed else 0, f"op {x.action}"

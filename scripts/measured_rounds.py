@@ -1,11 +1,11 @@
-"""Rounds of a run with a clock beside them: what the measuring scripts share.
+"""Timed rounds of a run, shared by the measuring scripts.
 
-    reset --> step 1 .. step E --> rest of the rollout --> update --> records          one round, as a run does it
+    reset --> step 1 .. step E --> rest of the rollout --> update --> records          one round of a run
 
-Importing this registers two tasks with random images, so that nothing has to be downloaded:
+Importing this module registers two tasks with random images, which need no download:
 
     synthetic_cifar   3 x 32 x 32, the host of cifar_baseline (8-16-32 channels, three slots), 256 + 128 examples
-    synthetic_tiny    1 x 8 x 8, 4-8 channels, three slots, 32 + 16 examples: for tests, and for short looks
+    synthetic_tiny    1 x 8 x 8, 4-8 channels, three slots, 32 + 16 examples; for tests
 """
 
 import math
@@ -44,7 +44,7 @@ OUTSIDE = "outside the phases"
 
 
 def random_images(shape: tuple[int, int, int], train: int, val: int) -> DatasetLoader:
-    """A loader of noise around one pattern per class; the same in every process."""
+    """A loader of noise around one pattern per class; equal in every process."""
 
     def load(data_dir: Path | None, run_seed: int) -> Dataset:
         del data_dir, run_seed
@@ -64,7 +64,7 @@ def random_images(shape: tuple[int, int, int], train: int, val: int) -> DatasetL
 CIFAR = register_task(
     TaskSpec(
         name="synthetic_cifar",
-        description="Random 32x32 images in colour; for measuring.",
+        description="Random 32x32 images in colour, for benchmarks.",
         topology=Topology.CNN,
         host=CNNHostSpec(in_channels=3, base=8, blocks=3, kernel=3, pools=3, classes=CLASSES),
         load=random_images((3, 32, 32), 256, 128),
@@ -80,7 +80,7 @@ CIFAR = register_task(
 TINY = register_task(
     TaskSpec(
         name="synthetic_tiny",
-        description="Random 8x8 images; for measuring.",
+        description="Random 8x8 images, for benchmarks.",
         topology=Topology.CNN,
         host=CNNHostSpec(in_channels=1, base=4, blocks=2, kernel=3, pools=1, classes=CLASSES),
         load=random_images((1, 8, 8), 32, 16),
@@ -97,7 +97,7 @@ TINY = register_task(
 
 @dataclass(frozen=True)
 class Setting:
-    """What one subject of a comparison differs in, e.g. `executor=fused,telemetry=on`."""
+    """The settings of one subject of a comparison, e.g. `executor=fused,telemetry=on`."""
 
     name: str
     values: Mapping[str, Any]
@@ -105,7 +105,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> "Setting":
-        """NAME=VALUE pairs with commas between; `telemetry` is on or off, the others are settings of a run."""
+        """Parse comma-separated NAME=VALUE pairs: `telemetry` (on or off) and settings of a run."""
         values: dict[str, Any] = {}
         for pair in filter(None, text.split(",")):
             name, separator, value = pair.partition("=")
@@ -128,7 +128,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCost:
-    """Wall seconds of one round. `steps` [E] each step; `phases` sums by name over the rollout."""
+    """Wall seconds of one round. `steps` [E] by step; `phases` by phase, summed over the rollout."""
 
     reset: float
     rollout: float
@@ -139,15 +139,15 @@ class RoundCost:
 
     @property
     def whole(self) -> float:
-        """The round from end to end."""
+        """The whole round."""
         return self.reset + self.rollout + self.update + self.records
 
 
 class Subject:
-    """A run that is measured round by round; a context manager, because a recorded one has a directory.
+    """A run that is measured round by round; a context manager that closes the run directory.
 
     Args:
-        config: the run. telemetry: whether it is recorded and shown as `esper train` does. folder: where, if so.
+        config: the run. telemetry: whether to record and show it like `esper train`. folder: the run directory.
     """
 
     def __init__(self, config: RunConfig, *, telemetry: bool, folder: Path) -> None:
@@ -161,7 +161,7 @@ class Subject:
             screen = Console(file=StringIO(), force_terminal=True, width=120, height=40)
             shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
             self._listeners = Hub({"progress": self._open.enter_context(shown)})
-            self._records = Records(self._directory, self._listeners, self.engine.spec, None)
+            self._records = Records(self._directory, self._listeners, self.engine.spec, config.reward, None)
             self.engine.on_step = self._records.step
 
     def __enter__(self) -> "Subject":
@@ -171,7 +171,7 @@ class Subject:
         self._open.close()
 
     def round(self, episode: int) -> RoundCost:
-        """One round; the device has finished all of it when this returns, for its last act is a read."""
+        """One round; it ends with a read, so the device has finished."""
         engine, client = self.engine, self.client
         engine.timer.enabled = True
         marks = [time.perf_counter()]
@@ -182,15 +182,15 @@ class Subject:
         for _ in range(engine.spec.episode_length):
             engine.step(client)
             marks.append(time.perf_counter())
-        stats = engine.rollout(client)  # no step is left: the read of the last one, and the statistics
+        stats = engine.rollout(client)  # no step is left; reads the last one and the statistics
         assert stats is not None
         rolled = time.perf_counter()
         metrics = client.update()
         updated = time.perf_counter()
         if self._records is not None:
-            self._records.write_events(events.round_events(stats, metrics, engine.spec, Trend()))
+            self._records.write_events(events.round_events(stats, metrics, engine.spec, Trend(), self.config.reward))
             cost = report.Cost(env_steps=self.config.num_envs * self.config.episode_length, seconds=rolled - marks[1])
-            line = report.round_line(stats, cost, metrics)
+            line = report.round_line(stats, cost, metrics, self.config.reward)
             self._directory.write_metrics(line)
             self._listeners.write("round", line)
         ended = time.perf_counter()
@@ -207,7 +207,7 @@ class Subject:
 
 
 def alternating(subjects: Sequence[Subject], rounds: int) -> list[list[RoundCost]]:
-    """The costs of `rounds` rounds of each, in turn and with the order reversed every time; one more comes before."""
+    """The times of `rounds` rounds of each, in alternating order, after a first round that is not counted."""
     costs: list[list[RoundCost]] = [[] for _ in subjects]
     for number in range(rounds + 1):
         order = range(len(subjects)) if number % 2 else range(len(subjects) - 1, -1, -1)
@@ -219,12 +219,12 @@ def alternating(subjects: Sequence[Subject], rounds: int) -> list[list[RoundCost
 
 
 def configured(told: Mapping[str, Any], setting: Setting) -> RunConfig:
-    """The run of a setting: in this process and on one thread unless told otherwise, networks of the preset `small`."""
+    """The run of a setting; by default in this process, on one thread, with the preset `small`."""
     base = {"preset": "small", "workers": 1, "threads": max(torch.get_num_threads(), 1)}
     return resolve({**base, **told, **setting.values})
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that at least `share` of the values do not exceed."""
+    """The smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

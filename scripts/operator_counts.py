@@ -1,4 +1,4 @@
-"""How many kernels of PyTorch some work calls, and which; a count, hence free of noise."""
+"""Counts of the PyTorch operators that a call dispatches; a count has no noise."""
 
 import cProfile
 import pstats
@@ -56,7 +56,7 @@ def operators_by_phase(subject: Subject) -> dict[str, float]:
 
 
 def most_expensive_operators(subject: Subject, lines: int) -> Table:
-    """The operators that cost most by their own time, the profiler's overhead included."""
+    """The operators with the most own time, including the profiler's overhead."""
     engine = subject.engine
     engine.reset(subject.client, 0)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -74,7 +74,7 @@ def most_expensive_operators(subject: Subject, lines: int) -> Table:
 
 
 def print_functions(subject: Subject, lines: int) -> None:
-    """The Python functions that cost most by their own time; the profiler adds to the time of each call."""
+    """The Python functions with the most own time; the profiler adds to the time of each call."""
     subject.engine.reset(subject.client, 0)
     seen = cProfile.Profile()
     seen.runcall(subject.engine.rollout, subject.client)

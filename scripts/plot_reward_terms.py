@@ -1,15 +1,15 @@
-"""One picture of what every reward term pays over one scripted episode.
+"""Plot every reward term over one scripted episode.
 
 python scripts/plot_reward_terms.py docs/reward_terms.png
 
 +------------------------------------+
-| accuracy                           |     what the host can do, with all seeds and with fossils alone
+| accuracy                           |     accuracy of the host with all seeds and with fossils alone
 | slots                              |     stages of the seeds, and the operations
 +--------+--------+--------+---------+
-| term   | term   | term   | term    |     what each term pays, step by step, in the modes that have it
+| term   | term   | term   | term    |     each term, step by step, in the modes that have it
 +--------+--------+--------+---------+
 
-The episode is the same for every mode; the inputs of its rewards are recorded once and paid by each of them.
+The episode is the same for every mode: the inputs of its rewards are recorded once and given to each mode.
 """
 
 import argparse
@@ -47,11 +47,11 @@ from recorded_reward import RecordedReward
 
 assert _presets
 COLORS = {"shaped": BLUE, "escrow": ORANGE, "basic": SAND, "basic_plus": GREEN, "loss": VIOLET, "objective": RED}
-"""Modes that are drawn. `sparse`, `minimal` and `simplified` have no term of their own that is paid here."""
+"""Modes in the picture. `sparse`, `minimal` and `simplified` have no term of their own in this episode."""
 FEW = 2
-"""A term that is paid in no more steps is drawn as stems."""
+"""A term that is not zero in at most so many steps is drawn as stems."""
 COLUMNS, WIDE = 4, ("attribution", "potential", "action", "rent")
-"""Panels in a row; these terms take the place of two."""
+"""Panels in a row; these terms are two panels wide."""
 _OP = LifecycleOp
 
 
@@ -72,25 +72,26 @@ def episode() -> Schedule:
 
 @dataclass(frozen=True)
 class Episode:
-    """One host: what its rewards saw in each step, and what each mode paid for it, [T, M] by mode."""
+    """One host: the reward inputs of each step, and the breakdown [T, M] by mode."""
 
     seen: Sequence[RewardInputs]
     paid: Mapping[str, np.ndarray]
 
     def column(self, name: str) -> np.ndarray:
-        """A number of the host, step by step."""
+        """A column of the host inputs, step by step."""
         return np.array([getattr(inputs.hosts, name)[0].item() for inputs in self.seen])
 
     def term(self, mode: str, name: str) -> np.ndarray:
-        """What a term pays in a mode, step by step."""
-        values: np.ndarray = self.paid[mode][:, REWARD_TERMS.index(name)]
-        return values
+        """A term in a mode, step by step."""
+        terms = list(make_reward(mode).terms)
+        column = self.paid[mode][:, terms.index(name)] if name in terms else np.zeros(len(self.seen))
+        return np.asarray(column)
 
 
 def play() -> Episode:
-    """The episode on the scripted task with interactions, paid by every mode.
+    """The episode on the scripted task with interactions, under every mode.
 
-    `basic_plus` also needs what fossils contribute, which other modes do not have measured: it plays by itself.
+    `basic_plus` plays an episode of its own, because only it measures the contributions of fossils.
     """
     paid: dict[str, np.ndarray] = {}
     seen = _play("shaped", paid)
@@ -113,7 +114,7 @@ def _play(mode: str, paid: dict[str, np.ndarray]) -> Sequence[RewardInputs]:
 
 
 def _pay(seen: Sequence[RewardInputs], config: RewardConfig) -> np.ndarray:
-    """What another mode would have paid for the same episode."""
+    """The breakdown of another mode for the same episode."""
     reward = make_reward(config.mode, config)
     state = reward.initial_state(1, seen[0].slots.stage.shape[1], len(seen), torch.device("cpu"))
     rows = []
@@ -125,7 +126,7 @@ def _pay(seen: Sequence[RewardInputs], config: RewardConfig) -> np.ndarray:
 
 
 def accuracy(ax: Axes, told: Episode) -> None:
-    """What the host can do."""
+    """Accuracy of the host."""
     steps = np.arange(1, len(told.seen) + 1)
     dress(ax, "Accuracy", "validation, %; the host alone would follow the grey line")
     ax.plot(steps, [null.host_accuracy(t) for t in steps], color="#c3ccd4", linewidth=2.2)
@@ -139,7 +140,7 @@ def accuracy(ax: Axes, told: Episode) -> None:
 
 
 def slots(ax: Axes, told: Episode) -> None:
-    """Stages of the slots as the reward sees them (before the operation of the step), and the operations."""
+    """Stages of the slots before the operation of each step, and the operations."""
     dress(ax, "Slots", "stages before the operation of each step; marks are operations that took effect")
     ax.grid(visible=False)
     for t, inputs in enumerate(told.seen, start=1):
@@ -167,7 +168,7 @@ def slots(ax: Axes, told: Episode) -> None:
 
 
 def groups(told: Episode, name: str) -> dict[tuple[str, ...], np.ndarray]:
-    """The series of a term that are not all zero; modes that pay the same share one."""
+    """The series of a term that are not all zero; modes with equal series share one."""
     found: dict[tuple[str, ...], np.ndarray] = {}
     for mode in COLORS:
         series = told.term(mode, name)
@@ -180,7 +181,7 @@ def groups(told: Episode, name: str) -> dict[tuple[str, ...], np.ndarray]:
 
 
 def term(ax: Axes, told: Episode, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
-    """What one term pays, step by step."""
+    """One term, step by step."""
     dress(ax, name, "")
     ax.title.set_fontfamily("DejaVu Sans Mono")
     steps = np.arange(1, len(told.seen) + 1)
@@ -200,7 +201,7 @@ def term(ax: Axes, told: Episode, name: str, modes: Mapping[tuple[str, ...], np.
 
 
 def last_step(ax: Axes, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
-    """What a term pays that several modes pay in the last step only: one bar per mode."""
+    """A term that several modes have in the last step only: one bar per mode."""
     dress(ax, name, "in the last step")
     ax.title.set_fontfamily("DejaVu Sans Mono")
     values = [series[-1] for series in modes.values()]
@@ -237,11 +238,11 @@ def picture(told: Episode, target: Path) -> None:
     height = figure.get_figheight()
     grid = figure.add_gridspec(2 + rows, COLUMNS, height_ratios=(1.5, 0.85, *[1.0] * rows), hspace=0.75, wspace=0.2,
                                left=0.05, right=0.985, top=1 - 1.4 / height, bottom=0.35 / height)  # fmt: skip
-    figure.suptitle("What every reward term pays over one episode", x=0.05, y=1 - 0.3 / height, ha="left",
+    figure.suptitle("Every reward term over one episode", x=0.05, y=1 - 0.3 / height, ha="left",
                     fontsize=17, color=INK, fontweight="bold")  # fmt: skip
     nothing = [name for name in REWARD_TERMS if name not in panels]
-    figure.text(0.05, 1 - 0.78 / height, f"scripted task, one host, {len(told.seen)} steps; the same episode paid by "
-                f"each mode. Never paid here: {', '.join(nothing)}.", fontsize=11, color=FAINT)  # fmt: skip
+    figure.text(0.05, 1 - 0.78 / height, f"scripted task, one host, {len(told.seen)} steps; the same episode under "
+                f"each mode. Zero here: {', '.join(nothing)}.", fontsize=11, color=FAINT)  # fmt: skip
     accuracy(figure.add_subplot(grid[0, :]), told)
     slots(figure.add_subplot(grid[1, :]), told)
     place = 0
@@ -260,7 +261,7 @@ def picture(told: Episode, target: Path) -> None:
 
 def main() -> None:
     """Read the arguments and draw."""
-    parser = argparse.ArgumentParser(description="Draw what every reward term pays over one scripted episode.")
+    parser = argparse.ArgumentParser(description="Plot every reward term over one scripted episode.")
     parser.add_argument("target", type=Path, help="the PNG file to write")
     target = parser.parse_args().target
     pairs = null.NullSpec(interaction=0.05)

@@ -1,9 +1,9 @@
-"""One picture of a run, from the records in its directory.
+"""Plot a run from the files in its directory.
 
 python scripts/plot_run.py runs/digits-quickstart-s0 docs/run.png
 
 +--------------+--------------+
-| accuracy     | return       |     means over the hosts, round by round
+| 100·J        | accuracy     |     means over the hosts, round by round
 +--------------+--------------+
 | operations   | growth       |
 +--------------+--------------+
@@ -56,7 +56,7 @@ HOSTS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a run: rounds in order, events of the last round, the configuration's title."""
+    """The files of a run: rounds in order, events of the last round, and a title from the configuration."""
 
     rounds: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -67,7 +67,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Read a run directory; raises SystemExit with a sentence where it has no complete round."""
+        """Read a run directory; raises SystemExit if it has no complete round."""
         if not (path / "config.toml").is_file():
             sys.exit(f"{path} is not a run directory: it has no config.toml; give the --run-dir of a run.")
         config = tomllib.loads((path / "config.toml").read_text())
@@ -81,12 +81,12 @@ class Run:
         return cls(rounds, last, title, config["episode_length"], config["num_envs"], config["slots"])
 
     def column(self, name: str) -> list[float]:
-        """One number per round; what was not measured is NaN."""
+        """One number per round; NaN if it was not measured."""
         return [float("nan") if line[name] is None else line[name] for line in self.rounds]
 
 
 def dress(ax: Axes, title: str, note: str) -> None:
-    """A heading in place of axis labels, and no more ink than needed."""
+    """A heading instead of axis labels, and few lines."""
     ax.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=20)
     ax.text(0.0, 1.035, note, transform=ax.transAxes, fontsize=9, color=FAINT)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -98,7 +98,7 @@ def dress(ax: Axes, title: str, note: str) -> None:
 
 
 def line(ax: Axes, run: Run, name: str, color: str, *, lift: float = 0.0) -> None:
-    """A column over the rounds, its last value written out, `lift` points above its place."""
+    """A column over the rounds, labelled with its last value, `lift` points above the line."""
     values = run.column(name)
     rounds = range(1, len(values) + 1)
     ax.plot(rounds, values, color=color, linewidth=2.2, marker="o", markersize=4.5 if len(values) <= 30 else 0)
@@ -116,21 +116,24 @@ def line(ax: Axes, run: Run, name: str, color: str, *, lift: float = 0.0) -> Non
 
 
 def accuracy(ax: Axes, run: Run) -> None:
-    """Accuracy of the hosts as they stand, and of what they may keep."""
+    """Accuracy of the network that is kept, and of the hosts as they stand."""
     dress(ax, "Accuracy", "validation, % at the end of each round")
-    columns = {"val_accuracy_mean": BLUE, "committed_accuracy_mean": ORANGE}
+    columns = {"live_accuracy_mean": BLUE, "committed_accuracy_mean": ORANGE}
     highest = max(columns, key=lambda name: run.column(name)[-1])
     for name, color in columns.items():
         line(ax, run, name, color, lift=4.0 if name == highest else -4.0)  # apart, however close the values are
     handles = [Line2D([], [], color=c, linewidth=2.2) for c in (BLUE, ORANGE)]
-    labels = ["with all live seeds", "with fossilized seeds only"]
+    labels = ["live: with all seeds", "committed: with fossilized seeds only"]
     ax.legend(handles, labels, loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
 
 
-def returns(ax: Axes, run: Run) -> None:
-    """What an episode paid."""
-    dress(ax, "Return", "mean sum of rewards of an episode, per round")
-    line(ax, run, "mean_return", GREEN)
+def objective(ax: Axes, run: Run) -> None:
+    """What is optimized, with its spread over the hosts."""
+    dress(ax, "100·J", "accuracy of the network that is kept minus the price of its growth, mean ± std per round")
+    line(ax, run, "objective_mean", GREEN)
+    bands = list(zip(run.column("objective_mean"), run.column("objective_std"), strict=True))
+    low, high = [m - s for m, s in bands], [m + s for m, s in bands]
+    ax.fill_between(range(1, len(bands) + 1), low, high, color=GREEN, alpha=0.12, linewidth=0)
 
 
 def operations(ax: Axes, run: Run) -> None:
@@ -151,7 +154,7 @@ def operations(ax: Axes, run: Run) -> None:
 
 
 def growth(ax: Axes, run: Run) -> None:
-    """How much larger hosts become."""
+    """Growth of the hosts."""
     dress(ax, "Growth", "(host + fossilized parameters) / host parameters, mean per round")
     line(ax, run, "growth_ratio_mean", VIOLET)
     values = run.column("growth_ratio_mean")
@@ -160,7 +163,7 @@ def growth(ax: Axes, run: Run) -> None:
 
 
 def lives(events: Sequence[Mapping[str, Any]], host: int, slot: str, steps: int) -> Iterator[tuple[float, float, str]]:
-    """(begin, end, stage) of what one slot went through; a stage that ends in its own step has no width."""
+    """(begin, end, stage) of one slot in order; a stage that ends in the step in which it began is left out."""
     moves = [e for e in events if e["kind"] == "stage_changed" and e["host"] == host and e["slot"] == slot]
     for move, after in zip_longest(moves, moves[1:]):
         end = float(after["t"] if after else steps)
@@ -203,7 +206,7 @@ def picture(run: Run, target: Path) -> None:
     figure.suptitle("Networks that grow while they train", x=0.08, y=0.975, ha="left", fontsize=17, color=INK,
                     fontweight="bold")  # fmt: skip
     figure.text(0.08, 0.94, run.title, fontsize=11, color=FAINT)
-    for place, panel in zip(((0, 0), (0, 1), (1, 0), (1, 1)), (accuracy, returns, operations, growth), strict=True):
+    for place, panel in zip(((0, 0), (0, 1), (1, 0), (1, 1)), (objective, accuracy, operations, growth), strict=True):
         panel(figure.add_subplot(grid[place]), run)
     seeds(figure.add_subplot(grid[2, :]), run)
     figure.savefig(target, dpi=110)
@@ -212,7 +215,7 @@ def picture(run: Run, target: Path) -> None:
 
 def main() -> None:
     """Read the arguments and draw."""
-    parser = argparse.ArgumentParser(description="Draw one picture of a run.")
+    parser = argparse.ArgumentParser(description="Plot a run.")
     parser.add_argument("run_dir", type=Path, help="a run directory, e.g. runs/digits-quickstart-s0")
     parser.add_argument("target", type=Path, help="the PNG file to write")
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""How often whole rounds make Python wait for the device, and where.
+"""Count the reads of the device in whole rounds, and find where they happen.
 
-    control step   1   the packed read: what the next step must know, and the numbers that are reported
+    control step   1   the packed read: the structure of the next step, and the reported numbers
     update         1   the packed metrics
     round          1   the packed statistics
 
-Every other read is an unlisted one, whose call site is printed. Reads are counted, not stalls, hence the counts are the
-same on CPU and CUDA; on CUDA the framework's own sync warnings are added, which see calls that bypass Python.
+The call site of every other read is printed as unlisted. Reads are counted, not stalls, so CPU and CUDA give the same
+counts. On CUDA, PyTorch's own sync warnings are added; they also cover calls that bypass Python.
 
     python scripts/profile_gpu_sync.py                 # exit code 1: a budget is exceeded, or an unlisted site reads
     python scripts/profile_gpu_sync.py --task null --hosts 64 --micro
@@ -39,8 +39,8 @@ from measured_rounds import Setting, configured
 from script_report import write_result
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
-LISTED = {r"^esper/simic/training/report\.py:": "the Shapley formula, on CPU tensors of numbers that were read before"}
-"""Call sites that may call what looks like a read, as regular expressions, with the reason."""
+LISTED = {r"^esper/simic/training/report\.py:": "the Shapley formula, on CPU tensors that were read before"}
+"""Call sites that may read, as regular expressions, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class Options:
     """Count the host reads of real rounds."""
 
     task: str = "synthetic_tiny"
-    """What is trained; null has no networks."""
+    """Name of a task; null trains no networks."""
     hosts: int = 4
-    """N."""
+    """N, number of hosts."""
     steps: int = 16
-    """E, control steps per round."""
+    """E, number of control steps per round."""
     rounds: int = 2
     """Rounds."""
     setting: str = ""
@@ -77,7 +77,7 @@ class Options:
 
 @dataclass(kw_only=True)
 class Scope:
-    """Reads of one kind of work: `most` and `least` intended ones in one instance, and sites of all others."""
+    """Reads of one kind of work: the number of intended ones in each instance, and the sites of all others."""
 
     name: str
     budget: int
@@ -86,21 +86,21 @@ class Scope:
 
     @contextmanager
     def counted(self, device: torch.device) -> Iterator[None]:
-        """The work inside is one instance of this scope."""
+        """Count the work inside as one instance of this scope."""
         with _sync_warnings(device, self.sites), HostReadCounter() as reads:
             yield
         self.intended.append(reads.intended)
         self.sites.update(f"{read.site} ({read.call})" for read in reads.unintended)
 
     def unlisted(self, allowed: Sequence[str]) -> Counter[str]:
-        """Sites that nobody allowed."""
+        """Sites that are neither listed nor allowed."""
         patterns = (*LISTED, *allowed)
         return Counter({site: n for site, n in self.sites.items() if not any(re.search(p, site) for p in patterns)})
 
 
 @contextmanager
 def _sync_warnings(device: torch.device, sites: Counter[str]) -> Iterator[None]:
-    """On CUDA: count what the framework itself calls a synchronization."""
+    """On CUDA: count PyTorch's own warnings of synchronization."""
     if device.type != "cuda":
         yield
         return
@@ -120,7 +120,7 @@ def _sync_warnings(device: torch.device, sites: Counter[str]) -> Iterator[None]:
 
 
 def count(options: Options) -> list[Scope]:
-    """Run the rounds with events built as a recorded run builds them, counting scope by scope."""
+    """Run the rounds, with events as in a recorded run, and count the reads by scope."""
     told = {
         "task": options.task,
         "num_envs": options.hosts,
@@ -128,7 +128,7 @@ def count(options: Options) -> list[Scope]:
         "rounds": options.rounds,
         "schedule_rounds": options.rounds,
         "device": options.device,
-        "compile": "off",  # every operator is looked at; what is compiled or recorded reads nothing
+        "compile": "off",  # every operator must be visible
     }
     config = configured(told, Setting.parse(options.setting))
     device = device_of(config)
@@ -156,7 +156,7 @@ def count(options: Options) -> list[Scope]:
         with updates.counted(device):
             metrics = client.update()
         with between.counted(device):
-            for _ in events.round_events(stats, metrics, engine.spec, Trend()):
+            for _ in events.round_events(stats, metrics, engine.spec, Trend(), config.reward):
                 pass
         rest.intended.append(sum(between.intended))
         rest.sites.update(between.sites)
@@ -165,7 +165,7 @@ def count(options: Options) -> list[Scope]:
 
 @dataclass(frozen=True, kw_only=True)
 class Micro:
-    """Two ways of bringing actions and log-probabilities [N, 8] to the host; medians."""
+    """One way of reading actions and log-probabilities [N, 8]; medians."""
 
     way: str
     reads: int
@@ -174,7 +174,7 @@ class Micro:
 
 
 def compare_reads(num_hosts: int, device: torch.device, repetitions: int) -> list[Micro]:
-    """One read per element against one packed read, alternately."""
+    """One read per element against one packed read, in turn."""
     actions = torch.randint(0, 4, (num_hosts, NUM_HEADS), device=device)
     log_probs = torch.rand(num_hosts, NUM_HEADS, device=device)
 
@@ -205,7 +205,7 @@ def compare_reads(num_hosts: int, device: torch.device, repetitions: int) -> lis
 
 
 def complaints(scopes: Sequence[Scope], allowed: Sequence[str]) -> list[str]:
-    """Budgets that are exceeded, and reads that nobody allowed."""
+    """Budgets that are exceeded, and unlisted reads."""
     found = [
         f"{scope.name}: {max(scope.intended)} reads; the budget is {scope.budget}."
         for scope in scopes
@@ -235,7 +235,7 @@ def shown(scopes: Sequence[Scope], options: Options, device: torch.device) -> Ta
 
 
 def shown_sites(scopes: Sequence[Scope], allowed: Sequence[str]) -> Table:
-    """Call sites that read besides `host_read`."""
+    """Call sites of reads other than `host_read`."""
     page = Table(title="call sites besides host_read")
     for column in ("scope", "site", "reads", "listed"):
         page.add_column(column)

@@ -1,11 +1,11 @@
-"""Microseconds of the single operations of a control step and of an update, eager.
+"""Microseconds of each operation of a control step and of an update, eager.
 
-A real episode runs while the arguments of every operation are kept; then each operation is repeated alone with the
-arguments of its last call. `policy act` contains observation and sampling, `reward step` the kernel. Operators are the
-calls that reach PyTorch's kernels in one call of the operation: a count, hence exact on any machine.
+An episode runs and the arguments of every operation are stored; then each operation is repeated with the arguments of
+its last call. `policy act` contains observation and sampling. Operators are the PyTorch operators dispatched in one
+call: a count, which is exact on any machine.
 
-    null task             everything but networks; the shares are of a control step of this task
-    synthetic_tiny        what needs networks: clipping, gradient statistics, validation
+    null task             all operations without networks; shares are of a control step of this task
+    synthetic_tiny        the operations of networks: clipping, gradient statistics, validation
 
     python scripts/profile_hot_path_operations.py
     python scripts/profile_hot_path_operations.py --hosts 1024 --phases --operators 12 --functions 25
@@ -30,12 +30,12 @@ from esper.leyline.errors import EsperError
 from esper.simic.agent import policy_step, ppo, rollout_buffer
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.client import SimicClient
-from esper.simic.rewards.reward import ContributionReward
 from esper.simic.training.build import baseline_of
 from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module
 from esper.tolaria import governor, phases
 from esper.tolaria.executors import fused
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.stepping import StackedOptimizer
 from esper.tolaria.runtime import CUDATimer, choose_device
 from measured_rounds import Setting, Subject, configured, percentile
@@ -50,18 +50,18 @@ SINGLE_ADD, VALIDATION = "single-row add", "validation, per coalition"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Time the operations of the hot path one by one."""
+    """Time the operations of the hot path."""
 
     hosts: tuple[int, ...] = (4, 64, 1024)
     """Numbers of hosts."""
     steps: int = 30
-    """Control steps of the episode that the arguments come from."""
+    """Control steps of the episode."""
     repetitions: int = 200
-    """Calls of each operation after warm-up ..."""
+    """Calls of each operation after warm-up, at most."""
     max_seconds: float = 4.0
-    """... unless they would take longer than this; the table says how many there were."""
+    """Most seconds of the calls of one operation; the table prints their number."""
     networks: bool = True
-    """Also time what needs networks."""
+    """Also time the operations of networks."""
     phases: bool = False
     """Also print time and operators of each phase of a control step."""
     operators: int = 0
@@ -69,7 +69,7 @@ class Options:
     functions: int = 0
     """Lines of the table of the most expensive Python functions of a control step."""
     threads: int = 1
-    """Threads of one operation on the CPU."""
+    """Threads within an operator on the CPU."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     quick: bool = False
@@ -80,7 +80,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Operation:
-    """A function or method that is called in every step, or in every update, and where its caller finds it."""
+    """A function or method of a step or an update, and the attribute through which it is called."""
 
     name: str
     owner: Any
@@ -89,7 +89,6 @@ class Operation:
 
 
 OF_EVERY_TASK = (
-    Operation("reward kernel", ContributionReward, "pay"),
     Operation("reward step", SimicClient, "step"),
     Operation("guards and masks", phases, "legal_ops"),
     Operation("governor", governor, "check"),
@@ -107,13 +106,13 @@ OF_EVERY_TASK = (
 OF_NETWORKS = (
     Operation("clip and step, hosts and seeds", StackedOptimizer, "step", in_step=False),
     Operation("gradient statistics", fused, "gradient_statistics", in_step=False),
-    Operation(VALIDATION, fused.FusedExecutor, "evaluate", in_step=False),
+    Operation(VALIDATION, NetworkExecutor, "evaluate", in_step=False),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One operation at one number of hosts; `share` of a control step, None where it is not part of one."""
+    """One operation at one number of hosts; `share` of a control step, None if it is not part of one."""
 
     operation: str
     hosts: int
@@ -130,7 +129,7 @@ Calls = dict[str, Callable[[], object]]
 
 @contextmanager
 def kept_arguments(operations: Sequence[Operation]) -> Iterator[dict[str, tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Arguments of the last call of each operation made inside, by its name."""
+    """Arguments of the last call of each operation inside the block, by name."""
     last: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     originals = [vars(operation.owner)[operation.attribute] for operation in operations]
 
@@ -180,7 +179,7 @@ def row_of(
     name: str, call: Callable[[], object], hosts: int, step_us: float | None, device: torch.device, options: Options,
     parts: int = 1,
 ) -> Row:  # fmt: skip
-    """Time one operation; `parts` equal pieces are counted one by one."""
+    """Time one operation; times and operators are divided by `parts`, its number of equal pieces."""
     us = [x / parts for x in time_of(call, device, options)]
     middle = statistics.median(us)
     return Row(
@@ -196,7 +195,7 @@ def row_of(
 
 
 def single_add(store: tuple[tuple[Any, ...], dict[str, Any]], options: Options) -> Callable[[], object]:
-    """`add` of one row, into a buffer of its own that is emptied when it is full."""
+    """`add` of one row to a buffer that is made for it."""
     client, step = store[0]
     buffer = client.buffer
     steps = -(-(options.repetitions + WARM_UP + 1) // buffer.num_envs)
@@ -217,9 +216,9 @@ def single_add(store: tuple[tuple[Any, ...], dict[str, Any]], options: Options) 
 
 
 def told_of(options: Options, task: str, hosts: int) -> dict[str, Any]:
-    """What decides the runs that are looked at."""
+    """Settings of the measured runs."""
     sizes = {"num_envs": hosts, "episode_length": options.steps, "rounds": 3, "schedule_rounds": 3}
-    eager = {"compile": "off"}  # in other forms there are no single operations
+    eager = {"compile": "off"}  # compiled steps have no single operations
     return {"task": task, "device": options.device, "threads": options.threads, "ppo": {"epochs": 1}} | sizes | eager
 
 
@@ -244,7 +243,7 @@ def control_plane(options: Options, hosts: int) -> tuple[list[Row], Subject]:
 
 
 def with_networks(options: Options, hosts: int) -> list[Row]:
-    """Operations that need networks, with a fixed schedule so that seeds train."""
+    """Operations of networks, with a fixed schedule so that seeds train."""
     config = configured(told_of(options, "synthetic_tiny", hosts), Setting.parse("executor=fused"))
     engine = Subject(config, telemetry=False, folder=Path()).engine
     client = baseline_of("fixed_schedule", config, engine.spec)

@@ -1,4 +1,4 @@
-"""A reward that remembers what it paid, for scripts that explain an episode."""
+"""A reward that records its breakdowns, for scripts that explain an episode."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -12,7 +12,7 @@ from esper.leyline.protocols import RewardProtocol
 
 @final
 class RecordedReward:
-    """Any reward; `paid` holds the breakdown [N, M] of every step, `seen` the inputs."""
+    """Wraps a reward; `paid` has the breakdown [N, M] of every step, `seen` the inputs."""
 
     def __init__(self, reward: RewardProtocol[Any]) -> None:
         self._reward = reward
@@ -25,12 +25,12 @@ class RecordedReward:
         return self._reward.terms
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:
-        """Forget what was paid; see `RewardProtocol`."""
+        """Clear the records; see `RewardProtocol`."""
         self.paid, self.seen = [], []
         return self._reward.initial_state(n, slots, steps, device)
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:
-        """Pay one step and remember it."""
+        """Reward one step and record it."""
         paid, state = self._reward.step(inputs, state)
         self.paid.append(paid.breakdown.to(torch.float64))
         self.seen.append(inputs)

@@ -1,4 +1,4 @@
-"""The one file of JSON that a script leaves: what was run, where, with which settings, and what came out."""
+"""The JSON result of a script: its name, environment, settings and results."""
 
 import json
 from collections.abc import Mapping

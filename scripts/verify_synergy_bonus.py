@@ -1,17 +1,17 @@
-"""Check the synergy bonus by hand-made pairs of seeds: plain floats against the batched kernel.
+"""Check the synergy bonus on pairs of seeds: by hand, in plain floats, and by the batched kernel.
 
-    bonus   0.1 tanh(0.5 I)   where the target slot holds a seed, d >= 0.5, attribution > 0 and I > 0; else 0
+    bonus   0.1 tanh(0.5 I)   if the target slot holds a seed, d >= 0.5, attribution > 0 and I > 0; else 0
     I_ij    f(R + i + j) - f(R + i) - f(R + j) + f(R)     f accuracy of a set of seeds (pp), R fossils in the background
     I       sum of I_ij over j
 
-The first table pays one seed of a pair in mode `shaped` or `escrow`: what was worked out by hand, by `reward_of_row` in
-plain floats, by `compute_reward_batched` for all cases at once. The second one takes the interactions of an additive
-and of a superadditive model (v_i points each, and 0.5 v_i v_j for each pair) through the coalitions of the engine.
+The first table has the bonus of one seed of a pair in mode `shaped` or `escrow`: by hand, by `reward_of_row` in plain
+floats, and by `compute_reward_batched` for all cases at once. The second table derives the interactions of an additive
+and of a superadditive model (v_i points each, and 0.5 v_i v_j for each pair) from the coalitions of the engine.
 
     python scripts/verify_synergy_bonus.py
     python scripts/verify_synergy_bonus.py --json synergy.json
 
-Exit code 1 where a difference is above 1e-9 (float64) or 1e-5 (float32).
+Exit code 1 if a difference is above 1e-9 (float64) or 1e-5 (float32).
 """
 
 import math
@@ -30,11 +30,15 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import EsperError
 from esper.leyline.stages import SeedStage
-from esper.simic.rewards import REWARD_TERMS, HostRow, RewardConfig, compute_reward_batched, reward_of_row
-from esper.simic.rewards.golden import kernel_arguments
+from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.tolaria.coalitions import derive, enumerate_coalitions
 from esper.tolaria.runtime import choose_device
 from script_report import write_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
+from reference.rewards.golden import kernel_arguments
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import HostRow
 
 FLOAT64, FLOAT32 = 1e-9, 1e-5
 NAN = math.nan
@@ -56,12 +60,12 @@ class Options:
     json: Path | None = None
     """Also write every number to this file."""
     quick: bool = False
-    """Accepted like by all scripts; the whole check takes seconds."""
+    """Accepted as by all scripts, without effect; the check takes seconds."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One seed of a pair: interaction sum, what else is special, and the bonus worked out by hand."""
+    """One seed of a pair: interaction sum, changed inputs, and the bonus by hand."""
 
     name: str
     interaction: float
@@ -92,7 +96,7 @@ class Line:
 
     @property
     def good(self) -> bool:
-        """Both are within tolerance; NaN is not."""
+        """Whether both differences are within tolerance; NaN is not."""
         return self.difference <= FLOAT64 and self.single_difference <= FLOAT32
 
 
@@ -174,7 +178,7 @@ def accuracy(on: Iterable[int], pair: float) -> float:
 
 
 def by_engine(stages: list[int], pair: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The interactions [S, S] that the engine derives from the accuracies of its coalitions; NaN where it has none."""
+    """The interactions [S, S] that the engine derives from the accuracies of its coalitions; NaN if it has none."""
     stage = torch.tensor([stages], device=device)
     coalitions = enumerate_coalitions(stage, torch.ones_like(stage, dtype=torch.bool))
     sets = [[s for s, on in enumerate(members) if on] for members in coalitions.sets[0].tolist()]
@@ -183,7 +187,7 @@ def by_engine(stages: list[int], pair: float, device: torch.device, dtype: torch
 
 
 def interactions(device: torch.device) -> list[Line]:
-    """Both models, with three seeds in question and with two of them before a fossil."""
+    """Both models, with three seeds, and with two seeds and a fossil."""
     return [
         line
         for model, pair in (("additive", 0.0), ("superadditive", PAIR))
@@ -193,7 +197,7 @@ def interactions(device: torch.device) -> list[Line]:
 
 
 def lines_of(model: str, pair: float, fossils: tuple[int, ...], device: torch.device) -> Iterator[Line]:
-    """One line per pair of players, and one for the sum that slot 0 is paid by."""
+    """One line per pair of players, and one for the interaction sum of slot 0."""
     stages = [int(SeedStage.FOSSILIZED if s in fossils else SeedStage.BLENDING) for s in range(len(STRENGTHS))]
     double, single = (by_engine(stages, pair, device, dtype) for dtype in (torch.float64, torch.float32))
     assert double[list(fossils)].isnan().all()  # a fossil is no player
@@ -227,7 +231,7 @@ def shown(title: str, lines: Iterable[Line]) -> Table:
 
 
 def main(options: Options) -> int:
-    """Check, print, and write the numbers; 1 where one is off."""
+    """Check, print and write the numbers; returns 1 if one is out of tolerance."""
     device = choose_device(options.device)
     tables: dict[str, Callable[[torch.device], list[Line]]] = {"synergy": bonuses, "interactions": interactions}
     found = {name: check(device) for name, check in tables.items()}

@@ -1,8 +1,8 @@
-"""The short form of every measurement, as one section of docs/benchmarks.md between two markers.
+"""Run the benchmarks and write their tables into docs/benchmarks.md, between two markers.
 
-What people wrote outside the markers stays as it is. A measurement that fails leaves the page as it was.
+The text outside the markers stays unchanged. If a measurement fails, nothing is written.
 
-    python scripts/write_benchmarks.py                   # `make bench`: about three minutes on a quiet core
+    python scripts/write_benchmarks.py                   # `make bench`: about eight minutes on two quiet cores
     python scripts/write_benchmarks.py --page other.md
 """
 
@@ -24,53 +24,64 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
 
 Report = Mapping[str, Any]
+Lines = Sequence[Sequence[str]]
+"""The lines of a table, the header first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure everything in short, and write it down."""
+    """Run the benchmarks and write their tables."""
 
     page: Path = ROOT / "docs" / "benchmarks.md"
     """The page with the two markers."""
     only: tuple[str, ...] = ()
-    """Titles of the measurements to make, instead of all; then nothing is written."""
+    """Titles of the measurements to run instead of all; nothing is written then."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A command that writes JSON, and how its numbers are shown."""
+    """A command that writes JSON, and the tables that are made of it."""
 
     title: str
     command: tuple[str, ...]
-    rows: Callable[[Report], list[Sequence[str]]]
-    """The lines of the table, the header first."""
+    tables: tuple[Callable[[Report], Lines], ...]
 
 
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """Markdown, numbers to the right; the first line is the header."""
+def table(lines: Lines) -> str:
+    """Markdown; all columns but the first are aligned to the right."""
     header, *rest = lines
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rest))
 
 
-def control_step(report: Report) -> list[Sequence[str]]:
+def control_step(report: Report) -> Lines:
     """Rows of benchmarks/null_control_step.py."""
-    header = ("compile", "hosts", "control steps/s", "env-steps/s", "ms/step", "beside products", "ratio", "to eager")
     return [
-        header,
+        ("hosts", "control steps/s", "env-steps/s", "ms/step", "relative to 16 hosts"),
         *(
-            (r["compile"], str(r["hosts"]), f"{r['steps_per_second']:.1f}", f"{r['env_steps_per_second']:,.0f}",
-             *(f"{r[key]:.2f}" for key in ("ms_per_step", "ms_beside", "ratio", "to_first")))
+            (str(r["hosts"]), f"{r['steps_per_second']:.1f}", f"{r['env_steps_per_second']:,.0f}",
+             f"{r['ms_per_step']:.2f}", f"{r['ratio']:.2f}")
             for r in report["rows"]
         ),
     ]  # fmt: skip
 
 
-def gae(report: Report) -> list[Sequence[str]]:
-    """Rows of benchmarks/gae.py."""
-    header = ("type", "ms", "best ms", "times faster than a loop over tensors", "... over Python's floats")
+def operations(report: Report) -> Lines:
+    """Rows of scripts/profile_hot_path_operations.py."""
     return [
-        header,
+        ("operation", "operators", "µs", "share of a step"),
+        *(
+            (r["operation"], str(r["operators"]), f"{r['us']:,.0f}",
+             "-" if r["share"] is None else f"{100 * r['share']:.0f} %")
+            for r in report["results"]
+        ),
+    ]  # fmt: skip
+
+
+def gae(report: Report) -> Lines:
+    """Rows of benchmarks/gae.py."""
+    return [
+        ("type", "ms", "best ms", "speed-up over a loop over tensors", "over a loop over lists of floats"),
         *(
             (r["dtype"], f"{r['scan_ms']:.2f}", f"{r['scan_ms_best']:.2f}", f"{r['ratio_tensors']:,.0f}",
              f"{r['ratio_floats']:.0f}")
@@ -79,140 +90,135 @@ def gae(report: Report) -> list[Sequence[str]]:
     ]  # fmt: skip
 
 
-def rounds(report: Report) -> list[Sequence[str]]:
-    """Rows of scripts/benchmark_hot_path.py."""
-    header = ("setting", "EPS", "env+policy", "env", "p50 ms", "p95 ms", "train", "decide", "update", "speed-up")
+def rewards(report: Report) -> Lines:
+    """Rows of benchmarks/rewards.py."""
     return [
-        header,
+        ("hosts", "form", "µs/step", "ns/host", "speed-up over scalar"),
         *(
-            (r["setting"], f"{r['eps']:,.1f}", f"{r['eps_env_policy']:,.1f}", f"{r['eps_env']:,.1f}",
-             f"{r['step_ms_p50']:.1f}", f"{r['step_ms_p95']:.1f}",
+            (str(r["hosts"]), r["form"], f"{r['us_per_step']:,.0f}", f"{r['ns_per_host']:,.0f}", f"{r['ratio']:.1f}")
+            for r in report["rows"]
+        ),
+    ]
+
+
+def rounds(report: Report) -> Lines:
+    """Rows of scripts/benchmark_hot_path.py."""
+    return [
+        ("setting", "env-steps/s", "p50 ms/step", "p95 ms/step", "train", "decide", "update", "speed-up"),
+        *(
+            (r["setting"], f"{r['eps']:,.1f}", f"{r['step_ms_p50']:.1f}", f"{r['step_ms_p95']:.1f}",
              *(f"{100 * r['share'][phase]:.0f} %" for phase in ("train", "decide", "update")), f"{r['speed_up']:.2f}")
             for r in report["results"]
         ),
     ]  # fmt: skip
 
 
-def executors(report: Report) -> list[Sequence[str]]:
-    """Rows of benchmarks/executors.py that compare an executor with the streamed one."""
-    against = [r for r in report["rows"].values() if r["first"] == "streamed"]
+def executors(report: Report) -> Lines:
+    """Rows of benchmarks/executors.py that compare an executor with streamed."""
     return [
-        ("work", "executor", "streamed ms", "its ms", "times faster"),
+        ("work", "executor", "streamed ms", "speed-up", "range"),
         *(
-            (r["name"], r["second"], f"{r['first_ms']:,.0f}", f"{r['second_ms']:,.0f}", f"{r['ratio']:.2f}")
-            for r in against
+            (r["name"], r["second"], f"{r['first_ms']:,.0f}", *speed_up(r))
+            for r in report["rows"].values()
+            if r["first"] == "streamed"
         ),
     ]
 
 
-def operations(report: Report) -> list[Sequence[str]]:
-    """Rows of scripts/profile_hot_path_operations.py, one column of times for each number of hosts."""
-    sizes = sorted({r["hosts"] for r in report["results"]})
-    by_name: dict[str, dict[int, Any]] = {}
-    for r in report["results"]:
-        by_name.setdefault(r["operation"], {})[r["hosts"]] = r
-    last = sizes[-1]
-    lines: list[Sequence[str]] = [
-        ("operation", *(f"µs, N = {n}" for n in sizes), f"µs per host, N = {last}", "share of a step", "operators")
-    ]
-    for name, own in by_name.items():
-        share = own[last]["share"]
-        part = "-" if share is None else f"{100 * share:.0f} %"
-        times = (f"{own[n]['us']:,.0f}" for n in sizes)
-        lines.append((name, *times, f"{own[last]['us_per_host']:.2f}", part, str(own[last]["operators"])))
-    return lines
+def executor_facts(report: Report) -> Lines:
+    """The facts of benchmarks/executors.py, memory included."""
+    facts = report["facts"]
 
+    def each(name: str, form: str) -> str:
+        return ", ".join(f"{key} {value:{form}}" for key, value in facts[name].items())
 
-def reads(report: Report) -> list[Sequence[str]]:
-    """Rows of scripts/profile_gpu_sync.py."""
-    header = ("scope", "instances", "most reads", "budget")
+    memory = f"{facts['memory_gib']:.2f} GiB, {facts['state_mib']:.1f} MiB of it checkpointed state"
     return [
-        header,
-        *((s["scope"], str(s["instances"]), str(s["most"]), str(s["budget"])) for s in report["results"]["scopes"]),
+        ("quantity", "found"),
+        ("training 3x3 blocks, share of the peak of a matrix product", each("share", ".1%")),
+        ("all 8 coalitions, in evaluations of one", each("coalitions", ".2f")),
+        ("speed of `auto` relative to the fastest executor", each("auto_speed", ".2f")),
+        ("time per host and step, many hosts relative to few", each("growth", ".2f")),
+        ("peak memory of a process of 64 hosts of digits", memory),
     ]
 
 
+def workers(report: Report) -> Lines:
+    """Rows of benchmarks/workers.py."""
+    return [
+        ("hosts, executor", "1 process ms", f"{report['workers']} processes ms", "speed-up", "range"),
+        *((r["name"], f"{r['first_ms']:,.0f}", f"{r['second_ms']:,.0f}", *speed_up(r)) for r in report["rows"]),
+    ]
+
+
+def speed_up(row: Report) -> tuple[str, str]:
+    """Median ratio and range of one comparison."""
+    return f"{row['ratio']:.2f}", f"{row['lowest']:.2f} to {row['highest']:.2f}"
+
+
+ROUNDS = ("scripts/benchmark_hot_path.py", "--hosts", "16", "--task")
+STREAMED_AND_AUTO = ("executor=streamed,workers=1", "executor=auto,workers=2")
 MEASUREMENTS = (
     Measurement(
-        "Control step of the null task",
-        ("benchmarks/null_control_step.py", "--compile", "off", "native", "--repetitions", "3"),
-        control_step,
-    ),
-    Measurement("GAE, 1,024 hosts x 150 steps", ("benchmarks/gae.py", "--repetitions", "3"), gae),
-    Measurement(
-        "Rounds of the null task, 16 hosts x 60 steps",
-        ("scripts/benchmark_hot_path.py", *("--task", "null", "--hosts", "16", "--steps", "60", "--rounds", "20")),
-        rounds,
+        "Control step of the null task, eager",
+        ("benchmarks/null_control_step.py",),
+        (control_step,),
     ),
     Measurement(
-        "Rounds of 32x32 images, 2 hosts x 6 steps",
-        (
-            "scripts/benchmark_hot_path.py",
-            *("--hosts", "2", "--steps", "6", "--rounds", "2", "--compare", "executor=streamed", "executor=auto"),
-        ),
-        rounds,
+        "Operators of a control step, null task, 16 hosts",
+        ("scripts/profile_hot_path_operations.py", "--hosts", "16", "--no-networks", "--max-seconds", "0.5"),
+        (operations,),
+    ),
+    Measurement("GAE, 1,024 hosts x 150 steps", ("benchmarks/gae.py",), (gae,)),
+    Measurement("Reward kernel, mode shaped, float64", ("benchmarks/rewards.py", "--hosts", "64", "4096"), (rewards,)),
+    Measurement("Executors, three seeds per host", ("benchmarks/executors.py",), (executors, executor_facts)),
+    Measurement("Worker processes", ("benchmarks/workers.py", "--hosts", "16", "--repetitions", "3"), (workers,)),
+    Measurement(
+        "Rounds of digits, 16 hosts x 20 steps",
+        (*ROUNDS, "digits", "--steps", "20", "--rounds", "4", "--compare", *STREAMED_AND_AUTO),
+        (rounds,),
     ),
     Measurement(
-        "Executors, 16 hosts with three seeds each (4 of 32x32)",
-        (
-            "benchmarks/executors.py",
-            *(
-                "--hosts",
-                "16",
-                "--image-hosts",
-                "4",
-                "--examples",
-                "256",
-                "--val-examples",
-                "128",
-                "--repetitions",
-                "3",
-            ),
-            *("--growth", "4", "16", "--memory-hosts", "16"),
-        ),
-        executors,
+        "Rounds of the null task, 16 hosts x 60 steps, without and with records",
+        (*ROUNDS, "null", "--steps", "60", "--rounds", "20"),
+        (rounds,),
     ),
-    Measurement(
-        "Operations",
-        ("scripts/profile_hot_path_operations.py", *("--hosts", "4", "64", "1024", "--max-seconds", "0.5")),
-        operations,
-    ),
-    Measurement("Host reads", ("scripts/profile_gpu_sync.py", "--quick"), reads),
 )
 
 
 def measured(measurement: Measurement, folder: Path) -> Report:
-    """Run it in a process of its own, its tables going to the terminal; raises ConfigError where it fails."""
+    """Run the command in a process of its own; raises ConfigError if it fails. Its tables go to the terminal."""
     path = folder / "result.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, *measurement.command, "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, check=False)
     if done.returncode or not path.exists():
         raise ConfigError(
-            f"{' '.join(measurement.command)} ended with exit code {done.returncode}; nothing was written, run it "
-            "alone to see why."
+            f"{' '.join(measurement.command)} ended with exit code {done.returncode}, so nothing was written; "
+            "run it alone to see why."
         )
     content: Report = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
 def section(measurement: Measurement, report: Report) -> str:
-    """Title, command and table."""
+    """Title, command and tables."""
     command = " ".join((".venv/bin/python", *measurement.command))
-    return f"### {measurement.title}\n\n`{command}`\n\n{table(measurement.rows(report))}"
+    tables = (table(lines_of(report)) for lines_of in measurement.tables)
+    return "\n\n".join((f"## {measurement.title}", f"`{command}`", *tables))
 
 
 def introduction(report: Report, load: float) -> str:
-    """Where and how busy."""
+    """Machine, versions and load."""
     where = ", ".join(f"{name} {value}" for name, value in report["environment"].items() if name != "settings")
     return f"Written by `make bench`: {where}. Load average before: {load:.1f}."
 
 
 def between_markers(page: str, text: str) -> str:
-    """`page` with `text` between the markers; raises ConfigError unless each marker is there once, in order."""
+    """`page` with `text` between the markers; raises ConfigError unless it has each marker once, in order."""
     begin, end = page.find(BEGIN), page.find(END)
     if page.count(BEGIN) != 1 or page.count(END) != 1 or begin > end:
-        raise ConfigError(f"the page needs the lines {BEGIN} and {END}, once each and in this order.")
+        raise ConfigError(f"the page must have the lines {BEGIN} and {END}, once each and in this order.")
     return f"{page[: begin + len(BEGIN)]}\n{text}\n{page[end:]}"
 
 

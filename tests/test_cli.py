@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import small_runs
-from esper import commands
 from esper.cli import main
+from esper.cli.train import _why
 from small_runs import contents, records, summary
 
 ESPER = (sys.executable, "-m", "esper.cli")
@@ -47,14 +47,16 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     assert second == "recorded in runs/digits-quickstart-s3, on cpu"
     assert third == "executor: native (C++ compiled for this processor), hosts shared by 2 processes"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
-    assert re.match(r"done: accuracy \d+\.\d\d \(validation\), \d+\.\d\d \(test, committed\); growth 1\.\d\dx; ", done)
+    number = r"\d+\.\d\d"
+    kept = f"committed validation {number}, committed test {number}; growth {number}x; 2 hosts; "
+    assert re.match(f"done: 100·J {number} ± {number}; {kept}", done)
     assert way_on == "compare it with the baselines: esper evaluate runs/digits-quickstart-s3"
     run = folder / "runs" / "digits-quickstart-s3"
     assert tomllib.loads((run / "config.toml").read_text())["seed"] == 3
     found = json.loads((run / "summary.json").read_text())
     expected = {
         *("task", "preset", "seed", "rounds", "num_envs", "episode_length", "env_steps", "env_steps_per_second"),
-        *("final_val_accuracy_mean", "final_test_accuracy_mean", "mean_return_last", "growth_ratio_mean"),
+        *("final_objective_mean", "final_committed_accuracy_mean", "final_test_accuracy_mean", "growth_ratio_mean"),
         *("host_reads_per_step", "state_digest", "torch", "python", "device"),
     }
     assert expected <= found.keys()
@@ -102,6 +104,27 @@ def test_the_comparison_can_be_piped_as_json(folder: Path, capfd: pytest.Capture
     assert list(folder.iterdir()) == []
 
 
+def test_the_comparison_is_written_to_a_new_file_or_where_a_link_leads(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "old.json").write_text("old")
+    (folder / "old.json").chmod(0o640)
+    (folder / "link").symlink_to("old.json")
+    (folder / ".link.draft").symlink_to("mine")  # drafts were once named so
+    (folder / "mine").write_text("mine")
+    evaluate = ["evaluate", "wait_only", "--task", "null", "--num-envs", "1", "--episode-length", "2"]
+    for name in ("link", "new.json"):
+        assert main([*evaluate, "--json", name]) == 0
+    assert (folder / "link").is_symlink()
+    assert (folder / "old.json").stat().st_mode & 0o777 == 0o640
+    for name in ("old.json", "new.json"):
+        assert json.loads((folder / name).read_text())["task"] == "null"
+    assert (folder / "mine").read_text() == "mine"
+    assert main([*evaluate, "--json", "link", "--num-envs", "0"]) == 2  # and what cannot be done changes nothing
+    assert json.loads((folder / "old.json").read_text())["num_envs"] == 1
+    assert sorted(path.name for path in folder.iterdir()) == [".link.draft", "link", "mine", "new.json", "old.json"]
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 NULL = "train --task null "
@@ -129,8 +152,11 @@ REFUSED = [
     (NULL + "--run-dir ten.toml/run", "cannot be made (Not a directory)"),
     (NULL + "--plugins nowhere.py", "there is no plugin"),
     (NULL + "--plugins fails.py", "in line 2 of"),
-    (NULL + "--topology static", "task 'null' runs no networks that could be selected by masks"),
-    ("train --topology static --executor streamed", "set executor to 'auto' or 'fused', or topology to 'grouped'"),
+    (NULL + "--set experimental=true graph=static", "task 'null' runs no networks that could be selected by masks"),
+    (
+        "train --executor streamed --set experimental=true graph=static",
+        "set executor to 'auto' or 'fused', or graph to 'dynamic'",
+    ),
     ("train --task fashion_mnist", "data_dir"),
     ("train --task fashion_mnist --data-dir nowhere", "there is no such folder"),
     ("train --task fashion_mnist --data-dir data", "truncated"),
@@ -147,7 +173,11 @@ REFUSED = [
     ("evaluate random --task null --best", "no run is named; name one, or leave it out"),
     ("evaluate random --task null --num-envs 0", "num_envs is 0"),
     ("evaluate random --task null --json ten.toml/x.json", "cannot be written"),
-    ("evaluate random --task null --json folder", "is a folder"),
+    ("evaluate random --task null --json folder", "is a folder and is left as it is"),
+    ("evaluate random --task null --json pipe", "is no regular file and is left as it is"),
+    ("evaluate random --task null --json to_pipe", "is no regular file and is left as it is"),
+    ("evaluate random --task null --json to_nothing", "is no regular file and is left as it is"),
+    ("evaluate random --task null --json /dev/null", "is no regular file and is left as it is"),
     ("tasks --plugins no_such_module", "there is no plugin module"),
 ]
 
@@ -161,6 +191,9 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken.toml").write_text("rounds = \n")
     (folder / "unknown.toml").write_text("[ppo]\nlearning_rat = 1\n")
     (folder / "fails.py").write_text("x = 0\n1 / x\n")
+    os.mkfifo(folder / "pipe")
+    (folder / "to_pipe").symlink_to("pipe")
+    (folder / "to_nothing").symlink_to("missing")
     (folder / "data").mkdir()
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (folder / "data" / f"{name}-ubyte").write_bytes(b"\0\0\x08\x03abc")
@@ -361,8 +394,8 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
 
 def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert commands._why("native", cpu) == " (C++ compiled for this processor)"
-    assert commands._why("streamed", cpu) == " (chosen by image size)"
-    monkeypatch.setattr(commands, "compiler", lambda: None)
-    assert "with a C++ compiler such as g++ small hosts run natively" in commands._why("fused", cpu)
-    assert commands._why("fused", gpu) == " (chosen by image size)"
+    assert _why("native", cpu) == " (C++ compiled for this processor)"
+    assert _why("streamed", cpu) == " (chosen by image size)"
+    monkeypatch.setattr("esper.kasmina.native.compiled.compiler", lambda: None)
+    assert "with a C++ compiler such as g++ small hosts run natively" in _why("fused", cpu)
+    assert _why("fused", gpu) == " (chosen by image size)"

@@ -34,8 +34,8 @@ MAY_READ = {
     "kasmina/kinds.py": "compares two builds of a module, before the run",
     "kasmina/stacking_trial.py": "tries a stacked module, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
+    "kasmina/native/trial.py": "tries a rule on a module, when an executor is built",
     "kasmina/population.py": "numpy arrays of the structure that was read",
-    "simic/lanes/": "constants of a function while it is recorded, before the first step",
     "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "telemetry/": "plain values",
     "tasks/datasets/": "loading, before the run",
@@ -61,6 +61,7 @@ MAY_DRAW = {
     "leyline/random.py": "the border: a generator of its own from a key",
     "kasmina/kinds.py": "looks whether a blueprint moves the global generator",
     "kasmina/stacking_trial.py": "tries a stacked module, with a generator of its own",
+    "kasmina/native/trial.py": "tries a rule on a module, with a generator of its own",
     "kasmina/initialization.py": "keeps what a user's module draws in its constructor from the process",
 }
 MAY_CATCH_ALL = {
@@ -207,7 +208,7 @@ def test_targets_of_make_that_documents_name_exist():
 
 def test_options_and_files_that_the_readme_names_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    cli = (ROOT / "src" / "esper" / "cli.py").read_text(encoding="utf-8")
+    cli = (ROOT / "src" / "esper" / "cli" / "main.py").read_text(encoding="utf-8")
     commands = set(re.findall(r"^(?:\.venv/bin/)?esper ([a-z]+)", text, re.MULTILINE))
     assert commands
     for command in commands:

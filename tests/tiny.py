@@ -27,6 +27,7 @@ from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.executors.hosts import HostData
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.streamed import StreamedExecutor
 
@@ -110,16 +111,16 @@ class Bench:
         *,
         data: Dataset | None = None,
         scaler_dtype: torch.dtype | None = None,
-        max_examples: int = 32_768,
         device: torch.device = CPU,
         **population_settings: object,
     ) -> None:
         self.population = population(num_envs, device=device, **population_settings)
         self.data = (dataset() if data is None else data).to(device)
-        self.executor = StreamedExecutor(
+        data = HostData(
             self.population, self.data, batch_train=BATCH, batch_val=VAL_BATCH,
-            scaler=LossScaler(scaler_dtype, num_envs, device), max_examples=max_examples,
+            scaler=LossScaler(scaler_dtype, num_envs, device),
         )  # fmt: skip
+        self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)
         self.episode, self.t = 3, 0
         self.executor.reset(self.episode)

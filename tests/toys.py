@@ -12,12 +12,28 @@ from torch import Tensor
 
 from esper.kasmina.lifecycle import SeedCosts
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, Head, LifecycleOp
-from esper.leyline.messages import ActResult, Hidden, Observation, RewardInputs, RewardOutput, SlotState, StepRecord
+from esper.leyline.messages import (
+    ActResult,
+    Hidden,
+    KeptNetwork,
+    Observation,
+    RewardInputs,
+    RewardOutput,
+    SlotState,
+    StepRecord,
+)
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.record import record, replace
 from esper.leyline.state_tree import copy_into
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Executor, StaticTopology, Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import (
+    EvaluationSplit,
+    Executor,
+    StaticGraph,
+    Structure,
+    TrainPass,
+    ValidationPass,
+)
 
 PENALTY = -7.0
 NUM_BLUEPRINTS = 13
@@ -131,6 +147,10 @@ class ToyClient:
         self.calls.append("rollback")
         self.rollbacks.append((mask, reward))
 
+    def finish(self, kept: KeptNetwork) -> None:
+        self.calls.append("finish")
+        self.kept = kept
+
     def update(self) -> Mapping[str, float]:
         self.calls.append("update")
         return {"steps": float(len(self.steps))}
@@ -216,7 +236,8 @@ class ToyExecutor:
         loss = torch.tensor(self.losses.get(t, [1.0] * self.num_envs))
         return ValidationPass(accuracy=10.0 + (coalitions.sets * worth).sum(dim=2), loss=loss)
 
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        self.calls.append(f"committed_accuracy {split}")
         worth = torch.from_numpy(3.0 ** np.arange(self.num_slots)).float()
         return 10.0 + ((slots.stage == 7) * worth).sum(dim=1)
 
@@ -234,8 +255,9 @@ class WithFaults:
         self.executor, self.faults = executor, faults
         self.costs, self.host_params = executor.costs, executor.host_params
         self.reset, self.settle, self.train_epoch = executor.reset, executor.settle, executor.train_epoch
-        self.test, self.state_dict, self.load_state_dict = executor.test, executor.state_dict, executor.load_state_dict
-        if isinstance(executor, StaticTopology):
+        self.committed_accuracy = executor.committed_accuracy
+        self.state_dict, self.load_state_dict = executor.state_dict, executor.load_state_dict
+        if isinstance(executor, StaticGraph):
             self.settle_on_device = executor.settle_on_device
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:

@@ -14,7 +14,7 @@ SAYS = {
     "A blueprint": ("the controller can choose blueprint 13", "recorded in runs/own-blueprint"),
     "A reward": ("round 1: return ", "round 2: return "),
     "A task": ("esper: bars, 2 hosts x 6 steps x 1 round", "(test, committed)"),
-    "A controller": ("accuracy ", "seeds kept"),
+    "A controller": ("live accuracy ", " fossils, "),
 }
 
 

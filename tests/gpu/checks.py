@@ -56,7 +56,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, make: MakeRecorder) -> None:
     import esper.tolaria.executors.choice as choice
 
     for module in (kernels, choice):
-        monkeypatch.setattr(module, "recorder_for", lambda wanted, name, device: make())
+        monkeypatch.setattr(module, "recorder_for", lambda wanted, device: make())
 
 
 def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorder: MakeRecorder | None) -> None:
@@ -92,10 +92,10 @@ def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorde
         other.load_state_dict(client.state_dict())
 
 
-def check_control_plane(device: torch.device, form: str = "on") -> None:
+def check_control_plane(device: torch.device) -> None:
     """The phases of a step in another form answer as the eager ones, whatever happens, and are made before it does."""
     quick = {"sequential": False, "min_blending_epochs": 1, "embargo_epochs": 1, "min_prune_age": 1}
-    chosen = config(device, compile=form, task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
+    chosen = config(device, compile="on", task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
     engine, client = parts(chosen, device)
     eager = ControlPlane(engine.config, engine.executor.costs)
     before = graphs_compiled()
@@ -142,7 +142,7 @@ def trained(
 ) -> tuple[list[TrainPass], Tensor, Bench]:
     """Mixed seeds for some epochs: what was told, accuracies of all coalitions afterwards."""
     bench = Bench(3, device=device, scaler_dtype=dtype)
-    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor, recorder=recorder)
+    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor.data, recorder=recorder)
     bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
     bench.grow("r1c0", "conv_heavy", SeedStage.BLENDING, alpha=0.3, algorithm=Algorithm.GATE, hosts=[0, 2])
     bench.grow("r0c1", "norm", SeedStage.TRAINING, algorithm=Algorithm.MULTIPLY, hosts=[1])
@@ -163,7 +163,7 @@ def check_replayed_training(device: torch.device, make_recorder: MakeRecorder, d
     torch.testing.assert_close(
         replayed.population.host.params, eager.population.host.params, atol=atol, rtol=10 * atol
     )  # fmt: skip
-    assert torch.equal(replayed.executor.scaler.good_steps, eager.executor.scaler.good_steps)
+    assert torch.equal(replayed.executor.data.scaler.good_steps, eager.executor.data.scaler.good_steps)
 
 
 def check_executors(device: torch.device) -> None:
@@ -185,7 +185,7 @@ def check_half_precision(device: torch.device, kind: str, dtype: torch.dtype) ->
     for a, b in zip(got, want, strict=True):
         assert bool(a.loss.isfinite().all())
         torch.testing.assert_close(a.loss, b.loss, atol=0.1, rtol=0.1)
-    steps = bench.executor.scaler.good_steps
+    steps = bench.executor.data.scaler.good_steps
     assert bool((steps == 0).all()) if dtype is torch.bfloat16 else bool((steps > 0).all())
 
 

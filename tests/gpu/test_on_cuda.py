@@ -73,7 +73,7 @@ def test_a_run_with_everything_replayed_is_the_eager_run():
 @pytest.mark.parametrize("task", ["null", "tiny"])
 def test_a_step_waits_for_the_device_only_where_it_says_so(task, capture):
     told = {"task": task} if task == "null" else TINY
-    engine, client = parts(config(CUDA, **told, compile="off", capture=capture), CUDA)
+    engine, client = parts(config(CUDA, **told, compile="off", capture=capture, experimental=True), CUDA)
     engine.reset(client, 0)
     for _ in range(3):
         engine.step(client)

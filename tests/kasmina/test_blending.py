@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from esper.kasmina.blending import blend, seed_input, straight_through
+from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import GateNetwork, blueprint_by_name
 from esper.kasmina.initialization import deterministic_build
 from esper.leyline.stages import Algorithm, Topology
@@ -28,6 +28,11 @@ def random_image(seed: int, batch: int = 3, channels: int = 4) -> torch.Tensor:
 
 def conv_seed(channels: int = 4) -> nn.Module:
     return deterministic_build(lambda: blueprint_by_name("conv_light", Topology.CNN).build(channels))
+
+
+def hidden(h, seed, algorithm, gate=None):
+    x = h.detach()
+    return blend(h, seed(x), algorithm, None, None if gate is None else gate(x))
 
 
 def gate_network(channels: int = 4) -> nn.Module:
@@ -76,7 +81,7 @@ def test_multiply_stays_within_one_plus_minus_alpha(alpha, seed):
 @given(alpha=st.floats(0.0, 1.0, width=32), algorithm=st.sampled_from([Algorithm.ADD, Algorithm.GATE]))
 def test_an_isolated_seed_leaves_the_gradient_of_the_identity_exactly_one(alpha, algorithm):
     h = random_image(2).requires_grad_()
-    x = seed_input(h, isolated=True)
+    x = h.detach()
     y = blend(h, conv_seed()(x), algorithm, torch.tensor(alpha), gate_network()(x))
     (gradient,) = torch.autograd.grad(y.sum(), h)
     assert torch.equal(gradient, torch.ones_like(h))
@@ -98,9 +103,8 @@ def test_a_seed_that_is_not_isolated_adds_its_own_gradient(algorithm):
     gate_weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
 
     def network(h, weight, gate_weight):
-        x = seed_input(h, isolated=False)
-        gate = (x.mean((2, 3)) @ gate_weight).sigmoid().view(-1, 1, 1, 1)
-        return blend(h, torch.conv2d(x, weight), algorithm, torch.tensor(0.7), gate)
+        gate = (h.mean((2, 3)) @ gate_weight).sigmoid().view(-1, 1, 1, 1)
+        return blend(h, torch.conv2d(h, weight), algorithm, torch.tensor(0.7), gate)
 
     assert torch.autograd.gradcheck(network, (h, weight, gate_weight))
 
@@ -123,13 +127,13 @@ def test_gradients_of_seed_and_gate_have_the_tabulated_factors(algorithm):
 def test_a_training_seed_changes_no_bit_of_the_features(algorithm):
     h = random_image(4)
     h[0, 0, 0] = torch.tensor([0.0, -0.0, 1e-45, float("inf"), -3.0])
-    y = straight_through(h, conv_seed(), algorithm, gate_network())
+    y = hidden(h, conv_seed(), algorithm, gate_network())
     assert torch.equal(y.view(torch.int32), h.view(torch.int32))
 
 
 def test_a_training_seed_that_overflows_does_not_reach_the_host():
     h = random_image(4)
-    y = straight_through(h, lambda x: x * float("inf"), Algorithm.ADD)
+    y = hidden(h, lambda x: x * float("inf"), Algorithm.ADD)
     assert torch.equal(y, h)
 
 
@@ -139,7 +143,7 @@ def test_the_host_learns_as_if_there_were_no_training_seed(algorithm):
     x, pull = random_image(5), random_image(6)[:, :, :3, :3]
     without = torch.autograd.grad((host(x) * pull).sum(), host.parameters())
     with_seed = torch.autograd.grad(
-        (straight_through(host(x), conv_seed(), algorithm, gate_network()) * pull).sum(), host.parameters()
+        (hidden(host(x), conv_seed(), algorithm, gate_network()) * pull).sum(), host.parameters()
     )
     assert all(torch.equal(a, b) for a, b in zip(without, with_seed, strict=True))
 
@@ -148,9 +152,9 @@ def test_the_host_learns_as_if_there_were_no_training_seed(algorithm):
 def test_a_training_seed_learns_as_if_it_were_heard_at_full_weight(algorithm):
     h, pull, seed, gate = random_image(7), random_image(8), conv_seed(), gate_network()
     weights = [*seed.parameters(), *(gate.parameters() if algorithm is Algorithm.GATE else ())]
-    hidden = torch.autograd.grad((straight_through(h, seed, algorithm, gate) * pull).sum(), weights)
+    quiet = torch.autograd.grad((hidden(h, seed, algorithm, gate) * pull).sum(), weights)
     heard = torch.autograd.grad((blend(h, seed(h), algorithm, torch.tensor(1.0), gate(h)) * pull).sum(), weights)
-    for a, b in zip(hidden, heard, strict=True):
+    for a, b in zip(quiet, heard, strict=True):
         torch.testing.assert_close(a, b)
         assert a.count_nonzero() > 0
 
@@ -160,9 +164,9 @@ def test_everything_upstream_of_a_permanent_seed_has_a_gradient(algorithm):
     """host layer -> seed in training -> host layer -> permanent, isolated seed -> loss."""
     first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
     upstream, permanent = conv_seed(), conv_seed()
-    h = straight_through(first(random_image(9)[:, :2]), upstream, Algorithm.ADD)
+    h = hidden(first(random_image(9)[:, :2]), upstream, Algorithm.ADD)
     h = second(h)
-    x = seed_input(h, isolated=True)
+    x = h.detach()
     y = blend(h, permanent(x), algorithm, torch.tensor(1.0), gate_network()(x))
     (y * random_image(10)).sum().backward()
     for module in (first, second, upstream, permanent):
@@ -174,7 +178,7 @@ def test_everything_upstream_of_a_permanent_seed_has_a_gradient(algorithm):
 def test_the_first_heard_step_has_the_gradient_that_alpha_zero_would_not():
     h, seed = random_image(11), conv_seed()
     dead = torch.autograd.grad(blend(h, seed(h), Algorithm.ADD, torch.tensor(0.0)).sum(), [*seed.parameters()])
-    alive = torch.autograd.grad((straight_through(h, seed, Algorithm.ADD) * h).sum(), [*seed.parameters()])
+    alive = torch.autograd.grad((hidden(h, seed, Algorithm.ADD) * h).sum(), [*seed.parameters()])
     assert all(g.count_nonzero() == 0 for g in dead)
     assert all(g.count_nonzero() > 0 for g in alive)
 
@@ -183,7 +187,7 @@ def test_the_first_heard_step_has_the_gradient_that_alpha_zero_would_not():
 def test_the_result_has_the_dtype_of_the_features(algorithm):
     h, delta, gate = random_image(0).bfloat16(), random_image(1), torch.full((3, 1, 1, 1), 0.5)
     assert blend(h, delta, algorithm, torch.tensor(0.5), gate).dtype == torch.bfloat16
-    assert straight_through(h, lambda x: x.float(), algorithm, lambda x: gate).dtype == torch.bfloat16
+    assert hidden(h, lambda x: x.float(), algorithm, lambda x: gate).dtype == torch.bfloat16
 
 
 def test_sequences_blend_like_images():
@@ -197,4 +201,4 @@ def test_an_algorithm_outside_the_set_is_refused():
     with pytest.raises(ValueError, match="expected ADD, MULTIPLY or GATE"):
         blend(h, h, Algorithm.NONE, torch.tensor(1.0))
     with pytest.raises(ValueError, match="expected ADD, MULTIPLY or GATE"):
-        straight_through(h, nn.Identity(), Algorithm.NONE)
+        hidden(h, nn.Identity(), Algorithm.NONE)

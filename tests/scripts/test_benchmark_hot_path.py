@@ -43,7 +43,7 @@ def test_a_task_without_networks_has_no_examples():
     assert (found.train_samples, found.val_samples) == (0.0, 0.0)
 
 
-def test_too_slow_a_run_is_a_complaint():
+def test_a_run_that_is_too_slow_is_reported():
     assert complaints([row(), row(eps=50.0)], Options(min_eps=100.0)) == []
     assert "at least 101" in complaints([row()], Options(min_eps=101.0))[0]
 
@@ -55,11 +55,11 @@ def test_ten_percent_below_the_baseline_are_accepted_and_more_are_not(tmp_path):
     assert complaints([row(eps=90.0)], Options(baseline=path)) == []
     assert "the baseline has 100.0" in complaints([row(eps=89.9)], Options(baseline=path))[0]
     assert "has none of the settings" in complaints([row(setting="b=1")], Options(baseline=path))[0]
-    with pytest.raises(ConfigError, match="measure both alike"):
+    with pytest.raises(ConfigError, match="use the same options"):
         complaints([row()], Options(baseline=path, hosts=8))
 
 
-def test_a_baseline_that_is_none_is_refused(tmp_path):
+def test_a_file_that_is_no_result_is_refused_as_a_baseline(tmp_path):
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ConfigError, match="--json"):
         complaints([row()], Options(baseline=tmp_path / "x.json"))
@@ -87,12 +87,12 @@ def test_a_run_below_the_limit_fails(capsys):
     assert "too slow" in capsys.readouterr().err
 
 
-def test_a_setting_that_no_run_knows_is_refused(capsys):
+def test_an_unknown_setting_is_refused(capsys):
     assert main(Options(**TINY, settings=("exekutor=fused",))) == 2
     assert "executor" in capsys.readouterr().err
 
 
-def test_what_is_not_measured_is_said():
+def test_omitted_comparisons_are_named():
     told = script.notes(torch.device("cpu"))
-    assert any(line.startswith("amp=auto: on a CPU a run measures") for line in told)
+    assert any(line.startswith("amp=auto: float32 on a CPU") for line in told)
     assert any(line.startswith("compile=on: takes") for line in told)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import executors
 from executors import Options, complaints, main
 from grown_hosts import DIGITS_SHAPE, GrownHosts, Shape, grown, task_of
-from peak import slopes_flop
+from peak import backward_flop
 
 TINY = {
     "hosts": 2, "image_hosts": 1, "growth": (1, 2), "memory_hosts": 1, "examples": 16, "val_examples": 8,
@@ -22,7 +22,7 @@ def measured():
     return executors.measure(Options(**TINY))
 
 
-def test_every_slot_holds_a_heard_seed_and_three_of_them_make_eight_sets():
+def test_every_slot_holds_an_active_seed_and_three_of_them_make_eight_sets():
     _, coalitions, structure = grown(32, 3)
     assert (structure.alpha > 0.0).all()
     assert coalitions.valid.sum(dim=1).tolist() == [8] * 32
@@ -30,7 +30,7 @@ def test_every_slot_holds_a_heard_seed_and_three_of_them_make_eight_sets():
     assert len({*structure.blueprint.ravel().tolist()}) == len({*structure.blueprint[:, 0].tolist()}) > 3
 
 
-def test_all_executors_are_measured_on_all_shapes_and_what_auto_takes_is_said(measured, tmp_path, monkeypatch):
+def test_all_executors_are_measured_on_all_shapes_and_the_choice_of_auto_is_reported(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(executors, "measure", lambda options: measured)
     path = tmp_path / "executors.json"
     assert main(Options(**TINY, json=path)) == 0
@@ -49,15 +49,15 @@ def test_every_limit_that_is_missed_is_named_and_fails(measured, monkeypatch, ca
     least = dict.fromkeys(("min_train", "min_measure", "min_blocks", "min_peak", "min_auto"), 1e9)
     most = dict.fromkeys(("max_coalitions", "max_growth", "max_gib"), 0.0)
     assert main(Options(**TINY, **least, **most)) == 1
-    assert capsys.readouterr().err.count("is asked for") == 8
+    assert capsys.readouterr().err.count("is required") == 8
     assert complaints(*measured, Options(**TINY)) == []
 
 
-def test_arithmetic_of_a_grouped_convolution_is_counted_there_and_back():
+def test_arithmetic_of_a_grouped_convolution_is_counted_forward_and_backward():
     # 4 channels one by one, 3x3, on 2 images of 5x5: 2 * 2 * 25 * 36 forward, and as much for each of two gradients
     layer = torch.nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False)
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    told = {torch.ops.aten.convolution_backward: slopes_flop}
+    told = {torch.ops.aten.convolution_backward: backward_flop}
     with FlopCounterMode(display=False, custom_mapping=told) as counter:
         layer(x).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 2 * 25 * 36
@@ -68,7 +68,7 @@ def test_one_plain_evaluation_leaves_the_hosts_as_they_were():
     before = {name: x.clone() for name, x in hosts.streamed.state_dict().items()}
     hosts.measure(hosts.fused, all_sets=False)
     assert all(torch.equal(before[name], x) for name, x in hosts.streamed.state_dict().items())
-    assert hosts.streamed.structure is hosts.structure
+    assert hosts.streamed.data.structure is hosts.structure
 
 
 def test_a_sweep_compares_hosts_with_seeds_and_without(monkeypatch, capsys):
@@ -79,4 +79,4 @@ def test_a_sweep_compares_hosts_with_seeds_and_without(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "3 seeds" in out
     assert "no seeds" in out
-    assert "at least 1.1 is asked for" in err
+    assert "at least 1.1 is required" in err

@@ -18,7 +18,7 @@ def test_both_types_are_measured_and_float64_equals_the_scalar_loop(tmp_path):
 
 def test_a_scan_that_is_too_slow_fails(capsys):
     assert main(Options(**TINY, min_ratio=1e9, max_ms=0.0)) == 1
-    assert capsys.readouterr().err.count("is asked for") == 2
+    assert capsys.readouterr().err.count("is required") == 2
 
 
 def test_another_order_of_rounding_fails(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Rounds with a clock beside them."""
+"""Timed rounds."""
 
 import json
 

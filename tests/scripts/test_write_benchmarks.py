@@ -3,15 +3,18 @@
 import json
 import runpy
 import sys
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import tyro
 
+import executors
+import paired
 import write_benchmarks as script
 from esper.leyline.errors import ConfigError
-from write_benchmarks import BEGIN, END, MEASUREMENTS, ROOT, Measurement, Options, between_markers, main, table
+from write_benchmarks import BEGIN, END, MEASUREMENTS, ROOT, Measurement, Options, between_markers, main, section, table
 
 PAGE = f"# Title\n\nby hand\n\n{BEGIN}\nold numbers\n{END}\n\nmore by hand\n"
 
@@ -19,7 +22,7 @@ PAGE = f"# Title\n\nby hand\n\n{BEGIN}\nold numbers\n{END}\n\nmore by hand\n"
 def measurement(text, code=0):
     """A command that writes `text` to the path after --json."""
     program = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({code})"
-    return Measurement("one", ("-c", program), lambda report: [("a", "b"), ("x", str(report["n"]))])
+    return Measurement("one", ("-c", program), (lambda report: [("a", "b"), ("x", str(report["n"]))],))
 
 
 def test_what_stands_outside_the_markers_stays():
@@ -83,3 +86,37 @@ def test_every_command_takes_the_options_it_is_given(measurement):
     path, *given = measurement.command
     options = import_module(Path(path).stem).Options
     assert tyro.cli(options, args=[*given, "--json", "x.json"]).json == Path("x.json")
+
+
+def sample(cls, **changes):
+    """A row with 1.5 in every number, as the scripts write it."""
+    return asdict(cls(**({field.name: 1.5 for field in fields(cls)} | changes)))
+
+
+def report_of(path):
+    """A result of the script with one row, made of the script's own record of a row."""
+    if "executors" in path:
+        by_name = {name: {"native": 0.5} for name in ("share", "coalitions", "auto_speed", "growth")}
+        facts = sample(executors.Facts, memory_gib=0.39, **by_name)
+        return {"rows": {"train": sample(paired.Row, name="train", first="streamed", second="native")}, "facts": facts}
+    row = paired.Row if "workers" in path else import_module(Path(path).stem).Row
+    names = {"setting", "operation", "name", "form", "dtype"} & {field.name for field in fields(row)}
+    shares = {"share": {"train": 0.5, "decide": 0.25, "update": 0.25}} if "benchmark_hot_path" in path else {}
+    rows = [sample(row, **dict.fromkeys(names, "train"), **shares)]
+    return {"rows": rows, "results": rows, "workers": 2}
+
+
+@pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda m: m.title)
+def test_every_table_is_made_of_what_its_script_writes(measurement):
+    page = section(measurement, report_of(measurement.command[0]))
+    assert page.startswith(f"## {measurement.title}\n\n`.venv/bin/python {measurement.command[0]}")
+    for lines in page.split("\n\n")[2:]:
+        assert len({line.count("|") for line in lines.splitlines()}) == 1  # as many cells as headers
+        assert len(lines.splitlines()) > 2
+
+
+def test_the_peak_memory_of_a_process_is_a_line_of_the_executors():
+    (found,) = [m for m in MEASUREMENTS if m.command[0] == "benchmarks/executors.py"]
+    page = section(found, report_of("benchmarks/executors.py"))
+    assert "| 0.39 GiB, 1.5 MiB of it checkpointed state |" in page
+    assert "| train | native | 2 | 1.50 | 1.50 to 1.50 |" in page

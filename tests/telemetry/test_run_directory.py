@@ -1,6 +1,7 @@
 """The run directory: complete or absent, cut to a checkpoint, written by one process at a time."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from esper.telemetry.run_directory import (
     missing_records,
     plain_json,
     require_free,
+    require_nothing_to_lose,
     require_run,
 )
+from small_runs import contents
 
 CONFIG = {"task": "null", "ppo": {"lr": 5e-4}}
 
@@ -69,7 +72,10 @@ def test_a_directory_is_cut_to_the_cursor_of_a_checkpoint(tmp_path: Path) -> Non
         directory.write_metrics({"round": 2})
         directory.write_events([{"kind": "b"}])
         directory.write_summary({"task": "null"})
-    with RunDirectory.reopen(path, cursor, CONFIG | {"rounds": 9}) as directory:
+    before = contents(path)
+    with RunDirectory.reopen(path) as directory:
+        assert contents(path) == before  # nothing happens before it is asked for
+        directory.rewind(cursor, CONFIG | {"rounds": 9})
         assert not (path / "summary.json").exists()  # it is not what this run will have come to
         assert directory.cursor() == cursor  # also where nothing was written since
         directory.write_events([{"kind": "c"}])
@@ -90,7 +96,9 @@ def test_records_that_were_lost_are_reported_and_the_rest_goes_on(tmp_path: Path
     (path / "events.jsonl").unlink()
     (complaint,) = missing_records(path, cursor)
     assert "events.jsonl has 0 bytes but had 14 at the checkpoint" in complaint
-    with RunDirectory.reopen(path, cursor, CONFIG) as directory:
+    with RunDirectory.reopen(path) as directory:
+        assert not (path / "events.jsonl").exists()
+        directory.rewind(cursor, CONFIG)
         directory.write_events([{"kind": "b"}])
     assert (path / "events.jsonl").read_text() == '{"kind": "b"}\n'
 
@@ -99,9 +107,14 @@ def test_one_process_at_a_time_writes_to_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "run"
     first = RunDirectory.create(path, CONFIG)
     with pytest.raises(RunDirectoryError, match="being written by another process"):
-        RunDirectory.reopen(path, {}, CONFIG)
+        RunDirectory.reopen(path)
     first.close()
-    RunDirectory.reopen(path, {}, CONFIG).close()
+    RunDirectory.reopen(path).close()
+    (path / "metrics.jsonl").unlink()  # what is locked may have been lost
+    with RunDirectory.reopen(path) as first, RunDirectory.reopen(path) as second:
+        first.rewind({}, CONFIG)
+        with pytest.raises(RunDirectoryError, match="being written by another process"):
+            second.rewind({}, CONFIG)
 
 
 def test_what_is_no_run_is_told_apart(tmp_path: Path) -> None:
@@ -127,7 +140,51 @@ def test_a_summary_is_replaced_whole(tmp_path: Path) -> None:
         directory.write_summary({"rounds": 1, "accuracy": float("nan")})
         directory.write_summary({"rounds": 2})
     assert json.loads((path / "summary.json").read_text()) == {"rounds": 2}
-    assert not (path / ".summary.json").exists()
+    assert sorted(contents(path)) == ["config.toml", "events.jsonl", "metrics.jsonl", "summary.json"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "steps.jsonl", "checkpoints"])
+def test_what_a_run_writes_into_is_not_followed_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    path, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    RunDirectory.create(path, CONFIG).close()
+    (path / name).unlink(missing_ok=True)
+    elsewhere.mkdir() if name == "checkpoints" else elsewhere.write_text("mine")
+    (path / name).symlink_to(elsewhere)
+    with pytest.raises(RunDirectoryError, match=f"{name} is not a (regular file|folder) of the run itself"):
+        RunDirectory.reopen(path)
+    (path / name).unlink()
+    (path / name).mkdir() if name != "checkpoints" else os.mkfifo(path / name)
+    with pytest.raises(RunDirectoryError, match=f"{name} is not a (regular file|folder) of the run itself"):
+        RunDirectory.reopen(path)
+
+
+def test_links_that_were_put_in_the_place_of_drafts_and_of_what_is_replaced_lead_nowhere(tmp_path: Path) -> None:
+    path, mine = tmp_path / "run", tmp_path / "mine"
+    mine.write_text("mine")
+    RunDirectory.create(path, CONFIG).close()
+    for name in (".config.toml", ".summary.json", "summary.json", ".config.toml.draft-0"):
+        (path / name).symlink_to(mine)
+    with RunDirectory.reopen(path) as directory:
+        directory.rewind({}, CONFIG)
+        directory.write_summary({"rounds": 1})
+    assert mine.read_text() == "mine"
+    assert json.loads((path / "summary.json").read_text()) == {"rounds": 1}
+    assert not (path / "summary.json").is_symlink()
+    assert not (path / ".config.toml.draft-0").is_symlink()  # taken for that of a process that was killed
+
+
+def test_a_run_without_a_checkpoint_may_only_begin_anew_where_no_round_was_complete(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunDirectory.create(path, CONFIG) as directory:
+        directory.write_events([{"kind": "a"}])
+    require_nothing_to_lose(path)  # the events of the first round will happen again
+    (path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint .* --config .*config\.toml --run-dir NEW"):
+        require_nothing_to_lose(path)
+    (path / "metrics.jsonl").unlink()
+    (path / "summary.json").write_text("{}")
+    with pytest.raises(RunDirectoryError, match="no checkpoint"):
+        require_nothing_to_lose(path)
 
 
 def test_missing_numbers_are_null_in_json() -> None:

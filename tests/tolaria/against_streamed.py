@@ -25,11 +25,11 @@ def same_pass(a, b, atol=2e-5):
 
 
 def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
-    """Grow the same seeds on two benches, train one streamed and one as `wrap` has it, and compare everything."""
+    """Grow the same seeds on two benches, train one streamed and one as `wrap` says, compare all."""
     streamed, other = Bench(num_envs, **settings), Bench(num_envs, **settings)
     for bench in (streamed, other):
         grow(bench)
-    executor = wrap(other.executor)
+    executor = wrap(other.executor.data)
     for t in range(1, epochs + 1):
         same_pass(executor.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots))
     for name, want in streamed.population.state_dict().items():
@@ -39,7 +39,12 @@ def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
     told = executor.evaluate(epochs, other.slots, found)
     torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
     torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(executor.test(other.slots), streamed.executor.test(streamed.slots), atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(
+        executor.committed_accuracy("test", other.slots),
+        streamed.executor.committed_accuracy("test", streamed.slots),
+        atol=1e-4,
+        rtol=0.0,
+    )
 
 
 def grow_different_seeds(bench):

@@ -21,8 +21,8 @@ def test_a_mode_names_a_type_on_the_cpu(mode, dtype):
     assert amp_dtype(mode, CPU) is dtype
 
 
-@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_auto_takes_the_best_that_a_gpu_supports(monkeypatch, supported, dtype):
+@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, None)])
+def test_auto_is_bf16_on_a_gpu_that_supports_it(monkeypatch, supported, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
     assert amp_dtype("auto", CUDA) is dtype
     assert amp_dtype("off", CUDA) is None
@@ -113,8 +113,8 @@ def test_an_engine_runs_a_life_in_bf16():
 
 def test_a_scaled_loss_gives_the_same_training():
     plain, scaled = grown(None), grown(None)
-    scaled.executor.scaler.enabled = True
-    scaled.executor.scaler.scale.copy_(torch.tensor([START, START / 2]))  # powers of two: exact in float32
+    scaled.executor.data.scaler.enabled = True
+    scaled.executor.data.scaler.scale.copy_(torch.tensor([START, START / 2]))  # powers of two: exact in float32
     told, want = scaled.train(2), plain.train(2)
     assert bit_equal(told.loss, want.loss)
     torch.testing.assert_close(told.grad_norm, want.grad_norm, equal_nan=True)
@@ -125,7 +125,7 @@ def test_a_scaled_loss_gives_the_same_training():
             for name, value in plain.seed_params(slot, host).items():
                 torch.testing.assert_close(scaled.seed_params(slot, host)[name], value)
     torch.testing.assert_close(scaled.gate_params("r0c0"), plain.gate_params("r0c0"))
-    assert scaled.executor.scaler.good_steps.tolist() == [6, 6]  # three batches per epoch
+    assert scaled.executor.data.scaler.good_steps.tolist() == [6, 6]  # three batches per epoch
 
 
 def test_an_episode_after_others_is_the_same_episode_alone():
@@ -137,7 +137,7 @@ def test_an_episode_after_others_is_the_same_episode_alone():
             client = ToyClient(engine.spec, script(2, length, plan))
             engine.reset(client, episode)
             if episode < 2:
-                engine.executor.scaler.scale[1] = torch.inf  # the first step of host 1 overflows
+                engine.executor.data.scaler.scale[1] = torch.inf  # the first step of host 1 overflows
             engine.rollout(client)
         trees.append(engine.executor.state_dict())
     assert same_tree(*trees)
@@ -148,9 +148,9 @@ def test_an_episode_after_others_is_the_same_episode_alone():
 def test_an_overflow_leaves_out_the_step_of_its_host_and_seeds_alone():
     bench, calm = (grown(None, data=dataset(train=BATCH)) for _ in range(2))  # a single batch
     for one in (bench, calm):
-        one.executor.scaler.enabled = True
-        one.executor.scaler.scale.fill_(8.0)
-    bench.executor.scaler.scale[0] = torch.inf  # whatever the gradient is, it overflows
+        one.executor.data.scaler.enabled = True
+        one.executor.data.scaler.scale.fill_(8.0)
+    bench.executor.data.scaler.scale[0] = torch.inf  # whatever the gradient is, it overflows
     before = (
         bench.population.state_dict()["host.params"][0].clone(),
         bench.seed_params("r0c0"),
@@ -166,5 +166,5 @@ def test_an_overflow_leaves_out_the_step_of_its_host_and_seeds_alone():
         assert not slab.optimizer.momentum[:size].any()
     assert bit_equal(bench.population.host.params[1], calm.population.host.params[1])
     assert all(bit_equal(bench.seed_params(s, 1)[n], x) for s in SLOTS[::2] for n, x in calm.seed_params(s, 1).items())
-    assert bench.executor.scaler.good_steps.tolist() == [0, 1]
-    assert bench.executor.scaler.scale.tolist() == [MOST, 8.0]  # halved and brought back into its bounds
+    assert bench.executor.data.scaler.good_steps.tolist() == [0, 1]
+    assert bench.executor.data.scaler.scale.tolist() == [MOST, 8.0]  # halved and brought back into its bounds

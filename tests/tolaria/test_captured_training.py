@@ -18,7 +18,13 @@ S, GATE = SeedStage, Algorithm.GATE
 def twins(num_envs: int = 3, **settings: object) -> tuple[Bench, FusedExecutor, Bench, FusedExecutor, TapeRecorder]:
     """Two equal benches: one run as it is, one replayed."""
     eager, replayed, tape = Bench(num_envs, **settings), Bench(num_envs, **settings), TapeRecorder()
-    return eager, FusedExecutor(eager.executor), replayed, FusedExecutor(replayed.executor, recorder=tape), tape
+    return (
+        eager,
+        FusedExecutor(eager.executor.data),
+        replayed,
+        FusedExecutor(replayed.executor.data, recorder=tape),
+        tape,
+    )
 
 
 def train_both(found: tuple, t: int) -> None:
@@ -93,12 +99,12 @@ def test_a_frozen_seed_is_replayed_with_the_weights_it_has_learned_meanwhile():
 def test_half_precision_is_replayed_with_its_loss_scales():
     found = twins(2, scaler_dtype=torch.bfloat16)
     for bench in (found[0], found[2]):
-        bench.executor.scaler.enabled = True
-        bench.executor.scaler.scale.copy_(torch.tensor([4.0, torch.inf]))
+        bench.executor.data.scaler.enabled = True
+        bench.executor.data.scaler.scale.copy_(torch.tensor([4.0, torch.inf]))
     for t in (1, 2, 3):
         train_both(found, t)
-    assert found[2].executor.scaler.good_steps.tolist() == found[0].executor.scaler.good_steps.tolist()
-    assert found[2].executor.scaler.good_steps[0] == 9  # three batches in each of three epochs
+    assert found[2].executor.data.scaler.good_steps.tolist() == found[0].executor.data.scaler.good_steps.tolist()
+    assert found[2].executor.data.scaler.good_steps[0] == 9  # three batches in each of three epochs
 
 
 def test_whatever_changes_the_operations_of_a_pass_is_in_the_key():
@@ -129,7 +135,7 @@ def test_a_whole_episode_replayed_is_the_eager_one_to_the_bit():
     trees, tape = [], TapeRecorder()
     for recorder in (None, tape):
         engine = tiny.engine(3, length, executor="fused", rules={"sequential": False})
-        engine.executor = FusedExecutor(engine.executor.streamed, recorder=recorder)
+        engine.executor = FusedExecutor(engine.executor.data, recorder=recorder)
         client = ToyClient(engine.spec, script(3, length, plan))
         for episode in (0, 1):
             engine.reset(client, episode)

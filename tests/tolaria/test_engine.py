@@ -64,7 +64,7 @@ def test_the_phases_of_a_step_come_in_their_order():
     last = [*first[:-1], "bootstrap", "store"]
     calls.clear()
     engine.rollout(client)
-    assert calls == [*first, "settle", "report 1", *last, "settle", "report 2"]
+    assert calls == [*first, "settle", "report 1", *last, "settle", "report 2", "committed_accuracy val", "finish"]
 
 
 def test_a_round_is_an_episode_and_one_update():

@@ -17,7 +17,7 @@ HOW = {
     "scripted": {"of": NULL},
     "streamed": {"executor": "streamed"},
     "fused": {"executor": "fused"},
-    "static": {"executor": "fused", "topology": "static"},
+    "static": {"executor": "fused", "graph": "static"},
 }
 
 

@@ -25,7 +25,7 @@ LIVES = [
 def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(stage, t, speed, last, rules, executor):
     rules = dict(rules)
     target = rules.pop("target", 2)
-    how = {"executor": "fused", "topology": "static"} if executor == "static" else {"executor": executor}
+    how = {"executor": "fused", "graph": "static"} if executor == "static" else {"executor": executor}
     engine = tiny.engine(2, 12, rules=rules, **how)
     plan = {
         1: action(Op.GERMINATE, slot=1, style=3, tempo=0, alpha_target=target),

@@ -151,7 +151,7 @@ def slow_life(t):
 
 def trained_run(faults, plan, length, watch=(), executor="streamed"):
     """An engine of the tiny task; copies of the population's state after the steps in `watch`."""
-    how = {"executor": "fused", "topology": "static"} if executor == "static" else {"executor": executor}
+    how = {"executor": "fused", "graph": "static"} if executor == "static" else {"executor": executor}
     inner = tiny.engine(2, length, **how)
     engine = VectorizedEngine(inner.config, WithFaults(inner.executor, faults), inner.spec)
     client, seen = ToyClient(engine.spec, script(2, length, plan)), {}

@@ -95,7 +95,7 @@ def test_a_whole_life_is_plain_training_of_a_network_that_grows(algorithm):
     assert_close(run.bench.seed_params("r1c0"), dict(twin.seeds["r1c0"].named_parameters()), rtol=1e-3, atol=1e-4)
 
 
-HOW = {"streamed": {}, "fused": {"executor": "fused"}, "static": {"executor": "fused", "topology": "static"}}
+HOW = {"streamed": {}, "fused": {"executor": "fused"}, "static": {"executor": "fused", "graph": "static"}}
 
 
 @pytest.mark.parametrize("executor", list(HOW))
@@ -183,7 +183,8 @@ def test_a_second_round_starts_with_other_hosts_and_without_seeds():
 EXECUTORS = {
     "streamed": {"executor": "streamed"},
     "fused": {"executor": "fused"},
-    "static": {"executor": "fused", "topology": "static"},
+    "native": {"executor": "native"},
+    "static": {"executor": "fused", "graph": "static"},
 }
 
 

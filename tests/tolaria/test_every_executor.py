@@ -11,14 +11,15 @@ from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.static import StaticExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from plain import PlainTraining, assert_close
 from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
 
 S = SeedStage
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
 WRAP = {
-    "streamed": lambda streamed: streamed,
-    "fused": lambda streamed: FusedExecutor(streamed, measures_together=True),
+    "streamed": StreamedExecutor,
+    "fused": lambda data: FusedExecutor(data, measures_together=True),
     "native": NativeExecutor,
     "static": StaticExecutor,
 }
@@ -29,7 +30,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
 
 def bench_of(executor: str, num_envs: int = 1) -> Bench:
     bench = Bench(num_envs)
-    bench.executor = WRAP[executor](bench.executor)
+    bench.executor = WRAP[executor](bench.executor.data)
     return bench
 
 
@@ -168,14 +169,14 @@ def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
 def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatch):
     bench = grown_bench(executor)
     found, whole = bench.measure(shapley=True)
-    tested = bench.executor.test(bench.slots)
+    tested = bench.executor.committed_accuracy("test", bench.slots)
     monkeypatch.setattr(f"esper.tolaria.executors.{executor}._CHUNK_FLOATS", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
     assert len(answers.seen) >= len(bench.data.val.y)
     assert torch.equal(pieces.accuracy[found.valid], whole.accuracy[found.valid])
     torch.testing.assert_close(pieces.loss, whole.loss)
-    assert torch.equal(bench.executor.test(bench.slots), tested)
+    assert torch.equal(bench.executor.committed_accuracy("test", bench.slots), tested)
 
 
 @every_executor
@@ -189,7 +190,7 @@ def test_measuring_leaves_every_tensor_and_every_generator_alone(executor):
     # that of Python is no witness: the type checks of these tests draw from it
     of_numpy, of_torch = np.random.get_state(legacy=False)["state"], torch.random.get_rng_state()
     bench.measure(shapley=True)
-    bench.executor.test(bench.slots)
+    bench.executor.committed_accuracy("test", bench.slots)
     assert same_tree(bench.executor.state_dict(), before)
     assert all(bit_equal(a, b) for a, b in zip([x for s in splits for x in (s.x, s.y)], data, strict=True))
     now = np.random.get_state(legacy=False)["state"]

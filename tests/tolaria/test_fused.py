@@ -17,7 +17,7 @@ from tiny import Bench, engine
 
 def compare(grow, **settings):
     """Fused against streamed."""
-    against_streamed.compare(lambda streamed: FusedExecutor(streamed, measures_together=True), grow, **settings)
+    against_streamed.compare(lambda data: FusedExecutor(data, measures_together=True), grow, **settings)
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
@@ -39,10 +39,10 @@ def test_active_seeds_send_gradients_into_a_host_whose_family_lets_them_and_hidd
         bench.grow("r0c1", "conv_light", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[2])
         bench.grow("r0c1", "conv_light", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE, hosts=[3, 6])
 
-    def fused(streamed):
-        streamed.population.topology = Topology.CNN  # the family of its blueprints
-        executor = FusedExecutor(streamed)
-        streamed.population.topology = Topology.TRANSFORMER
+    def fused(data):
+        data.population.topology = Topology.CNN  # the family of its blueprints
+        executor = FusedExecutor(data)
+        data.population.topology = Topology.TRANSFORMER
         return executor
 
     against_streamed.compare(fused, grow, num_envs=7)
@@ -71,7 +71,7 @@ def test_one_host_alone_is_the_same_as_among_many():
     alone, many = Bench(1), Bench(6)
     for bench in (alone, many):
         grow(bench)
-        FusedExecutor(bench.executor, measures_together=True).train_epoch(1, bench.slots)
+        FusedExecutor(bench.executor.data, measures_together=True).train_epoch(1, bench.slots)
     torch.testing.assert_close(many.population.host.params[:1], alone.population.host.params, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(many.population.seeds.params[1:2], alone.population.seeds.params[1:2])
 
@@ -82,7 +82,7 @@ def test_measuring_in_small_pieces_changes_no_count(monkeypatch):
     bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
     found = bench.coalitions()
     bench.executor.settle(bench.structure(found))
-    fused = FusedExecutor(bench.executor, measures_together=True)
+    fused = FusedExecutor(bench.executor.data, measures_together=True)
     whole = fused.evaluate(1, bench.slots, found)
     monkeypatch.setattr("esper.tolaria.executors.fused._CHUNK_FLOATS", 1)
     pieces = fused.evaluate(1, bench.slots, found)

@@ -20,7 +20,7 @@ GATE, ADD = Algorithm.GATE, Algorithm.ADD
 
 def fused(num_envs: int = 3, together: bool = True, **settings: object) -> tuple[Bench, FusedExecutor]:
     bench = Bench(num_envs, **settings)
-    return bench, FusedExecutor(bench.executor, measures_together=together)
+    return bench, FusedExecutor(bench.executor.data, measures_together=together)
 
 
 def rows(bench: Bench, row: int) -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def test_measuring_changes_no_tensor_and_no_generator(together):
     before = {name: x.clone() for name, x in executor.state_dict().items()}
     generator = torch.random.get_rng_state()
     executor.evaluate(1, bench.slots, found)
-    executor.test(bench.slots)
+    executor.committed_accuracy("test", bench.slots)
     assert same_tree(executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), generator)
 
@@ -76,7 +76,7 @@ def test_on_a_cpu_hosts_are_measured_one_by_one_unless_told_otherwise():
     told = {}
     for together in (None, False, True):
         bench = Bench(hosts)
-        executor = FusedExecutor(bench.executor, **({} if together is None else {"measures_together": together}))
+        executor = FusedExecutor(bench.executor.data, **({} if together is None else {"measures_together": together}))
         bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
         bench.grow("r1c0", "norm", S.FOSSILIZED, alpha=1.0)
         executor.train_epoch(1, bench.slots)
@@ -84,7 +84,11 @@ def test_on_a_cpu_hosts_are_measured_one_by_one_unless_told_otherwise():
         executor.settle(bench.structure(found))
         with LossesCounted() as counted:
             measured = executor.evaluate(1, bench.slots, found)
-        told[together] = (counted.calls, measured.accuracy[found.valid].tolist(), executor.test(bench.slots).tolist())
+        told[together] = (
+            counted.calls,
+            measured.accuracy[found.valid].tolist(),
+            executor.committed_accuracy("test", bench.slots).tolist(),
+        )
     assert told[None][0] == told[False][0] == hosts * batches
     assert told[True][0] == batches  # three hosts with as many states each: one bucket
     assert told[None][1:] == told[False][1:] == told[True][1:]
@@ -144,7 +148,7 @@ def test_features_in_another_memory_format_train_and_measure_to_the_same(executo
             for name in ("train", "val", "test")
         }
         bench = Bench(2, data=dataclasses.replace(data, **splits))
-        runs = FusedExecutor(bench.executor, measures_together=True) if executor == "fused" else bench.executor
+        runs = FusedExecutor(bench.executor.data, measures_together=True) if executor == "fused" else bench.executor
         bench.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
         runs.train_epoch(1, bench.slots)
         found = bench.coalitions()

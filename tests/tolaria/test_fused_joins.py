@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.kasmina.blending import blend, straight_through
+from esper.kasmina.blending import blend
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.fused_joins import Joining, Piece, join
 
@@ -24,9 +24,7 @@ def features(seed):
 
 def alone(h, delta, gate, algorithm, alpha, heard):
     """One host by the rules for one seed."""
-    if heard:
-        return blend(h, delta, algorithm, alpha.double(), gate)
-    return straight_through(h, lambda _: delta, algorithm, lambda _: gate)
+    return blend(h, delta, algorithm, alpha if heard else None, gate)
 
 
 @pytest.mark.parametrize("heard", [True, False])

@@ -18,6 +18,7 @@ from esper.leyline.stages import SeedStage, Topology
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.static import StaticExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import Bench, bit_equal, engine, same_tree
 
 TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING
@@ -171,7 +172,7 @@ def test_seeds_that_are_built_anew_train_the_same_way_in_all_hosts_at_once():
     with registered(Looked):
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0))
         with pytest.raises(ConfigError, match="blueprint 'own' is built anew for each newborn"):
-            StaticExecutor(Bench(1).executor)
+            StaticExecutor(Bench(1).executor.data)
 
 
 # -- what mixes examples ----------------------------------------------------------------------------------------------
@@ -190,8 +191,10 @@ def test_what_mixes_examples_in_training_or_in_the_gradient_alone_is_found_and_r
 def test_what_cannot_be_run_for_many_hosts_at_once_is_refused_or_run_host_by_host():
     with registered(lambda channels: Centred(nn.ReLU())):
         with pytest.raises(StackingError, match=r"blueprint 'own' gives other results .* use executor 'streamed'"):
-            FusedExecutor(Bench(2).executor)
-        assert type(engine(2, 4, executor="auto", amp="bf16").executor).__name__ == "StreamedExecutor"
+            FusedExecutor(Bench(2).executor.data)
+        with pytest.warns(UserWarning, match="run one after another, which is slower: blueprint 'own'"):
+            run = engine(2, 4, executor="auto", amp="bf16")
+        assert type(run.executor) is StreamedExecutor
 
 
 # -- what cannot grow -------------------------------------------------------------------------------------------------

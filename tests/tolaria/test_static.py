@@ -33,7 +33,7 @@ class StaticBench(Bench):
 
     def __init__(self, num_envs: int = 1, **settings: object) -> None:
         super().__init__(num_envs, **settings)
-        self.executor = StaticExecutor(self.executor)
+        self.executor = StaticExecutor(self.executor.data)
 
 
 class FusedBench(Bench):
@@ -41,7 +41,7 @@ class FusedBench(Bench):
 
     def __init__(self, num_envs: int = 1, **settings: object) -> None:
         super().__init__(num_envs, **settings)
-        self.executor = FusedExecutor(self.executor, measures_together=True)
+        self.executor = FusedExecutor(self.executor.data, measures_together=True)
 
 
 def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **settings):
@@ -59,8 +59,8 @@ def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **setting
     (found, told), (_, want) = (bench.measure(fossils_as_players=True) for bench in (static, known))
     torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
     torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
-    test = static.executor.test(static.slots)
-    torch.testing.assert_close(test, known.executor.test(known.slots), atol=1e-4, rtol=0.0)
+    test = static.executor.committed_accuracy("test", static.slots)
+    torch.testing.assert_close(test, known.executor.committed_accuracy("test", known.slots), atol=1e-4, rtol=0.0)
     return static
 
 
@@ -116,7 +116,7 @@ def test_half_precision_trains_as_host_by_host(dtype, stacked):
     told, want = static.train(2), known.train(2)
     torch.testing.assert_close(told.loss, want.loss, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(static.population.seeds.params, known.population.seeds.params, atol=5e-3, rtol=5e-2)
-    assert torch.equal(static.executor.streamed.scaler.scale, known.executor.scaler.scale)
+    assert torch.equal(static.executor.data.scaler.scale, known.executor.data.scaler.scale)
 
 
 # -- to the bit -----------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_measuring_changes_no_tensor_and_no_generator():
     before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
     generator = torch.random.get_rng_state()
     bench.measure(shapley=True)
-    bench.executor.test(bench.slots)
+    bench.executor.committed_accuracy("test", bench.slots)
     assert same_tree(bench.executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), generator)
 
@@ -287,7 +287,7 @@ LIFE = {
 }
 
 
-STATIC = {"executor": "fused", "topology": "static"}
+STATIC = {"executor": "fused", "graph": "static"}
 
 
 def run(settings, length=10):
@@ -433,17 +433,17 @@ def test_a_listener_that_raises_loses_one_report_and_nothing_else():
 
 
 def test_where_it_cannot_work_it_is_refused_with_a_way_out(monkeypatch):
-    with pytest.raises(ConfigError, match=r"set executor to 'auto' or 'fused', or topology to 'grouped'"):
-        tiny.engine(topology="static", executor="streamed")
+    with pytest.raises(ConfigError, match=r"set executor to 'auto' or 'fused', or graph to 'dynamic'"):
+        tiny.engine(graph="static", executor="streamed")
     with pytest.raises(ConfigError, match="'null' runs no networks"):
-        tiny.engine(of=NULL, topology="static", executor="auto")
+        tiny.engine(of=NULL, graph="static", executor="auto")
     monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
-    with pytest.raises(ConfigError, match="use executor 'streamed' with topology 'grouped'"):
-        tiny.engine(topology="static", executor="auto")
+    with pytest.raises(ConfigError, match="use executor 'streamed' with graph 'dynamic'"):
+        tiny.engine(graph="static", executor="auto")
 
 
 @pytest.mark.parametrize("executor", ["auto", "fused"])
-def test_static_topology_runs_hosts_stacked_whatever_the_size_of_images(executor):
-    engine = tiny.engine(topology="static", executor=executor)
+def test_a_static_graph_runs_hosts_stacked_whatever_the_size_of_images(executor):
+    engine = tiny.engine(graph="static", executor=executor)
     assert isinstance(engine.executor, StaticExecutor)
-    assert (engine.config.executor, engine.config.topology) == ("fused", "static")
+    assert (engine.config.executor, engine.config.graph) == ("fused", "static")

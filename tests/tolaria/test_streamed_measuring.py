@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from esper.leyline.stages import Algorithm, SeedStage
+from esper.tolaria.executors import streamed
 from plain import PlainTraining
 from tiny import EXECUTION_ORDER, SLOTS, Bench, dataset, same_tree, with_players
 
@@ -15,8 +16,8 @@ S = SeedStage
 MULTIPLY, GATE = Algorithm.MULTIPLY, Algorithm.GATE
 
 
-def grown_bench(**settings: object) -> Bench:
-    return with_players(Bench(2, **settings))
+def grown_bench() -> Bench:
+    return with_players(Bench(2))
 
 
 @torch.no_grad()
@@ -53,10 +54,11 @@ def test_the_order_of_slots_in_the_network_is_not_that_of_actions():
     assert [point.slot_id for point in bench.population.points] == list(SLOTS)
 
 
-def test_chunks_do_not_change_what_is_measured():
-    whole, pieces = grown_bench(), grown_bench(max_examples=9)
-    sets, want = whole.measure()
-    _, found = pieces.measure()
+def test_chunks_do_not_change_what_is_measured(monkeypatch):
+    bench = grown_bench()
+    sets, want = bench.measure()
+    monkeypatch.setattr(streamed, "MAX_EXAMPLES", 9)
+    _, found = bench.measure()
     assert torch.equal(found.accuracy[sets.valid], want.accuracy[sets.valid])
     torch.testing.assert_close(found.loss, want.loss)
 
@@ -66,7 +68,7 @@ def test_measuring_changes_no_tensor():
     before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
     random_before = torch.random.get_rng_state()
     bench.measure(shapley=True)
-    bench.executor.test(bench.slots)
+    bench.executor.committed_accuracy("test", bench.slots)
     assert same_tree(bench.executor.state_dict(), before)
     assert torch.equal(torch.random.get_rng_state(), random_before)
 
@@ -81,7 +83,7 @@ def test_training_after_measuring_updates_batch_statistics_again():
 
 def test_the_test_split_is_measured_with_fossils_alone():
     bench = grown_bench()
-    found = bench.executor.test(bench.slots)
+    found = bench.executor.committed_accuracy("test", bench.slots)
     for host, on in enumerate(([False] * 3, [True, False, False])):
         assert found[host].item() == pytest.approx(plain_measure(bench, host, np.array(on), "test")[0])
 

@@ -1,108 +1,124 @@
-"""How a seed's correction enters the host's features.
+"""How the output of a seed enters the features of its host: the one statement of the rule, in value and gradient.
 
-                     value                                gradient of the identity path
-    ADD              h + alpha * delta(x)                 1
-    MULTIPLY         h * (1 + alpha * tanh delta(x))      1 + alpha * tanh delta
-    GATE             h + alpha * gate(x) * delta(x)       1
-    straight-through h                                    1        (the seed learns as if alpha were 1)
+    value      h + weight * signal     where the seed is active (alpha > 0); h, to the bit, where it is hidden
 
-with x = h, or h without gradient where the seed is isolated. Isolation never cuts the identity path, so a permanent
-seed lets the full gradient through to what lies before it.
+                signal          weight
+    ADD         delta           alpha
+    MULTIPLY    tanh delta      alpha * h
+    GATE        delta           alpha * gate
+
+    gradient   through signal and weight, of a hidden seed as if alpha were 1 (straight through: with alpha = 0 it would
+               be exactly zero); to h the incoming one, and through the weight of an active MULTIPLY
+
+delta and gate are what the seed and its gate network give for h, or for h without gradient where the seed is isolated.
+Isolation never cuts the path from h to the value, so a permanent seed lets the full gradient through to what lies
+before it.
+
+`blend` is the rule for one seed. Executors that blend the seeds of many hosts at once arrange the same functions
+(`signal_of`, `weight_of`, `delta_grad`, `factor_grad`) by slices or by masks.
 
 Shape legend: B = batch; h is [B, C, H, W] or [B, T, D].
 """
 
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from esper.leyline.stages import Algorithm
 
 Features = Float[Tensor, "B *F"]
 
 
-def seed_input(h: Features, isolated: bool) -> Features:
-    """What seed and gate look at: an isolated seed sends no gradient into the host through its input."""
-    return h.detach() if isolated else h
+def signal_of(algorithm: Algorithm, delta: Tensor) -> Tensor:
+    """The signal; raises ValueError for an algorithm that blends nothing."""
+    if algorithm is Algorithm.MULTIPLY:
+        return torch.tanh(delta)
+    if algorithm in (Algorithm.ADD, Algorithm.GATE):
+        return delta
+    raise ValueError(f"there is no way to blend with algorithm {algorithm!r}; expected ADD, MULTIPLY or GATE.")
+
+
+def weight_of(algorithm: Algorithm, alpha: Tensor | None, h: Tensor, gate: Tensor | None) -> Tensor | None:
+    """The weight; None stands for 1, also as the alpha of a hidden seed."""
+    if algorithm is Algorithm.ADD:
+        return alpha
+    factor = h if algorithm is Algorithm.MULTIPLY else gate
+    assert factor is not None, "GATE without the output of a gate network"
+    return factor if alpha is None else factor * alpha
+
+
+def delta_grad(
+    algorithm: Algorithm, grad: Tensor, signal: Tensor, weight: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """The gradient of delta from that of the value, written into `out` where that is given."""
+    if algorithm is Algorithm.MULTIPLY:
+        assert weight is not None, "the weight of MULTIPLY is at least h"
+        found: Tensor = torch.ops.aten.tanh_backward(grad * weight, signal)
+        return found if out is None else out.copy_(found)
+    if weight is not None:
+        return torch.mul(grad, weight, out=out)
+    return grad if out is None else out.copy_(grad)
+
+
+def factor_grad(grad: Tensor, signal: Tensor, alpha: Tensor | None, factor: Tensor) -> Tensor:
+    """The gradient of what is multiplied with alpha in the weight: of h for MULTIPLY, of the gate for GATE."""
+    found = (grad * signal).sum_to_size(factor.shape)
+    return found if alpha is None else found * alpha
 
 
 def blend(
     h: Features,
     delta: Features,
     algorithm: Algorithm,
-    alpha: Float[Tensor, "*A"],
+    alpha: Float[Tensor, "*A"] | None,
     gate: Float[Tensor, "*G"] | None = None,
 ) -> Features:
-    """The features with the seed's correction, in the dtype of `h`.
+    """The features after the slot, in the dtype of `h`.
 
     Args:
-        h: the host's features; the identity path.
-        delta: the seed's output for `seed_input(h, ...)`.
+        h: the host's features.
+        delta: the seed's output.
         algorithm: ADD, MULTIPLY or GATE.
-        alpha: 0-dimensional, or one weight per example, [B, 1, 1, 1] or [B, 1, 1].
+        alpha: 0-dimensional, or one weight per example, [B, 1, 1, 1] or [B, 1, 1]; None for a hidden seed.
         gate: output of the gate network; read by GATE alone, which needs it.
     """
-    alpha, delta = alpha.to(h.dtype), delta.to(h.dtype)
-    match algorithm:
-        case Algorithm.ADD:
-            return torch.addcmul(h, delta, alpha)
-        case Algorithm.MULTIPLY:
-            return h * (1.0 + alpha * torch.tanh(delta))
-        case Algorithm.GATE:
-            assert gate is not None, "GATE without the output of a gate network"
-            return torch.addcmul(h, delta, alpha * gate.to(h.dtype))
-    raise ValueError(f"there is no way to blend with algorithm {algorithm!r}; expected ADD, MULTIPLY or GATE.")
-
-
-def straight_through(
-    h: Features,
-    delta_fn: Callable[[Tensor], Tensor],
-    algorithm: Algorithm,
-    gate_fn: Callable[[Tensor], Tensor] | None = None,
-) -> Features:
-    """The features unchanged to the bit, while seed and gate receive the gradient they would have at full weight.
-
-    y = h + (u - sg(u)), where u is delta(sg h) for ADD, sg(h) * tanh delta(sg h) for MULTIPLY and
-    gate(sg h) * delta(sg h) for GATE. Without it a seed that is not heard yet (alpha = 0) would have exactly zero
-    gradient and could not learn.
-    """
-    x = h.detach()
-    delta = delta_fn(x).to(h.dtype)
-    match algorithm:
-        case Algorithm.ADD:
-            u = delta
-        case Algorithm.MULTIPLY:
-            u = x * torch.tanh(delta)
-        case Algorithm.GATE:
-            assert gate_fn is not None, "GATE without a gate network"
-            u = gate_fn(x).to(h.dtype) * delta
-        case _:
-            raise ValueError(f"there is no way to blend with algorithm {algorithm!r}; expected ADD, MULTIPLY or GATE.")
-    y: Tensor = _StraightThrough.apply(h, u)  # type: ignore[no-untyped-call]
-    return y
+    others = (None if x is None else x.to(h.dtype) for x in (alpha, gate))
+    blended: Tensor = _Blend.apply(h, delta.to(h.dtype), algorithm, *others)  # type: ignore[no-untyped-call]
+    return blended
 
 
 @final
-class _StraightThrough(torch.autograd.Function):
-    """(h, u) -> h, with the gradient handed to both.
-
-    An own function rather than h + (u - u.detach()): that would turn -0.0 into 0.0 and let an infinite u, which nobody
-    hears yet, reach the host as NaN.
-    """
-
-    generate_vmap_rule = True
+class _Blend(torch.autograd.Function):
+    """What a hidden seed puts out is not looked at: infinite or NaN, it does not reach the host."""
 
     @staticmethod
-    def forward(h: Tensor, u: Tensor) -> Tensor:
-        return h.view_as(h)
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        h: Tensor,
+        delta: Tensor,
+        algorithm: Algorithm,
+        alpha: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
+        """The blended features."""
+        signal, weight = signal_of(algorithm, delta), weight_of(algorithm, alpha, h, gate)
+        ctx.algorithm = algorithm
+        ctx.save_for_backward(signal, weight, alpha, gate)
+        return h.view_as(h) if alpha is None or weight is None else torch.addcmul(h, signal, weight)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        return grad, grad
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """The gradients of h, delta and gate."""
+        (signal, weight, alpha, gate), algorithm = ctx.saved_tensors, ctx.algorithm
+        grad_h, grad_delta, grad_gate = grad, None, None
+        if algorithm is Algorithm.MULTIPLY and alpha is not None:
+            grad_h = grad + factor_grad(grad, signal, alpha, grad)
+        if ctx.needs_input_grad[1]:
+            grad_delta = delta_grad(algorithm, grad, signal, weight)
+        if algorithm is Algorithm.GATE and ctx.needs_input_grad[4]:
+            grad_gate = factor_grad(grad, signal, alpha, gate)
+        return grad_h, grad_delta, None, None, grad_gate

@@ -184,8 +184,7 @@ class RewardInputs:
     """Everything a reward may know of one step: the state *before* the op, and what became of the op.
 
     `target` is the slot the op aimed at, `success` whether it took effect (WAIT always does), `auto_pruned` the number
-    of seeds lost in this step's tick without a PRUNE request. The engine gives clocks as numbers; within a recorded
-    function (`simic/lanes`) they are tensors.
+    of seeds lost in this step's tick without a PRUNE request.
     """
 
     epoch: int | Int[Tensor, ""]
@@ -206,6 +205,18 @@ class RewardOutput:
     total: Float[Tensor, " N"]
     breakdown: Float[Tensor, "N M"]
     flags: Bool[Tensor, "N 2"]
+
+
+@record
+class KeptNetwork:
+    """What an episode leaves: each host with its fossilized seeds and nothing else, measured after the last step.
+
+    `accuracy` (pp) is on the validation split. Hosts that were rolled back in the last step are measured as restored.
+    """
+
+    accuracy: Float[Tensor, " N"]
+    fossil_params: Int[Tensor, " N"]
+    host_params: Int[Tensor, " N"]
 
 
 @record

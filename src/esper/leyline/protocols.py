@@ -16,6 +16,7 @@ from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS, head_sizes
 from esper.leyline.messages import (
     ActResult,
     Hidden,
+    KeptNetwork,
     Observation,
     RewardInputs,
     RewardOutput,
@@ -94,7 +95,7 @@ class PolicyProtocol(Protocol):
         ...
 
     def rollback(self, mask: Tensor, reward: Tensor) -> None:
-        """The last stored row of each masked host ends its segment and is paid `reward` [N] instead."""
+        """The last stored row of each masked host is paid `reward` [N] instead: the host is rolled back now."""
         ...
 
     def update(self) -> Mapping[str, float]:
@@ -140,8 +141,24 @@ class RewardProtocol(Protocol, Generic[RewardState]):
 
 
 @runtime_checkable
+class EpisodeReward(RewardProtocol[RewardState], Protocol):
+    """A reward that pays for what an episode leaves.
+
+    To the learner a rollback interrupts such an episode; with any other reward it ends it, and another one begins.
+    """
+
+    def final_reward(self, kept: KeptNetwork) -> Tensor:
+        """[N]: what takes the place of the term `terminal` of the last step, in which not all was known."""
+        ...
+
+
+@runtime_checkable
 class ClientProtocol(PolicyProtocol, RewardProtocol[Any], Protocol):
     """What drives an engine: a controller and a reward in one object."""
+
+    def finish(self, kept: KeptNetwork) -> None:
+        """The episode is over, and this is what it left; called once, after the last step and before `update`."""
+        ...
 
 
 @runtime_checkable

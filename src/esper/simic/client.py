@@ -15,8 +15,8 @@ from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import ActResult, Hidden, Observation, RewardInputs, RewardOutput, StepRecord
-from esper.leyline.protocols import EngineSpec, RewardProtocol, StateTree
+from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StepRecord
+from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
 from esper.leyline.record import blank, record
 from esper.leyline.state_tree import below, check_same_shapes, with_prefix
@@ -84,6 +84,9 @@ class SimicClient:
         shape_TN = (spec.episode_length, spec.num_envs)
         self._rolled_back_TN = torch.zeros(shape_TN, dtype=torch.bool, device=self.device)
         self._paid_for_it_TN = torch.zeros(shape_TN, device=self.device)
+        self._episode_reward = reward if isinstance(reward, EpisodeReward) else None
+        self._terminal_column = _terminal_column(reward) if self._episode_reward else None
+        self._terminal_N = torch.zeros(spec.num_envs, device=self.device)
         self._decide = policy_form(PolicyStep(self.agent.network, self.agent.selectable, spec.episode_length))
         self._buffer = TamiyoRolloutBuffer(
             spec.num_envs,
@@ -181,17 +184,22 @@ class SimicClient:
         return compute_batched_bootstrap(self.agent, obs, self._carried)
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
-        """The last stored row of each masked host ends its segment and is paid `reward` instead."""
+        """The last stored row of each masked host is paid `reward` instead, see `buffer`."""
         if self._columns:
             self._rolled_back_TN[self._columns - 1].copy_(mask)
             self._paid_for_it_TN[self._columns - 1].copy_(reward)
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
-        """The rollout so far. Rows that rollbacks ended meanwhile are marked here, all at once."""
-        self._buffer.mark_terminals(self._rolled_back_TN.t(), self._paid_for_it_TN.t())
+        """The rollout so far. Rows before rollbacks are changed here, all at once; an `EpisodeReward` ends none."""
+        self._buffer.roll_back(self._rolled_back_TN.t(), self._paid_for_it_TN.t(), ends=self._episode_reward is None)
         self._rolled_back_TN.zero_()
         return self._buffer
+
+    def finish(self, kept: KeptNetwork) -> None:
+        """The episode is over and left `kept`, for which an `EpisodeReward` pays the last valid row of each host."""
+        if self._episode_reward is not None:
+            self.buffer.add_final_reward(self._episode_reward.final_reward(kept), self._terminal_N)
 
     def update(self) -> dict[str, float]:
         """One PPO update from the stored rollout; metrics by name, missing ones NaN."""
@@ -220,7 +228,10 @@ class SimicClient:
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
         """Pay one step."""
-        return self.reward.step(inputs, state)
+        paid, state = self.reward.step(inputs, state)
+        if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
+            self._terminal_N = paid.breakdown[:, self._terminal_column]
+        return paid, state
 
     def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
         """[N]: what the last row of a host is paid when the host is rolled back now."""
@@ -292,6 +303,16 @@ def policy_uniforms(run_seed: int, hosts: Int[Tensor, " N"], episode: int, steps
     t_T11 = torch.arange(1, steps + 1, device=hosts.device)[:, None, None]
     block_h = torch.arange(NUM_HEADS, device=hosts.device)
     return uniform(run_seed, Stream.POLICY_SAMPLING, hosts[None, :, None], episode=episode, t=t_T11, block=block_h)
+
+
+def _terminal_column(reward: RewardProtocol[Any]) -> int:
+    """Column of the term that `final_reward` takes the place of."""
+    if "terminal" not in reward.terms:
+        raise ConfigError(
+            f"the reward has final_reward(), but no term 'terminal' among {list(reward.terms)}; name the term that the "
+            "last step pays 'terminal', or leave final_reward() out."
+        )
+    return list(reward.terms).index("terminal")
 
 
 def _require_fit(network: TamiyoNetwork, config: PPOConfig, spec: EngineSpec) -> None:

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from esper.leyline.messages import ActResult, Hidden, Observation, RewardInputs, RewardOutput, StepRecord
+from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import PolicyProtocol, RewardProtocol, StateTree
 
 
@@ -40,6 +40,9 @@ class ScriptedClient:
     def rollback(self, mask: Tensor, reward: Tensor) -> None:
         """See `PolicyProtocol`."""
         self.policy.rollback(mask, reward)
+
+    def finish(self, kept: KeptNetwork) -> None:
+        """See `ClientProtocol`; a script has nothing to correct."""
 
     def update(self) -> Mapping[str, float]:
         """See `PolicyProtocol`."""

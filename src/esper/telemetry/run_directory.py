@@ -7,7 +7,8 @@ steps.jsonl     one line for each step of each host, where the run asks for it
 summary.json    what the run came to; written when it is complete
 checkpoints/    where it can be resumed
 
-A directory appears complete or not at all, and one process at a time writes to it.
+A directory appears complete or not at all, and one process at a time writes to it. A link among its
+records is refused: what would be written and cut off lies elsewhere.
 """
 
 import fcntl
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, ParamSpec, TextIO, TypeVar, final
 import tomli_w
 
 from esper.leyline.errors import RunDirectoryError
+from esper.leyline.files import draft_of, is_draft, mode_of, remove, replacing, sync
 
 CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS = (
     "config.toml",
@@ -62,60 +65,84 @@ def _encoded(line: Mapping[str, object]) -> str:
 
 @final
 class RunDirectory:
-    """One run directory, open for writing; `create` and `reopen` give one. `steps`: it has a file for steps."""
+    """One run directory, open for writing by this process alone; `create` and `reopen` give one."""
 
-    def __init__(self, path: Path, steps: bool = False) -> None:
+    def __init__(self, path: Path, names: Iterable[str]) -> None:
         self.path = path
         self._files: dict[str, TextIO] = {}
-        for name in (METRICS, EVENTS, *([STEPS] if steps or (path / STEPS).exists() else ())):
-            self._files[name] = (path / name).open("a", encoding="utf-8")
+        for name in names:
+            self._open(name)
+
+    def _open(self, name: str) -> None:
+        """Open a record file for appending; METRICS is what processes lock."""
+        self._files[name] = file = open(self.path / name, "a", encoding="utf-8", opener=_open_own)  # noqa: SIM115
+        if name != METRICS:
+            return
         try:
-            fcntl.flock(self._files[METRICS], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
             raise RunDirectoryError(
-                f"{path} is being written by another process; wait until that run has ended, or end it."
+                f"{self.path} is being written by another process; wait until that run has ended, or end it."
             ) from error
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any], *, steps: bool = False) -> "RunDirectory":
-        """A new directory with its configuration; raises RunDirectoryError where it cannot be made."""
+        """A new directory with its configuration; raises RunDirectoryError where it cannot be made.
+
+        Args:
+            path: where nothing is yet.
+            config: the configuration.
+            steps: whether steps are recorded.
+        """
         require_free(path)
-        draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
+        draft = draft_of(path)
         try:
             draft.mkdir(parents=True)
             (draft / CONFIG).write_text(tomli_w.dumps(config), encoding="utf-8")
+            for written in (draft / CONFIG, draft):
+                sync(written)
             draft.rename(path)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise RunDirectoryError(
                 f"the run directory {path} cannot be made ({error.strerror}); name another with --run-dir."
             ) from error
-        return _translated(path, cls, path, steps)
+        return _translated(path, cls, path, _record_files(path, steps))
 
     @classmethod
-    def reopen(
-        cls, path: Path, cursor: Mapping[str, int], config: Mapping[str, Any], *, steps: bool = False
-    ) -> "RunDirectory":
-        """Continue a directory; what was recorded after the checkpoint is cut off, for it will happen again.
+    def reopen(cls, path: Path) -> "RunDirectory":
+        """Take a directory that exists. Nothing is changed in it before `rewind`.
+
+        Raises:
+            RunDirectoryError: another process writes to it, or something in it is not what a run leaves.
+        """
+        require_own_files(path)
+        there = [name for name in _record_files(path, steps=False) if (path / name).exists()]
+        return _translated(path, cls, path, there)
+
+    def rewind(self, cursor: Mapping[str, int], config: Mapping[str, Any], *, steps: bool = False) -> None:
+        """Go back to a checkpoint; what was recorded after it is cut off, for it will happen again.
 
         Args:
-            path: the run directory.
             cursor: length of each record file at the checkpoint.
             config: the configuration from now on.
             steps: whether steps are recorded from now on.
         """
-        directory = _translated(path, cls, path, steps)
 
         def bring_back() -> None:
-            (path / SUMMARY).unlink(missing_ok=True)
-            for name, file in directory._files.items():
+            for name in _record_files(self.path, steps):
+                if name not in self._files:
+                    self._open(name)
+            (self.path / SUMMARY).unlink(missing_ok=True)
+            for name, file in self._files.items():
                 file.truncate(min(cursor.get(name, 0), file.tell()))
                 file.seek(0, os.SEEK_END)  # else `tell` would still say where the end was
-            _replace(path / CONFIG, tomli_w.dumps(config))
+            for left in filter(is_draft, self.path.iterdir()):  # by a process that was killed
+                remove(left)
+            _replace(self.path / CONFIG, tomli_w.dumps(config))
 
-        _translated(path, bring_back)
-        return directory
+        _translated(self.path, bring_back)
 
     def write_metrics(self, line: Mapping[str, object]) -> None:
         """One line of metrics.jsonl; whoever reads along sees it, and all events before it, at once."""
@@ -182,6 +209,11 @@ def require_free(path: Path) -> None:
         )
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder holds what a run leaves besides its configuration."""
+    return any((path / name).exists() for name in (METRICS, EVENTS, CHECKPOINTS))
+
+
 def require_run(path: Path) -> None:
     """Raise RunDirectoryError unless `path` holds a run."""
     if not (path / CONFIG).is_file():
@@ -201,13 +233,41 @@ def missing_records(path: Path, cursor: Mapping[str, int]) -> list[str]:
     ]
 
 
+def require_own_files(path: Path) -> None:
+    """Raise RunDirectoryError where what a run writes into is a link, a device or the like."""
+    kinds = {METRICS: stat.S_ISREG, EVENTS: stat.S_ISREG, STEPS: stat.S_ISREG, CHECKPOINTS: stat.S_ISDIR}
+    for name, is_own in kinds.items():
+        mode = mode_of(path / name)
+        if mode and not is_own(mode):
+            raise RunDirectoryError(
+                f"{path / name} is not a {'folder' if name == CHECKPOINTS else 'regular file'} of the run itself, so "
+                "nothing is written there; put back what the run left, or start a new run."
+            )
+
+
+def require_nothing_to_lose(path: Path) -> None:
+    """Raise RunDirectoryError where complete rounds are recorded, which a run without a checkpoint would delete."""
+    metrics = path / METRICS
+    if (path / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size):
+        raise RunDirectoryError(
+            f"{path} has records but no checkpoint to continue from; put its {CHECKPOINTS} back, or start the run "
+            f"again in a new directory: esper train --config {path / CONFIG} --run-dir NEW."
+        )
+
+
+def _record_files(path: Path, steps: bool) -> tuple[str, ...]:
+    """Names of the record files, with that of steps where they are asked for or were recorded before."""
+    return (METRICS, EVENTS, *([STEPS] if steps or (path / STEPS).exists() else ()))
+
+
+def _open_own(path: str, flags: int) -> int:
+    """For `open`: a link is an error."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}")
-    with draft.open("w", encoding="utf-8") as file:
+    with replacing(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
 
 
 def _translated(path: Path, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

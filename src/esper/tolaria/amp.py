@@ -17,16 +17,16 @@ _START, _MAX = 2.0**14, 2.0**16
 AmpMode = Literal["off", "auto", "bf16", "fp16"]
 
 
-def amp_dtype(mode: AmpMode, device: torch.device) -> torch.dtype | None:
-    """The dtype that `mode` means on this device; None for float32.
+def chosen_amp(mode: AmpMode, device: torch.device) -> AmpMode:
+    """The mode itself; "auto" is "bf16" on a GPU that supports it, "off" elsewhere."""
+    if mode != "auto":
+        return mode
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "off"
 
-    "auto" is bf16 where a GPU supports it, fp16 on other GPUs, and float32 on CPUs.
-    """
-    if mode == "off" or (mode == "auto" and device.type != "cuda"):
-        return None
-    if mode == "auto":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if mode == "bf16" else torch.float16
+
+def amp_dtype(mode: AmpMode, device: torch.device) -> torch.dtype | None:
+    """The dtype that `mode` means on this device; None for float32."""
+    return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[chosen_amp(mode, device)]
 
 
 @final

@@ -12,14 +12,15 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
+from esper.tolaria.amp import chosen_amp
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.control_plane import PhaseForm, as_it_is
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.executors.choice import network_executor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor, bounds
-from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.worker import ShardRunner, shard_of
 
 
@@ -44,10 +45,11 @@ def build_engine(
 ) -> VectorizedEngine:
     """N hosts of `task`, ready for `train`. `dataset` is what `load_dataset` gave for it.
 
-    The engine's `config` names the executor and the number of workers that were taken; where no network is run, the
-    executor stays as it was asked for. A worker's process calls `prepare`, which must be importable there, before it
-    builds its hosts: it imports the modules that register what they are made of.
+    The engine's `config` names the executor, the number of workers and the precision that were taken; where no network
+    is run, the executor stays as it was asked for. A worker's process calls `prepare`, which must be importable there,
+    before it builds its hosts: it imports the modules that register what they are made of.
     """
+    config = replace(config, amp=chosen_amp(config.amp, device))
     executor, config = _executor(config, task, dataset, device, prepare)
     rules = config.lifecycle
     # the script knows the built-in blueprints only
@@ -74,10 +76,10 @@ def _executor(
 ) -> tuple[Executor, EngineConfig]:
     """The executor, and the configuration that names what was taken."""
     if task.script is not None:
-        if config.topology == "static":
+        if config.graph == "static":
             raise ConfigError(
-                f"topology is 'static', but task {task.name!r} runs no networks that could be selected by masks; set "
-                "topology to 'grouped'."
+                f"graph is 'static', but task {task.name!r} runs no networks that could be selected by masks; set "
+                "graph to 'dynamic'."
             )
         scripted = ScriptedExecutor(
             task.script,
@@ -90,7 +92,7 @@ def _executor(
         return scripted, replace(config, workers=1)
     assert dataset is not None
     workers = min(config.workers, config.num_envs)
-    if workers > 1 and device.type == "cpu" and config.topology == "grouped":
+    if workers > 1 and device.type == "cpu" and config.graph == "dynamic":
         return _sharded(config, task, dataset, workers, prepare)
     executor, taken = network_executor(config, task, dataset, device)
     return executor, replace(config, executor=taken, workers=1)
@@ -105,7 +107,7 @@ def _sharded(
         replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts
     ]
     own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"))
-    assert not isinstance(own, StaticExecutor), "static topology stays in one process"
+    assert isinstance(own, NetworkExecutor), "a static graph stays in one process"
     shards = [shard_of(replace(part, executor=taken), task, dataset) for part in configs[1:]]
     executor = ShardedExecutor(ShardRunner(own, configs[0]), configs[0].num_envs, shards, prepare)
     return executor, replace(config, executor=taken, workers=workers)

@@ -10,8 +10,8 @@ be written, in place by every replay, so its memory must not be exchanged. Every
 once, so it may change such memory; what it remembers from call to call in Python is lost. State that is handed from
 step to step is an argument and an answer, and the answer is a copy: the next replay does not touch it.
 
-Nothing here has run on a GPU yet: `tests/gpu` is what has to pass there, see `PROVEN`. How recording and replaying are
-done is behind `Recorder`, so that everything else is tested on the CPU.
+None of this has been proven on a GPU, so a run asks for it with `experimental = true`; `tests/gpu` is what has to pass
+there. How recording and replaying are done is behind `Recorder`, so that everything else is tested on the CPU.
 """
 
 from collections import OrderedDict
@@ -25,14 +25,9 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError
 from esper.leyline.tree import Form, flatten, unflatten
 
-CaptureChoice = Literal["auto", "off", "on"]
-CAPTURED = ("policy_step", "reward", "train_batch")
-"""Functions that a run can replay; `simic/training/kernels.py` tells more of each."""
-PROVEN: frozenset[str] = frozenset()
-"""Those whose tests in `tests/gpu` have passed on a GPU, so that "auto" replays them there. None has yet."""
-WARM_CALLS = 1
-MOST_FORMS = 8
-"""Forms that one function is recorded for; more mean that something changes from call to call that should not."""
+CaptureChoice = Literal["off", "on"]
+MOST_PROGRAMS = 4
+"""Structures whose programs are kept."""
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Program")
@@ -96,16 +91,14 @@ class Captured:
     """`function` with the same arguments and the same answer, replayed.
 
     Raises:
-        TypeError: an argument is a plain number, or asks for a gradient.
-        ConfigError: the function cannot be recorded, or has been called with too many forms of arguments.
+        TypeError: an argument is a plain number.
+        ConfigError: the function cannot be recorded.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], recorder: Recorder, *, name: str, most_forms: int = MOST_FORMS
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], recorder: Recorder, *, name: str) -> None:
         self.function, self.name = function, name
-        self._recorder, self._most_forms = recorder, most_forms
-        self._calls: dict[Hashable, int] = {}
+        self._recorder = recorder
+        self._warmed: set[Hashable] = set()
         self._recordings: dict[Hashable, _Recording] = {}
 
     @property
@@ -117,26 +110,16 @@ class Captured:
         """As the function."""
         given, form = flatten((args, kwargs))
         key = (form, tuple((x.shape, x.dtype, x.device) for x in given))
+        if key not in self._warmed:
+            self._warmed.add(key)
+            return self._recorder.warm(lambda: self.function(*args, **kwargs))
         recording = self._recordings.get(key)
         if recording is None:
-            self._check(given, key)
-            self._calls[key] = calls = self._calls.get(key, 0) + 1
-            if calls <= WARM_CALLS:
-                return self._recorder.warm(lambda: self.function(*args, **kwargs))
             recording = self._recordings[key] = self._recorded(given, form)
         elif given:
             torch._foreach_copy_(recording.inputs, given)
         recording.replay()
         return unflatten(recording.answer, [x.clone() for x in recording.outputs])
-
-    def _check(self, given: Sequence[Tensor], key: Hashable) -> None:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-            raise TypeError(f"an argument of {self.name} asks for a gradient, which a replay cannot give; detach it.")
-        if key not in self._calls and len(self._calls) == self._most_forms:
-            raise ConfigError(
-                f"{self.name} was called with more than {self._most_forms} forms of arguments (shapes, types, plain "
-                "values), each of which would be a recording of its own; set capture = 'off'."
-            )
 
     def _recorded(self, given: Sequence[Tensor], form: Form) -> _Recording:
         inputs = [x.detach().clone() for x in given]
@@ -155,8 +138,8 @@ class Captured:
 def capture(function: Callable[..., Any], *examples: Any, recorder: Recorder, name: str) -> Captured:  # noqa: ANN401
     """`function` recorded for arguments of the form of `examples`, with which it is called; so it must be pure."""
     captured = Captured(function, recorder, name=name)
-    for _ in range(WARM_CALLS + 1):
-        captured(*examples)
+    captured(*examples)
+    captured(*examples)
     return captured
 
 
@@ -177,18 +160,14 @@ class Programs(Generic[P]):
     programs of equal structure the older one stays, and receives the numbers of the newer one.
     """
 
-    def __init__(self, most: int = 4) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._programs: OrderedDict[Hashable, P] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._programs)
 
     def settled(self, structure: Hashable, fresh: P) -> P:
         """The program to use for this structure; `fresh` is one that was just set up for it."""
         kept = self._programs.get(structure)
         if kept is None:
-            while len(self._programs) >= self._most:
+            while len(self._programs) >= MOST_PROGRAMS:
                 self._programs.popitem(last=False)
             kept = self._programs[structure] = fresh
             return kept
@@ -200,21 +179,17 @@ class Programs(Generic[P]):
         return kept
 
 
-def recorder_for(choice: CaptureChoice, name: str, device: torch.device) -> Recorder | None:
-    """How the function `name` is recorded on this device, None where it is run as it is: the one place that decides.
-
-        "off"     run as it is
-        "auto"    replayed on CUDA if it is `PROVEN` there
-        "on"      replayed on CUDA
+def recorder_for(choice: CaptureChoice, device: torch.device) -> Recorder | None:
+    """How functions are recorded on this device; None where they are run eagerly.
 
     Raises:
         ConfigError: "on" on a device without CUDA graphs.
     """
-    assert name in CAPTURED, f"{name} is not among {CAPTURED}"
-    if choice == "on" and device.type != "cuda":
+    if choice == "off":
+        return None
+    if device.type != "cuda":
         raise ConfigError(
-            f"capture is 'on', but the run is on {device}, and only CUDA devices can record and replay; set capture = "
-            "'auto' or 'off', or run on a CUDA device."
+            f"capture is 'on', but the run is on {device}, and only CUDA devices can record and replay; leave capture "
+            "out, or run on a CUDA device."
         )
-    wanted = choice == "on" or (choice == "auto" and name in PROVEN)
-    return CudaRecorder(device) if wanted and device.type == "cuda" else None
+    return CudaRecorder(device)

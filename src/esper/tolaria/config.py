@@ -30,12 +30,12 @@ class EngineConfig:
             once, equal up to rounding; "native" by compiled C++ on a CPU, also equal up to rounding, and each as if it
             were alone; "auto" by a rule, see `executors.choice`. The config of a built engine names the one that was
             taken.
-        topology: "grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that
+        graph: "dynamic" runs what grows, and the host reads once a step what that is; "static" runs everything that
             could grow under masks, all hosts at once, and nothing is read between the steps of an episode.
         workers: processes that share the hosts of a CPU, at most, this one included. Scripted hosts, hosts on a
-            GPU and static topology stay in one process. The config of a built engine names how many there are.
-        amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" the best
-            that the device supports.
+            GPU and static graphs stay in one process. The config of a built engine names how many there are.
+        amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" bf16 on a GPU
+            that supports it. The config of a built engine names the one that was taken.
         capture: whether the training of a batch is recorded and replayed, see `capture.recorder_for`.
     """
 
@@ -45,9 +45,9 @@ class EngineConfig:
     slots: tuple[str, ...] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: ExecutorChoice = "streamed"
-    topology: Literal["grouped", "static"] = "grouped"
+    graph: Literal["dynamic", "static"] = "dynamic"
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
-    capture: CaptureChoice = "auto"
+    capture: CaptureChoice = "off"
     host_offset: int = 0
     workers: int = 1
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
@@ -77,14 +77,14 @@ class EngineConfig:
             raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'native', 'fused' or 'streamed'.")
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; use 1 for this process alone.")
-        if self.topology not in ("grouped", "static"):
-            raise ConfigError(f"topology is {self.topology!r}; it must be 'grouped' or 'static'.")
-        if self.topology == "static" and self.executor in ("streamed", "native"):
+        if self.graph not in ("dynamic", "static"):
+            raise ConfigError(f"graph is {self.graph!r}; it must be 'dynamic' or 'static'.")
+        if self.graph == "static" and self.executor in ("streamed", "native"):
             raise ConfigError(
-                f"topology is 'static', which runs all hosts at once, but executor is {self.executor!r}, which runs "
-                "them one after another; set executor to 'auto' or 'fused', or topology to 'grouped'."
+                f"graph is 'static', which runs all hosts at once, but executor is {self.executor!r}, which runs "
+                "them one after another; set executor to 'auto' or 'fused', or graph to 'dynamic'."
             )
         if self.amp not in ("off", "auto", "bf16", "fp16"):
             raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")
-        if self.capture not in ("auto", "off", "on"):
-            raise ConfigError(f"capture is {self.capture!r}; it must be 'auto', 'off' or 'on'.")
+        if self.capture not in ("off", "on"):
+            raise ConfigError(f"capture is {self.capture!r}; it must be 'off' or 'on'.")

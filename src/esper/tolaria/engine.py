@@ -3,7 +3,7 @@
     step t   train -> measure -> guard (panic, rollback) -> ingest -> see -> decide -> act -> tick -> pay -> remember
              -> one read of the device, which brings the next step's structure and the numbers that are reported
 
-An executor of static topology needs no structure on the host. Then nothing is read between steps: what is reported
+An executor of a static graph needs no structure on the host. Then nothing is read between steps: what is reported
 stays on the device until somebody settles the engine, at the end of the episode or before.
 
 Everything between two steps is a mask over hosts; there is no loop over hosts in this file.
@@ -24,14 +24,16 @@ from esper.kasmina.rollback import memory_of
 from esper.kasmina.slot_fields import require_known_stages
 from esper.leyline.errors import CheckpointError
 from esper.leyline.manifest import TopologyManifest, planting_of
+from esper.leyline.messages import KeptNetwork
 from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
 from esper.leyline.record import replace
+from esper.leyline.stages import SeedStage
 from esper.leyline.state_tree import below, record_tree, restored, with_prefix
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.control_plane import ControlPlane, PhaseForm, as_it_is
-from esper.tolaria.executors.protocol import Executor, StaticTopology
+from esper.tolaria.executors.protocol import Executor, StaticGraph
 from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
@@ -46,7 +48,7 @@ class VectorizedEngine:
         config: how many hosts, for how long, under which rules.
         executor: how they are run.
         spec: what controllers are told of this engine.
-        on_step: called with the report of each step, when the next one begins; with static topology when the episode
+        on_step: called with the report of each step, when the next one begins; with a static graph when the episode
             ends or the engine is settled, with the reports of all steps since, in order. It changes nothing; an
             exception of it surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine
             could go on.
@@ -70,7 +72,7 @@ class VectorizedEngine:
         self._state: ParallelEnvState | None = None
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
-        self._by_mask = executor if isinstance(executor, StaticTopology) else None
+        self._by_mask = executor if isinstance(executor, StaticGraph) else None
         self._pending: PendingRead | None = None
         self._unread: list[tuple[int, Packed]] = []
         self._reports: deque[StepReport] = deque()
@@ -146,14 +148,15 @@ class VectorizedEngine:
             if should_stop() and self.t < self.spec.episode_length:
                 self.settle()
                 return None
-        self.settle()
+        kept = self.kept_network()
+        client.finish(kept)
         cost = RolloutCost(
             seconds=time.perf_counter() - began,
             steps=self.t - first,
             env_steps=(self.t - first) * self.spec.num_envs,
             reads=reads_so_far() - reads,
         )
-        return reading.rollout_stats(self.episode, self.state, self._subset_acc, cost)
+        return reading.rollout_stats(self.episode, self.state, kept, self._subset_acc, cost)
 
     def train(
         self,
@@ -221,7 +224,7 @@ class VectorizedEngine:
     def settle(self) -> None:
         """Wait for the read of the last step, operate on the parameters accordingly, and report the step.
 
-        With static topology one read brings the reports of all steps since the last call.
+        With a static graph one read brings the reports of all steps since the last call.
         """
         if self._pending is not None:
             arrays, self._pending = self._pending.wait(), None
@@ -237,10 +240,28 @@ class VectorizedEngine:
             if self.on_step is not None:
                 self.on_step(report)
 
-    def test(self) -> Tensor:
-        """Test accuracy [N] (pp) of each host with its fossilized seeds; for the end of a run."""
+    def outcome(self) -> RolloutStats:
+        """The statistics of an episode that a checkpoint restored at its end."""
+        cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
+        return reading.rollout_stats(self.episode, self.state, self.kept_network(), self._subset_acc, cost)
+
+    def kept_network(self) -> KeptNetwork:
+        """What the episode leaves of each host, measured once all that the last step decided is carried out."""
         self.settle()
-        return self.executor.test(self.state.slots)
+        slots = self.state.slots
+        fossils = slots.stage == SeedStage.FOSSILIZED
+        with self.timer.span("measure"):
+            accuracy = self.executor.committed_accuracy("val", slots)
+        return KeptNetwork(
+            accuracy=accuracy,
+            fossil_params=(slots.params * fossils).sum(dim=1),
+            host_params=self.state.hosts.host_params,
+        )
+
+    def test(self) -> Tensor:
+        """Test accuracy [N] (pp) of the network that is kept of each host; for the end of a run."""
+        self.settle()
+        return self.executor.committed_accuracy("test", self.state.slots)
 
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
         """The coalitions that step `t` will measure: the structure cannot change any more before it does."""

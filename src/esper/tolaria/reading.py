@@ -12,9 +12,8 @@ from torch import Tensor
 
 from esper.kasmina.lifecycle import OpEffects, TickEffects
 from esper.leyline.actions import Head
-from esper.leyline.messages import ActResult, RewardOutput
+from esper.leyline.messages import ActResult, KeptNetwork, RewardOutput
 from esper.leyline.record import record
-from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.governor import GovernorVerdict
@@ -68,6 +67,7 @@ def told(ended: Ended) -> tuple[Tensor, ...]:
         slots.algorithm,
         slots.alpha_mode,
         slots.serial,
+        slots.params,
         *vars(ops.transitions).values(),
         *vars(ticks.transitions).values(),
         readings.gate,
@@ -90,13 +90,12 @@ def told(ended: Ended) -> tuple[Tensor, ...]:
         ended.chosen.value,
         ended.chosen.op_log_prob,
     )
-    total_params = hosts.host_params + slots.params.sum(dim=1)
     return (
         torch.stack(slot_ints),
         torch.stack(slot_bools),
         torch.stack((slots.alpha, slots.contribution, readings.score)),
         torch.stack(host_floats),
-        torch.stack((ended.effective_op, verdict.reason, verdict.strikes, total_params, ended.num_coalitions)),
+        torch.stack((ended.effective_op, verdict.reason, verdict.strikes, hosts.host_params, ended.num_coalitions)),
         torch.stack((verdict.panic, ended.snapshot, state.tally.replaced)),
         ended.chosen.actions,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
@@ -173,7 +172,8 @@ def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
         op_log_prob=host_floats[6],
         breakdown=breakdown,
         flags=flags,
-        total_params=host_ints[3],
+        params=ints[5],
+        host_params=host_ints[3],
         num_coalitions=host_ints[4],
         row_marked=marks[2],
         actions=actions,
@@ -182,12 +182,12 @@ def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
         panic_strikes=host_ints[2],
         panic_loss=thresholds[:, 0],
         panic_thresholds=thresholds[:, 1:],
-        op_moves=ints[5:8],
-        tick_moves=ints[8:11],
-        gate=ints[11],
+        op_moves=ints[6:9],
+        tick_moves=ints[9:12],
+        gate=ints[12],
         gate_passed=bools[5],
         gate_score=floats[2],
-        failed_checks=ints[12],
+        failed_checks=ints[13],
         rolled_back=bools[4],
     )
 
@@ -205,36 +205,35 @@ def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepRepo
 
 
 def rollout_stats(
-    episode: int, state: ParallelEnvState, subset_acc: Float[Tensor, "N J"], cost: RolloutCost
+    episode: int, state: ParallelEnvState, kept: KeptNetwork, subset_acc: Float[Tensor, "N J"], cost: RolloutCost
 ) -> RolloutStats:
-    """Read the tally of an episode: the one read of a round."""
+    """Read the tally of an episode and what it left: the one read of a round."""
     slots, hosts, tally = state.slots, state.hosts, state.tally
-    fossil_params = (slots.params * (slots.stage == SeedStage.FOSSILIZED)).sum(dim=1)
-    growth = (hosts.host_params + fossil_params) / hosts.host_params.clamp(min=1)
     read = host_read(
         tally.returns,
-        torch.stack((hosts.val_acc, hosts.committed_acc, growth)),
+        torch.stack((hosts.val_acc, kept.accuracy)),
         torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
-        torch.stack((tally.rollbacks, tally.refused)),
+        torch.stack((tally.rollbacks, tally.refused, kept.fossil_params, kept.host_params)),
         tally.ops,
         tally.flags,
         torch.stack((slots.stage, slots.blueprint, slots.algorithm)),
         slots.alpha,
         subset_acc,
     )
-    returns, floats, counts, mishaps, ops, flags, end, alpha, subsets = read
+    returns, floats, counts, others, ops, flags, end, alpha, subsets = read
     return RolloutStats(
         episode=episode,
         returns=returns,
         val_acc=floats[0],
         committed_acc=floats[1],
-        growth=floats[2],
+        fossil_params=others[2],
+        host_params=others[3],
         fossilized=counts[0],
         contributing=counts[1],
         germinated=counts[2],
         pruned=counts[3],
-        rollbacks=mishaps[0],
-        refused=mishaps[1],
+        rollbacks=others[0],
+        refused=others[1],
         ops=ops,
         stage=end[0],
         blueprint=end[1],

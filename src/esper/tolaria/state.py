@@ -13,6 +13,7 @@ from esper.kasmina.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import NUM_OPS, Head
 from esper.leyline.messages import HostState, RewardOutput, SlotState
 from esper.leyline.record import record, replace
+from esper.leyline.stages import SeedStage
 from esper.tolaria.governor import GovernorState
 
 
@@ -118,8 +119,8 @@ class StepReport:
 
     [N] or [N, S] unless stated; `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is
     the number of the one that a seed asked, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked`
-    [N] hosts whose last step it made a terminal one. `breakdown` [N, M] and `flags` [N, 2] are the reward's;
-    `op_log_prob` is that of the op alone.
+    [N] hosts whose last step it made a terminal one. `params` are those of each seed, `host_params` [N] of the host.
+    `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
     """
 
     episode: int
@@ -133,7 +134,8 @@ class StepReport:
     val_loss: np.ndarray
     train_loss: np.ndarray
     committed_acc: np.ndarray
-    total_params: np.ndarray
+    params: np.ndarray
+    host_params: np.ndarray
     num_coalitions: np.ndarray
     reward: np.ndarray
     breakdown: np.ndarray
@@ -155,6 +157,20 @@ class StepReport:
     rolled_back: np.ndarray
     row_marked: np.ndarray
 
+    @property
+    def total_params(self) -> np.ndarray:
+        """Parameters of host and all seeds after the step [N]."""
+        total: np.ndarray = self.host_params + self.params.sum(axis=1)
+        return total
+
+    @property
+    def committed_params(self) -> np.ndarray:
+        """Parameters [N] of the fossils that `committed_acc` is measured with: without those of this step."""
+        _, to, cause = self.op_moves
+        new = (cause != 0) & (to == SeedStage.FOSSILIZED)
+        measured: np.ndarray = (self.params * ((self.stage == SeedStage.FOSSILIZED) & ~new)).sum(axis=1)
+        return measured
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCost:
@@ -171,7 +187,10 @@ class RolloutStats:
     """What an episode of N hosts came to; arrays [N] unless stated.
 
     Attributes:
-        returns: undiscounted sum of rewards. growth: (host + fossilized parameters) / host parameters.
+        returns: undiscounted sum of rewards.
+        val_acc: live accuracy (pp), with all seeds as they stood in the last step; NaN for a host rolled back in it.
+        committed_acc: validation accuracy (pp) of the network that is kept, `KeptNetwork`, of every host;
+            `fossil_params`, `host_params`, `fossilized` and `growth` are of the same network.
         ops: effective ops [N, 6]. refused: sampled ops without effect.
         flags: steps with each mark of the reward [N, 2].
         stage, blueprint, algorithm, alpha: the slots at the end [N, S].
@@ -182,7 +201,8 @@ class RolloutStats:
     returns: np.ndarray
     val_acc: np.ndarray
     committed_acc: np.ndarray
-    growth: np.ndarray
+    fossil_params: np.ndarray
+    host_params: np.ndarray
     fossilized: np.ndarray
     contributing: np.ndarray
     germinated: np.ndarray
@@ -197,3 +217,9 @@ class RolloutStats:
     alpha: np.ndarray
     subset_acc: np.ndarray
     cost: RolloutCost
+
+    @property
+    def growth(self) -> np.ndarray:
+        """(host + fossilized parameters) / host parameters."""
+        ratio: np.ndarray = 1.0 + self.fossil_params / np.maximum(self.host_params, 1)
+        return ratio

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.kasmina.native.assembler import Assembler, Operation, Place, Program, Rows
-from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
+from esper.kasmina.native.machine import Batchwork, Machine, Spaces
 
 SPACE = 2
 
@@ -25,10 +25,10 @@ def run(machine: Machine, programs: list[Program], which: list[int], x: torch.Te
     """x [H, lanes, rows] -> [H, rows, 32]."""
     hosts, lanes, rows = x.shape
     out, two = torch.zeros(hosts, rows, 32), torch.full((hosts, rows), 2.0)
-    base = np.zeros((hosts, SPACE + 3), dtype=np.int64)
+    spaces = Spaces(hosts, SPACE + 3)
     for k, tensor in enumerate((x, out, two)):
-        base[:, SPACE + k] = addresses_of(tensor)
-    machine.run(Batchwork.of(programs, np.array(which)), base, lanes)
+        spaces.rows(SPACE + k, tensor)
+    machine.run(Batchwork.of(programs, np.array(which)), spaces, lanes)
     return out
 
 
@@ -55,17 +55,42 @@ def test_fewer_examples_after_more_leave_nothing_behind():
     assert not run(machine, [doubling(4)], [0], x[:, :17].contiguous())[..., 17:].any()
 
 
-def test_addresses_are_those_of_rows():
-    x = torch.zeros(4, 3)
-    assert addresses_of(x).tolist() == [x[i].data_ptr() for i in range(4)]
-    assert addresses_of(x, np.array([2, 0])).tolist() == [x[2].data_ptr(), x[0].data_ptr()]
-    assert addresses_of(torch.zeros(0, 3)).tolist() == []
+def test_spaces_are_rows_of_tensors_or_one_tensor_for_all():
+    x, spaces = torch.zeros(4, 3), Spaces(4, 3)
+    spaces.rows(0, x)
+    spaces.rows(1, x, rows=np.array([2, 0]), hosts=np.array([3, 1]))
+    spaces.share(2, x)
+    rows = [x[i].data_ptr() for i in range(4)]
+    assert spaces.begin.tolist() == [
+        [rows[0], 0, rows[0]], [rows[1], rows[0], rows[0]], [rows[2], 0, rows[0]], [rows[3], rows[2], rows[0]],
+    ]  # fmt: skip
+    assert spaces.size.tolist() == [[12, 0, 48], [12, 12, 48], [12, 0, 48], [12, 12, 48]]
+    assert spaces.of(np.array([3])).begin.tolist() == spaces.begin[3:].tolist()
 
 
-def test_an_operation_that_does_not_exist_is_noticed():
-    program = doubling(4)
-    program.code["operation"][1] = 999
-    with pytest.raises(AssertionError, match="instruction 1 does not exist"):
+def last_of(program, **fields):
+    """The program with other fields in its last instruction."""
+    for name, value in fields.items():
+        program.code[name][-1] = value
+    return program
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        last_of(doubling(4), operation=999),
+        last_of(doubling(4), operation=-1),
+        last_of(doubling(4), space=[SPACE + 2, 0, SPACE + 3, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), space=[SPACE + 2, -2, SPACE + 1, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), size=[5, 1, 0, 0, 0, 0]),
+        last_of(doubling(4), size=[4, 2, 0, 0, 0, 0]),
+        last_of(doubling(4), offset=[1, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), offset=[0, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), offset=[0, 0, -1, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_an_instruction_that_does_not_fit_its_memory_is_not_carried_out(program):
+    with pytest.raises(IndexError, match=r"instruction 1, .*, does not fit the memory that it was given"):
         run(Machine(), [program], [0], torch.ones(1, 20, 4))
 
 

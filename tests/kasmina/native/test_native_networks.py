@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_bench import DOUBLE, random_features
 
-from esper.kasmina.blending import blend, straight_through
+from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.native.machine import Batchwork, Machine
+from esper.kasmina.native.machine import Batchwork, Machine, Spaces
 from esper.kasmina.native.networks import (
     Growth,
     Module,
@@ -87,17 +87,17 @@ class World:
         self.skeleton = Skeleton(self.skeleton_host, self.layout, self.buffer_layout, SIZE, SIZE)
 
     def run(self, program, lanes=BATCH):
-        base = np.zeros((1, num_spaces(len(SLOTS))), dtype=np.int64)
+        spaces = Spaces(1, num_spaces(len(SLOTS)))
         for space, tensor in (
             (Space.IMAGES, self.x), (Space.LABELS, self.y), (Space.TOLD, self.told), (Space.HOST, self.values),
             (Space.HOST_SLOPES, self.slopes), (Space.HOST_BUFFERS, self.buffers),
         ):  # fmt: skip
-            base[0, space] = tensor.data_ptr()
+            spaces.share(space, tensor)
         for slot, rows in self.rows.items():
             s = SLOTS.index(slot)
             for kind, tensor in zip(SlotSpace, (*rows, self.alpha[slot]), strict=True):
-                base[0, slot_space(s, kind)] = tensor.data_ptr()
-        Machine(dtype=DOUBLE).run(Batchwork.of([program], np.zeros(1, dtype=np.int64)), base, lanes)
+                spaces.share(slot_space(s, kind), tensor)
+        Machine(dtype=DOUBLE).run(Batchwork.of([program], np.zeros(1, dtype=np.int64)), spaces, lanes)
 
     def logits(self, on):
         """By PyTorch, with the seeds of the slots in `on`."""
@@ -107,10 +107,9 @@ class World:
                 return h
             grown, alpha = self.growth[slot], self.alpha[slot][0]
             seed, gate = self.seeds[slot], self.gates[slot] if grown.algorithm is GATE else None
-            if not grown.heard:
-                return straight_through(h, seed, grown.algorithm, gate)
             x = h.detach()
-            return blend(h, seed(x), grown.algorithm, alpha, None if gate is None else gate(x))
+            gate_value = None if gate is None else gate(x)
+            return blend(h, seed(x), grown.algorithm, alpha if grown.heard else None, gate_value)
 
         return self.host(self.x, apply)
 
@@ -219,10 +218,10 @@ def test_a_host_of_kernel_1_on_images_that_are_not_square():
     x, y = random_features(3, 2, 5, 7), torch.tensor([0, 1, 2])
     slopes, told = torch.zeros_like(values), torch.zeros(1, 2, dtype=DOUBLE)
     buffers = buffers_layout.pack(dict(plain.named_buffers()))
-    base = np.zeros((1, num_spaces(1)), dtype=np.int64)
+    spaces = Spaces(1, num_spaces(1))
     for space, tensor in zip(Space, (x, y, told, values, slopes, buffers), strict=True):
-        base[0, space] = tensor.data_ptr()
-    Machine(dtype=DOUBLE).run(Batchwork.of([training_program(skeleton, {})], np.zeros(1, dtype=np.int64)), base, 3)
+        spaces.share(space, tensor)
+    Machine(dtype=DOUBLE).run(Batchwork.of([training_program(skeleton, {})], np.zeros(1, dtype=np.int64)), spaces, 3)
     loss = F.cross_entropy(plain(x, lambda slot, h: h), y)
     torch.testing.assert_close(told[0, 0] / 3, loss.detach(), **CLOSE)
     want = torch.autograd.grad(loss, list(plain.parameters()))

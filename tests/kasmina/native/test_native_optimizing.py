@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_bench import DOUBLE
 
-from esper.kasmina.native.machine import Batchwork, Machine
+from esper.kasmina.native.machine import Batchwork, Machine, Spaces
 from esper.kasmina.native.optimizing import (
     DECAY,
     HOST,
@@ -39,10 +39,10 @@ class Row:
             moment += 3 if moment.dtype == torch.int64 else torch.rand(moment.shape, generator=generator, dtype=DOUBLE)
         self.twin = self.weights.clone(), self.gradient.clone(), tree_map(torch.clone, self.state)
 
-    def place(self, base, row):
+    def place(self, spaces, row):
         tensors = [self.weights, self.gradient, *(moment for _, moment in named_tensors(self.state))]
         for part, tensor in zip(Part, tensors, strict=False):
-            base[0, row_space(row, part)] = tensor.data_ptr()
+            spaces.share(row_space(row, part), tensor)
 
     def step_twin(self, spec, factor, lr, decay):
         weights, gradient, state = self.twin
@@ -68,20 +68,20 @@ def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, learns, g
     mask = torch.arange(HOST_SIZE) % 3 > 0
     decay = mask.to(DOUBLE)
     host = Row(spec, HOST_SIZE, generator, scale)
-    base = np.zeros((1, num_step_spaces(2)), dtype=np.int64)
-    base[0, DECAY] = decay.data_ptr()
-    host.place(base, HOST)
+    spaces = Spaces(1, num_step_spaces(2))
+    spaces.share(DECAY, decay)
+    host.place(spaces, HOST)
     together = [([host], spec.host_lr, mask)]
     slots = []
     for s in range(2):
         if learns[s]:
             rows = [Row(spec, SEED_SIZE, generator, scale)] + [Row(spec, GATE_SIZE, generator, scale)] * gated
             for k, row in enumerate(rows):
-                row.place(base, seed_row(s) + k)
+                row.place(spaces, seed_row(s) + k)
             together.append((rows, spec.seed_lr, None))
             slots.append(LearningSlot(s, SEED_SIZE, GATE_SIZE if gated else None))
     program = stepping_program(spec, HOST_SIZE, tuple(slots))
-    Machine(dtype=DOUBLE).run(Batchwork.of([program], np.zeros(1, dtype=np.int64)), base, 1)
+    Machine(dtype=DOUBLE).run(Batchwork.of([program], np.zeros(1, dtype=np.int64)), spaces, 1)
     for rows, rate, decayed in together:
         norm = torch.cat([row.twin[1] for row in rows], dim=1).norm()
         for row in rows:
@@ -94,12 +94,12 @@ def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, learns, g
 def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
     row = Row(spec, HOST_SIZE, torch.Generator().manual_seed(0), 1.0)
     row.gradient[0, 7] = bad
-    base = np.zeros((1, num_step_spaces(0)), dtype=np.int64)
+    spaces = Spaces(1, num_step_spaces(0))
     decay = torch.ones(HOST_SIZE, dtype=DOUBLE)
-    base[0, DECAY] = decay.data_ptr()
-    row.place(base, HOST)
+    spaces.share(DECAY, decay)
+    row.place(spaces, HOST)
     Machine(dtype=DOUBLE).run(
-        Batchwork.of([stepping_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), base, 1
+        Batchwork.of([stepping_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), spaces, 1
     )
     assert row.weights[0, 7].isnan()
 
@@ -107,9 +107,9 @@ def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
 def test_a_step_leaves_the_rows_of_a_batch_alone():
     machine, x = Machine(), torch.zeros(1, 1)
     machine._memory[0].rows = torch.ones(64)
-    base = np.zeros((1, num_step_spaces(0)), dtype=np.int64)
+    spaces = Spaces(1, num_step_spaces(0))
     for part in (Part.WEIGHTS, Part.GRADIENT, Part.FIRST):
-        base[0, row_space(HOST, part)] = x.data_ptr()
-    base[0, DECAY] = x.data_ptr()
-    machine.run(Batchwork.of([stepping_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), base, 1)
+        spaces.share(row_space(HOST, part), x)
+    spaces.share(DECAY, x)
+    machine.run(Batchwork.of([stepping_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), spaces, 1)
     assert machine._memory[0].rows.all()

@@ -40,20 +40,15 @@ def gae_of_row(r, v, *, terminal=(), truncated=None, invalid=()):
 
 def scalar_gae(r, v, b, terminal, truncated, valid, gamma, lam):
     """The recursion as one writes it down, for one host."""
-    out, after = [0.0] * len(r), 0.0
+    out, trace, onward = [0.0] * len(r), 0.0, 0.0
     for t in reversed(range(len(r))):
-        if not valid[t]:
-            after = 0.0
+        if not valid[t]:  # a step in which time passed, and nothing was decided
+            trace, onward = gamma * trace, gamma * onward
             continue
-        if terminal[t]:
-            value_after = 0.0
-        elif truncated[t]:
-            value_after = b[t]
-        else:
-            value_after = v[t + 1] if t + 1 < len(r) else 0.0
-        carry = 0.0 if terminal[t] or truncated[t] else 1.0
-        after = (r[t] + gamma * value_after - v[t]) + (carry * (gamma * lam)) * after
-        out[t] = after
+        value_after = 0.0 if terminal[t] else b[t] if truncated[t] else onward
+        decay = 0.0 if terminal[t] or truncated[t] else gamma * lam
+        trace, onward = (r[t] + gamma * value_after - v[t]) + decay * trace, v[t]
+        out[t] = trace
     return out
 
 
@@ -72,6 +67,14 @@ def test_a_rollback_in_the_middle_separates_two_segments():
         [1, -10, 7, 1, 0, 2], [0.5, 0.4, 9.0, 0.3, 0.2, 0.1], terminal=(1,), truncated={5: 0.6}, invalid=(2,)
     )
     assert found == pytest.approx([-9.24304, -10.4, 0.0, 3.1752, 2.334325, 2.497], abs=1e-6)
+
+
+def test_value_is_carried_across_a_step_that_is_not_valid_and_costs_one_discount_more():
+    # gamma = lambda = 1/2: after step 2 comes 1/2 * 0.6; its advantage 3 - 0.6 arrives with 1/4 * 1/2
+    numbers = rows([1, 0, 0, 3]), rows([0.5, 9.0, 9.0, 0.6]), torch.zeros(1, 4, dtype=torch.float64)
+    found = compute_gae(*numbers, flags(4, 3), flags(4), ~flags(4, 2), 0.5, 0.5)[0].tolist()
+    # step 1: 0 + 1/2 * 0.3 - 9 + 1/4 * 1/2 * 2.4; step 0: 1 + 1/2 * 9 - 1/2 + 1/4 * (-8.55)
+    assert found == pytest.approx([2.8625, -8.55, 0.0, 2.4])
 
 
 def test_a_truncation_in_the_middle_of_a_row_cuts_the_trace_there():
@@ -185,18 +188,15 @@ def test_return_accumulators_run_forward_in_time():
     rewards = rows([1, 0, -1, 2], [1, 2, -10, 0])
     terminal = torch.cat((flags(4), flags(4, 2)))
     valid = torch.cat((flags(4, 0, 1, 2, 3), flags(4, 0, 1, 2)))
-    none = torch.zeros_like(valid)
-    found = discounted_returns(rewards, terminal, none, none, valid, GAMMA)
+    found = discounted_returns(rewards, terminal, torch.zeros_like(valid), valid, GAMMA)
     want = [[1, 0.995, -0.009975, 1.990075], [1, 2.995, -7.019975, 0]]
     torch.testing.assert_close(found, rows(*want), atol=1e-6, rtol=0)
 
 
-def test_return_accumulators_start_anew_after_ends_and_at_resets():
-    # terminal at 0, truncated at 2, row 4 not valid, reset at 5
-    found = discounted_returns(
-        rows([1, 2, 3, 4, 99, 5, 6]), flags(7, 0), flags(7, 2), flags(7, 5), ~flags(7, 4), gamma=0.5
-    )
-    assert found[0].tolist() == [1, 2, 4, 4, 0, 5, 8.5]
+def test_return_accumulators_start_anew_after_ends_and_wait_where_a_step_is_not_valid():
+    # terminal at 0, truncated at 2, row 4 not valid
+    found = discounted_returns(rows([1, 2, 3, 4, 99, 5, 6]), flags(7, 0), flags(7, 2), ~flags(7, 4), gamma=0.5)
+    assert found[0].tolist() == [1, 2, 4, 4, 2, 6, 9]
 
 
 def test_advantages_are_normalized_over_the_valid_steps_of_all_hosts():

@@ -110,8 +110,7 @@ def test_the_first_rollout_of_rewards_is_scaled_by_its_own_returns():
     rewards = torch.tensor([[1.0, 0, -1, 2], [1, 2, -10, 0]])
     terminal = torch.tensor([[False] * 4, [False, False, True, False]])
     valid = torch.tensor([[True] * 4, [True, True, True, False]])
-    none = torch.zeros_like(valid)
-    moments = masked_moments(discounted_returns(rewards, terminal, none, none, valid, 0.995), valid)
+    moments = masked_moments(discounted_returns(rewards, terminal, torch.zeros_like(valid), valid, 0.995), valid)
     running = RunningMeanVar(0.9)
     scale = running.scale_with(moments)
     assert float(scale) == pytest.approx(3.048926, abs=1e-6)
@@ -121,10 +120,10 @@ def test_the_first_rollout_of_rewards_is_scaled_by_its_own_returns():
     assert running.scale_with(scalar_moments(0.0, 100.0)) == scale  # later rollouts: by what came before them
 
 
-def test_rewards_are_clipped_and_a_constant_return_does_not_divide_by_zero():
+def test_a_constant_return_does_not_divide_by_zero_and_no_reward_is_clipped():
     scale = RunningMeanVar(0.9).scale_with(scalar_moments(2.0, 2.0))
     assert float(scale) == pytest.approx(1e-4)
-    assert scale_rewards(torch.tensor([[2.0, -2.0, 0.0]]), scale).tolist() == [[10.0, -10.0, 0.0]]
+    assert scale_rewards(torch.tensor([[2.0, -2.0, 0.0]]), scale)[0].tolist() == pytest.approx([20_000, -20_000, 0])
 
 
 def test_restored_statistics_normalize_bit_for_bit_alike():

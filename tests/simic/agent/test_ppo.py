@@ -298,10 +298,10 @@ def test_advantages_and_returns_are_in_scaled_units(rolled_out):
     one_step_rows(client, torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, 50.0]), torch.full((6,), 0.5))
     client.agent.returns.update(masked_moments(torch.tensor([2.0, -2.0]), torch.ones(2, dtype=torch.bool)))
     metrics = learn(client)
-    # scale 2: 1, -1, 1, -1, 1 and 25, of which 10 is left
+    # scale 2: 1, -1, 1, -1, 1 and 25
     assert metrics["return_scale"] == pytest.approx(2.0)
-    assert metrics["return_mean"] == pytest.approx(11 / 6)
-    assert metrics["advantage_mean"] == pytest.approx(11 / 6 - 0.5)
+    assert metrics["return_mean"] == pytest.approx(26 / 6)
+    assert metrics["advantage_mean"] == pytest.approx(26 / 6 - 0.5)
     assert metrics["value_mean"] == pytest.approx(0.5)
 
 

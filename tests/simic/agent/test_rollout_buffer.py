@@ -181,7 +181,7 @@ def test_rollbacks_that_are_marked_together_are_those_that_are_marked_step_by_st
             together.store(t, **fields)
         rows, paid = torch.zeros(N, T, dtype=torch.bool), torch.zeros(N, T)
         rows[:, :-1], paid[:, :-1] = mask[:, 1:], penalty[:, 1:]  # in step t the last row is that of the step before
-        together.mark_terminals(rows, paid)
+        together.roll_back(rows, paid, ends=True)
         assert same(one_by_one, together)
         num_marked += int((one_by_one.slabs.rewards == paid).sum())
     assert num_marked > 20
@@ -299,7 +299,7 @@ def test_reset_makes_every_row_neutral_again():
     assert not buffer.slabs.terminal.any()
 
 
-def test_validate_names_segments_without_an_end():
+def test_validate_names_hosts_whose_last_valid_row_is_no_end():
     buffer = new_buffer()
     buffer.store(0, **column(0, truncated=only(0), bootstrap_value=torch.ones(N)))
     buffer.store(1, **column(1, valid=~only(1)))
@@ -312,11 +312,32 @@ def test_validate_names_segments_without_an_end():
     buffer.validate()
 
 
-def test_a_reset_row_also_asks_for_an_end_before_it():
+def test_a_rollback_that_ends_nothing_exchanges_the_reward_of_the_row_before_it():
     buffer = new_buffer()
-    buffer.store(0, **column(0))
-    buffer.store(1, **column(1, reset=only(2), terminal=~only(-1)))
-    assert buffer.open_ends().nonzero().tolist() == [[2, 0]]
+    for t in range(3):
+        buffer.store(t, **column(t, valid=~only(1) if t == 1 else ~only(-1)))
+    kept = buffer.slabs.rewards.clone()
+    marked = torch.zeros(N, T, dtype=torch.bool)
+    marked[1, :2] = True  # row 1 is not valid: a second rollback in a row finds nothing
+    buffer.roll_back(marked, torch.full((N, T), -0.25), ends=False)
+    assert not buffer.slabs.terminal.any()
+    kept[1, 0] = -0.25
+    assert torch.equal(buffer.slabs.rewards, kept)
+
+
+def test_the_end_of_an_episode_is_paid_to_the_last_valid_row_discounted_by_the_steps_between():
+    buffer, paid = new_buffer(num_envs=4, gamma=0.5), torch.ones(N, T)
+    last_valid = [4, 3, 1, None]
+    for t in range(T):
+        row = {name: value[0] for name, value in column(t).items()} | {"truncated": False, "terminal": False}
+        for n, last in enumerate(last_valid):
+            buffer.add(n, **row | {"reward": paid[0, 0], "valid": last is not None and t <= last})
+    buffer.add_final_reward(torch.tensor([8.0, 8.0, 8.0, 8.0]), torch.full((4,), 5.0))
+    # in time: 8 in the place of 5; one step before the end 1/2 * 8, three before 1/8 * 8
+    ends = [row[last] for row, last in zip(buffer.slabs.rewards.tolist(), last_valid, strict=True) if last is not None]
+    assert ends == [1 + 3, 1 + 4, 1 + 1]
+    assert buffer.slabs.rewards.sum() == sum(ends) + 4 + 3 + 1
+    assert buffer.slabs.terminal.nonzero().tolist() == [[0, 4], [1, 3], [2, 1]]
 
 
 def test_a_half_filled_buffer_survives_a_restart():

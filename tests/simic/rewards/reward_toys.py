@@ -6,11 +6,11 @@ import functools
 import torch
 
 from esper.leyline.messages import HostState, RewardInputs, SlotState
-from esper.simic.rewards import REWARD_TERMS, HostRow, RewardConfig, RewardOutput
+from esper.simic.rewards import REWARD_TERMS, RewardConfig, RewardOutput
 from esper.simic.rewards.config import as_kind
-from esper.simic.rewards.golden import pay_rows
-from esper.simic.rewards.scalar_row import DripPool
-from esper.simic.rewards.scalar_step import HostMemory, HostStep, SlotMemory, SlotRow
+from reference.rewards.golden import pay_rows
+from reference.rewards.row import DripPool, HostRow
+from reference.rewards.step import HostMemory, HostStep, SlotMemory, SlotRow
 
 NAN = float("nan")
 STAGES = (1, 2, 3, 4, 6, 7, 8, 9, 10)
@@ -217,7 +217,7 @@ def random_hosts(count: int, slots: int, epoch: int, max_epochs: int, key: int) 
                         prev_epochs=row.previous_epochs,
                         age=row.seed_age,
                         alpha=abs(row.potential_prev),
-                        params=int(row.fossilized_params),
+                        params=int(row.fossilized_params) * row.has_seed,
                         acc_at_germination=row.total_improvement,
                         acc_at_stage_start=row.stage_improvement,
                         contribution=row.seed_contribution,

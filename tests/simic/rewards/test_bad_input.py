@@ -12,8 +12,8 @@ import pytest
 
 PRELUDE = """
 import json, sys, torch
-from esper.simic.rewards import (LossRewardConfig, RewardConfig, compute_reward_batched, make_reward, register_reward,
-                                 validate_reward_inputs)
+from esper.simic.rewards import LossRewardConfig, RewardConfig, compute_reward_batched, make_reward, register_reward
+from reference.rewards.validate import validate_reward_inputs
 from esper.simic.training.presets import resolve
 
 def columns(**changes):
@@ -139,9 +139,10 @@ SOUND = (
 def outcomes() -> dict[str, list[str]]:
     """What each of them ends with: the name of the error, and its message."""
     sources = [*CASES, *SOUND]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE], input=json.dumps(sources), env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", PRELUDE], input=json.dumps(sources), env=environment, capture_output=True, text=True,
+        timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(zip(sources, json.loads(done.stdout), strict=True))

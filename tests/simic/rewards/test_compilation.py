@@ -1,4 +1,4 @@
-"""Where the kernel is compiled: which choice means what, and that one graph serves a whole run."""
+"""Where the kernel is compiled: that one graph serves a whole run, and what is said where it cannot be."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ from reward_toys import random_hosts, reward_inputs
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.record import named_tensors
-from esper.simic.compilation import explained, is_compiled
-from esper.simic.rewards import RewardConfig, graphs_compiled, initial_state, make_reward, reward_step
-from esper.simic.rewards.compilation import blank_inputs, kernel_for
-from esper.simic.rewards.compiled_rewards import compute_reward_batched
+from esper.simic.compilation import explained, graphs_compiled, is_compiled
+from esper.simic.rewards import RewardConfig, initial_state, make_reward, reward_step
+from esper.simic.rewards.reward import _blank_inputs
+from esper.simic.training.kernels import compiled_reward
 
 CPU = torch.device("cpu")
 by_compiler = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the compiler's own imports
@@ -24,14 +24,9 @@ def test_auto_compiles_on_cuda_alone(choice, device, compiled):
     assert is_compiled(choice, torch.device(device)) is compiled
 
 
-def test_an_eager_kernel_is_the_plain_function():
-    assert kernel_for("auto", CPU) is compute_reward_batched
-    assert kernel_for("on", CPU) is not compute_reward_batched
-
-
 def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():
     config = RewardConfig()
-    blank, real = blank_inputs(3, 2, CPU), reward_inputs(random_hosts(3, 2, 1, 1, key=2), dtype=torch.float32)
+    blank, real = _blank_inputs(3, 2, CPU), reward_inputs(random_hosts(3, 2, 1, 1, key=2), dtype=torch.float32)
     forms = [{name: (v.shape, v.dtype) for name, v in named_tensors(x)} for x in (blank, real)]
     assert forms[0] == forms[1]
     paid, _ = reward_step(blank, initial_state(3, 2, 1, CPU, config), config)
@@ -48,14 +43,18 @@ def test_a_failed_compilation_names_the_way_out():
 
 @pytest.mark.compiled
 @by_compiler
-def test_after_the_warm_up_no_step_of_a_run_compiles_again():
+@pytest.mark.parametrize("mode", ["shaped", "escrow", "basic_plus"])
+def test_after_the_warm_up_no_step_of_a_run_compiles_again(mode):
     torch.compiler.reset()
     hosts, slots, steps = 6, 3, 5
-    reward = make_reward("shaped")
-    reward.warm_up("on", hosts, slots, CPU)
+    reward = make_reward(mode)
+    reward.warm_up(compiled_reward, hosts, slots, CPU)
     warm = graphs_compiled()
     for length in (steps, 4):
-        for numbers in (RewardConfig(), RewardConfig(contribution_weight=0.5, germination_warmup_epochs=0)):
+        for numbers in (
+            RewardConfig(mode=mode),
+            RewardConfig(mode=mode, contribution_weight=0.5, min_prune_bonus_age=0),
+        ):
             reward.config = numbers
             mine = its = initial_state(hosts, slots, steps, CPU, numbers)
             for epoch in range(1, length + 1):
@@ -69,7 +68,7 @@ def test_after_the_warm_up_no_step_of_a_run_compiles_again():
     assert graphs_compiled() == warm
 
     more = reward_inputs(random_hosts(hosts + 1, slots, 1, 5, key=1), dtype=torch.float32)
-    reward.step(more, initial_state(hosts + 1, slots, steps, CPU, RewardConfig()))
+    reward.step(more, initial_state(hosts + 1, slots, steps, CPU, RewardConfig(mode=mode)))
     assert graphs_compiled() == warm + 1, "another number of hosts is another graph, and it is counted"
 
 
@@ -78,6 +77,7 @@ def test_after_the_warm_up_no_step_of_a_run_compiles_again():
 def test_a_missing_compiler_is_a_mistake_of_configuration(tmp_path):
     import torch._inductor.config as inductor
 
+    torch.compiler.reset()
     absent = {"cpp.cxx": (str(tmp_path / "no-such-compiler"),), "force_disable_caches": True}
     with inductor.patch(absent), pytest.raises(ConfigError, match=r"InvalidCxxCompiler.*set compile = 'off'"):
-        make_reward("minimal").warm_up("on", 2, 1, CPU)
+        make_reward("minimal").warm_up(compiled_reward, 2, 1, CPU)

@@ -11,17 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.leyline.errors import ConfigError
-from esper.simic.rewards import (
-    MODES,
-    REWARD_INFO,
-    REWARD_TERMS,
-    RewardConfig,
-    compute_reward_batched,
-    reward_of_row,
-)
+from esper.simic.rewards import MODES, REWARD_INFO, REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.simic.rewards.compiled_rewards import check_arguments, check_static
-from esper.simic.rewards.golden import kernel_arguments, pay_rows
-from esper.simic.rewards.thresholds import near_threshold
+from reference.rewards.golden import kernel_arguments, pay_rows
+from reference.rewards.modes import reward_of_row
+from reference.rewards.thresholds import near_threshold
 
 OTHER_NUMBERS = RewardConfig(
     attribution="minimum", contribution_weight=0.7, escrow_delta_clip=0.0, pbrs_weight=0.2, epoch_progress_bonus=0.5,

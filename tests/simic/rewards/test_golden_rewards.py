@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from esper.leyline.errors import DataError
-from esper.simic.rewards.golden import batched_rewards, check_golden, error_of, load_golden
-from esper.simic.rewards.thresholds import near_threshold
+from reference.rewards.golden import batched_rewards, check_golden, error_of, load_golden
+from reference.rewards.thresholds import near_threshold
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MODES = ("shaped", "escrow", "basic", "basic_plus", "sparse", "minimal", "simplified", "loss")

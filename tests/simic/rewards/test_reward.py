@@ -7,16 +7,15 @@ import torch
 from reward_toys import random_hosts, reward_inputs
 
 from esper.leyline.errors import ConfigError, RegistryError
+from esper.leyline.record import named_tensors
 from esper.simic.rewards import (
     MODES,
     REWARD_TERMS,
-    ContributionReward,
+    ObjectiveReward,
     RewardConfig,
-    initial_state,
     make_reward,
     register_reward,
     reward_names,
-    reward_step,
     reward_traits,
 )
 
@@ -24,18 +23,15 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_is_made_by_name_and_pays_what_its_step_pays(mode):
+def test_a_mode_is_made_by_name(mode):
     reward = make_reward(mode)
     inputs = reward_inputs(random_hosts(3, 2, 1, 4, key=2))
     paid, state = reward.step(inputs, reward.initial_state(3, 2, 4, CPU))
-    config = RewardConfig(mode=mode)
-    want, _ = reward_step(inputs, initial_state(3, 2, 4, CPU, config), config)
-    torch.testing.assert_close(paid.breakdown, want.breakdown, rtol=0, atol=0)
-    assert tuple(reward.terms) == REWARD_TERMS
+    assert set(reward.terms) <= set(REWARD_TERMS)
     assert paid.breakdown.shape == (3, len(reward.terms))
     assert reward.rollback_reward(state).shape == (3,)
     cleared = reward.reset_hosts(state, torch.ones(3, dtype=torch.bool))
-    assert not cleared.prev_params.any()
+    assert not any(value.any() for _, value in named_tensors(cleared))
 
 
 def test_numbers_are_handed_to_the_reward():
@@ -50,7 +46,7 @@ def test_a_user_can_register_a_reward_and_say_what_it_needs():
 
     @register_reward(name, summary="the objective with other numbers", time_limit="terminate")
     def build(config):
-        return ContributionReward(config.with_mode("objective"))
+        return ObjectiveReward(config.with_mode("objective"))
 
     assert name in reward_names()
     assert reward_traits(name).time_limit == "terminate"

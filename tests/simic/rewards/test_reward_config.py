@@ -38,7 +38,7 @@ def test_every_number_reaches_its_place_in_the_packed_vector():
 
 def test_a_mode_brings_its_own_rollback_penalty_and_drip():
     packed = {mode: RewardConfig(mode=mode).pack() for mode in MODES}
-    assert {mode for mode, p in packed.items() if p[62] == -1.0} == {"objective"}
+    assert {mode for mode, p in packed.items() if p[62] == 0.0} == {"objective"}
     assert {mode for mode, p in packed.items() if p[56] == 0.7} == {"basic_plus"}
     assert RewardConfig(mode="objective", rollback_penalty=-3.0).pack()[62] == -3.0
     assert RewardConfig(mode="objective").with_mode("shaped").pack()[62] == -10.0

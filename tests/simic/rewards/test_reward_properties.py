@@ -10,9 +10,10 @@ from reward_toys import host_row, random_rows, reward_inputs, seed
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.leyline.stages import STAGE_POTENTIAL
-from esper.simic.rewards import REWARD_TERMS, RewardConfig, initial_state, reward_of_row, reward_step
-from esper.simic.rewards.golden import pay_rows
-from esper.simic.rewards.scalar_step import HostStep, SlotRow
+from esper.simic.rewards import REWARD_TERMS, RewardConfig, make_reward
+from reference.rewards.golden import pay_rows
+from reference.rewards.modes import reward_of_row
+from reference.rewards.step import HostStep, SlotRow
 
 GAMMA = 0.995
 CPU = torch.device("cpu")
@@ -78,16 +79,16 @@ accuracies = st.lists(st.floats(5, 95), min_size=2, max_size=25)
 
 def objective_episode(values, committed, grown, fossilized):
     """Rewards and potential terms of one host with the measurements of `values`, and the J it should be paid."""
-    config, steps = RewardConfig(mode="objective"), len(values)
-    state, paid, shaping = initial_state(1, 2, steps, CPU, config), [], []
+    reward, steps = make_reward("objective"), len(values)
+    state, paid, shaping = reward.initial_state(1, 2, steps, CPU), [], []
     fossil = SlotRow(stage=7, prev_stage=6, age=9, alpha=1.0, params=fossilized)
     for t, value in enumerate(values, start=1):
         growing = SlotRow(stage=3, prev_stage=2, age=t, params=grown * t)
         given_host = HostStep(epoch=t, max_epochs=steps, op=0, target=0, val_acc=value, committed_acc=committed,
                               host_params=6418, slots=(fossil, growing))  # fmt: skip
-        out, state = reward_step(reward_inputs([given_host]), state, config)
+        out, state = reward.step(reward_inputs([given_host]), state)
         paid.append(out.total.item())
-        shaping.append(out.breakdown[0, POTENTIAL].item())
+        shaping.append(out.breakdown[0, 0].item())
     worth = committed / 100 - 0.03 * math.log(1 + fossilized / 6418)
     return paid, shaping, worth
 

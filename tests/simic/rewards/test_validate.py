@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from esper.leyline.errors import DataError
-from esper.simic.rewards import RewardConfig, validate_reward_inputs
+from esper.simic.rewards import RewardConfig
+from reference.rewards.validate import validate_reward_inputs
 
 NAN = float("nan")
 

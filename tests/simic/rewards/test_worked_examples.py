@@ -7,9 +7,11 @@ import torch
 from reward_toys import host_row, named, reward_inputs, seed
 
 from esper.leyline.actions import LifecycleOp as Op
-from esper.simic.rewards import LOSS_PRESETS, DripPool, RewardConfig, initial_state, reward_of_row, reward_step
-from esper.simic.rewards.golden import pay_rows
-from esper.simic.rewards.scalar_step import HostStep, SlotRow
+from esper.simic.rewards import LOSS_PRESETS, RewardConfig, initial_state, make_reward, reward_step
+from reference.rewards.golden import pay_rows
+from reference.rewards.modes import reward_of_row
+from reference.rewards.row import DripPool
+from reference.rewards.step import HostStep, SlotRow
 
 SHAPED, ESCROW = RewardConfig(), RewardConfig(mode="escrow")
 BASIC, PLUS = RewardConfig(mode="basic"), RewardConfig(mode="basic_plus")
@@ -267,14 +269,14 @@ def test_example_32_thanks_a_seed_for_help_it_gave_ten_steps_before_it_was_fossi
 
 
 def test_example_33_earns_exactly_the_discounted_accuracy_of_a_host_that_never_changes():
-    config = RewardConfig(mode="objective")
-    state, paid = initial_state(1, 1, 60, torch.device("cpu"), config), []
+    reward = make_reward("objective")
+    state, paid = reward.initial_state(1, 1, 60, torch.device("cpu")), []
     for step in range(1, 61):
         host = HostStep(
             epoch=step, max_epochs=60, op=0, target=0, val_acc=50.0, committed_acc=50.0, host_params=6418,
             slots=(SlotRow(),),
         )  # fmt: skip
-        out, state = reward_step(reward_inputs([host]), state, config)
+        out, state = reward.step(reward_inputs([host]), state)
         paid.append(out.total.item())
     assert paid[0] == pytest.approx(0.4975)
     assert paid[1:59] == pytest.approx([-0.0025] * 58)

@@ -12,8 +12,8 @@ import torch
 from reward_toys import NAN, reward_inputs
 
 from esper.leyline.actions import LifecycleOp as Op
-from esper.simic.rewards import RewardConfig, initial_state, reward_step
-from esper.simic.rewards.scalar_step import HostStep, SlotRow
+from esper.simic.rewards import RewardConfig, make_reward
+from reference.rewards.step import HostStep, SlotRow
 
 SLOTS, STEPS, HOST_PARAMS, SEED_PARAMS = 3, 60, 6418, 1000
 TRAINING_STEPS, RAMP_STEPS, COOLDOWN_STEPS = 10, 5, 7
@@ -151,10 +151,11 @@ def play(actors: dict[str, Actor], config: RewardConfig) -> dict[str, float]:
         dataclasses.replace(actor, slots=[ToySlot() for _ in range(SLOTS)], history=[]) for actor in actors.values()
     ]
     fossils = config.mode == "basic_plus"
-    state = initial_state(len(hosts), SLOTS, STEPS, torch.device("cpu"), config)
+    reward = make_reward(config.mode, config)
+    state = reward.initial_state(len(hosts), SLOTS, STEPS, torch.device("cpu"))
     for t in range(1, STEPS + 1):
         steps = [host.observe(t, fossils) for host in hosts]
-        out, state = reward_step(reward_inputs(steps), state, config)
+        out, state = reward.step(reward_inputs(steps), state)
         for host, step, paid in zip(hosts, steps, out.total.tolist(), strict=True):
             host.earned += GAMMA ** (t - 1) * paid
             host.act(step)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,22 +10,15 @@ from esper.leyline.record import named_tensors
 from esper.simic.agent.policy_step import PolicyStep, blank_inputs
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
-from esper.simic.lanes.step import RecordedStep
-from esper.simic.rewards.compiled_rewards import compute_reward_batched
 from esper.simic.training import build, kernels
 from esper.simic.training.build import engine_of, learner_of
 from esper.simic.training.kernels import (
-    FUNCTIONS,
-    form_of,
     phase_form,
     policy_form,
-    recorded_reward,
-    replayed_reward,
+    reward_form,
 )
 from esper.simic.training.presets import resolve
-from esper.tolaria import capture as capture_module
-from esper.tolaria import phases
-from esper.tolaria.capture import CAPTURED, Captured
+from esper.tolaria.capture import Captured
 from esper.tolaria.control_plane import as_it_is
 from esper.tolaria.engine import VectorizedEngine
 from tape import TapeRecorder
@@ -54,66 +46,22 @@ def rounds(engine: VectorizedEngine, client: SimicClient, episodes: range) -> No
         client.update()
 
 
-def test_the_list_names_what_can_be_captured_and_what_compiled():
-    assert tuple(name for name in FUNCTIONS if name in CAPTURED) == CAPTURED
-    for form in ("compiled", "native"):
-        assert [name for name, forms in FUNCTIONS.items() if getattr(forms, form) is None] == ["train_batch"]
-    for name in FUNCTIONS:
-        assert name in kernels.__doc__
-
-
-def test_auto_is_native_on_a_cpu_with_a_compiler_and_eager_on_one_without(monkeypatch):
+def test_auto_is_eager_on_a_cpu():
     chosen = config()
-    assert (chosen.compile, chosen.capture) == ("auto", "auto")
-    assert form_of("auto", CPU) == "native"
-    engine, client = parts(compile="off")
+    assert (chosen.compile, chosen.capture) == ("auto", "off")
+    engine, client = parts()
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
-    assert isinstance(policy_form(chosen, engine.spec)(step), RecordedStep)
-    assert isinstance(phase_form(chosen, CPU)(phases.act), RecordedStep)
-    assert recorded_reward(chosen, CPU) is not None
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert form_of("auto", CPU) == "off"
     assert policy_form(chosen, engine.spec)(step) is step
     assert phase_form(chosen, CPU) is as_it_is
-    assert recorded_reward(chosen, CPU) is None
-    assert replayed_reward(chosen, engine.spec)(compute_reward_batched) is compute_reward_batched
-
-
-def test_auto_is_compiled_by_pytorch_on_cuda_where_nothing_is_native():
-    cuda = torch.device("cuda:0")
-    assert form_of("auto", cuda) == "on"
-    assert [form_of(choice, device) for choice in ("off", "on") for device in (CPU, cuda)] == ["off"] * 2 + ["on"] * 2
-    with pytest.raises(ConfigError, match=r"compile is 'native', but the device is cuda:0.*set compile to 'auto'"):
-        form_of("native", cuda)
-
-
-@pytest.mark.parametrize("mode", ["shaped", "objective"])
-def test_a_native_run_is_the_eager_one_to_rounding_and_makes_nothing_after_its_first_reset(mode):
-    eager, wanted = parts(compile="off", reward={"mode": mode}, num_envs=70)
-    engine, client = parts(compile="native", reward={"mode": mode}, num_envs=70)
-    engine.reset(client, 0)
-    before = graphs_compiled()
-    for episode in range(2):
-        results = []
-        for played, learner in ((eager, wanted), (engine, client)):
-            played.reset(learner, episode)
-            results.append(played.rollout(learner))
-        want, got = results
-        assert want.ops.sum() == 70 * 14
-        assert np.array_equal(got.stage, want.stage), "the same decisions"
-        np.testing.assert_allclose(got.returns, want.returns, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(got.val_acc, want.val_acc, rtol=1e-5)
-        wanted.update()
-        client.load_state_dict(wanted.state_dict())
-    assert graphs_compiled() == before
+    assert reward_form(chosen, engine.spec) is None
 
 
 def test_capture_on_the_cpu_is_refused_by_every_part_of_a_run():
-    with pytest.raises(ConfigError, match=r"capture is 'on' on the CPU.*'auto' or 'off'"):
-        config(capture="on", device="cpu")
-    told = config(capture="on")  # the device is found out later
+    with pytest.raises(ConfigError, match=r"capture is 'on' on the CPU.*leave capture out"):
+        config(capture="on", device="cpu", experimental=True)
+    told = config(capture="on", experimental=True)  # the device is found out later
     engine = engine_of(config(), None, CPU)
-    for make in (policy_form, replayed_reward):
+    for make in (policy_form, reward_form):
         with pytest.raises(ConfigError, match="capture is 'on', but the run is on cpu"):
             make(told, engine.spec)
 
@@ -122,7 +70,7 @@ def test_capture_of_a_fused_executor_on_the_cpu_is_refused():
     import small_runs
 
     assert small_runs.OPTIONS  # registers the tiny task
-    chosen = config(task="tiny", executor="fused", capture="on")
+    chosen = config(task="tiny", executor="fused", capture="on", experimental=True)
     with pytest.raises(ConfigError, match="capture is 'on', but the run is on cpu"):
         engine_of(chosen, build.dataset_of(chosen, CPU), CPU)
     with pytest.raises(ConfigError, match="the executor is 'streamed'"):
@@ -132,7 +80,7 @@ def test_capture_of_a_fused_executor_on_the_cpu_is_refused():
 def test_a_replayed_learner_plays_and_learns_as_the_eager_one_to_the_bit(monkeypatch):
     tapes: list[TapeRecorder] = []
 
-    def on_tape(choice: str, name: str, device: torch.device) -> TapeRecorder:
+    def on_tape(choice: str, device: torch.device) -> TapeRecorder:
         tapes.append(TapeRecorder())
         return tapes[-1]
 
@@ -159,7 +107,6 @@ def test_a_new_number_of_hosts_or_another_way_to_decide_is_a_recording_of_its_ow
         for (name, a), (_, b) in zip(named_tensors(got), named_tensors(want), strict=True):
             assert torch.equal(a, b), name
     assert replayed.num_recordings == 3
-    assert capture_module.MOST_FORMS > 3
 
 
 @pytest.mark.compiled

@@ -7,7 +7,8 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.simic.rewards import ContributionReward, RewardConfig, RewardState, make_reward, register_reward
+from esper.simic.rewards import ObjectiveReward, RewardConfig, make_reward, register_reward
+from esper.simic.rewards.objective import Potentials
 from esper.simic.training.build import engine_of, reward_of
 from esper.simic.training.presets import resolve
 
@@ -18,30 +19,20 @@ class Wrapped:
     """A reward of a user: the objective, and nothing that could be compiled."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self.inner = ContributionReward(config.with_mode("objective"))
+        self.inner = ObjectiveReward(config.with_mode("objective"))
         self.terms = self.inner.terms
 
-    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Potentials:
         return self.inner.initial_state(n, slots, steps, device)
 
-    def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
+    def step(self, inputs: RewardInputs, state: Potentials) -> tuple[RewardOutput, Potentials]:
         return self.inner.step(inputs, state)
 
-    def rollback_reward(self, state: RewardState) -> torch.Tensor:
+    def rollback_reward(self, state: Potentials) -> torch.Tensor:
         return self.inner.rollback_reward(state)
 
-    def reset_hosts(self, state: RewardState, mask: torch.Tensor) -> RewardState:
+    def reset_hosts(self, state: Potentials, mask: torch.Tensor) -> Potentials:
         return self.inner.reset_hosts(state, mask)
-
-
-@pytest.mark.parametrize(("compile", "recorded"), [("auto", True), ("native", True), ("off", False)])
-def test_the_step_of_a_built_in_reward_is_recorded_in_advance_unless_it_is_to_be_eager(compile, recorded) -> None:
-    config = resolve({"task": "null", "num_envs": 2, "compile": compile})
-    reward = reward_of(config, engine_of(config, None, CPU).spec)
-    assert isinstance(reward, ContributionReward)
-    assert reward.config == config.reward
-    assert (reward._step is not None) == recorded
-    assert reward._step is None or reward._step.num_graphs == 2, "the last step of an episode is another"
 
 
 def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for() -> None:
@@ -51,7 +42,6 @@ def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for() -> 
     eager = resolve(told)
     spec = engine_of(eager, None, CPU).spec
     assert isinstance(reward_of(eager, spec), Wrapped)
-    assert isinstance(reward_of(resolve(told | {"compile": "native"}), spec), Wrapped), "it stays as it is"
     with pytest.raises(ConfigError, match="set compile = 'auto'"):
         reward_of(resolve(told | {"compile": "on"}), spec)
     assert isinstance(make_reward(name), Wrapped)

@@ -1,4 +1,4 @@
-"""A run of static topology from the command line: complete, interrupted inside a round, continued."""
+"""A run of a static graph from the command line: complete, interrupted inside a round, continued."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from esper.tolaria.executors.static import StaticExecutor
 from small_runs import records, resume, summary, train
 
-STATIC = ("--topology", "static")
+STATIC = ("--set", "experimental=true", "graph=static")
 
 
 @pytest.mark.slow
@@ -20,9 +20,9 @@ def test_a_static_run_can_be_interrupted_and_records_the_same(
 ) -> None:
     whole, path = tmp_path / "whole", tmp_path / "run"
     assert train(whole, "tiny", 2, *STATIC) == 0
-    assert "topology: static" in capfd.readouterr().out
+    assert "graph: static" in capfd.readouterr().out
     told = tomllib.loads((whole / "config.toml").read_text())
-    assert (told["executor"], told["topology"]) == ("fused", "static")
+    assert (told["executor"], told["graph"]) == ("fused", "static")
     # two rounds of six steps; the reports of each came by one read
     assert summary(whole)["host_reads_per_step"] == pytest.approx(1 / 6, abs=1e-3)
     events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
@@ -33,7 +33,7 @@ def test_a_static_run_can_be_interrupted_and_records_the_same(
     train_epoch = StaticExecutor.train_epoch
 
     def interrupted(self: StaticExecutor, t: int, slots: object) -> object:
-        if (self.streamed.episode, t) == (1, 3):
+        if (self.data.episode, t) == (1, 3):
             signal.raise_signal(signal.SIGINT)
         return train_epoch(self, t, slots)
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,7 +150,10 @@ def test_the_newest_whole_one_is_found_and_the_damaged_ones_are_named(tmp_path: 
     assert "round-00003" in complaints[0]
     set_aside(damaged)
     assert [path.name for path in checkpoints(tmp_path)] == ["round-00001"]
-    assert (tmp_path / "damaged-round-00003").is_dir()
+    assert len(list(tmp_path.glob("damaged-round-00003-*"))) == 1
+    save(tmp_path, at(3), STATE)
+    set_aside([tmp_path / "round-00003"])  # once more: what was set aside before stays
+    assert len(list(tmp_path.glob("damaged-round-00003-*"))) == 2
 
 
 def test_no_checkpoint_at_all_is_told_from_none_that_is_whole(tmp_path: Path) -> None:
@@ -172,10 +176,29 @@ def test_another_shape_is_named() -> None:
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> None:
     save(tmp_path, HEADER, STATE)
-    (tmp_path / ".draft-round-00004").write_text("a file in the place of the draft")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        save(tmp_path, at(4), STATE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a disk that is full
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            save(tmp_path, at(4), STATE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["round-00003"]
     assert load(checkpoints(tmp_path)[0]).header == HEADER
+
+
+def test_links_among_the_checkpoints_are_removed_and_what_they_lead_to_is_not(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "checkpoints", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis").write_text("mine")
+    folder.mkdir()
+    for name in ("round-00001", "round-00002", "round-00009", ".draft-round-00009", ".round-00009.draft-0"):
+        (folder / name).symlink_to(mine)
+    for rounds in (7, 8, 9):
+        save(folder, at(rounds), STATE)
+    assert sorted(path.name for path in folder.iterdir()) == ["round-00007", "round-00008", "round-00009"]
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert (mine / "thesis").read_text() == "mine"
 
 
 def test_a_digest_is_of_names_types_shapes_and_values() -> None:

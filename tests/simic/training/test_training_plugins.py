@@ -37,7 +37,7 @@ def plugin(folder: Path, name: str, content: str) -> Path:
         ("raise ValueError('two\\nlines')\n", "ValueError: two lines"),
         ("import json\njson.loads('x')\n", "in line 2 of {path}: JSONDecodeError"),
         (
-            "from esper.simic.rewards import register_reward\nregister_reward('sparse')\n",
+            "from esper.simic.rewards import register_reward\nregister_reward('sparse')\n"
             "in line 2 of {path}: RegistryError: a reward named 'sparse' is registered already",
         ),
     ],
@@ -108,10 +108,45 @@ def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp
     run = tmp_path / "run"
     with small_runs.interrupted_at(1, 3):
         assert small_runs.train(run, "null", 1, "--plugins", str(path), "--reward", "sparing") == 130
-    assert recorded(read_toml(run / "config.toml")).reward_name == "sparing"
-    assert small_runs.resume(run) == 0
+    assert recorded(read_toml(run / "config.toml"), trust=True).reward_name == "sparing"
+    assert small_runs.resume(run, "--plugins", str(path)) == 0
     assert small_runs.summary(run)["reward"] == "sparing"
-    assert small_runs.main(["evaluate", str(run), "wait_only", "--num-envs", "2"]) == 0
+    assert small_runs.main(["evaluate", str(run), "wait_only", "--num-envs", "2", "--trust"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "module"])
+def test_code_that_a_run_directory_names_is_executed_only_where_the_command_line_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = tmp_path / "run"
+    assert small_runs.train(run, "null", 1) == 0
+    mine = plugin(tmp_path, f"planted_{kind}", "print('executed')\n")
+    other = plugin(tmp_path, f"other_{kind}", "print('executed')\n")
+    names = (str(mine), "./" + mine.name, str(other)) if kind == "file" else (mine.stem, mine.stem, other.stem)
+    planted, same, another = names
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("plugins = []", f'plugins = ["{planted}"]'))
+    assert planted in config.read_text()
+    before = small_runs.contents(run)
+    commands = (["train", "--resume", "run", "--rounds", "2"], ["evaluate", "run", "wait_only", "--num-envs", "1"])
+    commands = (*commands, ["train", "--config", "run/config.toml", "--run-dir", "again"])
+    for command in commands:
+        assert small_runs.main(command) == 2
+        out, err = capfd.readouterr()
+        assert "executed" not in out
+        assert f"names code that would be executed: {planted}. " in err
+        assert f"--plugins {planted}" in err
+        assert "--trust" in err
+    for command in commands[:2]:
+        assert small_runs.main([*command, "--plugins", another]) == 2
+        assert f"{another} is no plugin of the run, which names {planted}" in capfd.readouterr().err
+    assert small_runs.contents(run) == before
+    for allowed in (["--trust"], ["--plugins", same]):
+        assert small_runs.main([*commands[1], *allowed]) == 0
+    assert capfd.readouterr().out.count("executed") == 1  # a plugin is imported once in a process
+    assert small_runs.main([*commands[2], "--trust"]) == 0
 
 
 def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path: Path) -> None:

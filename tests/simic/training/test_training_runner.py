@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import small_runs
-from esper import commands
 from esper.leyline.errors import CheckpointError
+from esper.simic.training import build
 from esper.simic.training import runner as runner_module
 from esper.simic.training.build import assemble, device_of
 from esper.simic.training.checkpoint import checkpoints, load
@@ -293,25 +293,28 @@ def test_a_run_directory_that_is_being_written_is_refused(
     path = tmp_path / "run"
     with interrupted_at(2, 4):
         assert train(path) == 130
-    with RunDirectory(path):
+    with RunDirectory.reopen(path):
         before = contents(path)
         assert resume(path) == 2
         assert "being written by another process" in capfd.readouterr().err
         assert contents(path) == before
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_in_a_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_whose_checkpoints_are_missing_or_lie_elsewhere_is_refused_and_left_as_it_is(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    with interrupted_at(1, 4):
-        assert train(path) == 130
-    shutil.move(path / "checkpoints", path / "aside")
-    (path / "checkpoints").write_text("a file in the place of the folder")
-    assert resume(path) == 2
-    err = capfd.readouterr().err
-    assert "cannot be written" in err
-    assert "--resume" in err
+    shutil.copytree(whole["null"], path)
+    shutil.move(path / "checkpoints", tmp_path / "aside")
+    before = contents(tmp_path)
+    for more in ((), ("--rounds", "9")):
+        assert resume(path, *more) == 2
+        assert "has records but no checkpoint to continue from; put its checkpoints back" in capfd.readouterr().err
+    (path / "checkpoints").symlink_to(tmp_path / "aside")
+    assert resume(path, "--rounds", "9") == 2
+    assert "checkpoints is not a folder of the run itself" in capfd.readouterr().err
+    (path / "checkpoints").unlink()
+    assert contents(tmp_path) == before
 
 
 def executor_of(run: Path) -> str:
@@ -322,6 +325,7 @@ def executor_of(run: Path) -> str:
 def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
     whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert tomllib.loads((whole["null"] / "config.toml").read_text())["compile"] == "off", "on a CPU"
     assert {kind: executor_of(path) for kind, path in whole.items()} == {
         "null": "auto",  # no networks, nothing to choose
         "tiny": "native",
@@ -337,20 +341,6 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
     assert_same_run(tmp_path / "run", whole["tiny"])
 
 
-def test_a_run_records_the_form_of_its_steps_and_says_what_a_compiler_would_give(
-    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def form_of(run: Path) -> str:
-        found: str = tomllib.loads((run / "config.toml").read_text())["compile"]
-        return found
-
-    assert form_of(whole["null"]) == "native"
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert train(tmp_path / "eager", "null", 1) == 0
-    assert "control step: eager (with a C++ compiler such as g++" in capfd.readouterr().out
-    assert form_of(tmp_path / "eager") == "off"
-
-
 def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole: dict[str, Path], tmp_path: Path) -> None:
     assert train(tmp_path / "run", "tiny", 3, "--executor", "native") == 0
     assert_same_run(tmp_path / "run", whole["tiny"])
@@ -362,7 +352,7 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
 ) -> None:
     """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
     path = tmp_path / "run"
-    monkeypatch.setattr(commands, "assemble", lambda config, device: replace(assemble(config, device), config=config))
+    monkeypatch.setattr(build, "assemble", lambda config, device: replace(assemble(config, device), config=config))
     with interrupted_at(2, 3):
         assert train(path, "tiny") == 130
     monkeypatch.undo()
@@ -372,24 +362,3 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
     assert resume(path) == 0
     assert executor_of(path) == "auto"
     assert summary(path) == summary(whole["tiny"])
-
-
-def test_a_run_that_recorded_a_precision_to_be_chosen_goes_on_in_float32_without_measuring(
-    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU "auto" was float32 in earlier versions, and is to the engine."""
-    path = tmp_path / "run"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        commands,
-        "assemble",
-        lambda config, device: replace(assemble(replace(config, amp="off"), device), config=config),
-    )
-    with interrupted_at(2, 3):
-        assert train(path, "tiny", 3, "--amp", "auto") == 130
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert resume(path) == 0
-    assert 'amp = "auto"' in (path / "config.toml").read_text()
-    assert summary(path) == summary(whole["tiny"])
-    assert not (tmp_path / "cache").exists()

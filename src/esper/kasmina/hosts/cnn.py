@@ -66,6 +66,11 @@ class CNNHostSpec:
         """Slot ids in the order in which the forward pass meets them."""
         return tuple(point.slot_id for point in sorted(self.points(), key=lambda point: point.position))
 
+    def largest_activation(self, height: int, width: int) -> int:
+        """Floats of the largest features of one image of this size."""
+        halvings = (min(i, self.pools) for i in range(self.blocks))
+        return max(c * (height >> k) * (width >> k) for c, k in zip(self.channels(), halvings, strict=True))
+
     def num_params(self) -> int:
         """sum_i (c_{i-1} c_i k^2 + 2 c_i) + c_{n-1} classes + classes."""
         outputs = self.channels()
@@ -107,13 +112,16 @@ class Segment:
 
 
 @final
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Convolution, batch norm, ReLU."""
+
     def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C', H, W]."""
         return F.relu(self.norm(self.conv(x)))
 
 
@@ -136,7 +144,7 @@ class CNNHost(nn.Module):
         self.image_size = image_size
         channels = spec.channels()
         inputs = (spec.in_channels, *channels)
-        self.blocks = nn.ModuleList(_Block(a, b, spec.kernel) for a, b in zip(inputs, channels, strict=False))
+        self.blocks = nn.ModuleList(Block(a, b, spec.kernel) for a, b in zip(inputs, channels, strict=False))
         self.head = nn.Linear(channels[-1], spec.classes)
         drop_batch_counters(self)
 

@@ -8,6 +8,7 @@ a space of a host; spaces have addresses only when the program is run, so hosts 
     others    weights, gradients, buffers, a batch: see `Spaces`
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Final, NamedTuple, final
@@ -99,12 +100,38 @@ SCRATCH_ROWS: Final = 3
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions, and how much working memory they need: rows of lanes, single numbers, and scratch numbers."""
+    """Instructions, and how much working memory they need: rows of lanes, single numbers, and scratch numbers.
+
+    `single` is the shape [C, H, W] of features in which an example has a single value to normalize (None: nowhere).
+    """
 
     code: np.ndarray
     rows: int
     numbers: int
     scratch: int
+    single: tuple[int, int, int] | None = None
+
+    def check_batch(self, examples: int) -> None:
+        """Refuse a batch in which a normalization would see a single value, as PyTorch does.
+
+        Raises:
+            ValueError: there is one example, and `single`.
+        """
+        if examples == 1 and self.single is not None:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{list((1, *self.single))}; choose a batch size that leaves no batch of one example."
+            )
+
+
+class ShapeError(ValueError):
+    """Layers that do not fit each other or their weights."""
+
+
+def expect(what: str, found: object, expected: object) -> None:
+    """Raise ShapeError unless two sizes are equal."""
+    if found != expected:
+        raise ShapeError(f"{what}: found {found}, expected {expected}")
 
 
 @final
@@ -118,6 +145,7 @@ class Assembler:
     _rows: int = 0
     _numbers: int = 0
     _scratch: int = 0
+    _single: tuple[int, int, int] | None = None
 
     def emit(
         self,
@@ -171,7 +199,12 @@ class Assembler:
         """Say that an instruction needs this many scratch numbers."""
         self._scratch = max(self._scratch, count)
 
+    def normalizes(self, shape: tuple[int, int, int], groups: int) -> None:
+        """Say that features [C, H, W] are normalized over each group of their channels."""
+        if math.prod(shape) == groups:
+            self._single = shape
+
     def program(self) -> Program:
         """What was written."""
         code = np.array(self._code, dtype=INSTRUCTION)
-        return Program(code=code, rows=self._rows, numbers=self._numbers, scratch=self._scratch)
+        return Program(code, self._rows, self._numbers, self._scratch, self._single)

@@ -1,7 +1,7 @@
 """Runs the programs of many hosts on their own memory, in one call for each thread.
 
-programs     one for each different structure                    which[h]   the program of host h
-addresses    [H, spaces]: where the spaces of host h begin       threads    hosts are shared out; they never meet
+programs     one for each different structure                       which[h]   the program of host h
+spaces       [H, spaces]: the memory that each host works on        threads    hosts are shared out; they never meet
 """
 
 from collections.abc import Sequence
@@ -64,6 +64,48 @@ class Batchwork:
         code = np.concatenate([program.code for program in programs])
         return cls(tuple(programs), code, begins[which], sizes[which])
 
+    def check_batch(self, examples: int) -> None:
+        """Refuse a batch in which a normalization of a host would see a single value (`Program.check_batch`)."""
+        for program in self.programs:
+            program.check_batch(examples)
+
+
+@final
+class Spaces:
+    """Where the memory of each host lies: `begin` [H, spaces] addresses, `size` [H, spaces] bytes, both int64.
+
+    Only addresses are stored: the tensors must stay alive until the machine has run.
+    """
+
+    def __init__(self, hosts: int, spaces: int) -> None:
+        self.begin, self.size = (np.zeros((hosts, spaces), dtype=np.int64) for _ in range(2))
+
+    def __len__(self) -> int:
+        """Number of hosts."""
+        return len(self.begin)
+
+    def of(self, hosts: np.ndarray | slice) -> "Spaces":
+        """Those of some hosts; a copy."""
+        some = Spaces(0, 0)
+        some.begin, some.size = self.begin[hosts].copy(), self.size[hosts].copy()
+        return some
+
+    def share(self, space: int, tensor: Tensor) -> None:
+        """The same contiguous tensor for all hosts."""
+        assert tensor.is_contiguous()
+        assert tensor.device.type == "cpu"
+        self.begin[:, space], self.size[:, space] = tensor.data_ptr(), tensor.nbytes
+
+    def rows(
+        self, space: int, tensor: Tensor, rows: np.ndarray | None = None, hosts: np.ndarray | slice = slice(None)
+    ) -> None:
+        """Rows of a contiguous tensor [R, ...], one for each of these hosts: all of them, or those in `rows`."""
+        assert tensor.is_contiguous()
+        assert tensor.device.type == "cpu"
+        size = tensor.nbytes // max(len(tensor), 1)
+        index = np.arange(len(tensor), dtype=np.int64) if rows is None else rows.astype(np.int64)
+        self.begin[hosts, space], self.size[hosts, space] = tensor.data_ptr() + index * size, size
+
 
 @final
 class Machine:
@@ -78,33 +120,29 @@ class Machine:
         self._memory = [_Memory(dtype) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
-    def run(self, work: Batchwork, addresses: np.ndarray, lanes: int) -> None:
-        """Carry out each host's program on `addresses` [H, spaces] int64; working memory need not be among them."""
-        hosts = len(addresses)
+    def run(self, work: Batchwork, spaces: Spaces, lanes: int) -> None:
+        """Carry out each host's program on its spaces; working memory is added here.
+
+        Raises:
+            IndexError: an instruction does not fit the memory that it was given.
+        """
+        hosts = len(spaces)
         if self._pool is None or hosts == 1:
-            self._run_some(0, work, addresses, 0, hosts, lanes)
+            self._run_some(0, work, spaces, slice(0, hosts), lanes)
             return
         threads = len(self._memory)
         cuts = [hosts * k // threads for k in range(threads + 1)]
         futures = [
-            self._pool.submit(self._run_some, k, work, addresses, cuts[k], cuts[k + 1], lanes) for k in range(threads)
+            self._pool.submit(self._run_some, k, work, spaces, slice(cuts[k], cuts[k + 1]), lanes)
+            for k in range(threads)
         ]
         for future in futures:
             future.result()
 
-    def _run_some(self, k: int, work: Batchwork, addresses: np.ndarray, first: int, last: int, lanes: int) -> None:
+    def _run_some(self, k: int, work: Batchwork, spaces: Spaces, hosts: slice, lanes: int) -> None:
         memory = self._memory[k]
         memory.fit(work.programs, lanes)
-        base = addresses[first:last].copy()
-        base[:, ROWS], base[:, NUMBERS] = memory.rows.data_ptr(), memory.numbers.data_ptr()
-        self._library.run(work.code, work.first[first:last], work.count[first:last], base, lanes, memory.scratch)
-
-
-def addresses_of(tensor: Tensor, rows: np.ndarray | None = None) -> np.ndarray:
-    """Where rows of a contiguous tensor [R, ...] begin, [R] or [len(rows)]."""
-    assert tensor.is_contiguous()
-    assert tensor.device.type == "cpu"
-    index = np.arange(len(tensor)) if rows is None else rows
-    size = tensor.element_size() * (tensor.numel() // max(len(tensor), 1))
-    found: np.ndarray = tensor.data_ptr() + index.astype(np.int64) * size
-    return found
+        own = spaces.of(hosts)
+        own.share(ROWS, memory.rows)
+        own.share(NUMBERS, memory.numbers)
+        self._library.run(work.code, work.first[hosts], work.count[hosts], own.begin, own.size, lanes, memory.scratch)

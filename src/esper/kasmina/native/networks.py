@@ -13,8 +13,8 @@ from enum import IntEnum
 
 from torch import nn
 
-from esper.kasmina.hosts.cnn import CNNHost
-from esper.kasmina.native.assembler import NUM_WORKING, Assembler, Operation, Place, Program, Rows
+from esper.kasmina.hosts.cnn import Block, CNNHost
+from esper.kasmina.native.assembler import NUM_WORKING, Assembler, Operation, Place, Program, Rows, expect
 from esper.kasmina.native.rules import (
     Back,
     Features,
@@ -25,7 +25,7 @@ from esper.kasmina.native.rules import (
     max_pool,
     mean_space,
 )
-from esper.kasmina.native.seeds import RULES
+from esper.kasmina.native.seeds import RULES, altered
 from esper.kasmina.stacking import FlatLayout
 from esper.leyline.stages import Algorithm
 
@@ -101,6 +101,11 @@ class Skeleton:
         """The spaces of its tensors."""
         slopes = int(Space.HOST_SLOPES) if learns else None
         return Weights(self.layout, Space.HOST, slopes, self.buffers, Space.HOST_BUFFERS)
+
+
+def host_problem(host: nn.Module) -> str | None:
+    """Why a host cannot be written as instructions; None where it can."""
+    return altered(host, {CNNHost, nn.ModuleList, Block, nn.Conv2d, nn.BatchNorm2d, nn.Linear})
 
 
 def training_program(skeleton: Skeleton, grown: Mapping[str, Growth]) -> Program:
@@ -202,10 +207,12 @@ def _loss(a: Assembler, logits: Features, state: int, slope: Rows | None) -> Non
 def _joined(a: Assembler, grown: Growth, h: Features) -> tuple[Features, Back]:
     """The features after a slot (`kasmina.blending`). A seed sees them, and sends nothing upstream through them."""
     delta, back_seed = _run(a, grown.seed, _weights(grown, grown.seed, SlotSpace.SEED, grown.learns), h)
+    expect("shape of a seed's output", delta.shape, h.shape)
     gate: Features | None = None
     if grown.algorithm is Algorithm.GATE:
         assert grown.gate is not None
         gate, back_gate = _run(a, grown.gate, _weights(grown, grown.gate, SlotSpace.GATE, grown.gate_learns), h)
+        expect("shape of a gate's output", gate.shape, (1, 1, 1))
     opened = None if gate is None else gate.rows
     alpha = Place(slot_space(grown.s, SlotSpace.ALPHA), 0)
     sizes = (h.rows.size, _JOINS[grown.algorithm])

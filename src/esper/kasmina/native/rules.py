@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.native.assembler import Activation, Assembler, Operation, Place, Rows
+from esper.kasmina.native.assembler import Activation, Assembler, Operation, Place, Rows, expect
 from esper.kasmina.stacking import FlatLayout, TensorSpec
 
 Back = Callable[[Rows, bool], Rows | None]
@@ -41,6 +41,11 @@ class Features:
         """Positions of a channel."""
         return self.height * self.width
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[C, H, W]."""
+        return self.channels, self.height, self.width
+
     def like(self, rows: Rows) -> "Features":
         """Other values of the same shape."""
         return Features(rows, self.channels, self.height, self.width)
@@ -61,28 +66,30 @@ class Weights:
         """Those of a child."""
         return Weights(self.layout, self.values, self.slopes, self.buffer_layout, self.buffers, f"{self.prefix}{name}.")
 
-    def value(self, name: str) -> Place:
-        """A tensor."""
-        return Place(self.values, _offset(self.layout, self.prefix + name))
+    def value(self, name: str, *shape: int) -> Place:
+        """A tensor; raises ShapeError where it has another shape."""
+        return Place(self.values, _offset(self.layout, self.prefix + name, shape))
 
-    def slope(self, name: str) -> Place:
+    def grad(self, name: str) -> Place:
         """Where its gradient belongs."""
         assert self.slopes is not None, "a way back of weights that do not learn"
         return Place(self.slopes, _offset(self.layout, self.prefix + name))
 
-    def buffer(self, name: str) -> Place:
-        """A buffer."""
+    def buffer(self, name: str, *shape: int) -> Place:
+        """A buffer; raises ShapeError where it has another shape."""
         assert self.buffer_layout is not None
-        return Place(self.buffers, _offset(self.buffer_layout, self.prefix + name))
+        return Place(self.buffers, _offset(self.buffer_layout, self.prefix + name, shape))
 
 
-def _offset(layout: FlatLayout, name: str) -> int:
-    return _offsets(layout.tensors)[name]
+def _offset(layout: FlatLayout, name: str, shape: tuple[int, ...] | None = None) -> int:
+    spec = _specs(layout.tensors)[name]
+    expect(f"shape of {name}", spec.shape, spec.shape if shape is None else shape)
+    return spec.offset
 
 
 @lru_cache(maxsize=256)
-def _offsets(tensors: tuple[TensorSpec, ...]) -> dict[str, int]:
-    return {name: spec.offset for spec in tensors for name in (spec.name, *spec.aliases)}
+def _specs(tensors: tuple[TensorSpec, ...]) -> dict[str, TensorSpec]:
+    return {spec.name: spec for spec in tensors}
 
 
 Rule = Callable[[Assembler, Any, Weights, Features], tuple[Features, Back]]
@@ -96,32 +103,35 @@ def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) ->
     if conv.groups > 1:
         return _depthwise(a, conv, weights, x)
     outputs = conv.out_channels
-    return _product(a, weights, x, outputs, conv.kernel_size[0], bias=conv.bias is not None)
+    return _product(a, weights, x, outputs, conv.kernel_size, bias=conv.bias is not None)
 
 
 def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> tuple[Features, Back]:
     """`nn.Linear` on features of one position."""
-    return _product(a, weights, x, layer.out_features, 1, bias=layer.bias is not None)
+    expect("positions before a linear layer", x.space, 1)
+    return _product(a, weights, x, layer.out_features, (), bias=layer.bias is not None)
 
 
 def _product(
-    a: Assembler, weights: Weights, x: Features, outputs: int, kernel: int, *, bias: bool
+    a: Assembler, weights: Weights, x: Features, outputs: int, kernel: tuple[int, ...], *, bias: bool
 ) -> tuple[Features, Back]:
-    sizes = (x.channels, outputs, x.height, x.width, kernel)
+    side = kernel[0] if kernel else 1
+    weight = weights.value("weight", outputs, x.channels, *kernel)
+    sizes = (x.channels, outputs, x.height, x.width, side)
     y = Features(a.rows(outputs * x.space), outputs, x.height, x.width)
     for n, m in ((x.channels, outputs), (outputs, x.channels)):
-        a.scratch(-(-m // _OUTPUTS) * _OUTPUTS * n * kernel**2)
-    a.emit(Operation.CONVOLVE, x.rows, weights.value("weight"), y.rows, sizes=sizes)
+        a.scratch(-(-m // _OUTPUTS) * _OUTPUTS * n * side**2)
+    a.emit(Operation.CONVOLVE, x.rows, weight, y.rows, sizes=sizes)
     if bias:
-        a.emit(Operation.ADD_BIAS, weights.value("bias"), y.rows, sizes=(outputs, x.space))
+        a.emit(Operation.ADD_BIAS, weights.value("bias", outputs), y.rows, sizes=(outputs, x.space))
 
     def back(g: Rows, wanted: bool) -> Rows | None:
         if bias:
-            a.emit(Operation.ADD_BIAS_BACK, g, weights.slope("bias"), sizes=(outputs, x.space))
-        a.emit(Operation.WEIGH, x.rows, g, weights.slope("weight"), sizes=sizes)
+            a.emit(Operation.ADD_BIAS_BACK, g, weights.grad("bias"), sizes=(outputs, x.space))
+        a.emit(Operation.WEIGH, x.rows, g, weights.grad("weight"), sizes=sizes)
         into = a.rows(x.rows.size) if wanted else None
         if into is not None:
-            a.emit(Operation.CONVOLVE_BACK, g, weights.value("weight"), into, sizes=sizes)
+            a.emit(Operation.CONVOLVE_BACK, g, weight, into, sizes=sizes)
         a.release(g, y.rows)
         return into
 
@@ -129,15 +139,16 @@ def _product(
 
 
 def _depthwise(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Back]:
+    weight = weights.value("weight", x.channels, 1, *conv.kernel_size)
     sizes = (x.channels, x.channels, x.height, x.width, conv.kernel_size[0])
     y = x.like(a.rows(x.rows.size))
-    a.emit(Operation.DEPTHWISE, x.rows, weights.value("weight"), y.rows, sizes=sizes)
+    a.emit(Operation.DEPTHWISE, x.rows, weight, y.rows, sizes=sizes)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        a.emit(Operation.WEIGH_DEPTHWISE, x.rows, g, weights.slope("weight"), sizes=sizes)
+        a.emit(Operation.WEIGH_DEPTHWISE, x.rows, g, weights.grad("weight"), sizes=sizes)
         into = a.rows(x.rows.size) if wanted else None
         if into is not None:
-            a.emit(Operation.DEPTHWISE_BACK, g, weights.value("weight"), into, sizes=sizes)
+            a.emit(Operation.DEPTHWISE_BACK, g, weight, into, sizes=sizes)
         a.release(g, y.rows)
         return into
 
@@ -149,8 +160,8 @@ def batch_norm(
 ) -> tuple[Features, Back]:
     """Batch normalization with ReLU or without: with the statistics of the batch where the pass learns."""
     y = x.like(a.rows(x.rows.size))
-    affine = (weights.value("weight"), weights.value("bias"))
-    running = (weights.buffer("running_mean"), weights.buffer("running_var"))
+    affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
+    running = (weights.buffer("running_mean", x.channels), weights.buffer("running_var", x.channels))
     sizes = (x.channels, x.space)
     if not a.learns:
         a.emit(
@@ -158,6 +169,7 @@ def batch_norm(
         )
         return y, _no_way_back
     assert norm.momentum is not None
+    a.normalizes(x.shape, groups=x.channels)
     mean, rstd = a.numbers(x.channels), a.numbers(x.channels)
     a.emit(
         Operation.BATCH_NORM, x.rows, *affine, *running, mean, rstd, y.rows,
@@ -165,7 +177,7 @@ def batch_norm(
     )  # fmt: skip
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        slopes = (weights.slope("weight"), weights.slope("bias"))
+        slopes = (weights.grad("weight"), weights.grad("bias"))
         a.emit(
             Operation.BATCH_NORM_BACK, x.rows, *affine, mean, rstd, *slopes, y.rows, g, sizes=sizes, flag=relu
         )  # fmt: skip
@@ -185,9 +197,11 @@ def group_norm(
     scale: Weights | None = None,
 ) -> tuple[Features, Back]:
     """Group normalization, then ReLU and a layer scale where they follow."""
+    expect("channels beyond whole groups", x.channels % norm.num_groups, 0)
+    a.normalizes(x.shape, groups=norm.num_groups)
     y = x.like(a.rows(x.rows.size))
-    affine = (weights.value("weight"), weights.value("bias"))
-    gamma = None if scale is None else scale.value("gamma")
+    affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
+    gamma = None if scale is None else scale.value("gamma", x.channels)
     sizes = (x.channels, x.space, norm.num_groups)
     mean, rstd = a.rows(norm.num_groups), a.rows(norm.num_groups)
     a.emit(
@@ -197,7 +211,7 @@ def group_norm(
         a.release(mean, rstd)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        slopes = (weights.slope("weight"), weights.slope("bias"), None if scale is None else scale.slope("gamma"))
+        slopes = (weights.grad("weight"), weights.grad("bias"), None if scale is None else scale.grad("gamma"))
         a.emit(Operation.GROUP_NORM_BACK, x.rows, *affine, gamma, mean, rstd, g, *slopes, sizes=sizes, flag=relu)
         a.release(mean, rstd, y.rows)
         return _handed_on(a, g, wanted)
@@ -207,11 +221,11 @@ def group_norm(
 
 def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> tuple[Features, Back]:
     """One factor per channel."""
-    y, gamma, sizes = x.like(a.rows(x.rows.size)), weights.value("gamma"), (x.channels, x.space)
+    y, gamma, sizes = x.like(a.rows(x.rows.size)), weights.value("gamma", x.channels), (x.channels, x.space)
     a.emit(Operation.SCALE, gamma, x.rows, y.rows, sizes=sizes)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        a.emit(Operation.SCALE_BACK, gamma, x.rows, g, weights.slope("gamma"), sizes=sizes)
+        a.emit(Operation.SCALE_BACK, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
         a.release(y.rows)
         return _handed_on(a, g, wanted)
 

@@ -1,17 +1,17 @@
 """Seeds and gates as instructions: which kinds of modules there are rules for, and which of them can be written so.
 
 seed --> RULES[type(seed)]      built of layers in a row, or one of the modules below
-has_rule(module)                False: hosts in which it grows are run by PyTorch
+problem(module)                 why it has no rule: hosts in which it grows are run by PyTorch
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from torch import nn
 
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
 from esper.kasmina.blueprints.gate import GateNetwork
-from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.native.assembler import Activation, Assembler, Operation, Rows
+from esper.kasmina.blueprints.layers import LayerScale, TanhScale
+from esper.kasmina.native.assembler import Activation, Assembler, Operation, Rows, expect
 from esper.kasmina.native.rules import (
     Back,
     Features,
@@ -29,7 +29,7 @@ from esper.kasmina.native.rules import (
 
 def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Features) -> tuple[Features, Back]:
     """Layer by layer; what follows a normalization is done together with it."""
-    layers = [(layer, weights.of(name)) for name, layer in chain_of.named_children()]
+    layers = [(layer, weights.of(name)) for name, layer in chain_of._modules.items()]  # also one that comes twice
     steps: list[Callable[[Features], tuple[Features, Back]]] = []
     while layers:
         layer, own = layers.pop(0)
@@ -55,6 +55,7 @@ def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Featu
         lambda h: linear(a, module.excite, weights.of("excite"), h),
         lambda h: activation(Activation.TANH)(a, module, weights, h),
     )
+    expect("factors of a channel attention", factor.channels, x.channels)
     y, sizes = x.like(a.rows(x.rows.size)), (x.channels, x.space)
     a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
     if not a.learns:
@@ -73,16 +74,15 @@ def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Featu
 def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> tuple[Features, Back]:
     """A step from the features towards their normalized selves; nothing upstream learns from it."""
     z, back_norm = group_norm(a, module.norm, weights.of("norm"), x)
-    y, sizes, strength = x.like(a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
-    a.emit(Operation.SHIFT, strength.value("strength"), z.rows, x.rows, y.rows, sizes=sizes)
+    y, sizes, gain = x.like(a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
+    strength = gain.value("strength")
+    a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
     if not a.learns:
         a.release(z.rows)
 
     def back(g: Rows, wanted: bool) -> None:
         assert not wanted, "an isolated seed sends nothing upstream"
-        a.emit(
-            Operation.SHIFT_BACK, strength.value("strength"), z.rows, x.rows, g, strength.slope("strength"), sizes=sizes
-        )
+        a.emit(Operation.SHIFT_BACK, strength, z.rows, x.rows, g, gain.grad("strength"), sizes=sizes)
         a.release(y.rows)
         back_norm(g, False)
 
@@ -117,18 +117,54 @@ RULES: Mapping[type[nn.Module], Rule] = {
 }
 """Every kind of seed, and of layer in a sequence, that there is a rule for."""
 
-_WHOLE = (ChannelAttention, NormShift, GateNetwork)
+_PARTS: Mapping[type[nn.Module], Mapping[str, type[nn.Module]]] = {
+    ChannelAttention: {"squeeze": nn.Linear, "act": nn.SiLU, "excite": nn.Linear},
+    NormShift: {"norm": nn.GroupNorm, "gain": TanhScale},
+    GateNetwork: {"hidden": nn.Linear, "act": nn.SiLU, "out": nn.Linear},
+}
+"""What the modules are made of that have a rule as a whole."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def has_rule(module: nn.Module) -> bool:
-    """Whether a seed can be written as instructions."""
-    if type(module) is nn.Sequential:
-        return len(module) > 0 and all(type(m) not in _WHOLE and has_rule(m) for m in module)
+def problem(module: nn.Module) -> str | None:
+    """Why a seed cannot be written as instructions; None where it can."""
+    return altered(module, {*RULES, nn.Linear, TanhScale}) or _unknown(module)
+
+
+def altered(module: nn.Module, kinds: Container[type[nn.Module]]) -> str | None:
+    """What a module or one in it does that the types in `kinds` do not tell; None: nothing.
+
+    Types are compared exactly, so a subclass, or a layer with a parametrization, is none of them.
+    """
+    for path, layer in module.named_modules(remove_duplicate=False):
+        name = f"{path or 'it'} ({type(layer).__name__})"
+        if type(layer) not in kinds:
+            return f"there is no rule for {name}"
+        if any(getattr(layer, hooks) for hooks in _HOOKS):
+            return f"{name} has hooks"
+        if "forward" in vars(layer):
+            return f"{name} has a forward pass of its own"
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    tied = sorted({*names} - {name for name, _ in module.named_parameters()})
+    return f"{tied[0]} is the same parameter as another" if tied else None
+
+
+def _unknown(module: nn.Module) -> str | None:
+    """What there is no rule for in a module of unaltered layers."""
+    kind = type(module)
+    parts = {name: type(part) for name, part in module.named_children()}
+    if isinstance(module, nn.Sequential):
+        inside = [f"{type(m).__name__} as a part" if type(m) in _PARTS else _unknown(m) for m in module]
+        return next(filter(None, inside), None) if inside else "it has no layers"
+    if kind in _PARTS and parts != _PARTS[kind]:
+        return f"{kind.__name__} is not made of {', '.join(_PARTS[kind])}"
+    if isinstance(module, NormShift):
+        return _unknown(module.norm)
     if isinstance(module, nn.Conv2d) and not _plain(module):
-        return False
+        return f"there is no rule for {module}"
     if isinstance(module, nn.GroupNorm) and module.weight is None:
-        return False
-    return type(module) in RULES
+        return "there is no rule for group norms without weights"
+    return None if kind in RULES else f"there is no rule for {kind.__name__} as a seed or in a sequence"
 
 
 def _plain(conv: nn.Conv2d) -> bool:

@@ -37,9 +37,9 @@ def _walk(numbers, flags, discount, decay, out, num_hosts, num_steps, LANES: tl.
         valid = tl.load(flags + 2 * plane + at, mask=inside, other=0) != 0
         following = tl.where(terminal, 0.0, tl.where(truncated, bootstrap, value_after))
         delta = tl.where(valid, gamma * following + reward - value, 0.0)
-        advantage = delta + tl.where(valid & ~(terminal | truncated), gamma_lambda, 0.0) * advantage
-        value_after = value
-        tl.store(out + at, advantage, mask=inside)
+        advantage = delta + tl.where(valid, tl.where(terminal | truncated, 0.0, gamma_lambda), gamma) * advantage
+        value_after = tl.where(valid, value, gamma * value_after)
+        tl.store(out + at, tl.where(valid, advantage, 0.0), mask=inside)
 
 
 @torch.no_grad()

@@ -102,9 +102,7 @@ def run_ppo_updates(
     TrainingError after three updates in a row without one finite minibatch.
     """
     slabs = buffer.slabs
-    accumulated_NT = discounted_returns(
-        slabs.rewards, slabs.terminal, slabs.truncated, slabs.reset, slabs.valid, config.gamma
-    )
+    accumulated_NT = discounted_returns(slabs.rewards, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
     return_moments = masked_moments(accumulated_NT, slabs.valid)
     scale = agent.returns.scale_with(return_moments)
     buffer.compute_advantages_and_returns(scale_rewards(slabs.rewards, scale))

@@ -1,9 +1,9 @@
 """The rollout of N hosts: preallocated slabs, one row per host, one column per step.
 
     states [N,T,D]   host 0 | s0 s1 s2 s3 ..        valid   1 1 1 1
-                     host 1 | s0 s1 -- s3 ..                1 1 0 1     host 1 was rolled back in step 2:
-                                                    term.   0 1 0 0     row 1 ends its segment, row 2 is neutral,
-                                                    reset   0 0 0 1     row 3 starts from a zero recurrent state
+                     host 1 | s0 s1 -- s3 ..                1 1 0 1     host 1 was rolled back in step 2: row 2 is
+                                                    term.   0 ? 0 0     neutral, row 3 starts from a zero recurrent
+                                                    reset   0 0 0 1     state; the reward says whether row 1 is an end
 
 A row that is unwritten or not valid is neutral (`stored_row.py`).
 
@@ -166,14 +166,33 @@ class TamiyoRolloutBuffer:
         self._change("bootstrap_values", place_N1, lambda value: value.masked_fill(open_N1, 0.0))
         self._change("rewards", place_N1, lambda paid: torch.where(open_N1, penalty[:, None], paid))
 
-    def mark_terminals(self, mask_NT: Bool[Tensor, "N T"], penalty_NT: Float[Tensor, "N T"]) -> None:
-        """What `mark_terminal` does to each masked row, while it is the last one of its host."""
+    def roll_back(self, mask_NT: Bool[Tensor, "N T"], reward_NT: Float[Tensor, "N T"], *, ends: bool) -> None:
+        """Each masked row is rewarded otherwise because of what came after it, if it is valid and not terminal.
+
+        Where `ends`, it also ends its segment, as by `mark_terminal`; else the rows after the rollback continue it.
+        """
         slabs = self.slabs
         open_NT = mask_NT & slabs.valid & ~slabs.terminal
-        slabs.terminal.logical_or_(open_NT)
-        slabs.truncated.logical_and_(~open_NT)
-        slabs.bootstrap_values.masked_fill_(open_NT, 0.0)
-        slabs.rewards.copy_(torch.where(open_NT, penalty_NT, slabs.rewards))
+        slabs.rewards.copy_(torch.where(open_NT, reward_NT, slabs.rewards))
+        if ends:
+            slabs.terminal.logical_or_(open_NT)
+            slabs.truncated.logical_and_(~open_NT)
+            slabs.bootstrap_values.masked_fill_(open_NT, 0.0)
+
+    def add_final_reward(self, final: Float[Tensor, " N"], rewarded: Float[Tensor, " N"]) -> None:
+        """The last valid row of each host is paid `final` of the end of the episode, and closes it.
+
+        A row of the last step has `rewarded` of it already. A row k steps before gets gamma^k of all of it, so that the
+        discounted return is the same whenever the last valid row was.
+        """
+        slabs, last = self.slabs, self.num_steps - 1
+        step_NT = torch.where(slabs.valid, torch.arange(self.max_steps, device=slabs.valid.device), -1)
+        place_N = step_NT.amax(dim=1)
+        due = torch.where(place_N == last, final - rewarded, final * self.gamma ** (last - place_N))
+        found_N1, place_N1 = (place_N >= 0)[:, None], place_N.clamp(min=0)[:, None]
+        self._change("rewards", place_N1, lambda paid: torch.where(found_N1, paid + due[:, None], paid))
+        cut_N1 = slabs.truncated.gather(1, place_N1)
+        self._change("terminal", place_N1, lambda flag: flag | (found_N1 & ~cut_N1))
 
     def mark_truncated(self, mask: Bool[Tensor, " N"], bootstrap: Float[Tensor, " N"]) -> None:
         """The same row is cut off by the time limit; `bootstrap` is the value of the state after it."""
@@ -212,18 +231,17 @@ class TamiyoRolloutBuffer:
         return SequenceBatch(hidden0=tree_map(lambda h: h.index_select(1, hosts), self.slabs.hidden0), **rows)
 
     def open_ends(self) -> Bool[Tensor, "N T"]:
-        """Valid rows that end a segment (the row is the last, or the next is not valid or reset) without a flag."""
+        """The last valid row of each host, where it is neither terminal nor truncated."""
         s = self.slabs
-        ends_NT = torch.ones_like(s.valid)
-        ends_NT[:, :-1] = ~s.valid[:, 1:] | s.reset[:, 1:]
-        return s.valid & ends_NT & ~(s.terminal | s.truncated)
+        later_NT = s.valid.flip(1).cumsum(1).flip(1) - s.valid.to(torch.int64)
+        return s.valid & (later_NT == 0) & ~(s.terminal | s.truncated)
 
     def validate(self) -> None:
-        """Check that every segment ends terminal or truncated; raises ValueError. Reads the device: for tests."""
+        """Check that every rollout ends terminal or truncated; raises ValueError. Reads the device: for tests."""
         faults = self.open_ends().nonzero().tolist()
         if faults:
             raise ValueError(
-                f"rows (host, step) {faults[:8]} end a segment but are neither terminal nor truncated; "
+                f"rows (host, step) {faults[:8]} end a rollout but are neither terminal nor truncated; "
                 "call mark_terminal() or mark_truncated() for these hosts first."
             )
 

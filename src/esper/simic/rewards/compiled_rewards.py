@@ -5,7 +5,7 @@ static, every number is in `config_weights`), and never waits for the device. Sh
 M = len(REWARD_TERMS), I = len(REWARD_INFO), W = 65 numbers (11 in mode `loss`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, reduce
 from operator import add
 from typing import NamedTuple, get_args
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError, nearest
 from esper.simic.rewards.config import LOSS_FIELDS, MODES, WEIGHT_NAMES, Attribution
-from esper.simic.rewards.credit import CreditFacts
-from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS, TERMS, drip_opened, objective_potential
+from esper.simic.rewards.credit import contribution_terms, credit_of, suspected_ratio
+from esper.simic.rewards.row import Row, host_floor, occupancy, ransoming, row_of
+from esper.simic.rewards.terms import PLAIN_MODES, REWARD_INFO, REWARD_TERMS, drip_opened, objective_potential
 
 FloatN = Float[Tensor, " N"]
 IntN = Int[Tensor, " N"]
@@ -29,6 +30,7 @@ _INTEGERS = frozenset(
     }
 )  # fmt: skip
 _POOLS = ("drip_scales", "drip_contributions")
+CREDIT_MODES = ("shaped", "escrow")
 
 
 class RewardOutput(NamedTuple):
@@ -84,7 +86,7 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     loss_deltas: FloatN | None = None,
     potentials_prev: FloatN | None = None,
 ) -> RewardOutput:
-    """Pay one step of N hosts; formulas in `terms.py` and `credit.py`, in plain floats in `rewards.py`.
+    """Pay one step of N hosts; formulas in `credit.py` and `terms.py`.
 
     Args:
         actions: effective operations (WAIT where the sampled one took no effect).
@@ -129,15 +131,10 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     check_arguments(given)
     for name, clock in (("epoch", epoch), ("max_epochs", max_epochs)):
         check_clock(name, clock, len(actions))
-    facts = CreditFacts(
-        arguments=given,
-        weights=(_by_name if torch.compiler.is_compiling() else _kept_by_name)(config_weights, mode == "loss"),
-        epoch=_clock(epoch, val_accs),
-        max_epochs=_clock(max_epochs, val_accs),
-        mode=mode,
-        attribution_formula=attribution,
-    )
-    return _pay(facts, val_accs.dtype)
+    by_name = _by_name if torch.compiler.is_compiling() else _kept_by_name
+    weights = by_name(config_weights, mode == "loss")
+    x = row_of(given, weights, _clock(epoch, val_accs), _clock(max_epochs, val_accs), mode, attribution)
+    return _in_dtype(_with_credit(x) if mode in CREDIT_MODES else _without_credit(x), val_accs.dtype)
 
 
 def _by_name(config_weights: Tensor, loss: bool) -> Mapping[str, Tensor]:
@@ -149,48 +146,57 @@ _kept_by_name = lru_cache(maxsize=16)(_by_name)
 """A run pays every step by the same vector, and 65 views take as long as thirty operators. They see what it holds."""
 
 
-def _pay(x: CreditFacts, dtype: torch.dtype) -> RewardOutput:
-    """Evaluate the mode's row of the table; everything is float64 until the last cast."""
-    terms = TERMS[x.mode]
-    columns = {name: term(x) for name, term in terms.items()}
+def _with_credit(x: Row) -> RewardOutput:
+    """Modes `shaped` and `escrow`."""
+    credit = credit_of(x)
+    following = credit.account + credit.change
+    info = {
+        "discount": credit.discount, "ratio_penalty": credit.ratio_penalty, "timing": credit.timing,
+        "progress": credit.progress, "growth": occupancy(x) / host_floor(x), "escrow_prev": credit.account,
+        "escrow_target": credit.target, "escrow_delta": credit.change, "escrow_next": following,
+    }  # fmt: skip
+    return _output(x, contribution_terms(x, credit), info, suspected_ratio(x, credit), escrow_next=following)
+
+
+def _without_credit(x: Row) -> RewardOutput:
+    """All other modes; where there is nothing to report, info says that nothing happened."""
+    one, account = torch.ones_like(x.val_acc), x.known("escrow_credits")
+    info = {"discount": one, "timing": one, "progress": x.number("total_improvements")}
+    info |= {"escrow_prev": account, "escrow_next": account}
+    if x.mode != "loss":
+        info["growth"] = occupancy(x) / host_floor(x)
+    if x.mode == "objective":
+        info["objective_potential"] = objective_potential(x)
+    opened = drip_opened(x) if x.mode == "basic_plus" else None
+    return _output(x, PLAIN_MODES[x.mode](x), info, torch.zeros_like(x.seed), escrow_next=account, opened=opened)
+
+
+def _output(
+    x: Row,
+    terms: Mapping[str, Tensor],
+    info: Mapping[str, Tensor],
+    suspected: Tensor,
+    *,
+    escrow_next: Tensor,
+    opened: Tensor | None = None,
+) -> RewardOutput:
+    """The answer in float64; a column that is not given is 0."""
+    zero = torch.zeros_like(x.val_acc)
     return RewardOutput(
-        total=reduce(add, columns.values()).to(dtype),
-        breakdown=_side_by_side([columns.get(name) for name in REWARD_TERMS], x.zero).to(dtype),
-        info=_side_by_side(_info(x), x.zero).to(dtype),
-        escrow_next=x.escrow_next.to(dtype),
-        drip_opened=(drip_opened(x) if "drip" in terms else x.zero).to(dtype),
-        flags=x.flags,
+        total=reduce(add, terms.values()),
+        breakdown=torch.stack([terms.get(name, zero) for name in REWARD_TERMS]).T,
+        info=torch.stack([info.get(name, zero) for name in REWARD_INFO]).T,
+        escrow_next=escrow_next,
+        drip_opened=zero if opened is None else opened,
+        flags=torch.stack((suspected, ransoming(x)), dim=1),
     )
 
 
-def _info(x: CreditFacts) -> list[Tensor | None]:
-    """The reported quantities, None = 0; in modes without them the values that say "nothing happened"."""
-    credit: tuple[Tensor | None, ...] = (x.one, None, x.one, x.number("total_improvements", torch.nan))
-    if x.mode in ("shaped", "escrow"):
-        credit = (x.discount, x.ratio_penalty, x.attribution_timing, x.progress)
-    growth = None if x.mode == "loss" else x.growth
-    target, delta = (x.escrow_target, x.escrow_delta) if x.escrow else (None, None)
-    potential = objective_potential(x) if x.mode == "objective" else None
-    columns = [*credit, growth, x.account, target, delta, x.escrow_next, potential]
-    assert len(columns) == len(REWARD_INFO)
-    return columns
-
-
-def _side_by_side(columns: Sequence[Tensor | None], zero: Tensor) -> Tensor:
-    """Columns as [N,C], None = 0; each is contiguous in memory. Compiled, neighbouring zeros are written at once."""
-    if not torch.compiler.is_compiling():
-        return torch.stack([zero if column is None else column for column in columns]).T
-    blocks: list[Tensor] = []
-    absent = 0
-    for column in [*columns, zero]:  # the last one closes a block of zeros and is left out
-        if column is None:
-            absent += 1
-            continue
-        if absent:
-            blocks.append(zero.new_zeros(absent, zero.shape[0]))
-            absent = 0
-        blocks.append(column[None])
-    return torch.cat(blocks[:-1]).T
+def _in_dtype(out: RewardOutput, dtype: torch.dtype) -> RewardOutput:
+    total, breakdown, info, escrow_next, opened, flags = out
+    return RewardOutput(
+        total.to(dtype), breakdown.to(dtype), info.to(dtype), escrow_next.to(dtype), opened.to(dtype), flags
+    )
 
 
 def _clock(value: int | Tensor, like: Tensor) -> Tensor:
@@ -202,7 +208,7 @@ def _clock(value: int | Tensor, like: Tensor) -> Tensor:
 
 def check_static(mode: str, attribution: str, config_weights: Tensor) -> None:
     """Reject a mode, an attribution, or a number of weights that no formula is written for."""
-    if mode not in TERMS:
+    if mode not in MODES:
         raise ConfigError(f"reward mode {mode!r} has no formula; {nearest(mode, MODES)}")
     if attribution not in get_args(Attribution):
         raise ConfigError(f"attribution {attribution!r} is unknown; it must be 'harmonic' or 'minimum'.")
@@ -228,8 +234,8 @@ def check_arguments(given: Mapping[str, Tensor | None]) -> None:
         if name in _INTEGERS:
             if value.dtype != torch.int64:
                 raise TypeError(f"{name} is {value.dtype}; it must be torch.int64.")
-        elif name == "has_seed_mask":  # bytes come from `cpu_kernel.py` alone, which has seen that they are a mask
-            if value.dtype != torch.bool and not (value.dtype == torch.uint8 and torch.compiler.is_compiling()):
+        elif name == "has_seed_mask":
+            if value.dtype != torch.bool:
                 raise TypeError(f"{name} is {value.dtype}; it must be torch.bool.")
         elif not value.dtype.is_floating_point:
             raise TypeError(f"{name} is {value.dtype}; it must be a floating type, with NaN where not measured.")

@@ -94,7 +94,7 @@ MODES: Mapping[str, ModeTraits] = {
     "objective": ModeTraits(
         summary="committed accuracy minus growth, with potential-based shaping that cannot be farmed",
         time_limit="terminate",
-        rollback_penalty=-1.0,
+        rollback_penalty=0.0,
     ),
 }
 
@@ -210,7 +210,7 @@ class RewardConfig:
     objective_growth_weight: float = 0.03
     """0.03 means that doubling the parameters must buy 2.08 points of accuracy."""
     rollback_penalty: float | None = None
-    """Reward of the row before a rollback; None = the mode's own value (`MODES`)."""
+    """What the row before a rollback is paid instead, in `objective` besides; None = the mode's own (`MODES`)."""
     hindsight_weight: float = 0.1
     hindsight_cap: float = 0.2
 

@@ -1,4 +1,4 @@
-"""Who earned what: the facts of the contribution modes `shaped` and `escrow`.
+"""Modes `shaped` and `escrow`: who earned what.
 
     measured contribution c --(ratio penalty, discount, timing)--> attribution     paid at once (shaped)
                                                               `--> escrow account  paid as the account changes
@@ -9,24 +9,24 @@ Contributions, gate signals and progress are percentage points.
 import torch
 from torch import Tensor
 
+from esper.leyline.actions import LifecycleOp
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
-from esper.simic.rewards.config import MIN_CONTRIBUTION
-from esper.simic.rewards.derived import derived
-from esper.simic.rewards.facts import Facts
-from esper.simic.rewards.masks import (
-    Mask,
-    above,
-    at_least,
-    below,
-    both,
-    choose,
-    either,
-    equal,
-    is_known,
-    no,
-    only,
-    without_nan,
+from esper.simic.rewards.config import MIN_PRUNE_AGE
+from esper.simic.rewards.row import (
+    NEW_SEED_POTENTIAL,
+    Row,
+    at_the_end,
+    combine,
+    contributes,
+    held,
+    host_floor,
+    is_op,
+    legitimacy,
+    occupancy,
+    potential_repaid,
+    ransoming,
+    shaping,
 )
 
 UNKNOWN_PROGRESS_SHARE = 0.5
@@ -35,186 +35,190 @@ SUSPICIOUS_CONTRIBUTION = 1.0
 """Contribution above which it is compared with the gate signal."""
 RATIO_PENALTY_STEP = 0.1
 RATIO_PENALTY_CAP = 0.3
-UNBOUNDED = 1e300
-"""A bound on a change of an account that bounds nothing; finite, as choices want it."""
 UNSUPPORTED_PENALTY = -0.03
 """Ratio penalty of an unsupported claim, per point, up to the cap at a contribution of 10."""
 
 
 @record
-class CreditFacts(Facts):
-    """Facts of one call with the attribution of the target slot; all [N]."""
+class Credit:
+    """What the target slot is credited with in this step.
 
-    @property
-    def escrow(self) -> bool:
-        """Contribution is credited to accounts."""
-        return self.mode == "escrow"
+    `attribution` before shaping and costs; `discount` of a harmful seed and `ratio_penalty` <= 0 of a contribution that
+    the gate signal does not support; `timing` factor of the seed's birth; `progress` since germination, NaN where
+    unknown; `account` before the step, the balance it moves to and its change (0 in `shaped`). `trusted`: the discount
+    is so small that the seed does not count as harmful.
+    """
 
-    @derived
-    def measured_seed(self) -> Mask:
-        """A live seed with both a contribution and a gate signal."""
-        return both(self.seed, self.has_contribution, self.has_gate_signal)
+    attribution: Tensor
+    discount: Tensor
+    trusted: Tensor
+    ratio_penalty: Tensor
+    timing: Tensor
+    progress: Tensor
+    account: Tensor
+    target: Tensor
+    change: Tensor
 
-    @derived
-    def discount(self) -> Tensor:
-        """Discount d = sigmoid(steepness * g) where a live seed is harmful in spite of a contribution; 1 elsewhere."""
-        if self.escrow:
-            return self.one
-        share = torch.sigmoid(self.gate_signal * self.weights["attribution_sigmoid_steepness"])
-        return choose(both(self.harmful, self.has_contribution), share, self.one)
 
-    @derived
-    def trusted(self) -> Mask:
-        """The discount is so small that the seed does not count as harmful."""
-        return at_least(self.discount, 0.5)
+def timing(x: Row, epochs: Tensor) -> Tensor:
+    """Factor of what starts at `epochs`: early germinations learn from a host that has learned nothing yet."""
+    warmup, floor = x.w["germination_warmup_epochs"], x.w["germination_discount_floor"]
+    rising = floor + (1 - floor) / torch.clamp(warmup, min=1.0) * epochs
+    return torch.where((warmup > 0) & x.off("disable_timing_discount"), torch.clamp(rising, max=1.0), 1.0)
 
-    @derived
-    def ratio_penalty(self) -> Tensor:
-        """Penalty rho <= 0: a contribution that the gate signal does not support (others lean on the seed)."""
-        w, c, limit = self.weights, self.contribution, self.weights["hacking_ratio_threshold"]
-        supported = above(self.gate_signal, w["improvement_safe_threshold"])
-        excess = torch.relu(self.gate_ratio - limit)
-        of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
-        unsupported = torch.clamp(UNSUPPORTED_PENALTY * c, min=-RATIO_PENALTY_CAP)
-        penalty = choose(supported, of_ratio, unsupported)
-        return only(penalty, self.anti_gaming_on, self.measured_seed, above(c, SUSPICIOUS_CONTRIBUTION), self.trusted)
 
-    @derived
-    def gate_ratio(self) -> Tensor:
-        """Contribution relative to a positive gate signal; where there is none, the contribution itself."""
-        return self.contribution / choose(self.positive_gate_signal, self.gate_signal, self.one)
+def ratio_penalty(x: Row, trusted: Tensor) -> Tensor:
+    """Price of a contribution that others lean on: it is large against the gate signal, or stands against none."""
+    w, limit = x.w, x.w["hacking_ratio_threshold"]
+    excess = torch.relu(x.c / x.g - limit)
+    of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
+    unsupported = torch.clamp(UNSUPPORTED_PENALTY * x.c, min=-RATIO_PENALTY_CAP)
+    penalty = torch.where(x.g > w["improvement_safe_threshold"], of_ratio, unsupported)
+    suspicious = x.seed & (x.c > SUSPICIOUS_CONTRIBUTION) & ~x.g.isnan() & trusted
+    return torch.where(suspicious & x.off("disable_anti_gaming"), penalty, 0.0)
 
-    @derived
-    def progress(self) -> Tensor:
-        """Gain since germination; in escrow without the part that is not stable yet. NaN where unknown."""
-        gain = self.number("total_improvements", torch.nan)
-        return gain - (self.val_acc - self.number("stable_val_accs", torch.nan)) if self.escrow else gain
 
-    @derived
-    def raw_attribution(self) -> Tensor:
-        """Contribution moderated by progress (host drift can make progress, but no contribution); read where c >= 0.
+def raw_attribution(x: Row, progress: Tensor) -> Tensor:
+    """Contribution moderated by progress (host drift can make progress, but no contribution); read where c >= 0.
 
-        A mean of c and p is at most c where p <= c and at least c elsewhere, where c itself is meant; 0 where p <= 0.
-        """
-        c, p = self.contribution, self.progress
-        moderated = torch.minimum(c, self.combine(torch.relu(without_nan(p)), c))
-        return choose(is_known(p), moderated, UNKNOWN_PROGRESS_SHARE * c)
+    A mean of c and p is at most c where p <= c and at least c elsewhere, where c itself is meant; 0 where p <= 0.
+    """
+    moderated = torch.minimum(x.c, combine(x, torch.relu(progress), x.c))
+    return torch.where(progress.isnan(), UNKNOWN_PROGRESS_SHARE * x.c, moderated)
 
-    def timing(self, epochs: Tensor) -> Tensor:
-        """Factor of what starts at `epochs`: early germinations learn from a host that has learned nothing yet."""
-        floor, slope = self.timing_line
-        return torch.clamp(floor + slope * epochs, max=1.0)
 
-    @derived
-    def timing_line(self) -> tuple[Tensor, Tensor]:
-        """Timing factor of step 0, and what a step of warm-up adds to it; 1 and 0 where it is switched off. Scalars."""
-        warmup, floor = self.weights["germination_warmup_epochs"], self.weights["germination_discount_floor"]
-        on = both(above(warmup, 0), equal(self.weights["disable_timing_discount"], 0))
-        floor = choose(on, floor, 1.0)
-        return floor, (1 - floor) / torch.clamp(warmup, min=1.0)
+def credit_of(x: Row) -> Credit:
+    """The credit of a step in the mode of the row."""
+    harmful = x.seed & (x.g < 0)
+    fossil = x.seed & (x.stage == int(SeedStage.FOSSILIZED))
+    escrow, one = x.mode == "escrow", torch.ones_like(x.val_acc)
+    discount = one
+    if not escrow:
+        share = torch.sigmoid(x.g * x.w["attribution_sigmoid_steepness"])
+        discount = torch.where(harmful & ~x.c.isnan(), share, 1.0)
+    trusted = discount >= 0.5
+    penalty = ratio_penalty(x, trusted)
+    progress, account = x.number("total_improvements"), x.known("escrow_credits")
+    if escrow:  # without the part of the gain that is not stable yet
+        progress = progress - (x.val_acc - x.number("stable_val_accs"))
+    raw, credited = raw_attribution(x, progress), (x.c >= 0) & ~fossil
+    target = change = torch.zeros_like(one)
+    factor = one
+    if escrow:
+        target, change = _account(x, raw, penalty, account, credited, fossil)
+        harm = torch.where((x.c < 0) & ~is_op(x, LifecycleOp.PRUNE) & ~fossil, x.c, 0.0)
+        earned = change + x.w["contribution_weight"] * harm
+    else:
+        factor = torch.where(credited & x.seed, timing(x, x.epoch - x.age), 1.0)
+        earned = x.w["contribution_weight"] * _shaped(x, raw * discount * factor)
+    earned = torch.where(is_op(x, LifecycleOp.FOSSILIZE) & harmful, 0.0, earned)
+    if not escrow:
+        earned = torch.where(is_op(x, LifecycleOp.PRUNE), -earned, earned)
+        earned = torch.where(fossil, 0.0, earned + penalty)
+    return Credit(
+        attribution=earned, discount=discount, trusted=trusted, ratio_penalty=penalty, timing=factor, progress=progress,
+        account=account, target=target, change=change,
+    )  # fmt: skip
 
-    @derived
-    def impermanent(self) -> Mask:
-        """Rows whose target is not permanent yet."""
-        return no(self.fossil)
 
-    @derived
-    def credited(self) -> Mask:
-        """Rows in which a non-negative contribution of something not yet permanent is paid."""
-        return both(at_least(self.raw_contribution, 0), self.impermanent)
+def _shaped(x: Row, helpful: Tensor) -> Tensor:
+    """Mode shaped: harm in full, help moderated; a share of the stage's gain while no contribution is measured."""
+    gain = x.number("stage_improvements")
+    blended = x.seed & (x.stage >= int(SeedStage.BLENDING)) & (gain > 0)
+    proxy = torch.where(blended, x.w["proxy_confidence_factor"] * gain, 0.0)
+    return torch.where(x.c < 0, x.c, torch.where(x.c.isnan(), proxy, helpful))
 
-    @derived
-    def attribution_timing(self) -> Tensor:
-        """Timing factor of the target seed's birth; 1 where no contribution is paid, and in escrow."""
-        if self.escrow:
-            return self.one
-        return choose(both(self.credited, self.seed), self.timing(self.epoch - self.age), self.one)
 
-    @derived
-    def harmful_fossilize(self) -> Mask:
-        """A harmful seed is made permanent."""
-        return both(self.fossilize, self.harmful)
+def _account(
+    x: Row, raw: Tensor, penalty: Tensor, account: Tensor, credited: Tensor, fossil: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mode escrow: the balance to move to, and the change: bounded where it is earned, complete where it is lost."""
+    prune, clip = is_op(x, LifecycleOp.PRUNE), x.w["escrow_delta_clip"]
+    target = torch.where(credited, torch.relu(x.w["contribution_weight"] * raw + penalty), 0.0)
+    target = torch.where(prune, 0.0, torch.where(fossil, account, target))
+    gap, bound = target - account, torch.where(clip > 0, clip, torch.inf)
+    bounded = torch.minimum(torch.maximum(gap, -bound), bound)
+    change = torch.where(credited, bounded, torch.where(x.c.isnan() | fossil, 0.0, gap))
+    return target, torch.where(prune, -account, change)
 
-    @derived
-    def attribution(self) -> Tensor:
-        """What the target slot earns in this step, before shaping and costs."""
-        return self.escrow_attribution if self.escrow else self.dense_attribution
 
-    @derived
-    def dense_attribution(self) -> Tensor:
-        """Mode shaped: the moderated contribution itself; its negative when the seed is pruned."""
-        w, c = self.weights, self.contribution
-        improvement = self.known("stage_improvements")
-        blended = self.seed, at_least(self.stage, int(SeedStage.BLENDING))
-        proxy = only(w["proxy_confidence_factor"] * torch.relu(improvement), *blended)
-        helpful = self.raw_attribution * self.discount * self.attribution_timing
-        earned = choose(self.negative_contribution, c, choose(self.has_contribution, helpful, proxy))
-        earned = only(earned * w["contribution_weight"], no(self.harmful_fossilize))
-        earned = choose(self.prune, -earned, earned)
-        return only(earned + self.ratio_penalty, self.impermanent)
+def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
+    """Everything that a step pays, by term."""
+    w, e, earning = x.w, x.dwell, credit.attribution > 0
+    decided = is_op(x, LifecycleOp.FOSSILIZE) | is_op(x, LifecycleOp.PRUNE)
+    waiting = held(x) & (e >= 2) & earning & ~decided
+    dwell_price = torch.clamp(-0.05 * e, min=-0.3)
+    blending = x.seed & (x.stage == int(SeedStage.BLENDING)) & (x.g < 0)
+    help_given = x.known("interaction_sums")
+    helping = x.seed & credit.trusted & earning & (help_given > 0)
+    growth = torch.relu(occupancy(x) / host_floor(x))
+    rent = torch.maximum(-w["rent_weight"] * torch.log1p(growth), -w["max_rent"])
+    moved = torch.relu(x.known("alpha_delta_sq_sums"))
+    shock = torch.maximum(-w["alpha_shock_coef"] * moved, -w["alpha_shock_cap"])
+    num_fossilized = x.known("num_fossilized")
+    crowd = torch.relu(x.known("num_active") + num_fossilized - w["free_slots"])
+    return {
+        "attribution": credit.attribution,
+        "blending_warning": torch.where(blending, dwell_price - 0.1, 0.0),
+        "holding_warning": torch.where(waiting, dwell_price, 0.0),
+        "potential": shaping(x),
+        "synergy": torch.where(helping, 0.1 * torch.tanh(0.5 * help_given), 0.0),
+        "rent": torch.where(x.known("host_params") > 0, rent, 0.0),
+        "alpha_shock": torch.where(x.off("disable_anti_gaming"), shock, 0.0),
+        "occupancy": -w["seed_occupancy_cost"] * crowd,
+        "fossil_upkeep": -w["fossilized_maintenance_cost"] * num_fossilized,
+        "action": _action(x),
+        "terminal": at_the_end(x, w["terminal_acc_weight"] * x.val_acc),
+    }
 
-    @derived
-    def earning(self) -> Mask:
-        """The target slot earns something."""
-        return above(self.attribution, 0)
 
-    @derived
-    def account(self) -> Tensor:
-        """Escrow account of the target slot before the step, K; 0 where missing."""
-        return self.known("escrow_credits")
+def _action(x: Row) -> Tensor:
+    """Price or bonus of the operation."""
+    w = x.w
+    hasty = x.seed & is_op(x, LifecycleOp.ADVANCE) & (x.stage == int(SeedStage.TRAINING))
+    value = torch.where(hasty, w["advance_from_training_penalty"], 0.0)
+    value = torch.where(is_op(x, LifecycleOp.SET_ALPHA_TARGET), w["set_alpha_target_cost"], value)
+    value = torch.where(is_op(x, LifecycleOp.GERMINATE), _germination(x), value)
+    value = torch.where(is_op(x, LifecycleOp.FOSSILIZE), _fossilization(x), value)
+    return torch.where(is_op(x, LifecycleOp.PRUNE), _pruning(x), value)
 
-    @derived
-    def escrow_target(self) -> Tensor:
-        """Balance the account moves to, T; 0 outside escrow."""
-        if not self.escrow:
-            return self.zero
-        deserved = self.weights["contribution_weight"] * self.raw_attribution + self.ratio_penalty
-        target = only(torch.relu(deserved), self.credited)
-        return only(choose(self.fossil, self.account, target), no(self.prune))
 
-    @derived
-    def escrow_delta(self) -> Tensor:
-        """Change of the account, D: bounded where it is earned, complete where it is lost; 0 outside escrow."""
-        if not self.escrow:
-            return self.zero
-        gap = self.escrow_target - self.account
-        clip = self.weights["escrow_delta_clip"]
-        bound = choose(above(clip, 0), clip, UNBOUNDED)
-        bounded = torch.minimum(torch.maximum(gap, -bound), bound)
-        change = choose(self.credited, bounded, only(gap, self.has_contribution))
-        return choose(self.prune, -self.account, only(change, self.impermanent))
+def _germination(x: Row) -> Tensor:
+    """GERMINATE: its cost, plus the potential of the new seed, discounted to the next observation."""
+    worth = x.w["pbrs_weight"] * x.w["gamma"] * NEW_SEED_POTENTIAL * timing(x, x.epoch)
+    worth = torch.where((x.steps_left > 0) & x.off("disable_pbrs"), worth, 0.0)
+    return x.w["germinate_cost"] + torch.where(x.seed, x.w["germinate_with_seed_penalty"], worth)
 
-    @derived
-    def escrow_next(self) -> Tensor:
-        """Escrow account of the target slot after the step."""
-        return self.account + self.escrow_delta if self.escrow else self.account
 
-    @derived
-    def escrow_attribution(self) -> Tensor:
-        """Mode escrow: the change of the account, and the harm of a harmful seed."""
-        harm = only(torch.clamp(self.contribution, max=0.0), no(either(self.prune, self.fossil)))
-        earned = self.escrow_delta + self.weights["contribution_weight"] * harm
-        return only(earned, no(self.harmful_fossilize))
+def _fossilization(x: Row) -> Tensor:
+    """FOSSILIZE: a bonus that grows with contribution and time in HOLDING; penalties where it was not earned."""
+    w = x.w
+    quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
+    base = w["fossilize_base_bonus"] + torch.where(x.off("disable_terminal_reward"), quality, 0.0)
+    bonus = (base + w["fossilize_contribution_scale"] * x.c) * legitimacy(x)
+    harm = torch.clamp(0.2 * x.g, min=-1.0) - 0.5 - 0.3 * ransoming(x).to(torch.float64)
+    value = torch.where(contributes(x), bonus, w["fossilize_noncontributing_penalty"])
+    value = torch.where(x.g < 0, harm, value)
+    return w["fossilize_cost"] + torch.where(held(x) & ~x.g.isnan(), value, w["invalid_fossilize_penalty"])
 
-    def as_flags(self, *masks: Mask) -> Tensor:
-        """Masks side by side, in the type in which `has_seed_mask` was given: bool, or compiled for the CPU bytes."""
-        dtype = self.exact("has_seed_mask").dtype
-        if dtype == torch.bool:
-            return torch.stack(masks).to(dtype).T
-        return torch.cat([mask.to(torch.float32)[None] for mask in masks]).to(dtype).T  # from float32 by vectors
 
-    @derived
-    def flags(self) -> Tensor:
-        """Suspicions for telemetry, [N,2]: `FLAGS`. They never change the reward."""
-        ransom = both(self.seed, self.ransoming)
-        if self.mode not in ("shaped", "escrow"):  # only these two impose the penalty
-            return self.as_flags(torch.zeros_like(ransom), ransom)
-        positive = self.positive_gate_signal, above(self.contribution, 0)
-        suspected = below(self.ratio_penalty, 0), at_least(self.gate_ratio, self.weights["hacking_ratio_threshold"])
-        ratio = both(self.measured_seed, *positive, *suspected)
-        return self.as_flags(ratio, ransom)
+def _pruning(x: Row) -> Tensor:
+    """PRUNE: the seed's potential is paid back; removing harm is welcome, removing help or a newborn is not."""
+    w, c, worst = x.w, x.c, x.w["prune_good_seed_penalty"]
+    hurting = torch.where(x.age < w["min_prune_bonus_age"], -0.1, w["prune_hurting_bonus"])
+    judged = torch.where(c < w["prune_hurting_threshold"], hurting, w["prune_acceptable_bonus"])
+    judged = torch.where(c < 0, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
+    judged = torch.where(c.isnan(), 0.0, judged)
+    judged = torch.where(x.age < MIN_PRUNE_AGE, worst * (MIN_PRUNE_AGE - x.age), judged)
+    judged = torch.where(x.stage == int(SeedStage.FOSSILIZED), w["prune_fossilized_penalty"], judged)
+    return w["prune_cost"] - potential_repaid(x) + torch.where(x.seed, judged, -0.2)
+
+
+def suspected_ratio(x: Row, credit: Credit) -> Tensor:
+    """A contribution that is out of proportion to a positive gate signal."""
+    beyond = (x.c > 0) & (x.c / x.g >= x.w["hacking_ratio_threshold"])
+    return x.seed & (x.g > 0) & beyond & (credit.ratio_penalty < 0)
 
 
 FLAGS = ("attribution_ratio", "ransomware")
-"""Columns of `flags`. Ransomware is critical where the contribution is at least `CRITICAL_CONTRIBUTION`."""
-CRITICAL_CONTRIBUTION = MIN_CONTRIBUTION
+"""Suspicions for telemetry, which never change the reward. Only these two modes impose the penalty of the first."""

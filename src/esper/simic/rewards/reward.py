@@ -8,30 +8,20 @@ reward = make_reward("objective")            # one of the nine modes, or a regis
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, RegistryError, nearest
-from esper.leyline.messages import RewardInputs, RewardOutput
+from esper.leyline.messages import HostState, RewardInputs, RewardOutput, SlotState
 from esper.leyline.protocols import RewardProtocol
-from esper.leyline.record import replace
-from esper.simic.compilation import CompileChoice, explained
-from esper.simic.rewards.compilation import blank_inputs, kernel_for
+from esper.leyline.record import blank
+from esper.simic.compilation import explained
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
-from esper.simic.rewards.compiled_rewards import RewardOutput as KernelOutput
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
-from esper.simic.rewards.state import (
-    RewardState,
-    Step,
-    initial_state,
-    reset_hosts,
-    reward_step,
-    rollback_reward,
-    without_ledger,
-)
+from esper.simic.rewards.objective import ObjectiveReward
+from esper.simic.rewards.state import RewardState, initial_state, reset_hosts, reward_step, rollback_reward
 from esper.simic.rewards.terms import REWARD_TERMS
 
 if TYPE_CHECKING:
@@ -42,52 +32,28 @@ else:  # a structural type cannot be checked while tests run
 RewardFactory = Callable[[RewardConfig], AnyReward]
 
 
-def _as_it_is(kernel: Kernel) -> Kernel:
-    return kernel
-
-
 @final
 class ContributionReward:
-    """The nine built-in modes behind `RewardProtocol`: all that differs between them is in the configuration."""
+    """All built-in modes but `objective`: what differs between them is in the configuration."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self._pay: Kernel = compute_reward_batched
-        self._step: Step | None = None
 
-    def warm_up(
-        self,
-        choice: CompileChoice,
-        n: int,
-        slots: int,
-        device: torch.device,
-        *,
-        replayed: Callable[[Kernel], Kernel] = _as_it_is,
-        recorded: Callable[[Step], Step] | None = None,
-    ) -> None:
-        """Choose the form of the reward, and make it now rather than in the first step of a run of `n` hosts.
-
-        `replayed` makes a kernel that is recorded in its first calls, which are made here too; `recorded` another form
-        of the whole step but its ledger.
+    def warm_up(self, form: Callable[[Kernel], Kernel], n: int, slots: int, device: torch.device) -> None:
+        """Pay by another form of the kernel, compiled or captured now rather than in the first step of `n` hosts.
 
         Raises:
-            ConfigError: the kernel cannot be compiled or recorded here.
+            ConfigError: the kernel cannot be compiled or captured here.
         """
-        kernel = kernel_for(choice, device)
-        self._pay = replayed(kernel)
-        blank, start = blank_inputs(n, slots, device), initial_state(n, slots, 2, device, self.config)
+        self._pay = form(compute_reward_batched)
         try:
-            if kernel is not compute_reward_batched:
-                reward_step(blank, start, self.config, kernel)
+            for _ in range(2):  # a form may be made in more than one call
+                reward_step(
+                    _blank_inputs(n, slots, device), self.initial_state(n, slots, 1, device), self.config, self._pay
+                )
         except (RuntimeError, ImportError) as error:  # what every part of the compiler raises; its insides may move
             raise explained("the reward kernel", error) from error
-        if recorded is not None:
-            self._step = recorded(partial(without_ledger, config=self.config, pay=kernel))
-            for epoch in (1, 2):  # of two steps: before the last, and the last
-                reward_step(replace(blank, epoch=epoch, max_epochs=2), start, self.config, kernel, self._step)
-        if self._pay is not kernel:
-            for _ in range(2):
-                reward_step(blank, start, self.config, self._pay)
 
     @property
     def terms(self) -> Sequence[str]:
@@ -100,11 +66,7 @@ class ContributionReward:
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
         """Pay one step."""
-        return reward_step(inputs, state, self.config, self.pay, self._step)
-
-    def pay(self, **arguments: Any) -> KernelOutput:  # noqa: ANN401 -- those of `compute_reward_batched`
-        """The kernel, eager or compiled as it was chosen."""
-        return self._pay(**arguments)
+        return reward_step(inputs, state, self.config, self._pay)
 
     def rollback_reward(self, state: RewardState) -> Tensor:
         """[N]: what the last row of a host is paid instead when the host is rolled back now."""
@@ -113,6 +75,23 @@ class ContributionReward:
     def reset_hosts(self, state: RewardState, mask: Tensor) -> RewardState:
         """Carried state with the masked hosts as at the start of an episode."""
         return reset_hosts(state, mask)
+
+
+def _blank_inputs(n: int, slots: int, device: torch.device) -> RewardInputs:
+    """A step in which nothing was measured and nothing was done, with the shapes and dtypes of the real ones."""
+    sizes = {"N": n, "S": slots}
+    whole = torch.zeros(n, dtype=torch.int64, device=device)
+    return RewardInputs(
+        epoch=1,
+        max_epochs=1,
+        slots=blank(SlotState, sizes, device),
+        hosts=blank(HostState, sizes, device),
+        interactions=torch.zeros(n, slots, slots, device=device),
+        ops=whole,
+        target=whole,
+        success=whole.bool(),
+        auto_pruned=whole,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +103,8 @@ class RewardEntry:
 
 
 _REGISTRY: dict[str, RewardEntry] = {
-    mode: RewardEntry(build=ContributionReward, traits=traits) for mode, traits in MODES.items()
+    mode: RewardEntry(build=ObjectiveReward if mode == "objective" else ContributionReward, traits=traits)
+    for mode, traits in MODES.items()
 }
 
 

@@ -1,4 +1,4 @@
-"""One reward step with memory: the kernel on each host's target slot, then what only the past can tell.
+"""A step of the modes but `objective`: the kernel on each host's target slot, then what only the past can tell.
 
     inputs  slots and hosts before the op, the op and what became of it   (leyline.RewardInputs)
     state   what is remembered from step to step                          (RewardState)
@@ -8,7 +8,6 @@ Pure: nothing is remembered outside the state, nothing is emitted, and the host 
 Shape legend: N = hosts, S = slots, E = steps of an episode, M = terms.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
+from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.record import lift, record, replace, tree_map
 from esper.leyline.stages import SeedStage
@@ -33,10 +33,10 @@ from esper.simic.rewards.gather import (
     stable_accuracy,
     target_slot,
 )
-from esper.simic.rewards.terms import NEW_SEED_POTENTIAL, REWARD_INFO, REWARD_TERMS
+from esper.simic.rewards.row import NEW_SEED_POTENTIAL
+from esper.simic.rewards.terms import REWARD_TERMS
 
 _COLUMN = {name: index for index, name in enumerate(REWARD_TERMS)}
-_POTENTIAL_INFO = REWARD_INFO.index("objective_potential")
 CONTRIBUTION_MODES = ("shaped", "escrow")
 """Modes with clawback, automatic-prune penalty and hindsight credit."""
 HINDSIGHT_SLOPE = 0.1
@@ -53,8 +53,6 @@ class RewardState:
         ledger: sum of a slot's positive interactions in each step so far; width 0 in modes that never read it.
         drip_scale: open pools, 0 = none.
         prev_alpha, prev_params: alpha and parameters of each slot in the previous step.
-        potential, potential_before: potential of the last step and of the one before (mode objective). The second
-            is what a rollback needs, because it replaces the reward of a step that was paid already.
     """
 
     escrow: Float[Tensor, "N S"]
@@ -62,12 +60,12 @@ class RewardState:
     drip_scale: Float[Tensor, "N S"]
     prev_alpha: Float[Tensor, "N S"]
     prev_params: Float[Tensor, "N S"]
-    potential: Float[Tensor, " N"]
-    potential_before: Float[Tensor, " N"]
 
 
 def initial_state(n: int, slots: int, steps: int, device: torch.device, config: RewardConfig) -> RewardState:
-    """The state at the start of an episode of `steps` steps."""
+    """The state at the start of an episode of `steps` steps; raises ConfigError for mode `objective`."""
+    if config.mode == "objective":
+        raise ConfigError("mode 'objective' is paid by ObjectiveReward; make_reward('objective') builds it.")
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -78,8 +76,6 @@ def initial_state(n: int, slots: int, steps: int, device: torch.device, config: 
         drip_scale=zeros(n, slots),
         prev_alpha=zeros(n, slots),
         prev_params=zeros(n, slots),
-        potential=zeros(n),
-        potential_before=zeros(n),
     )
 
 
@@ -90,25 +86,14 @@ def reset_hosts(state: RewardState, mask: Bool[Tensor, " N"]) -> RewardState:
     `prev_alpha` and `prev_params` moves no alpha in the next step, exactly as the restored slots themselves would
     (only fossils survive a rollback, and their alpha is 1 before and after).
     """
-    zero = state.potential.new_zeros(())
+    zero = state.escrow.new_zeros(())
     return tree_map(lambda x: torch.where(lift(mask, x), zero, x), state)
 
 
-def rollback_breakdown(state: RewardState, config: RewardConfig) -> Float[Tensor, "N M"]:
-    """What replaces the reward of the last row of a host that is rolled back now, by term.
-
-    In mode objective the previous potential is taken back, so that the shaping of the segment still sums to 0.
-    """
-    breakdown_NM = state.potential.new_zeros(state.potential.shape[0], len(REWARD_TERMS))
-    breakdown_NM[:, _COLUMN["rollback"]] = config.resolved("rollback_penalty")
-    if config.mode == "objective":
-        breakdown_NM[:, _COLUMN["potential"]] = -state.potential_before
-    return breakdown_NM
-
-
 def rollback_reward(state: RewardState, config: RewardConfig) -> Float[Tensor, " N"]:
-    """Sum of `rollback_breakdown`, float32 as rewards are stored."""
-    return rollback_breakdown(state, config).sum(-1).to(torch.float32)
+    """What the last row of each host is paid instead when the host is rolled back now."""
+    penalty, hosts = config.resolved("rollback_penalty"), len(state.escrow)
+    return torch.full((hosts,), penalty, dtype=torch.float32, device=state.escrow.device)
 
 
 def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, " W"]:
@@ -125,7 +110,6 @@ def reward_step(
     state: RewardState,
     config: RewardConfig,
     pay: Kernel = compute_reward_batched,
-    step: "Step | None" = None,
 ) -> tuple[RewardOutput, RewardState]:
     """Pay one step of all hosts.
 
@@ -135,40 +119,11 @@ def reward_step(
         inputs: slots and hosts before the op, and the feedback of op and tick.
         state: the value returned by the previous step of the episode, or `initial_state`.
         config: mode and numbers.
-        pay: the kernel, eager or compiled (`compilation.py`); both give the same answer.
-        step: `without_ledger` with these, in another form, which takes the clocks as tensors.
+        pay: the kernel, eager or compiled; both give the same answer.
 
     Returns:
         The pay in the dtype of `hosts.val_acc`, and the state for the next step.
     """
-    late_N, ledger_NSE = None, state.ledger
-    if config.mode in CONTRIBUTION_MODES:
-        late_N, ledger_NSE = _hindsight(inputs, state, config)
-    state = replace(state, ledger=ledger_NSE[..., :0])  # its length is that of the episode, which nothing else knows
-    last = bool(inputs.epoch == inputs.max_epochs)  # the clocks are numbers here
-    if step is None:
-        paid, after = without_ledger(inputs, state, late_N, last, config=config, pay=pay)
-    else:
-        names, device = ("epoch", "max_epochs"), inputs.ops.device
-        clocks = {name: torch.tensor(getattr(inputs, name), device=device) for name in names}
-        paid, after = step(replace(inputs, **clocks), state, late_N, last)
-    return paid, replace(after, ledger=ledger_NSE)
-
-
-Step = Callable[[RewardInputs, RewardState, Tensor | None, bool], tuple[RewardOutput, RewardState]]
-"""`without_ledger` with a configuration and a kernel."""
-
-
-def without_ledger(
-    inputs: RewardInputs,
-    state: RewardState,
-    late_N: Float[Tensor, " N"] | None,
-    last: bool,
-    *,
-    config: RewardConfig,
-    pay: Kernel,
-) -> tuple[RewardOutput, RewardState]:
-    """All of a step but the ledger, which has told what late thanks are due; `last`: the step ends the episode."""
     op_N = inputs.ops * inputs.success
     index_N1 = inputs.target[:, None]
     sets = slot_sets(inputs.slots.stage)
@@ -179,16 +134,13 @@ def without_ledger(
     )  # fmt: skip
     paid = pay(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS, params))
     extra: dict[str, Tensor] = {}
-    after: dict[str, Tensor] = {
-        "prev_alpha": params.alpha, "prev_params": params.seeds,
-        "potential": paid.info[:, _POTENTIAL_INFO].contiguous(), "potential_before": state.potential,
-    }  # fmt: skip
+    after: dict[str, Tensor] = {"prev_alpha": params.alpha, "prev_params": params.seeds}
     if config.mode == "escrow":
         after["escrow"] = _next_accounts(inputs, state, sets, paid.escrow_next)
-    if late_N is not None:
+    if config.mode in CONTRIBUTION_MODES:
         extra["auto_prune"] = config.auto_prune_penalty * inputs.auto_pruned.to(torch.float64)
-        extra["hindsight"] = late_N
-        if last:
+        extra["hindsight"], after["ledger"] = _hindsight(inputs, state, config, op_N, index_N1, sets.live, measured_NS)
+        if inputs.epoch == inputs.max_epochs:
             extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
     if config.mode == "basic_plus":
         after["drip_scale"] = _next_pools(inputs, state, index_N1, paid.drip_opened)
@@ -247,7 +199,6 @@ def _arguments(
         "drip_contributions": measured_NS if drip else None,
         "val_losses": hosts.val_loss.to(torch.float64) if loss else None,
         "loss_deltas": change(hosts.val_loss, hosts.prev_val_loss) if loss else None,
-        "potentials_prev": state.potential,
     }
 
 
@@ -286,7 +237,15 @@ def _next_pools(inputs: RewardInputs, state: RewardState, index_N1: Tensor, open
     return torch.where(_is_target(inputs), written_N[:, None], state.drip_scale)
 
 
-def _hindsight(inputs: RewardInputs, state: RewardState, config: RewardConfig) -> tuple[Tensor, Tensor]:
+def _hindsight(
+    inputs: RewardInputs,
+    state: RewardState,
+    config: RewardConfig,
+    op_N: Tensor,
+    index_N1: Tensor,
+    live_NS: Tensor,
+    measured_NS: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Late thanks to a seed that helped others: (term [N], next ledger [N,S,E]).
 
     min(cap, sum over steps tau of weight * tanh(0.1 * ledger(tau) * c) * gamma^(epoch - tau)), paid when the seed is
@@ -294,8 +253,6 @@ def _hindsight(inputs: RewardInputs, state: RewardState, config: RewardConfig) -
     """
     assert isinstance(inputs.epoch, int), "the ledger has a column for each step"
     now = inputs.epoch - 1
-    op_N, index_N1 = inputs.ops * inputs.success, inputs.target[:, None]
-    live_NS, measured_NS = slot_sets(inputs.slots.stage).live, measured_now(inputs)
     helped_NS = torch.clamp(torch.nan_to_num(inputs.interactions, nan=0.0), min=0.0).sum(-1, dtype=torch.float64)
     helped_NS = helped_NS * live_NS
     known_NSE = state.ledger[..., : inputs.epoch]

@@ -9,23 +9,20 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.simic.client import SimicClient
-from esper.simic.rewards import ContributionReward, make_reward
+from esper.simic.compilation import is_compiled
+from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.simic.training.config import RunConfig
-from esper.simic.training.fastest_executor import with_fastest_executor
 from esper.simic.training.identity import run_shape
 from esper.simic.training.kernels import (
-    form_of,
     phase_form,
     policy_form,
-    recorded_reward,
-    replayed_reward,
     require_replayed_training,
+    reward_form,
     store_form,
 )
 from esper.simic.training.plugins import load_plugins
-from esper.simic.training.precision import with_fastest_precision
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.datasets import Dataset
@@ -80,25 +77,21 @@ def engine_of(
 
 
 def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
-    """Who pays, compiled and recorded before the first step where that was chosen.
+    """Who pays, compiled and captured before the first step where that was chosen.
 
     Raises:
-        ConfigError: the reward cannot be compiled or recorded, here or at all.
+        ConfigError: the reward cannot be compiled or captured, here or at all.
     """
     reward = make_reward(config.reward_name, config.reward)
     if isinstance(reward, ContributionReward):
-        reward.warm_up(
-            config.compile,
-            spec.num_envs,
-            spec.num_slots,
-            spec.device,
-            replayed=replayed_reward(config, spec),
-            recorded=recorded_reward(config, spec.device),
-        )
+        if (form := reward_form(config, spec)) is not None:
+            reward.warm_up(form, spec.num_envs, spec.num_slots, spec.device)
+    elif isinstance(reward, ObjectiveReward):
+        pass  # twenty operators, which are left as they are
     elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
         raise ConfigError(
             f"{asked[0]} is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what "
-            f"can be compiled or captured; set {asked[0]} = 'auto'."
+            f"can be compiled or captured; leave {asked[0]} out."
         )
     return reward
 
@@ -135,16 +128,14 @@ def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtoco
 class Parts:
     """What a run is made of; `shape` is what its checkpoints say of it.
 
-    `config` is that of the run with the executor, the workers, the form of a step and, on a CPU, the precision that
-    were taken: whoever records it goes on with the same ones, also under a later version that would take others. `told`
-    is a sentence about each of them that was chosen by measuring.
+    `config` is that of the run with the executor, the workers, the form of a step and the precision that were taken:
+    a run that is resumed goes on with the same ones, also under a later version that would take others.
     """
 
     config: RunConfig
     engine: VectorizedEngine
     client: SimicClient
     shape: dict[str, object]
-    told: tuple[str, ...] = ()
 
 
 def assemble(config: RunConfig, device: torch.device) -> Parts:
@@ -154,16 +145,15 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         DataError: data are missing or broken. ConfigError: the run cannot be as it is configured.
     """
     dataset = dataset_of(config, device)
-    config, of_precision = with_fastest_precision(config, dataset, device)
-    config, of_executor = with_fastest_executor(config, dataset, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     taken = replace(
         config,
         executor=engine.config.executor,
         workers=engine.config.workers,
-        compile=form_of(config.compile, device),
+        amp=engine.config.amp,
+        compile="on" if is_compiled(config.compile, device) else "off",
     )
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))
-    return Parts(taken, engine, learner, shape, tuple(filter(None, (of_precision, of_executor))))
+    return Parts(taken, engine, learner, shape)

@@ -13,8 +13,8 @@ ever unpickled.
 
 import hashlib
 import json
-import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,15 +27,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
+from esper.leyline.files import draft_of, is_draft, mode_of, remove, sync
 from esper.simic.training.report import Cost
 from esper.simic.training.trend import Trend
 
-FORMAT = 3
+FORMAT = 4
 KEEP = 3
 BEST = "best"
 _STATE, _HEADER, _CHECKSUMS = "state.safetensors", "header.json", "checksums.json"
 _NAME = re.compile(r"round-(\d{5,})(?:-step-(\d{4}))?")
-_DRAFT, _ASIDE = ".draft-", "damaged-"
+_ASIDE = "damaged-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +102,9 @@ def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: boo
     place = f"round-{header.rounds_done:05d}" + (f"-step-{header.step:04d}" if header.step else "")
     target = folder / (BEST if best else place)
     try:
-        _write(target, folder / f"{_DRAFT}{target.name}", header, state)
-        for old in (*checkpoints(folder)[KEEP:], *folder.glob(f"{_DRAFT}*")):
-            shutil.rmtree(old)
+        _write(target, header, state)
+        for old in (*checkpoints(folder)[KEEP:], *filter(is_draft, folder.iterdir())):
+            remove(old)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}); mend that, then "
@@ -112,19 +113,23 @@ def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: boo
     return target
 
 
-def _write(target: Path, draft: Path, header: Header, state: Mapping[str, Tensor]) -> None:
-    shutil.rmtree(draft, ignore_errors=True)
+def _write(target: Path, header: Header, state: Mapping[str, Tensor]) -> None:
+    draft = draft_of(target)
     draft.mkdir(parents=True)
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in state.items()}, draft / _STATE)
-    (draft / _HEADER).write_text(json.dumps(asdict(header), indent=1))
-    sums = {name: _digest(draft / name) for name in (_STATE, _HEADER)}
-    (draft / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
-    for file in (*draft.iterdir(), draft):
-        _sync(file)
-    if target.exists():  # the same place of the same run, reached again after a resume
-        shutil.rmtree(target)
-    draft.rename(target)
-    _sync(target.parent)
+    try:
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in state.items()}, draft / _STATE)
+        (draft / _HEADER).write_text(json.dumps(asdict(header), indent=1))
+        sums = {name: _digest(draft / name) for name in (_STATE, _HEADER)}
+        (draft / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
+        for file in (*draft.iterdir(), draft):
+            sync(file)
+        if mode_of(target):  # the same place of the same run, reached again after a resume
+            target.rename(draft_of(target))
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    sync(target.parent)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -181,11 +186,9 @@ def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]
 
 
 def set_aside(damaged: list[Path]) -> None:
-    """Rename checkpoints that cannot be used, so that they are not the newest any more."""
+    """Rename checkpoints that cannot be used, so that they are not the newest any more; none replaces another."""
     for path in damaged:
-        aside = path.with_name(_ASIDE + path.name)
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        path.rename(path.with_name(f"{_ASIDE}{path.name}-{secrets.token_hex(4)}"))
 
 
 def require_same_shape(found: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
@@ -216,11 +219,3 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

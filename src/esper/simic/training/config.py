@@ -19,10 +19,10 @@ from esper.kasmina.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import MAX_EPISODES
 from esper.simic.agent.config import PPOConfig
-from esper.simic.rewards import MODES, CompileChoice, ModeTraits, RewardConfig, reward_traits
+from esper.simic.compilation import CompileChoice
+from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
 from esper.simic.training.values import Values, plain
 from esper.tasks.registry import TaskSpec, task_by_name
-from esper.tolaria.capture import CaptureChoice
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
 
@@ -59,16 +59,16 @@ class RunConfig:
     custom_reward: str = ""
     """Name of a registered reward that pays instead of the formula of `reward.mode`; it is handed the numbers in
     `reward`."""
-    executor: Literal["auto", "native", "fused", "streamed", "measured"] = "streamed"
+    executor: Literal["auto", "native", "fused", "streamed"] = "streamed"
     """How hosts are run: "streamed" one after another, so that a host's numbers do not depend to the last bit on how
     many others there are; "fused" all at once, equal up to rounding and faster on small images; "native" by C++ that is
     compiled for this processor in the first run, several times faster on a CPU, also equal up to rounding, and like
     "streamed" for the last bit; "auto" native on a CPU where there is a compiler and features fit its cache, else by
-    image size; "measured" the one that trains fastest here, which takes seconds once and is kept for the next run of
-    its kind. The presets say "auto"; `config.toml` of a run names the one that was taken."""
-    topology: Literal["grouped", "static"] = "grouped"
-    """"grouped" runs what grows, and the host reads once a step what that is; "static" runs everything that could grow,
-    all hosts at once, under masks: nothing is read between the steps of an episode, and records arrive at its end."""
+    image size. The presets say "auto"; `config.toml` of a run names the one that was taken."""
+    graph: Literal["dynamic", "static"] = "dynamic"
+    """"dynamic" runs what grows, and the host reads once a step what that is; "static" runs everything that could grow,
+    all hosts at once, under masks: nothing is read between the steps of an episode, and records arrive at its end. It
+    needs `experimental`."""
     workers: int = 1
     """Processes that share the hosts of a CPU, at most, this one included. A host's numbers depend on it up to
     rounding under the fused executor, not at all under the others. `config.toml` names how many were taken."""
@@ -77,18 +77,16 @@ class RunConfig:
     them has. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
     """How the policy, the reward and the phases of a control step are run: "off" operator by operator; "on" compiled by
-    PyTorch, half a minute for the first run of its kind on a machine; "native" recorded in half a second and carried
-    out by C++, on a CPU with a C++ compiler: two to three times as fast as "off", equal up to rounding, and to the last
-    bit independent of how many hosts there are; "auto" is "on" on CUDA, and on a CPU "native" where there is a
-    compiler, else "off". A reward of one's own stays as it is. `config.toml` of a run names what was taken."""
-    capture: CaptureChoice = "auto"
-    """Whether policy step, reward kernel and, with executor "fused", the training of a batch are recorded as CUDA
-    graphs and replayed: "off"; "on", which a CPU refuses; or "auto", which replays on CUDA what has been proven there.
-    So far nothing has, and "auto" is "off"."""
+    PyTorch, half a minute for the first run of its kind on a machine; "auto" is "on" on CUDA and "off" on a CPU. A
+    reward of one's own stays eager. `config.toml` of a run names what was taken."""
+    capture: Literal["off", "on"] = "off"
+    """"on" records policy step, reward kernel and, with executor "fused", the training of a batch as CUDA graphs and
+    replays them; only on CUDA."""
+    experimental: bool = False
+    """Allows what has not been proven on a GPU: graph = "static" and capture = "on"."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
-    """Precision of host training: "off" is float32; "auto" is bf16 (or fp16) on CUDA, and on a CPU bf16 where a second
-    of measuring shows that it is faster. What was measured is kept for the next run of its kind and said, and
-    `config.toml` names what was taken."""
+    """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off". `config.toml`
+    names what was taken."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """What the last step of an episode is to the learner; "mode" is what the reward mode asks for."""
     checkpoint_every: int = 1
@@ -113,25 +111,25 @@ class RunConfig:
         self._check_slots(task)
         self._check_batches(task)
         self._check_reward()
-        if self.executor not in ("auto", "native", "fused", "streamed", "measured"):
-            raise ConfigError(
-                f"executor is {self.executor!r}; it must be 'auto', 'native', 'fused', 'streamed' or 'measured'."
-            )
-        if self.executor == "measured" and self.topology == "static":
-            raise ConfigError(
-                "executor is 'measured', but topology is 'static', which always runs all hosts at once; leave executor "
-                "out."
-            )
-        if self.capture == "on" and self.device == "cpu":
-            raise ConfigError("capture is 'on' on the CPU, which has no CUDA graphs; use 'auto' or 'off'.")
-        if self.topology == "static" and task.host is None:
-            raise ConfigError(
-                f"topology is 'static', but task {self.task!r} runs no networks that could be selected by masks; leave "
-                "topology out."
-            )
+        self._check_experimental(task)
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
+
+    def _check_experimental(self, task: TaskSpec) -> None:
+        asked = [f"{name} is {value!r}" for name, value in (("graph", "static"), ("capture", "on"))
+                 if getattr(self, name) == value]  # fmt: skip
+        if asked and not self.experimental:
+            raise ConfigError(
+                f"{asked[0]}, which has not been proven on a GPU; set experimental = true to try it, or leave it out."
+            )
+        if self.capture == "on" and self.device == "cpu":
+            raise ConfigError("capture is 'on' on the CPU, which has no CUDA graphs; leave capture out.")
+        if self.graph == "static" and task.host is None:
+            raise ConfigError(
+                f"graph is 'static', but task {self.task!r} runs no networks that could be selected by masks; leave "
+                "graph out."
+            )
 
     def _check_batches(self, task: TaskSpec) -> None:
         for name in ("batch_train", "batch_val"):
@@ -186,9 +184,9 @@ class RunConfig:
             episode_length=self.episode_length,
             slots=self.slots,
             time_limit=limit,
-            executor="auto" if self.executor == "measured" else self.executor,
+            executor=self.executor,
             workers=self.workers,
-            topology=self.topology,
+            graph=self.graph,
             amp=self.amp,
             capture=self.capture,
             lifecycle=self.lifecycle,

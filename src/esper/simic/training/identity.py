@@ -11,7 +11,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.simic.training.config import RunConfig
 from esper.simic.training.values import flat, plain
 
-CHANGEABLE = ("rounds", "device", "data_dir", "compile", "capture", "checkpoint_every", "record_steps")
+CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "record_steps")
 """Settings that a resumed run may change without becoming another run."""
 
 

@@ -1,101 +1,60 @@
 """Every function that is compiled or replayed, with its eager twin: the one place where a run chooses among them.
 
-    function      what it is                            setting `compile`        setting `capture`
-    see           losses judged, measurements to state  compiled, or native      as it is
-    policy_step   a decision of all hosts               compiled, or native      replayed, CUDA
-    act           ops, tick and feedback of all hosts   compiled, or native      as it is
-    reward        the pay of a step of all hosts        kernel compiled, or the  kernel replayed, CUDA
-                                                        step but its ledger native
-    store         the row of the rollout buffer         compiled, or native      as it is
-    close         tally, snapshots, what is told        compiled, or native      as it is
-    train_batch   forward, backward and optimizer step  always eager             replayed, CUDA, executor "fused"
+    function      what it is                            setting `compile`   setting `capture`
+    see           losses judged, measurements to state  compiled            eager
+    policy_step   a decision of all hosts               compiled            replayed, CUDA
+    act           ops, tick and feedback of all hosts   compiled            eager
+    reward        the reward of a step of all hosts,    compiled            replayed, CUDA
+                  in all modes but `objective`
+    store         the row of the rollout buffer         compiled            eager
+    close         tally, snapshots, outputs of a step   compiled            eager
+    train_batch   forward, backward and optimizer step  eager               replayed, CUDA, executor "fused"
                   of a batch of all hosts
 
 All forms of a function give the same answer, and the eager one stays importable. Compiling and recording happen here,
 before the first step; `graphs_compiled` and `Captured.num_recordings` tell whether it happened again later. What
-`compile` and `capture` mean on a device is decided by `form_of` and in `tolaria/capture.py`.
+`compile` and `capture` mean on a device is decided in `simic/compilation.py` and `tolaria/capture.py`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
 
 import torch
 
-from esper.kasmina.native.compiled import compiler
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
-from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, kept
-from esper.simic.compilation import CompileChoice, CompiledStep, is_compiled
-from esper.simic.lanes.step import RecordedStep
-from esper.simic.rewards.compilation import kernel_for
-from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
-from esper.simic.rewards.state import Step
+from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied
+from esper.simic.compilation import CompiledStep, is_compiled
+from esper.simic.rewards.compiled_rewards import Kernel
 from esper.simic.training.config import RunConfig
-from esper.tolaria import phases
 from esper.tolaria.capture import Captured, capture, recorder_for
 from esper.tolaria.control_plane import PhaseForm, as_it_is
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.native import NativeExecutor
-from esper.tolaria.executors.sharded import ShardedExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
-from esper.tolaria.executors.training_program import train_batch
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.scripted import ScriptedExecutor
+from esper.tolaria.executors.static import StaticExecutor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forms:
-    """One function: the eager twin, and what makes its other forms (None where there is none)."""
-
-    eager: Callable[..., Any]
-    compiled: Callable[..., Any] | None
-    native: Callable[..., Any] | None
-
-
-FUNCTIONS: Mapping[str, Forms] = {
-    "see": Forms(eager=phases.see, compiled=CompiledStep, native=RecordedStep),
-    "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep, native=RecordedStep),
-    "act": Forms(eager=phases.act, compiled=CompiledStep, native=RecordedStep),
-    "reward": Forms(eager=compute_reward_batched, compiled=kernel_for, native=RecordedStep),
-    "store": Forms(eager=kept, compiled=CompiledStep, native=RecordedStep),
-    "close": Forms(eager=phases.close, compiled=CompiledStep, native=RecordedStep),
-    "train_batch": Forms(eager=train_batch, compiled=None, native=None),
-}
-"""By name; `tolaria.capture.CAPTURED` are those that can be replayed."""
-
-
-def form_of(choice: CompileChoice, device: torch.device) -> Literal["off", "on", "native"]:
-    """What a setting of `compile` means here.
-
-    Raises:
-        ConfigError: "native" on another device than a CPU.
-    """
-    if choice == "native" and device.type != "cpu":
-        raise ConfigError(
-            f"compile is 'native', but the device is {device}, and compiled C++ runs on a CPU; set compile to 'auto'."
-        )
-    if choice != "auto":
-        return choice
-    if device.type == "cpu":
-        return "off" if compiler() is None else "native"
-    return "on" if is_compiled(choice, device) else "off"
+def compiled_reward(kernel: Kernel) -> Kernel:
+    """One graph for each mode, formula of attribution and number of hosts: numbers and clocks enter as tensors."""
+    compiled: Kernel = torch.compile(kernel, fullgraph=True, dynamic=False)
+    return compiled
 
 
 def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:
-    """What makes the policy step of a run: eager, or compiled, and then recorded or not.
+    """What makes the policy step of a run: eager or compiled, recorded or not.
 
     Raises:
         ConfigError: it was asked for and cannot be, here or when it is made.
     """
-    recorder = recorder_for(config.capture, "policy_step", spec.device)
+    recorder = recorder_for(config.capture, spec.device)
 
     def made(step: PolicyStep) -> PolicyFunction:
         decide: PolicyFunction = step
         example = blank_inputs(step.network, spec.num_envs, spec.num_slots, spec.device)
-        form = form_of(config.compile, spec.device)
-        if form != "off":
-            decide = (CompiledStep if form == "on" else RecordedStep)(step, name="the policy step")
+        if is_compiled(config.compile, spec.device):
+            decide = CompiledStep(step, name="the policy step")
             decide(example, False)
         if recorder is not None:
             decide = capture(decide, example, False, recorder=recorder, name="the policy step")
@@ -105,42 +64,40 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
 
 
 def store_form(config: RunConfig, device: torch.device) -> Callable[[RowFunction], StoreFunction]:
-    """What makes the function that stores a step: eager or compiled and then copied, or written in place."""
-    form, name = form_of(config.compile, device), "the stored row"
-    if form == "native":
-        return lambda function: RecordedStep(function, name=name).write
-    return (lambda function: copied(CompiledStep(function, name=name))) if form == "on" else copied
+    """What makes the function that stores a step: eager or compiled."""
+    if not is_compiled(config.compile, device):
+        return copied
+    return lambda function: copied(CompiledStep(function, name="the stored row"))
 
 
 def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
-    """What makes the pure phases of a control step: eager, or compiled or recorded in the first reset of the engine."""
-    form, name = form_of(config.compile, device), "a phase of the control step"
-    if form == "native":
-        return partial(RecordedStep, name=name)
-    return partial(CompiledStep, name=name, narrow=True) if form == "on" else as_it_is
+    """What makes the pure phases of a control step: eager, or compiled in the first reset of the engine."""
+    compiled = is_compiled(config.compile, device)
+    return partial(CompiledStep, name="a phase of the control step") if compiled else as_it_is
 
 
-def recorded_reward(config: RunConfig, device: torch.device) -> Callable[[Step], Step] | None:
-    """What makes the recorded form of the reward's step, None where it is not to be recorded."""
-    return partial(RecordedStep, name="the reward") if form_of(config.compile, device) == "native" else None
-
-
-def replayed_reward(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel]:
-    """What makes the recorded form of the reward kernel, compiled or not; the kernel itself where none is wanted.
+def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel] | None:
+    """What makes the form of the reward kernel, None where it is eager: compiled, and then captured or not.
 
     Raises:
-        ConfigError: recording was asked for on a device that cannot.
+        ConfigError: capture was asked for on a device that cannot.
     """
-    recorder = recorder_for(config.capture, "reward", spec.device)
-    if recorder is None:
-        return lambda kernel: kernel
-    return lambda kernel: Captured(kernel, recorder, name="the reward kernel")
+    compiled = is_compiled(config.compile, spec.device)
+    recorder = recorder_for(config.capture, spec.device)
+    if not compiled and recorder is None:
+        return None
+
+    def made(kernel: Kernel) -> Kernel:
+        kernel = compiled_reward(kernel) if compiled else kernel
+        return kernel if recorder is None else Captured(kernel, recorder, name="the reward kernel")
+
+    return made
 
 
 def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:
     """Refuse `capture = "on"` where hosts are trained by an executor that cannot be replayed; raises ConfigError."""
-    if config.capture == "on" and isinstance(engine.executor, StreamedExecutor | NativeExecutor | ShardedExecutor):
+    if config.capture == "on" and not isinstance(engine.executor, FusedExecutor | StaticExecutor | ScriptedExecutor):
         raise ConfigError(
             f"capture is 'on', but the executor is {engine.config.executor!r}, whose hosts are trained one after "
-            "another and not replayed; use executor 'fused', or capture 'auto'."
+            "another and not replayed; use executor 'fused', or leave capture out."
         )

@@ -9,7 +9,7 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from esper.leyline.errors import ConfigError
@@ -24,13 +24,42 @@ def load_plugins(names: Iterable[str]) -> None:
     Raises:
         ConfigError: one is missing or fails; the message names the file, the line and what went wrong there.
     """
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last: a file that is named like an installed module does not replace it
     for name in names:
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)  # last: a file that is named like an installed module does not replace it
         if is_file(name):
             _load_file(Path(name))
         else:
             _load_module(name)
+
+
+def require_trusted(names: Sequence[str], allowed: Sequence[str], *, trust: bool) -> None:
+    """Refuse to import code that only a run directory names: whoever made it would decide what runs here.
+
+    Args:
+        names: plugins that the run directory names.
+        allowed: plugins that the command line names.
+        trust: whether the command line allows all of them.
+
+    Raises:
+        ConfigError: some are not allowed.
+    """
+    unknown = not_among(names, allowed)
+    if unknown and not trust:
+        raise ConfigError(
+            f"the run directory names code that would be executed: {', '.join(unknown)}. Read it first; then allow it "
+            f"by name (--plugins {' '.join(unknown)}) or allow all code that the run names (--trust)."
+        )
+
+
+def not_among(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Plugins of `names` that are neither the same file nor the same module as one of `others`."""
+    known = {_identity(name) for name in others}
+    return [name for name in names if _identity(name) not in known]
+
+
+def _identity(name: str) -> str:
+    return str(Path(name).expanduser().resolve()) if is_file(name) else name
 
 
 def is_file(name: str) -> bool:

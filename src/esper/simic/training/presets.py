@@ -7,7 +7,7 @@ paper        the published size: 200 rounds of 12 hosts, network of width 512
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from esper.leyline.errors import ConfigError
 from esper.simic.agent.config import PPOConfig
 from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.simic.training.config import DATA_VARIABLE, RunConfig, task_values
-from esper.simic.training.plugins import is_file, load_plugins
+from esper.simic.training.plugins import is_file, load_plugins, not_among, require_trusted
 from esper.simic.training.values import Values, merge, parse, plain, read_toml, suggest
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name
+from esper.telemetry.run_directory import is_run
 
 assert _presets
 DEFAULT_PRESET = "quickstart"
@@ -68,11 +69,12 @@ def paper() -> Values:
 PRESETS: Mapping[str, Callable[[], Values]] = {"quickstart": quickstart, "small": small, "paper": paper}
 
 
-def resolve(overrides: Mapping[str, Any], file: Path | None = None) -> RunConfig:
+def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bool = False) -> RunConfig:
     """The configuration of a run from a file and the command line, complete and checked; plugins are imported.
 
     Paths in a file are relative to its folder, those of the command line to the working directory. `reward.mode` may
-    be any registered reward: one that is not built in becomes `custom_reward`.
+    be any registered reward: one that is not built in becomes `custom_reward`. Plugins that only the file of a run
+    directory names are imported with `trust` alone.
 
     Raises:
         ConfigError, RegistryError: unknown task, preset or key, a value out of range, a combination that cannot be, or
@@ -80,7 +82,10 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None) -> RunConfig
     """
     above = _with_absolute_paths(overrides, Path())
     below = _with_absolute_paths(read_toml(file), file.parent) if file else {}
-    load_plugins(plugin_names(merge(below, above)))
+    plugins = plugin_names(merge(below, above))
+    if file is not None and is_run(file.parent):
+        require_trusted(plugins, plugin_names(above), trust=trust)
+    load_plugins(plugins)
     told = merge(_with_custom_reward(below), _with_custom_reward(above))
     preset = _name(told, "preset", DEFAULT_PRESET)
     if preset not in PRESETS:
@@ -94,9 +99,24 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None) -> RunConfig
     return parse(RunConfig, merge(merge(base, task_values(task, reward)), told))
 
 
-def recorded(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration that a run directory records; its plugins are imported. Raises as `resolve`."""
-    load_plugins(plugin_names(values))
+def recorded(values: Mapping[str, Any], *, allowed: Sequence[str] = (), trust: bool = False) -> RunConfig:
+    """The configuration that a run directory records.
+
+    Args:
+        values: its tables. The plugins that they name are imported.
+        allowed: plugins that the command line names; they must be among those.
+        trust: whether all of them may be imported.
+
+    Raises:
+        ConfigError, RegistryError: as `resolve`, and a plugin that is not allowed.
+    """
+    plugins = plugin_names(values)
+    if others := not_among(allowed, plugins):
+        raise ConfigError(
+            f"{', '.join(others)} is no plugin of the run, which names {', '.join(plugins) or 'none'}; leave it out."
+        )
+    require_trusted(plugins, allowed, trust=trust)
+    load_plugins(plugins)
     return parse(RunConfig, values)
 
 

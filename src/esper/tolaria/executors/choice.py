@@ -1,21 +1,24 @@
 """Which executor runs the hosts of a task: by compiled C++, all at once, or one after another."""
 
+import warnings
 from typing import Literal
 
 import torch
 
+from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.initialization import deterministic_build
-from esper.kasmina.native.compiled import compiler
 from esper.kasmina.population import Population
 from esper.leyline.errors import ConfigError, StackingError
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.amp import LossScaler, amp_dtype
+from esper.tolaria.amp import AmpMode, LossScaler, amp_dtype
 from esper.tolaria.capture import recorder_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.hosts import HostData
 from esper.tolaria.executors.native import NativeExecutor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.static import StaticExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.twins import can_fuse
@@ -35,11 +38,11 @@ Taken = Literal["native", "fused", "streamed"]
 
 def network_executor(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device
-) -> tuple[StreamedExecutor | FusedExecutor | NativeExecutor | StaticExecutor, Taken]:
+) -> tuple[NetworkExecutor | StaticExecutor, Taken]:
     """The executor for hosts that are networks, in this process, and what it is called.
 
     Raises:
-        ConfigError: what was asked for cannot run: "fused" or static topology with a host that cannot be stacked,
+        ConfigError: what was asked for cannot run: "fused" or a static graph with a host that cannot be stacked,
             "native" on a GPU, in less than float32, or without a C++ compiler.
     """
     assert task.host is not None
@@ -55,37 +58,40 @@ def network_executor(
         device=device,
         host_offset=config.host_offset,
     )
-    streamed = StreamedExecutor(
+    data = HostData(
         population,
         dataset,
         batch_train=task.batch_train,
         batch_val=task.batch_val,
         scaler=LossScaler(amp_dtype(config.amp, device), config.num_envs, device),
     )
-    fits, static = can_fuse(population), config.topology == "static"
+    fits, static = can_fuse(population), config.graph == "static"
     if (config.executor == "fused" or static) and not fits:
-        asked, out = ("topology is 'static'", " with topology 'grouped'") if static else ("executor is 'fused'", "")
+        asked, out = ("graph is 'static'", " with graph 'dynamic'") if static else ("executor is 'fused'", "")
         raise ConfigError(
             f"{asked}, but the host has layers with weights that no stacking rule knows; "
             f"use executor 'streamed'{out}, or add a rule to kasmina.lowering.STACKED."
         )
     if static:
-        return StaticExecutor(streamed), "fused"
+        return StaticExecutor(data), "fused"
     if config.executor == "native" and (problem := native_problem(config.amp, device)):
         raise ConfigError(f"executor is 'native', but {problem}.")
-    if config.executor == "native" or (
-        config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device)
-    ):
-        return NativeExecutor(streamed), "native"
-    recorder = recorder_for(config.capture, "train_batch", device)
+    if config.executor == "native":
+        return NativeExecutor(data), "native"
+    if config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device):
+        try:
+            return NativeExecutor(data), "native"
+        except ConfigError as error:
+            warnings.warn(f"hosts are run by PyTorch, which is slower: {error}", stacklevel=2)
+    recorder = recorder_for(config.capture, device)
     if config.executor == "fused":
-        return FusedExecutor(streamed, recorder=recorder), "fused"
+        return FusedExecutor(data, recorder=recorder), "fused"
     if config.executor == "auto" and fits and prefers_fused((height, width), device.type):
         try:
-            return FusedExecutor(streamed, recorder=recorder), "fused"
-        except StackingError:  # of a user's blueprint; what was taken instead is said at the start of the run
-            return streamed, "streamed"
-    return streamed, "streamed"
+            return FusedExecutor(data, recorder=recorder), "fused"
+        except StackingError as error:
+            warnings.warn(f"hosts are run one after another, which is slower: {error}", stacklevel=2)
+    return StreamedExecutor(data), "streamed"
 
 
 def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:
@@ -94,19 +100,18 @@ def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:
     return device_type == "cuda" or height * width <= _FUSED_PIXELS_ON_CPU
 
 
-def native_problem(amp: str, device: torch.device) -> str | None:
+def native_problem(amp: AmpMode, device: torch.device) -> str | None:
     """Why hosts cannot be run natively, and the way out; None where they can."""
     if device.type != "cpu":
         return f"the device is {device}, and compiled C++ runs on a CPU; use executor 'fused' or 'streamed'"
-    if amp != "off":
+    if amp_dtype(amp, device) is not None:
         return f"amp is {amp!r}, and compiled C++ computes in float32; set amp to 'off', or executor to 'streamed'"
     return None
 
 
-def prefers_native(spec: CNNHostSpec, image_size: tuple[int, int], batch: int, amp: str, device: torch.device) -> bool:
+def prefers_native(
+    spec: CNNHostSpec, image_size: tuple[int, int], batch: int, amp: AmpMode, device: torch.device
+) -> bool:
     """Whether "auto" runs such hosts natively: they can be, and the features of a batch are small."""
-    halvings = [min(i, spec.pools) for i in range(spec.blocks)]
-    height, width = image_size
-    sizes = [c * (height >> k) * (width >> k) for c, k in zip(spec.channels(), halvings, strict=True)]
-    small = 4 * batch * max(sizes) <= _NATIVE_BYTES
+    small = 4 * batch * spec.largest_activation(*image_size) <= _NATIVE_BYTES
     return small and native_problem(amp, device) is None and compiler() is not None

@@ -4,8 +4,7 @@
                with respect to stacked weights is each host's own gradient
     evaluate   all coalitions of all hosts; hosts with as many distinct states travel together
 
-It gives what the streamed executor gives, up to rounding; the streamed one stays its reference, and does for it
-whatever has nothing to do with running networks.
+It gives what the streamed executor gives, up to rounding; the streamed one stays its reference.
 """
 
 from dataclasses import dataclass
@@ -14,24 +13,22 @@ from typing import NamedTuple, final
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
-from esper.kasmina.lifecycle import SeedCosts
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
-from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.capture import Programs, Recorder
-from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors import streamed
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused_prefixes import Bucket, buckets
 from esper.tolaria.executors.fused_slots import Rows, SlotGroup, apply_groups, fixed, learning, slot_groups
 from esper.tolaria.executors.gradients import gradient_statistics
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.hosts import HostData
+from esper.tolaria.executors.network import NetworkExecutor
+from esper.tolaria.executors.protocol import TrainPass
 from esper.tolaria.executors.running import begin_training, finish_training
 from esper.tolaria.executors.stepping import StackedOptimizer
-from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.training_program import TrainingProgram, structure_key, training_program
 from esper.tolaria.executors.twins import Twins
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
@@ -41,25 +38,23 @@ _CHUNK_FLOATS = 2**24
 
 
 @final
-class FusedExecutor:
-    """N hosts at once. `streamed` owns the population and its data.
+class FusedExecutor(NetworkExecutor):
+    """N hosts at once.
 
     Measuring is forward passes alone, in which all states of one host just fit into a CPU's cache and those of many
-    hosts do not, so there `streamed` does it; `measures_together` says otherwise.
+    hosts do not, so there it is done host by host; `measures_together` says otherwise.
     """
 
     def __init__(
         self,
-        streamed: StreamedExecutor,
+        data: HostData,
         *,
         measures_together: bool | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        on_cpu = streamed.population.device.type == "cpu"
+        super().__init__(data)
+        on_cpu = self.population.device.type == "cpu"
         self.measures_together = not on_cpu if measures_together is None else measures_together
-        self.streamed, self.population = streamed, streamed.population
-        self.costs: SeedCosts = streamed.costs
-        self.host_params = streamed.host_params
         self.twins = Twins(self.population)
         if recorder is not None and any(seed.dropouts for seed in self.twins.seeds.values()):
             raise ConfigError("a recorded train pass would repeat its dropout masks; set capture to 'off'.")
@@ -67,38 +62,21 @@ class FusedExecutor:
         self._programs: Programs[TrainingProgram] = Programs()
         self._everyone = np.arange(self.population.num_envs)
         self._num_classes = self.population.host_module.spec.classes
-        self._floats_per_example = self.streamed.largest_activation
-        self._column = {point.slot_id: s for s, point in enumerate(self.population.points)}
-
-    def reset(self, episode: int) -> None:
-        """N fresh hosts with empty slots."""
-        self.streamed.reset(episode)
-
-    def settle(self, structure: Structure) -> None:
-        """Operate on the rows as the lifecycle decided."""
-        self.streamed.settle(structure)
-
-    def state_dict(self) -> StateTree:
-        """The population."""
-        return self.streamed.state_dict()
-
-    def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
-        self.streamed.load_state_dict(state)
+        self._floats_per_example = data.largest_activation
 
     # -- training ---------------------------------------------------------------------------------------------------
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
-        p, s = self.population, self.streamed
+        p, data = self.population, self.data
         program = self._program(slots)
         self.twins.train(True)
         told = run_epoch(
-            s.begin_epoch(t),
+            data.train_batches(t),
             p.num_envs,
             p.device,
             train=program.train_batch,
-            statistics=lambda: gradient_statistics(p, s.structure, program.rows, program.hosts.grad),
+            statistics=lambda: gradient_statistics(p, data.structure, program.rows, program.hosts.grad),
             step=program.step,
         )
         p.host.finish(program.hosts)
@@ -109,45 +87,24 @@ class FusedExecutor:
 
     def _program(self, slots: SlotState) -> TrainingProgram:
         """What this pass runs; where it is recorded, on the memory of an earlier pass of the same structure."""
-        p, s = self.population, self.streamed
+        p, data = self.population, self.data
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
-        rows = begin_training(p, s.structure)
-        optimizer = StackedOptimizer(p, hosts, rows, s.scaler, s.decay_mask)
+        rows = begin_training(p, data.structure)
+        optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask)
         host = learning(self.twins.host, hosts, 0, p.num_envs, p.host.buffers)
-        groups = slot_groups(p, self.twins, s.structure, slots.alpha, rows, self._everyone)
-        program = training_program(host, hosts, rows, groups, optimizer, s.scaler, self._recorder)
-        return program if self._recorder is None else self._programs.settled(structure_key(s.structure), program)
+        groups = slot_groups(p, self.twins, data.structure, slots.alpha, rows, self._everyone)
+        program = training_program(host, hosts, rows, groups, optimizer, data.scaler, self._recorder)
+        return program if self._recorder is None else self._programs.settled(structure_key(data.structure), program)
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
-        """All coalitions of every host on the same validation examples."""
-        return self.measure(slots.alpha, coalitions.sets.shape[1])
-
-    @torch.no_grad()
-    def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
-        """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
-        s = self.streamed
-        if not self.measures_together:
-            return s.measure(alpha, num_columns)
-        sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
-        correct, loss_sum, count = self._measure(s.validation(), alpha, sets, num_columns)
-        return ValidationPass(accuracy=100.0 * correct / count, loss=loss_sum / count)
-
-    @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
-        if not self.measures_together:
-            return self.streamed.test(slots)
-        batches, sets = self.streamed.test_batches(), self.streamed.committed_sets()
-        correct, _, count = self._measure(batches, slots.alpha, sets, 1)
-        return 100.0 * correct[:, 0] / count
-
-    def _measure(
+    def count_correct(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Correct answers [N, K] of each host's coalitions, summed loss [N] of its first one, number of examples."""
-        p, order = self.population, self.streamed.execution_order
+        """See `NetworkExecutor`."""
+        if not self.measures_together:
+            return streamed.count_correct(self.data, self._everyone.tolist(), batches, alpha, sets, num_columns)
+        p, order = self.population, self.data.execution_order
         plans = [plan_prefixes(rows, order) for rows in sets]
         correct = torch.zeros(p.num_envs, num_columns, dtype=torch.int64, device=p.device)
         loss_sum = torch.zeros(p.num_envs, device=p.device)
@@ -176,7 +133,7 @@ class FusedExecutor:
         }
         return _BucketRun(
             bucket=bucket,
-            groups=slot_groups(p, self.twins, self.streamed.structure, alpha, None, bucket.hosts),
+            groups=slot_groups(p, self.twins, self.data.structure, alpha, None, bucket.hosts),
             index=index,
             state_of=p.index(state_of),
             steps=steps,
@@ -191,7 +148,7 @@ class FusedExecutor:
 
     def _measure_part(self, run: "_BucketRun", x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Hits [g, K] of the coalitions and summed loss [g] of coalition 0 on some examples."""
-        with self.streamed.scaler.autocast():
+        with self.data.scaler.autocast():
             logits_BPg = self._logits(run, x).float()
         hits_Pg = (logits_BPg.argmax(dim=-1) == y[:, None, None]).sum(dim=0)
         main_Bg = logits_BPg[:, run.state_of[:, 0], run.column]
@@ -204,7 +161,7 @@ class FusedExecutor:
         batch, num_hosts = len(x), len(run.column)
 
         def apply(slot_id: str, h: Tensor) -> Tensor:
-            step = run.steps.get(self._column[slot_id])
+            step = run.steps.get(self.data.column[slot_id])
             return h if step is None else _part_ways(h, step, run.groups.get(slot_id, []), run.column, batch)
 
         rows = x[:, None].expand(batch, num_hosts, *x.shape[1:]).flatten(0, 1)

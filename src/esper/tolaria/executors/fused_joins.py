@@ -1,13 +1,7 @@
-"""How the outputs of all seeds of a slot enter the features of their hosts, in one operation with its own gradient.
+"""The rule of `kasmina.blending` for all seeds of a slot, by slices of hosts, in one operation with its own gradient.
 
-    value      h + alpha u                                     of hosts whose seed is heard; h alone where it is hidden
-    u          delta (ADD) | h tanh delta (MULTIPLY) | gate delta (GATE)
-
-    gradient   of delta, gate: that of u times alpha, or times 1 where the seed is hidden and learns straight through
-               of h: the incoming one, and for a heard MULTIPLY that of u as well
-
-`kasmina.blending` states the same rules for one seed. Left to autograd, every selection of hosts would fill a gradient
-of all features with zeros; here each host's rows are written once.
+Left to autograd, every selection of hosts would fill a gradient of all features with zeros; here each host's rows are
+written once.
 
 Shape legend: B = examples per host, N = hosts, g = hosts of a group, k = hosts of a piece.
 """
@@ -17,7 +11,9 @@ from typing import Any, NamedTuple, final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from esper.kasmina.blending import delta_grad, factor_grad, signal_of, weight_of
 from esper.leyline.stages import Algorithm
 
 
@@ -37,6 +33,10 @@ class Piece(NamedTuple):
     def of(self, x_Bg: Tensor) -> Tensor:
         """The piece's part of a tensor of the group."""
         return x_Bg[:, self.first : self.last]
+
+    def alpha_of(self, dtype: torch.dtype) -> Tensor | None:
+        """The blend weights, None where the seeds are hidden."""
+        return self.alpha.to(dtype) if self.heard else None
 
 
 class Joining(NamedTuple):
@@ -65,63 +65,53 @@ _Plans = tuple[tuple[tuple[Piece, ...], Tensor | None], ...]
 
 @final
 class _Join(torch.autograd.Function):
-    """See the head of this file. A hidden seed's output is not even looked at: infinite or NaN, nobody hears it."""
+    """What a hidden seed puts out is not looked at: infinite or NaN, it does not reach the host."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, plans: _Plans, *parts: Tensor | None) -> Tensor:  # noqa: ANN401
         """The joined features."""
         total = h.clone()
-        kept: list[Tensor | None] = []
+        signals: list[Tensor] = []
+        weights: list[Tensor | None] = []
         for (pieces, _), (own, delta, gate) in zip(plans, _triples(parts), strict=True):
             for piece in pieces:
-                bent = torch.tanh(piece.of(delta)) if piece.algorithm is Algorithm.MULTIPLY else None
-                kept.append(bent)
-                if not piece.heard:
-                    continue
-                if bent is not None:
-                    spoken = piece.of(own) * bent
-                elif piece.algorithm is Algorithm.GATE:
-                    spoken = piece.of(delta) * _of_gate(piece, pieces, gate)
-                else:
-                    spoken = piece.of(delta)
-                total.index_add_(1, piece.hosts, spoken * piece.alpha.to(h.dtype))
+                alpha, opened = piece.alpha_of(h.dtype), _of_gate(piece, pieces, gate)
+                signal = signal_of(piece.algorithm, piece.of(delta))
+                weight = weight_of(piece.algorithm, alpha, piece.of(own), opened)
+                if alpha is not None and weight is not None:
+                    total.index_add_(1, piece.hosts, signal * weight)
+                signals.append(signal)
+                weights.append(weight)
         ctx.plans = plans
-        ctx.save_for_backward(*parts, *kept)
+        ctx.save_for_backward(*(part for _, *rest in _triples(parts) for part in rest), *signals, *weights)
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The gradient of h, then (nothing, that of delta, that of the gate) of each group."""
         grad = grad.contiguous()  # once, instead of in every selection below
-        num_parts, found = 3 * len(ctx.plans), []
-        parts, kept = ctx.saved_tensors[:num_parts], iter(ctx.saved_tensors[num_parts:])
-        needed = ctx.needs_input_grad[2:]
+        found: list[Tensor | None] = []
+        saved, num_parts = ctx.saved_tensors, 2 * len(ctx.plans)
+        num_pieces = (len(saved) - num_parts) // 2
+        computed = iter(zip(saved[num_parts:-num_pieces], saved[-num_pieces:], strict=True))
+        to_host, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         multiplies = any(_scales_host(piece) for pieces, _ in ctx.plans for piece in pieces)
-        grad_h = grad.clone() if multiplies and ctx.needs_input_grad[0] else grad
-        for i, ((pieces, hosts), (own, delta, gate)) in enumerate(zip(ctx.plans, _triples(parts), strict=True)):
-            learns, gate_learns = needed[3 * i + 1], gate is not None and needed[3 * i + 2]
-            slope = grad if hosts is None else grad.index_select(1, hosts)
-            grad_delta = torch.empty_like(delta) if learns else None
-            grad_gate = torch.empty_like(gate) if gate_learns else None
+        grad_h = grad.clone() if multiplies and to_host else grad
+        for i, (pieces, hosts) in enumerate(ctx.plans):
+            delta, gate = saved[2 * i : 2 * i + 2]
+            grad_group = grad if hosts is None else grad.index_select(1, hosts)
+            grad_delta = torch.empty_like(delta) if needed[3 * i + 1] else None
+            grad_gate = torch.empty_like(gate) if gate is not None and needed[3 * i + 2] else None
             for piece in pieces:
-                bent, weighted = next(kept), piece.of(slope)
-                if piece.heard:
-                    weighted = weighted * piece.alpha.to(grad.dtype)
-                if bent is not None and piece.heard and ctx.needs_input_grad[0]:
-                    grad_h.index_add_(1, piece.hosts, (weighted * bent).to(grad_h.dtype))
-                if grad_delta is None:
-                    continue
-                into = piece.of(grad_delta)
-                if bent is not None:
-                    torch.mul(weighted * piece.of(own), 1.0 - bent * bent, out=into)
-                elif piece.algorithm is Algorithm.GATE:
-                    opened = _of_gate(piece, pieces, gate)
-                    torch.mul(weighted, opened, out=into)
-                    if grad_gate is not None:
-                        of_gate = (weighted * piece.of(delta)).sum_to_size(opened.shape)
-                        _of_gate(piece, pieces, grad_gate).copy_(of_gate)
-                else:
-                    into.copy_(weighted)
+                (signal, weight), of_value, alpha = next(computed), piece.of(grad_group), piece.alpha_of(grad.dtype)
+                if _scales_host(piece) and to_host:
+                    of_host = factor_grad(of_value, signal, alpha, signal)
+                    grad_h.index_add_(1, piece.hosts, of_host)
+                if grad_delta is not None:
+                    delta_grad(piece.algorithm, of_value, signal, weight, out=piece.of(grad_delta))
+                if (into := _of_gate(piece, pieces, grad_gate)) is not None:
+                    into.copy_(factor_grad(of_value, signal, alpha, into))
             found += [None, grad_delta, grad_gate]
         return grad_h, None, *found
 
@@ -130,9 +120,10 @@ def _scales_host(piece: Piece) -> bool:
     return piece.heard and piece.algorithm is Algorithm.MULTIPLY
 
 
-def _of_gate(piece: Piece, pieces: tuple[Piece, ...], gate: Tensor | None) -> Tensor:
-    """The piece's part of the gates; they begin with the group's first piece that has one."""
-    assert gate is not None, "GATE without the output of a gate network"
+def _of_gate(piece: Piece, pieces: tuple[Piece, ...], gate: Tensor | None) -> Tensor | None:
+    """The piece's part of the gates, which begin with the group's first piece that has one; None where it has none."""
+    if gate is None or piece.algorithm is not Algorithm.GATE:
+        return None
     begin = next(other.first for other in pieces if other.algorithm is Algorithm.GATE)
     return gate[:, piece.first - begin : piece.last - begin]
 

@@ -5,7 +5,8 @@
     evaluate    the same way forward for all distinct states of each host, a few examples at a time
 
 It gives what the streamed executor gives, up to rounding, and like it gives each host the bits it would have alone. A
-host in which a blueprint grows that has no rule (`kasmina.native.seeds`) is run by the streamed executor.
+host in which a blueprint grows that has no rule (`kasmina.native.seeds`), or that gives something else by its rule than
+in PyTorch (`kasmina.native.trial`), is run as in the streamed executor.
 """
 
 from typing import final
@@ -15,27 +16,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from esper.kasmina.lifecycle import SeedCosts
 from esper.kasmina.native.compiled import stride_of
-from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
+from esper.kasmina.native.machine import Batchwork, Machine
 from esper.kasmina.native.networks import Space
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
-from esper.leyline.protocols import StateTree
+from esper.tasks.datasets import SplitName
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors import streamed
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
+from esper.tolaria.executors.hosts import HostData
 from esper.tolaria.executors.native_stepping import Stepping
 from esper.tolaria.executors.native_structures import (
     Programs,
-    population_addresses,
-    training_addresses,
+    population_spaces,
+    training_spaces,
     what_runs,
 )
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.network import NetworkExecutor
+from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass
 from esper.tolaria.executors.running import begin_training, finish_training
-from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
 
 _EXAMPLES = 64
@@ -43,44 +44,31 @@ _EXAMPLES = 64
 
 
 @final
-class NativeExecutor:
-    """N hosts on a CPU in float32. `streamed` owns the population and its data.
+class NativeExecutor(NetworkExecutor):
+    """N hosts on a CPU in float32.
 
     Raises:
-        ConfigError: there is no C++ compiler, or it failed.
-        DataError: a label has no class, which compiled code would not notice.
+        ConfigError: there is no C++ compiler, or it failed, or the host has no rule.
+        DataError: a label of the train or validation split has no class.
     """
 
-    def __init__(self, streamed: StreamedExecutor) -> None:
-        self.streamed, self.population = streamed, streamed.population
-        (lowest, highest), classes = streamed.labels, self.population.host_module.spec.classes
+    def __init__(self, data: HostData) -> None:
+        super().__init__(data)
+        for split in ("train", "val"):
+            self._check_labels(split)
+        self._programs = Programs(self.population, *data.image_size)
+        self.refused = self._programs.refused
+        """Why not, by the name of the blueprint, of those whose hosts are run by PyTorch."""
+        self._machine = Machine(threads=torch.get_num_threads())
+        self._stepping = Stepping(self.population, data.decay_mask, self._machine)
+
+    def _check_labels(self, split: SplitName) -> None:
+        (lowest, highest), classes = self.data.label_range(split), self.population.host_module.spec.classes
         if lowest < 0 or highest >= classes:
             raise DataError(
-                f"the data have labels from {lowest} to {highest}, but the host knows the classes 0 to {classes - 1}; "
-                "correct the data set, or the number of classes in the host of the task."
+                f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
+                f"{classes - 1}; correct the data set, or the number of classes in the host of the task."
             )
-        self.costs: SeedCosts = streamed.costs
-        self.host_params = streamed.host_params
-        height, width = streamed.image_size
-        self._programs = Programs(self.population, height, width)
-        self._machine = Machine(threads=torch.get_num_threads())
-        self._stepping = Stepping(self.population, streamed.decay_mask, self._machine)
-
-    def reset(self, episode: int) -> None:
-        """N fresh hosts with empty slots."""
-        self.streamed.reset(episode)
-
-    def settle(self, structure: Structure) -> None:
-        """Operate on the rows as the lifecycle decided."""
-        self.streamed.settle(structure)
-
-    def state_dict(self) -> StateTree:
-        """The population."""
-        return self.streamed.state_dict()
-
-    def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
-        self.streamed.load_state_dict(state)
 
     def _shared_out(self, what: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Hosts that are run here, and those that are not."""
@@ -91,38 +79,39 @@ class NativeExecutor:
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
-        p, s = self.population, self.streamed
-        what = what_runs(s.structure, training=True)
+        p, data = self.population, self.data
+        what = what_runs(data.structure, training=True)
         here, others = self._shared_out(what)
         if not here.size:
-            return s.train_epoch(t, slots)
+            return streamed.train_epoch(data, t, slots)
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
-        rows = begin_training(p, s.structure)
+        rows = begin_training(p, data.structure)
         alpha = slots.alpha.contiguous()
-        base = training_addresses(p, alpha, hosts, rows)[here]
+        spaces = training_spaces(p, alpha, hosts, rows).of(here)
         work = Batchwork.of_each([self._programs.training(w) for w in what[here]])
-        stream = s.training_of(others.tolist(), hosts, rows, slots.alpha)
+        train_others = streamed.train_function(data, others.tolist(), hosts, rows, slots.alpha) if others.size else None
         told = torch.zeros(len(here), 2, dtype=torch.float64)
 
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
             assert (x_NB.dtype, y_NB.dtype) == (torch.float32, torch.int64), "what the compiled code reads"
             lanes = y_NB.shape[1]
+            work.check_batch(lanes)
             x_NB, y_NB = x_NB.contiguous(), y_NB.contiguous()
-            base[:, Space.IMAGES], base[:, Space.LABELS] = addresses_of(x_NB, here), addresses_of(y_NB, here)
-            base[:, Space.TOLD] = addresses_of(told.zero_())
-            self._machine.run(work, base, lanes)
-            loss, hits = (told[:, 0] / lanes).float(), told[:, 1].long()
-            if not others.size:
-                return loss, hits
-            return _merged(here, (loss, hits), others, stream(x_NB, y_NB))
+            theirs = None if train_others is None else train_others(x_NB, y_NB)
+            spaces.rows(Space.IMAGES, x_NB, here)
+            spaces.rows(Space.LABELS, y_NB, here)
+            spaces.rows(Space.TOLD, told.zero_())
+            self._machine.run(work, spaces, lanes)
+            ours = (told[:, 0] / lanes).float(), told[:, 1].long()
+            return ours if theirs is None else _merged(here, ours, others, theirs)
 
         passed = run_epoch(
-            s.begin_epoch(t),
+            data.train_batches(t),
             p.num_envs,
             p.device,
             train=train,
-            statistics=lambda: gradient_statistics(p, s.structure, rows, hosts.grad),
-            step=self._stepping.of(s.structure, hosts, rows),
+            statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
+            step=self._stepping.of(data.structure, hosts, rows),
         )
         p.host.finish(hosts)
         finish_training(p, rows)
@@ -130,53 +119,41 @@ class NativeExecutor:
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
-        """All coalitions of every host on the same validation examples."""
-        return self.measure(slots.alpha, coalitions.sets.shape[1])
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone; raises DataError where a label has no class."""
+        self._check_labels(split)
+        return super().committed_accuracy(split, slots)
 
-    @torch.no_grad()
-    def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
-        """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
-        s = self.streamed
-        sets = [rows[valid] for rows, valid in zip(s.structure.sets, s.structure.sets_valid, strict=True)]
-        correct, loss_sum, count = self._measure(s.validation(), alpha, sets, num_columns)
-        return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
-
-    @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
-        s = self.streamed
-        correct, _, count = self._measure(s.test_batches(), slots.alpha, s.committed_sets(), 1)
-        return 100.0 * correct[:, 0] / count
-
-    def _measure(
+    def count_correct(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Correct answers [N, K] of each host's coalitions, summed loss [N] of its first one, number of examples."""
+        """See `NetworkExecutor`."""
         p = self.population
         alpha = alpha.contiguous()
-        what = what_runs(self.streamed.structure, training=False)
+        what = what_runs(self.data.structure, training=False)
         here, others = self._shared_out(what)
         if not here.size:
-            return self.streamed.measured(others.tolist(), batches, alpha, sets, num_columns)
-        plans = [plan_prefixes(rows, self.streamed.execution_order) for rows in sets]
+            return streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
+        plans = [plan_prefixes(rows, self.data.execution_order) for rows in sets]
         work = Batchwork.of_each([self._programs.measuring(what[n], plans[n]) for n in here])
-        base = population_addresses(p, alpha)[here]
+        spaces = population_spaces(p, alpha).of(here)
         told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
-        base[:, Space.TOLD] = addresses_of(told)
+        spaces.rows(Space.TOLD, told)
         count = 0
         for x, y in batches:
+            work.check_batch(len(y))
             for some_x, some_y in zip(x.split(_EXAMPLES), y.split(_EXAMPLES), strict=True):
                 some_x, some_y = _filled_up(some_x, some_y)
-                base[:, Space.IMAGES], base[:, Space.LABELS] = some_x.data_ptr(), some_y.data_ptr()
-                self._machine.run(work, base, len(some_y))
+                spaces.share(Space.IMAGES, some_x)
+                spaces.share(Space.LABELS, some_y)
+                self._machine.run(work, spaces, len(some_y))
             count += len(y)
         states = torch.from_numpy(_states([plans[n] for n in here], num_columns))
         hits, losses = told[..., 1].gather(1, states), told[..., 0].gather(1, states[:, :1])[:, 0]
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in here])
         found = (hits * valid).long(), losses
         if others.size:
-            *theirs, _ = self.streamed.measured(others.tolist(), batches, alpha, sets, num_columns)
+            *theirs, _ = streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
             found = _merged(here, found, others, (theirs[0], theirs[1]))
         return *found, count
 

@@ -1,6 +1,7 @@
 """One optimizer step of all hosts, seeds and gates that a batch gave gradients to, in one call of the machine."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from functools import lru_cache
 from typing import final
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.native.assembler import Program
-from esper.kasmina.native.machine import Batchwork, Machine, addresses_of
+from esper.kasmina.native.machine import Batchwork, Machine, Spaces
 from esper.kasmina.native.optimizing import (
     DECAY,
     HOST,
@@ -25,15 +26,18 @@ from esper.kasmina.slab import Working
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.running import TrainedRows
 
+_KEPT = 2048
+"""Programs that are kept."""
+
 
 @final
 class Stepping:
-    """Programs of optimizer steps, each written once; `decay_mask` [P] are the elements of a host that decay."""
+    """Programs of optimizer steps, the last ones are kept; `decay_mask` [P] are the elements of a host that decay."""
 
     def __init__(self, population: Population, decay_mask: Tensor, machine: Machine) -> None:
         self._population, self._machine = population, machine
         self._decay = decay_mask.to(torch.float32)
-        self._written: dict[Hashable, Program] = {}
+        self._program = lru_cache(_KEPT)(self._write)
 
     def of(self, structure: Structure, hosts: Working, rows: TrainedRows) -> Callable[[], None]:
         """The step of a train pass on this memory."""
@@ -46,30 +50,27 @@ class Stepping:
             gate = p.gate_kinds[channels].template.parameters.total if k in gated else None
             slots[n].append(LearningSlot(s, seed, gate))
         work = Batchwork.of_each([self._program(tuple(own)) for own in slots])
-        base = self._addresses(hosts, rows)
-        return lambda: self._machine.run(work, base, 1)
+        spaces = self._spaces(hosts, rows)
+        return lambda: self._machine.run(work, spaces, 1)
 
-    def _program(self, slots: tuple[LearningSlot, ...]) -> Program:
-        if slots not in self._written:
-            p = self._population
-            width = p.host_kind.template.parameters.total
-            self._written[slots] = stepping_program(p.optimizer_spec, width, slots)
-        return self._written[slots]
-
-    def _addresses(self, hosts: Working, rows: TrainedRows) -> np.ndarray:
+    def _write(self, slots: tuple[LearningSlot, ...]) -> Program:
         p = self._population
-        base = np.zeros((p.num_envs, num_step_spaces(p.num_slots)), dtype=np.int64)
-        base[:, DECAY] = self._decay.data_ptr()
-        _fill(base, hosts, np.arange(p.num_envs), HOST, np.arange(p.num_envs))
+        return stepping_program(p.optimizer_spec, p.host_kind.template.parameters.total, slots)
+
+    def _spaces(self, hosts: Working, rows: TrainedRows) -> Spaces:
+        p = self._population
+        spaces = Spaces(p.num_envs, num_step_spaces(p.num_slots))
+        spaces.share(DECAY, self._decay)
+        _fill(spaces, hosts, np.arange(p.num_envs), HOST, np.arange(p.num_envs))
         for s in range(p.num_slots):
             here = np.flatnonzero(rows.seed_slot == s)
             gates = np.flatnonzero(np.isin(rows.gate_of, here))
-            _fill(base, rows.seeds, rows.seed_host[here], seed_row(s), here)
-            _fill(base, rows.gates, rows.seed_host[rows.gate_of[gates]], seed_row(s) + 1, gates)
-        return base
+            _fill(spaces, rows.seeds, rows.seed_host[here], seed_row(s), here)
+            _fill(spaces, rows.gates, rows.seed_host[rows.gate_of[gates]], seed_row(s) + 1, gates)
+        return spaces
 
 
-def _fill(base: np.ndarray, working: Working, hosts: np.ndarray, row: int, places: np.ndarray) -> None:
+def _fill(spaces: Spaces, working: Working, hosts: np.ndarray, row: int, places: np.ndarray) -> None:
     """The spaces of row `row` of these hosts: rows `places` of a working copy."""
     state = working.optimizer
     tensors: dict[Part, Tensor] = {Part.WEIGHTS: working.params, Part.GRADIENT: working.grad}
@@ -79,4 +80,4 @@ def _fill(base: np.ndarray, working: Working, hosts: np.ndarray, row: int, place
         assert isinstance(state, AdamWState)
         tensors |= {Part.FIRST: state.exp_avg, Part.SECOND: state.exp_avg_sq, Part.STEPS: state.steps}
     for part, tensor in tensors.items():
-        base[hosts, row_space(row, part)] = addresses_of(tensor, places)
+        spaces.rows(row_space(row, part), tensor, places, hosts)

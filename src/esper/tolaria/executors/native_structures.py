@@ -4,27 +4,31 @@ from functools import lru_cache
 from typing import final
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.initialization import deterministic_build
 from esper.kasmina.native.assembler import Program
-from esper.kasmina.native.machine import addresses_of
+from esper.kasmina.native.machine import Spaces
 from esper.kasmina.native.networks import (
     Growth,
     Module,
     Skeleton,
     SlotSpace,
     Space,
+    host_problem,
     measuring_program,
     num_spaces,
     slot_space,
     training_program,
 )
-from esper.kasmina.native.seeds import has_rule
+from esper.kasmina.native.seeds import problem
+from esper.kasmina.native.trial import disagreement
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
+from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.running import TrainedRows, trained_mask
@@ -39,21 +43,39 @@ _KEPT = 2048
 
 @final
 class Programs:
-    """The programs of a population, by the structure of the host; the last ones are kept."""
+    """The programs of a population, by the structure of the host; the last ones are kept.
+
+    `refused` says of each blueprint that has no rule in some slot why not.
+
+    Raises:
+        ConfigError: the host has no rule.
+    """
 
     def __init__(self, population: Population, height: int, width: int) -> None:
         self._points = population.points
+        if reason := host_problem(population.host_module):
+            raise ConfigError(
+                f"the host has no rule in compiled C++ ({reason}); set executor to 'fused' or 'streamed'."
+            )
         template = population.host_kind.template
         self._skeleton = Skeleton(population.host_module, template.parameters, template.buffers, height, width)
-        self._seeds, self._gates = _modules(population)
-        everywhere = {point.channels for point in self._points}
-        self._known = {index for _, index in self._seeds if all((c, index) in self._seeds for c in everywhere)}
+        self._gates = {c: Module(_gate(c), kind.template.parameters) for c, kind in population.gate_kinds.items()}
+        self._seeds: dict[tuple[int, int], Module] = {}
+        self.refused: dict[str, str] = {}
+        for (channels, index), kind in population.seed_kinds.items():
+            blueprint = registry.blueprint_at(index, population.topology)
+            module, reason = _tried(blueprint, channels)
+            self._seeds[channels, index] = Module(module, kind.template.parameters)
+            if reason is not None:
+                self.refused[blueprint.name] = reason
+        known = [i for _, i in self._seeds if registry.blueprint_at(i, population.topology).name not in self.refused]
+        self._runnable = [_NOTHING, *sorted({*known})]
         self._training = lru_cache(_KEPT)(self._write_training)
         self._measuring = lru_cache(_KEPT)(self._write_measuring)
 
     def can_run(self, what: np.ndarray) -> np.ndarray:
         """[N]: hosts whose seeds all have rules; `what` is [N, S, 5]."""
-        runnable = np.isin(what[..., 0], [_NOTHING, *self._known])
+        runnable = np.isin(what[..., 0], self._runnable)
         fine: np.ndarray = np.asarray(runnable.all(axis=1))
         return fine
 
@@ -90,18 +112,19 @@ class Programs:
         return grown
 
 
-def _modules(population: Population) -> tuple[dict[tuple[int, int], Module], dict[int, Module]]:
-    """Seeds that there are rules for by (channels, blueprint), and gates by channels."""
-    seeds, gates = {}, {}
-    for (channels, index), kind in population.seed_kinds.items():
-        blueprint = registry.blueprint_at(index, population.topology)
-        module = deterministic_build(lambda blueprint=blueprint, channels=channels: blueprint.build(channels))  # type: ignore[misc]
-        if has_rule(module):
-            seeds[channels, index] = Module(module, kind.template.parameters)
-    for channels, kind in population.gate_kinds.items():
-        module = deterministic_build(lambda channels=channels: GateNetwork(channels))  # type: ignore[misc]
-        gates[channels] = Module(module, kind.template.parameters)
-    return seeds, gates
+@lru_cache(maxsize=1024)
+def _tried(blueprint: AbstractBlueprint, channels: int) -> tuple[nn.Module, str | None]:
+    """A seed as it is built, and why it has no rule (None: it has one); tried once in a process."""
+    module = deterministic_build(lambda: blueprint.build(channels))
+    return module, problem(module) or disagreement(module, channels)
+
+
+@lru_cache(maxsize=1024)
+def _gate(channels: int) -> nn.Module:
+    gate = deterministic_build(lambda: GateNetwork(channels))
+    if reason := disagreement(gate, channels):
+        raise ConfigError(f"compiled C++ disagrees with PyTorch about gates ({reason}); set executor to 'streamed'.")
+    return gate
 
 
 def what_runs(structure: Structure, *, training: bool) -> np.ndarray:
@@ -114,36 +137,31 @@ def what_runs(structure: Structure, *, training: bool) -> np.ndarray:
     return what
 
 
-def no_addresses(population: Population) -> np.ndarray:
-    """[N, spaces] to be filled in."""
-    return np.zeros((population.num_envs, num_spaces(population.num_slots)), dtype=np.int64)
-
-
-def population_addresses(population: Population, alpha: Tensor) -> np.ndarray:
-    """[N, spaces] of the population as it is: no batch, and no gradients. `alpha` [N, S] must be kept alive."""
-    p, base = population, no_addresses(population)
-    base[:, Space.HOST] = addresses_of(p.host.params)
-    base[:, Space.HOST_BUFFERS] = addresses_of(p.host.buffers) if p.host.buffers.numel() else 0
+def population_spaces(population: Population, alpha: Tensor) -> Spaces:
+    """Of the population as it is: no batch, and no gradients. `alpha` [N, S] must be kept alive."""
+    p, spaces = population, Spaces(population.num_envs, num_spaces(population.num_slots))
+    spaces.rows(Space.HOST, p.host.params)
+    spaces.rows(Space.HOST_BUFFERS, p.host.buffers)
     numbers = np.arange(p.num_envs)
     for s in range(p.num_slots):
         rows = numbers * p.num_slots + s
-        base[:, slot_space(s, SlotSpace.SEED)] = addresses_of(p.seeds.params, rows)
-        base[:, slot_space(s, SlotSpace.GATE)] = addresses_of(p.gates.params, rows)
-        base[:, slot_space(s, SlotSpace.ALPHA)] = addresses_of(alpha.view(-1), rows)
-    return base
+        spaces.rows(slot_space(s, SlotSpace.SEED), p.seeds.params, rows)
+        spaces.rows(slot_space(s, SlotSpace.GATE), p.gates.params, rows)
+        spaces.rows(slot_space(s, SlotSpace.ALPHA), alpha.view(-1), rows)
+    return spaces
 
 
-def training_addresses(population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows) -> np.ndarray:
-    """[N, spaces] of a train pass: what learns lies in working copies, the rest in the population."""
-    base = population_addresses(population, alpha)
-    base[:, Space.HOST] = addresses_of(hosts.params)
-    base[:, Space.HOST_SLOPES] = addresses_of(hosts.grad)
+def training_spaces(population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows) -> Spaces:
+    """Of a train pass: what is trained lies in working copies, the rest in the population."""
+    spaces = population_spaces(population, alpha)
+    spaces.rows(Space.HOST, hosts.params)
+    spaces.rows(Space.HOST_SLOPES, hosts.grad)
     for s in range(population.num_slots):
         here = np.flatnonzero(rows.seed_slot == s)
-        base[rows.seed_host[here], slot_space(s, SlotSpace.SEED)] = addresses_of(rows.seeds.params, here)
-        base[rows.seed_host[here], slot_space(s, SlotSpace.SEED_SLOPES)] = addresses_of(rows.seeds.grad, here)
-        gated = np.flatnonzero(np.isin(rows.gate_of, here))
-        of = rows.seed_host[rows.gate_of[gated]]
-        base[of, slot_space(s, SlotSpace.GATE)] = addresses_of(rows.gates.params, gated)
-        base[of, slot_space(s, SlotSpace.GATE_SLOPES)] = addresses_of(rows.gates.grad, gated)
-    return base
+        gates = np.flatnonzero(np.isin(rows.gate_of, here))
+        seeded, gated = rows.seed_host[here], rows.seed_host[rows.gate_of[gates]]
+        spaces.rows(slot_space(s, SlotSpace.SEED), rows.seeds.params, here, seeded)
+        spaces.rows(slot_space(s, SlotSpace.SEED_SLOPES), rows.seeds.grad, here, seeded)
+        spaces.rows(slot_space(s, SlotSpace.GATE), rows.gates.params, gates, gated)
+        spaces.rows(slot_space(s, SlotSpace.GATE_SLOPES), rows.gates.grad, gates, gated)
+    return spaces

@@ -2,12 +2,12 @@
 
 The control plane (stages, alpha, rewards) lives on the device as masks; the executor owns the heavy state (parameters,
 optimizers, data). Once per step the engine reads the structure of the population and hands it over (`settle`): seeds
-are born, cleared, kept and restored there, by host index, before the next train pass. An executor of static topology
+are born, cleared, kept and restored there, by host index, before the next train pass. An executor of a static graph
 needs no structure: it is handed the masks as they are (`settle_on_device`), and nothing is read between steps.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -19,6 +19,8 @@ from esper.leyline.protocols import StateTree
 from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
+
+EvaluationSplit = Literal["val", "test"]
 
 
 @record
@@ -130,8 +132,8 @@ class Executor(Protocol):
         """All coalitions of all hosts on the validation split; changes nothing."""
         ...
 
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Accuracy (pp) of each host with its fossilized seeds on the test split; for the end of a run."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Accuracy (pp) of each host with its fossilized seeds alone; the test split is for the end of a run."""
         ...
 
     def state_dict(self) -> StateTree:
@@ -144,7 +146,7 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class StaticTopology(Executor, Protocol):
+class StaticGraph(Executor, Protocol):
     """An executor that runs whatever could grow and selects by masks, so that the host need not know the structure."""
 
     def settle_on_device(self, changes: Changes, slots: SlotState) -> None:

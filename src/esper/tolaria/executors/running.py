@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from esper.kasmina.blending import blend, seed_input, straight_through
+from esper.kasmina.blending import blend
 from esper.kasmina.dropout import Draws, draw_for
 from esper.kasmina.population import Population
 from esper.kasmina.slab import Working
@@ -56,15 +56,16 @@ class RunningSeed:
 
     def train(self, h: Tensor) -> Tensor:
         """Features after the slot, in a train pass."""
-        if self.hidden:
-            return straight_through(h, self.seed, self.algorithm, self.gate)
-        return self.listen(h, self.isolated)
+        x = h.detach() if self.isolated else h
+        return self._blended(h, x, None if self.hidden else self.alpha)
 
-    def listen(self, h: Tensor, isolated: bool = False) -> Tensor:
+    def listen(self, h: Tensor) -> Tensor:
         """Features with the seed's correction at its present alpha."""
-        x = seed_input(h, isolated)
+        return self._blended(h, h, self.alpha)
+
+    def _blended(self, h: Tensor, x: Tensor, alpha: Tensor | None) -> Tensor:
         gate = self.gate(x) if self.gate is not None else None
-        return blend(h, self.seed(x), self.algorithm, self.alpha, gate)
+        return blend(h, self.seed(x), self.algorithm, alpha, gate)
 
 
 SlotsOfHost = dict[str, RunningSeed]

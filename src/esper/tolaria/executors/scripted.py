@@ -15,7 +15,7 @@ from esper.leyline.state_tree import copy_into
 from esper.tasks import null
 from esper.tasks.null import NullSpec
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 
 
 @final
@@ -84,18 +84,22 @@ class ScriptedExecutor:
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """Accuracy of each coalition by formula; injected faults replace the loss."""
         strength = null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm)
-        noise = None
-        if self.script.sigma > 0.0:
-            noise = null.scripted_noise(self.script, self.run_seed, self.host_ids, self._episode, t)
-        accuracy = null.coalition_accuracy(self.script, t, strength, coalitions.sets, noise)
+        accuracy = null.coalition_accuracy(self.script, t, strength, coalitions.sets, self._noise())
         loss = null.inject_faults(self.script, null.validation_loss(accuracy[:, 0]), self.host_ids, t)
         return ValidationPass(accuracy=accuracy, loss=loss)
 
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Accuracy of the host with its fossilized seeds; the script has no data, so there is no other split."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Accuracy of the host with its fossilized seeds; on the test split without noise, for there are no data."""
         strength = null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm)
         committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
-        return null.coalition_accuracy(self.script, self._t, strength, committed).squeeze(1)
+        noise = self._noise() if split == "val" else None
+        return null.coalition_accuracy(self.script, self._t, strength, committed, noise).squeeze(1)
+
+    def _noise(self) -> Tensor | None:
+        """What the validation examples of this step add to the accuracy of each host."""
+        if self.script.sigma == 0.0:
+            return None
+        return null.scripted_noise(self.script, self.run_seed, self.host_ids, self._episode, self._t)
 
     def state_dict(self) -> StateTree:
         """Passes of each seed."""

@@ -28,7 +28,7 @@ from esper.leyline.errors import CheckpointError, ConfigError, WorkerError
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.worker import Answer, Call, Shard, ShardRunner, packed, receive, send, unpacked, work
 
 
@@ -122,9 +122,9 @@ class ShardedExecutor:
         num_columns = coalitions.sets.shape[1]
         return ValidationPass(**self._tell("measure", lambda begin, end: (num_columns,)))
 
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
-        return self._tell("test", lambda begin, end: ())["accuracy"]
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
+        return self._tell("committed_accuracy", lambda begin, end: (split,))["accuracy"]
 
     def state_dict(self) -> StateTree:
         """That of one executor with all hosts, so that a checkpoint does not depend on the number of workers."""

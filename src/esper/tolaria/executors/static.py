@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.kasmina import surgery
-from esper.kasmina.lifecycle import SeedCosts
 from esper.kasmina.slab import Working
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
@@ -28,13 +27,13 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused_slots import Rows, fixed, learning
-from esper.tolaria.executors.protocol import Changes, Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.hosts import HostData
+from esper.tolaria.executors.protocol import Changes, EvaluationSplit, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running import TrainedRows
 from esper.tolaria.executors.static_gradients import static_gradient_statistics
 from esper.tolaria.executors.static_slots import Candidate, SeedMasks, Slopes, StaticSlot, seed_masks, static_slots
 from esper.tolaria.executors.static_states import StaticStates, static_states
 from esper.tolaria.executors.stepping import StackedOptimizer
-from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.executors.training_program import train_batch
 from esper.tolaria.executors.twins import Twins
 
@@ -44,36 +43,36 @@ _CHUNK_FLOATS = 2**24
 
 @final
 class StaticExecutor:
-    """N hosts at once, of any structure. `streamed` owns the population and its data."""
+    """N hosts at once, of any structure."""
 
-    def __init__(self, streamed: StreamedExecutor) -> None:
-        population = streamed.population
+    def __init__(self, data: HostData) -> None:
+        population = data.population
         assert population.topology is Topology.CNN, "seeds that send gradients to their host are not masked here"
-        self.streamed, self.population = streamed, population
-        self.costs: SeedCosts = streamed.costs
-        self.host_params = streamed.host_params
+        self.data, self.population = data, population
+        self.costs = population.costs()
+        self.host_params = population.host_kind.template.parameters.num_params
         self.twins = Twins(population)
         for kind in population.seed_kinds.values():
             if kind.start.rebuilt:
                 raise ConfigError(
-                    f"topology is 'static', but blueprint {kind.name!r} is built anew for each newborn, "
-                    "which the host would have to know of; draw its parameters by `uniform_`, or use 'grouped'."
+                    f"graph is 'static', but blueprint {kind.name!r} is built anew for each newborn, "
+                    "which the host would have to know of; draw its parameters by `uniform_`, or use 'dynamic'."
                 )
-        self._rank = {population.points[s].slot_id: i for i, s in enumerate(streamed.execution_order)}
+        self._rank = {population.points[s].slot_id: i for i, s in enumerate(data.execution_order)}
         self._num_classes = population.host_module.spec.classes
         self._all_rows = _all_rows(population.num_envs, population.num_slots)
 
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""
-        self.streamed.reset(episode)
+        self.data.reset(episode)
 
     def state_dict(self) -> StateTree:
         """The population."""
-        return self.streamed.state_dict()
+        return self.data.state_dict()
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore what `state_dict` gave."""
-        self.streamed.load_state_dict(state)
+        self.data.load_state_dict(state)
 
     # -- births and deaths ------------------------------------------------------------------------------------------
 
@@ -102,7 +101,7 @@ class StaticExecutor:
         p = self.population
         surgery.restore(p, changes.panicked, stage)
         surgery.release(p, changes.released)
-        surgery.germinate(p, changes.germinated, blueprint, has_gate, self.streamed.episode, changes.t)
+        surgery.germinate(p, changes.germinated, blueprint, has_gate, self.data.episode, changes.t)
         surgery.keep_hosts(p, changes.snapshot)
         surgery.keep_seeds(p, changes.keep)
 
@@ -110,7 +109,7 @@ class StaticExecutor:
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
-        p, s, masks = self.population, self.streamed, seed_masks(slots)
+        p, masks = self.population, seed_masks(slots)
         hosts, seeds, gates = p.host.whole(), p.seeds.whole(), p.gates.whole()
         optimizer = self._optimizer(masks, hosts, seeds, gates)
         host = learning(self.twins.host, hosts, 0, p.num_envs, p.host.buffers)
@@ -124,7 +123,7 @@ class StaticExecutor:
             return answer
 
         told = run_epoch(
-            s.begin_epoch(t),
+            self.data.train_batches(t),
             p.num_envs,
             p.device,
             train=train,
@@ -140,7 +139,7 @@ class StaticExecutor:
         host, slot, gate_of = self._all_rows
         rows = TrainedRows(seed_host=host, seed_slot=slot, gate_of=gate_of, seeds=seeds, gates=gates)
         learn = (masks.learns.flatten(), masks.gate_learns.flatten())
-        return StackedOptimizer(self.population, hosts, rows, self.streamed.scaler, self.streamed.decay_mask, learn)
+        return StackedOptimizer(self.population, hosts, rows, self.data.scaler, self.data.decay_mask, learn)
 
     def _train_batch(
         self, host: Rows, parts: list[Candidate], passing: dict[str, StaticSlot], x_NB: Tensor, y_NB: Tensor
@@ -151,7 +150,7 @@ class StaticExecutor:
         def apply(slot_id: str, h: Tensor) -> Tensor:
             return passing[slot_id](h, num_hosts)
 
-        answer = train_batch([host, *(part.rows for part in parts)], apply, self.streamed.scaler, x_NB, y_NB)
+        answer = train_batch([host, *(part.rows for part in parts)], apply, self.data.scaler, x_NB, y_NB)
         for part in parts:
             assert part.learning is not None
             part.learning.take_gradient()
@@ -162,14 +161,14 @@ class StaticExecutor:
     @torch.no_grad()
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples; 0 where there is none."""
-        correct, loss_sum, count = self._measure(self.streamed.validation(), slots, coalitions.sets)
+        correct, loss_sum, count = self._measure(self.data.evaluation("val"), slots, coalitions.sets)
         return ValidationPass(accuracy=100.0 * correct * coalitions.valid / count, loss=loss_sum / count)
 
     @torch.no_grad()
-    def test(self, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds on the test split."""
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
         committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
-        correct, _, count = self._measure(self.streamed.test_batches(), slots, committed)
+        correct, _, count = self._measure(self.data.evaluation(split), slots, committed)
         return 100.0 * correct[:, 0] / count
 
     def _measure(
@@ -178,17 +177,17 @@ class StaticExecutor:
         """Correct answers [N, K] of each host's coalitions, summed loss [N] of its first one, number of examples."""
         p = self.population
         passing = static_slots(p, self.twins, seed_masks(slots), None)
-        states = static_states(sets, self.streamed.execution_order)
+        states = static_states(sets, self.data.execution_order)
         host = fixed(self.twins.host, p.host.params, p.host.buffers)
         correct = torch.zeros(sets.shape[:2], dtype=torch.int64, device=p.device)
         loss_sum = torch.zeros(p.num_envs, device=p.device)
         self.twins.train(False)
-        floats = self.streamed.largest_activation * p.num_envs * states.num_states
+        floats = self.data.largest_activation * p.num_envs * states.num_states
         step, count = max(1, _CHUNK_FLOATS // floats), 0
         for x, y in batches:
             for start in range(0, len(y), step):
                 some_y = y[start : start + step]
-                with self.streamed.scaler.autocast():
+                with self.data.scaler.autocast():
                     logits_BPN = self._logits(host, passing, states, x[start : start + step]).float()
                 hits_PN = (logits_BPN.argmax(dim=-1) == some_y[:, None, None]).sum(dim=0)
                 correct += hits_PN.t().gather(1, states.final)

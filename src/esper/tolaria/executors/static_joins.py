@@ -1,8 +1,8 @@
-"""Which seed of a slot is a host's own, and how it enters the host's features, by masks: the twin of `fused_joins`.
+"""The rule of `kasmina.blending` for all hosts, by masks: which seed of a slot is a host's own, and how it is blended.
 
     deltas     conv_light  [B, N, ...]   attention  [B, N, ...]  ...        every blueprint, for every host
     select     the delta of each host's own blueprint, zeros where nothing grows
-    join       h + alpha u where the seed is heard, h elsewhere; u is delta | h tanh delta | gate delta
+    join       the features of each host with its own seed
 
 What is not selected may be infinite or NaN (weights of a seed read as those of another blueprint mean nothing), so
 values are chosen and never multiplied by a mask; so is every gradient before it reaches parameters or a host.
@@ -10,11 +10,16 @@ values are chosen and never multiplied by a mask; so is every gradient before it
 Shape legend: B = examples per host, N = hosts.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from esper.kasmina.blending import delta_grad, factor_grad, signal_of, weight_of
+from esper.leyline.stages import Algorithm
 
 
 class Ways(NamedTuple):
@@ -25,6 +30,14 @@ class Ways(NamedTuple):
     multiplies: Tensor
     gated: Tensor
     alpha: Tensor
+
+    def choose(self, by: Callable[[Algorithm], Tensor | None]) -> Tensor:
+        """What `by` gives for each host's own algorithm."""
+        add, multiply, gate = (by(algorithm) for algorithm in (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE))
+        assert add is not None
+        assert multiply is not None
+        assert gate is not None
+        return torch.where(self.multiplies, multiply, torch.where(self.gated, gate, add))
 
 
 def select(deltas: list[Float[Tensor, "B N *F"]], own: list[Bool[Tensor, "N *ones"]]) -> Float[Tensor, "B N *F"]:
@@ -69,27 +82,27 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, own: Tensor, delta: Tensor, gate: Tensor, ways: Ways) -> Tensor:  # noqa: ANN401
         """The joined features."""
-        bent = torch.tanh(delta)
-        spoken = torch.where(ways.multiplies, own * bent, torch.where(ways.gated, delta * gate, delta))
-        joined = torch.where(ways.heard, h + spoken * ways.alpha.to(h.dtype), h)
+        alpha = torch.where(ways.heard, ways.alpha, 1.0).to(h.dtype)
+        signal = ways.choose(lambda algorithm: signal_of(algorithm, delta))
+        weight = ways.choose(lambda algorithm: weight_of(algorithm, alpha, own, gate))
         ctx.ways = ways
-        ctx.save_for_backward(own, delta, gate, bent)
-        return joined
+        ctx.save_for_backward(signal, weight, alpha, gate)
+        return torch.where(ways.heard, torch.addcmul(h, signal, weight), h)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """The gradients of h, delta and gate: of a hidden seed as if alpha were 1, of one that does not learn none."""
-        own, delta, gate, bent = ctx.saved_tensors
+        """The gradients of h, delta and gate: those of a seed that does not learn are zero."""
+        signal, weight, alpha, gate = ctx.saved_tensors
         ways: Ways = ctx.ways
-        weighted = grad * torch.where(ways.heard, ways.alpha, 1.0).to(grad.dtype)
-        scales_host = ways.multiplies & ways.heard
-        grad_h = torch.where(scales_host, grad + weighted * bent, grad) if ctx.needs_input_grad[0] else None
-        grad_delta = grad_gate = None
+        grad_h = grad_delta = grad_gate = None
+        if ctx.needs_input_grad[0]:
+            of_host = factor_grad(grad, signal, alpha, grad)
+            grad_h = torch.where(ways.multiplies & ways.heard, grad + of_host, grad)
         if ctx.needs_input_grad[2]:
-            direct = torch.where(ways.gated, weighted * gate, weighted)
-            slope = torch.where(ways.multiplies, weighted * own * (1.0 - bent * bent), direct)
-            grad_delta = torch.where(ways.learns, slope, 0.0)
+            found = ways.choose(lambda algorithm: delta_grad(algorithm, grad, signal, weight))
+            grad_delta = torch.where(ways.learns, found, 0.0)
         if ctx.needs_input_grad[3]:
-            opened = (weighted * delta).sum_to_size(gate.shape)
+            opened = factor_grad(grad, signal, alpha, gate)
             grad_gate = torch.where(ways.gated & ways.learns, opened, 0.0)
         return grad_h, None, grad_delta, grad_gate, None

@@ -40,11 +40,6 @@ class StackedOptimizer:
         self._seeds_learn = None if learning is None else learning[0]
         self._gates_learn = None if learning is None else learning[1]
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of the last batch."""
-        for working in (self._hosts, self._seeds, self._gates):
-            working.grad.zero_()
-
     @torch.no_grad()
     def unscale(self) -> None:
         """Undo the loss scale of fp16; nothing otherwise."""

@@ -1,6 +1,7 @@
 """CUDA streams of the streamed executor; on the CPU nothing happens."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import final
 
 import torch
@@ -43,3 +44,9 @@ class HostStreams:
             engine = torch.cuda.current_stream(self._device)
             for stream in self._streams:
                 engine.wait_stream(stream)
+
+
+@cache
+def host_streams(num_envs: int, device: torch.device) -> HostStreams:
+    """The streams of N hosts, the same ones in every pass."""
+    return HostStreams(num_envs, device)

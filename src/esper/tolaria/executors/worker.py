@@ -31,11 +31,8 @@ from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native import NativeExecutor
-from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.static import StaticExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.network import NetworkExecutor
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure
 from esper.tolaria.memory import keep_freed_memory
 from esper.tolaria.runtime import host_read
 
@@ -92,7 +89,7 @@ class Answer:
 class ShardRunner:
     """The executor of some of the hosts, told of the slots by structures alone: a worker has no other state."""
 
-    def __init__(self, executor: StreamedExecutor | FusedExecutor | NativeExecutor, config: EngineConfig) -> None:
+    def __init__(self, executor: NetworkExecutor, config: EngineConfig) -> None:
         self.executor = executor
         self._fresh = empty_slots(config.num_envs, len(config.slots), CPU)
         self._slots = self._fresh
@@ -115,9 +112,9 @@ class ShardRunner:
         """Fields of the validation pass over the structure's coalitions."""
         return vars(self.executor.measure(self._slots.alpha, num_columns))
 
-    def test(self) -> StateTree:
-        """Test accuracy of each host."""
-        return {"accuracy": self.executor.test(self._slots)}
+    def committed_accuracy(self, split: EvaluationSplit) -> StateTree:
+        """Accuracy of each host with its fossilized seeds alone."""
+        return {"accuracy": self.executor.committed_accuracy(split, self._slots)}
 
     def state_dict(self) -> StateTree:
         """Weights and all that belongs to them."""
@@ -185,7 +182,7 @@ def _build(pipe: Connection) -> ShardRunner:
     assert registry.names() == shard.names, f"blueprints {registry.names()}, in the main process {shard.names}"
     torch.set_num_threads(shard.threads)
     executor, _ = network_executor(shard.config, shard.task, shard.dataset, CPU)
-    assert not isinstance(executor, StaticExecutor), "static topology stays in one process"
+    assert isinstance(executor, NetworkExecutor), "a static graph stays in one process"
     return ShardRunner(executor, shard.config)
 
 

@@ -1,0 +1,3 @@
+"""The command line: esper train | evaluate | tasks."""
+
+from esper.cli.main import main as main

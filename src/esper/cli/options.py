@@ -1,0 +1,83 @@
+"""What the options of several commands have in common: types of values, and how they become a configuration."""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from esper.leyline.errors import ConfigError
+
+EXIT_ERROR = 2
+EXIT_STOPPED = 130
+
+T = TypeVar("T")
+
+
+def placeholder(metavar: str) -> object:
+    """What stands for the value in the help; `None` is no default worth telling."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+Text = Annotated[str | None, placeholder("NAME")]
+Number = Annotated[int | None, placeholder("N")]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+FilePath = Annotated[Path | None, placeholder("PATH")]
+Names = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+Plugins = Annotated[Names, placeholder("MODULE|FILE.py ...")]
+
+
+def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any]:
+    """What the command line says of a configuration, as nested tables.
+
+    Args:
+        command: the options of a command; those that are None are left out.
+        assignments: values of --set.
+
+    Raises:
+        ConfigError: a malformed --set.
+    """
+    options = {name: value for name, value in vars(command).items() if value is not None}
+    numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
+    names = ("task", "preset", "device", "executor", "compile", "amp", *numbers)
+    given: dict[str, Any] = {name: options[name] for name in names if name in options}
+    if "data_dir" in options:
+        given["data_dir"] = str(options["data_dir"])
+    if options["plugins"]:
+        given["plugins"] = joined(options["plugins"])
+    if "reward" in options:
+        given["reward"] = {"mode": options["reward"]}
+    for assignment in assignments:
+        _assign(given, assignment)
+    return given
+
+
+def joined(groups: tuple[tuple[T, ...], ...]) -> list[T]:
+    """The values of an option that was given several times, several at a time."""
+    return [value for group in groups for value in group]
+
+
+def _assign(given: dict[str, Any], assignment: str) -> None:
+    name, separator, text = assignment.partition("=")
+    if not separator or not all(name.split(".")):
+        raise ConfigError(f"--set {assignment!r} is no assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *path, leaf = name.split(".")
+    for part in path:
+        table = given.setdefault(part, {})
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"--set {assignment!r}: {part} is a value, not a table; it has no {leaf}.")
+        given = given[part]
+    given[leaf] = value
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Sentences for stderr."""
+    from esper.telemetry.progress import RunConsole
+
+    for line in lines:
+        RunConsole(stderr=True).say(f"esper: {line}")

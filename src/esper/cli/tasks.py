@@ -1,0 +1,26 @@
+"""esper tasks: what can be trained."""
+
+from dataclasses import dataclass
+
+from esper.cli.options import Plugins, joined
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """List the tasks."""
+
+    plugins: Plugins = ()
+    """Your own code that registers tasks."""
+
+
+def tasks(command: Tasks) -> int:
+    """A table of the tasks."""
+    from esper.simic.training import tables
+    from esper.simic.training.plugins import load_plugins
+    from esper.tasks import presets  # noqa: F401 -- registers the built-in tasks
+    from esper.tasks.registry import task_by_name, task_names
+    from esper.telemetry.progress import RunConsole
+
+    load_plugins(joined(command.plugins))
+    RunConsole().print(tables.tasks([task_by_name(name) for name in task_names()]))
+    return 0

@@ -1,0 +1,234 @@
+// Convolutions on rows of lanes: kernel 1 or 3, stride 1, zero border, no groups; and depthwise ones.
+//
+//     in [C][H][W][lanes]     weight [O][C][k][k]     out [O][H][W][lanes]
+//
+// A position has only the taps that fall into the image, so nothing is multiplied with the zeros of the border.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace esper {
+
+constexpr int OUTPUTS = 8;   // rows of accumulators
+constexpr int VECTORS = 2;   // vectors of lanes in each
+constexpr int MAX_TAPS = 9;
+constexpr int64_t FIRST_CACHE = 32768, SECOND_CACHE = 524288;  // bytes that are certainly there
+
+struct Shape {
+    int inputs, outputs, height, width, kernel;
+    int space() const { return height * width; }
+    int taps() const { return kernel * kernel; }
+};
+
+// Where the taps of one position lie: in the packed weights of an input, and in its features.
+struct Taps {
+    int count;
+    int weight[MAX_TAPS];
+    int64_t from[MAX_TAPS];
+};
+
+inline Taps taps_at(const Shape& s, int place, int stride) {
+    Taps found;
+    found.count = 0;
+    const int y = place / s.width, x = place % s.width, reach = s.kernel / 2;
+    for (int dy = -reach; dy <= reach; ++dy)
+        for (int dx = -reach; dx <= reach; ++dx) {
+            if (y + dy < 0 || y + dy >= s.height || x + dx < 0 || x + dx >= s.width) continue;
+            found.weight[found.count] = ((dy + reach) * s.kernel + dx + reach) * OUTPUTS;
+            found.from[found.count++] = static_cast<int64_t>((y + dy) * s.width + x + dx) * stride;
+        }
+    return found;
+}
+
+// Numbers that `pack` writes.
+inline int64_t packed_size(const Shape& s) {
+    return int64_t((s.outputs + OUTPUTS - 1) / OUTPUTS) * OUTPUTS * s.inputs * s.taps();
+}
+
+// Weights as the loops below want them: [block of outputs][input][tap][output of the block], zero past the last.
+template <class T> void pack(const Shape& s, const T* weight, bool transposed, T* packed) {
+    const int taps = s.taps();
+    for (int first = 0; first < s.outputs; first += OUTPUTS)
+        for (int c = 0; c < s.inputs; ++c)
+            for (int tap = 0; tap < taps; ++tap)
+                for (int o = first; o < first + OUTPUTS; ++o) {
+                    T value = T(0);
+                    if (o < s.outputs)  // the gradient runs from outputs to inputs, through the kernel turned round
+                        value = transposed ? weight[(c * s.outputs + o) * taps + taps - 1 - tap]
+                                           : weight[(o * s.inputs + c) * taps + tap];
+                    *packed++ = value;
+                }
+}
+
+// One position, a block of outputs from `first` on, and VS vectors of lanes from `at` on.
+template <class T, int VS>
+void convolve_block(const Shape& s, const T* in, const T* packed, T* out, int first, int at, int lanes, int stride,
+                    const Taps& taps, int place) {
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
+    const int step = s.taps() * OUTPUTS;
+    wide<T> sum[OUTPUTS][VS] = {};
+    const T* h = in + at;
+    for (int c = 0; c < s.inputs; ++c, h += channel, packed += step)
+        for (int i = 0; i < taps.count; ++i) {
+            const T *row = h + taps.from[i], *w = packed + taps.weight[i];
+            wide<T> x[VS];
+            for (int v = 0; v < VS; ++v) x[v] = load(row + v * width<T>());
+            for (int o = 0; o < OUTPUTS; ++o)
+                for (int v = 0; v < VS; ++v) sum[o][v] += w[o] * x[v];
+        }
+    T* to = out + first * channel + static_cast<int64_t>(place) * stride + at;
+    const int outputs = s.outputs - first;
+    if (outputs >= OUTPUTS && lanes - at >= VS * width<T>()) {
+        for (int o = 0; o < OUTPUTS; ++o, to += channel)
+            for (int v = 0; v < VS; ++v) store<T>(to + v * width<T>(), sum[o][v]);
+        return;
+    }
+    for (int o = 0; o < OUTPUTS; ++o, to += channel)
+        if (o < outputs)
+            for (int v = 0; v < VS; ++v) store_lanes<T>(to + v * width<T>(), sum[o][v], lanes - at - v * width<T>());
+}
+
+// `scratch` holds the packed weights.
+template <class T>
+void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* out, int lanes, int stride, T* scratch) {
+    pack(s, weight, transposed, scratch);
+    const int64_t block = static_cast<int64_t>(s.inputs) * s.taps() * OUTPUTS;
+    const int blocks = (s.outputs + OUTPUTS - 1) / OUTPUTS;
+    // many weights would leave the first cache at every position: then a block of them sees all positions first
+    const int together = block * blocks * static_cast<int64_t>(sizeof(T)) > FIRST_CACHE ? 1 : blocks;
+    for (int begin = 0; begin < blocks; begin += together)
+        for (int place = 0; place < s.space(); ++place) {
+            const Taps taps = taps_at(s, place, stride);
+            for (int at = 0; at < stride; at += VECTORS * width<T>())
+                for (int b = begin; b < begin + together; ++b) {
+                    const T* packed = scratch + b * block;
+                    if (at + VECTORS * width<T>() <= stride)
+                        convolve_block<T, VECTORS>(s, in, packed, out, b * OUTPUTS, at, lanes, stride, taps, place);
+                    else
+                        convolve_block<T, 1>(s, in, packed, out, b * OUTPUTS, at, lanes, stride, taps, place);
+                }
+        }
+}
+
+// A part of the features: rows of the image, and lanes.
+struct Part {
+    int top, bottom, at, end;
+};
+
+// Gradients of a tile of weights of kernel 1, over a part of the features.
+template <class T, int OS, int CS>
+void weigh_points(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, Part part, int stride) {
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
+    wide<T> sum[OS][CS] = {};
+    for (int place = part.top * s.width; place < part.bottom * s.width; ++place)
+        for (int lane = part.at; lane < part.end; lane += width<T>()) {
+            const int64_t from = static_cast<int64_t>(place) * stride + lane;
+            wide<T> x[CS];
+            for (int j = 0; j < CS; ++j) x[j] = load(in + (c + j) * channel + from);
+            for (int i = 0; i < OS; ++i) {
+                const wide<T> g = load(slope + (o + i) * channel + from);
+                for (int j = 0; j < CS; ++j) sum[i][j] += g * x[j];
+            }
+        }
+    for (int i = 0; i < OS; ++i)
+        for (int j = 0; j < CS; ++j) grad[(o + i) * s.inputs + c + j] += total<T>(sum[i][j]);
+}
+
+// The same for the middle row of a kernel of 3, moved by `dy`: three neighbours slide along a row of the image, so that
+// each of them is loaded once.
+template <class T, int OS, int CS>
+void weigh_row(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, int dy, Part part, int stride) {
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
+    wide<T> sum[OS][CS][3] = {};
+    const int first = part.top + dy < 0 ? 1 : part.top, last = part.bottom + dy > s.height ? s.height - 1 : part.bottom;
+    for (int y = first; y < last; ++y)
+        for (int lane = part.at; lane < part.end; lane += width<T>()) {
+            const T* g = slope + o * channel + static_cast<int64_t>(y) * s.width * stride + lane;
+            const T* h = in + c * channel + static_cast<int64_t>(y + dy) * s.width * stride + lane;
+            wide<T> left[CS] = {}, here[CS], right[CS];
+            for (int j = 0; j < CS; ++j) here[j] = load(h + j * channel);
+            for (int x = 0; x < s.width; ++x, g += stride) {
+                h += stride;
+                for (int j = 0; j < CS; ++j) right[j] = x + 1 < s.width ? load(h + j * channel) : wide<T>{};
+                for (int i = 0; i < OS; ++i) {
+                    const wide<T> to = load(g + i * channel);
+                    for (int j = 0; j < CS; ++j) {
+                        sum[i][j][0] += to * left[j];
+                        sum[i][j][1] += to * here[j];
+                        sum[i][j][2] += to * right[j];
+                    }
+                }
+                for (int j = 0; j < CS; ++j) left[j] = here[j], here[j] = right[j];
+            }
+        }
+    for (int i = 0; i < OS; ++i)
+        for (int j = 0; j < CS; ++j)
+            for (int dx = 0; dx < 3; ++dx)
+                grad[((o + i) * s.inputs + c + j) * 9 + (dy + 1) * 3 + dx] += total<T>(sum[i][j][dx]);
+}
+
+template <class T, int OS, int CS>
+void weigh_tile(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, Part part, int stride) {
+    if (s.kernel == 1) return weigh_points<T, OS, CS>(s, in, slope, grad, o, c, part, stride);
+    for (int dy = -1; dy <= 1; ++dy) weigh_row<T, OS, CS>(s, in, slope, grad, o, c, dy, part, stride);
+}
+
+// A part at a time that stays in the cache while all tiles pass over it: with kernel 1, where a number is used in few
+// products, in the first one.
+template <class T> void weigh(const Shape& s, const T* in, const T* slope, T* grad, int stride) {
+    std::memset(grad, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
+    const int64_t cache = s.kernel == 1 ? 2 * FIRST_CACHE : SECOND_CACHE;
+    const int64_t row = 64LL * s.width * (s.inputs + s.outputs);  // bytes of a vector of lanes in a row of the image
+    int step = static_cast<int>(cache / (row * s.height)) * width<T>();
+    step = step > stride ? stride : step < width<T>() ? width<T>() : step;
+    int height = static_cast<int>(cache * width<T>() / (row * step));
+    height = height > s.height ? s.height : height < 1 ? 1 : height;
+    for (int at = 0; at < stride; at += step)
+        for (int top = 0; top < s.height; top += height) {
+            const Part part{top, top + height < s.height ? top + height : s.height, at,
+                            at + step < stride ? at + step : stride};
+            int o = 0;
+            for (; o + 4 <= s.outputs; o += 4) {
+                int c = 0;
+                for (; c + 2 <= s.inputs; c += 2) weigh_tile<T, 4, 2>(s, in, slope, grad, o, c, part, stride);
+                for (; c < s.inputs; ++c) weigh_tile<T, 4, 1>(s, in, slope, grad, o, c, part, stride);
+            }
+            for (; o < s.outputs; ++o)
+                for (int c = 0; c < s.inputs; ++c) weigh_tile<T, 1, 1>(s, in, slope, grad, o, c, part, stride);
+        }
+}
+
+// Each channel by itself. `turned` runs the gradient of the input.
+template <class T>
+void depthwise(const Shape& s, const T* in, const T* weight, bool turned, T* out, int lanes, int stride) {
+    const int64_t channel = static_cast<int64_t>(s.space()) * stride;
+    for (int place = 0; place < s.space(); ++place) {
+        const Taps taps = taps_at(s, place, stride);
+        for (int c = 0; c < s.inputs; ++c) {
+            T factor[MAX_TAPS];
+            for (int i = 0; i < taps.count; ++i) {
+                const int tap = taps.weight[i] / OUTPUTS;
+                factor[i] = weight[c * s.taps() + (turned ? s.taps() - 1 - tap : tap)];
+            }
+            const T* h = in + c * channel;
+            T* to = out + c * channel + static_cast<int64_t>(place) * stride;
+            for (int lane = 0; lane < stride; lane += width<T>()) {
+                wide<T> sum = {};
+                for (int i = 0; i < taps.count; ++i) sum += factor[i] * load(h + taps.from[i] + lane);
+                store_lanes<T>(to + lane, sum, lanes - lane);
+            }
+        }
+    }
+}
+
+template <class T> void weigh_depthwise(const Shape& s, const T* in, const T* slope, T* grad, int stride) {
+    const Shape one{1, 1, s.height, s.width, s.kernel};
+    std::memset(grad, 0, sizeof(T) * s.inputs * s.taps());
+    for (int c = 0; c < s.inputs; ++c) {
+        const int64_t channel = static_cast<int64_t>(c) * s.space() * stride;
+        weigh_tile<T, 1, 1>(one, in + channel, slope + channel, grad + c * s.taps(), 0, 0, {0, s.height, 0, stride}, stride);
+    }
+}
+
+}  // namespace esper

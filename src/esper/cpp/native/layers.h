@@ -1,0 +1,514 @@
+// Everything in a network that is no convolution, on rows of lanes (lanes.h), forward and backward.
+//
+// Gradients of weights are written, not added. A gradient may be written over the one it was made from where a
+// function says "in place".
+
+#pragma once
+
+#include "lanes.h"
+
+namespace esper {
+
+// Where every lane is an example, rows that are treated alike are one long row.
+inline void together(int& rows, int& lanes, int& stride) {
+    if (lanes != stride) return;
+    lanes = stride = rows * stride;
+    rows = 1;
+}
+
+// -- batch normalization ------------------------------------------------------------------------------------------------
+
+template <class T> struct Affine {
+    const T *weight, *bias;
+};
+
+// With the statistics of the batch; `mean`, `rstd` [C] are kept for the way back, running statistics move (unbiased).
+template <class T>
+void batch_norm(int channels, int space, bool relu, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
+                T* running_var, T* mean, T* rstd, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
+    const T count = T(space) * lanes;
+    for (int c = 0; c < channels; ++c) {
+        const T* from = x + static_cast<int64_t>(c) * space * stride;
+        T* to = y + static_cast<int64_t>(c) * space * stride;
+        T sum = T(0), squares = T(0);
+        for (int m = 0; m < space; ++m) sum += sum_of(from + m * stride, lanes);
+        const T center = sum / count;
+        for (int m = 0; m < space; ++m) {
+            const T* row = from + m * stride;
+#pragma omp simd reduction(+ : squares)
+            for (int lane = 0; lane < lanes; ++lane) squares += (row[lane] - center) * (row[lane] - center);
+        }
+        mean[c] = center;
+        rstd[c] = T(1) / std::sqrt(squares / count + eps);
+        running_mean[c] += momentum * (center - running_mean[c]);
+        running_var[c] += momentum * (squares / (count - T(1)) - running_var[c]);
+        const T scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
+        for (int m = 0; m < space; ++m) {
+            const T* row = from + m * stride;
+            T* out = to + m * stride;
+            if (relu) {
+                ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
+            } else {
+                ESPER_EACH_LANE out[lane] = (row[lane] - center) * scale + shift;
+            }
+        }
+    }
+}
+
+// In place: `g` is the gradient of `y` and becomes that of `x`.
+template <class T>
+void batch_norm_back(int channels, int space, bool relu, const T* x, const T* y, Affine<T> affine, const T* mean,
+                     const T* rstd, T* g, T* grad_weight, T* grad_bias, int lanes, int stride) {
+    together(space, lanes, stride);
+    const T count = T(space) * lanes;
+    for (int c = 0; c < channels; ++c) {
+        const int64_t begin = static_cast<int64_t>(c) * space * stride;
+        const T center = mean[c], scale = rstd[c];
+        T sum = T(0), product = T(0);
+        for (int m = 0; m < space; ++m) {
+            const T *row = x + begin + m * stride, *out = y + begin + m * stride;
+            T* slope = g + begin + m * stride;
+            if (relu) {
+                ESPER_EACH_LANE slope[lane] = out[lane] <= T(0) ? T(0) : slope[lane];
+            }
+#pragma omp simd reduction(+ : sum, product)
+            for (int lane = 0; lane < lanes; ++lane) {
+                sum += slope[lane];
+                product += slope[lane] * ((row[lane] - center) * scale);
+            }
+        }
+        grad_weight[c] = product;
+        grad_bias[c] = sum;
+        const T outer = affine.weight[c] * scale, a = sum / count, b = product / count;
+        for (int m = 0; m < space; ++m) {
+            const T* row = x + begin + m * stride;
+            T* slope = g + begin + m * stride;
+            ESPER_EACH_LANE slope[lane] = outer * (slope[lane] - a - (row[lane] - center) * scale * b);
+        }
+    }
+}
+
+template <class T>
+void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Affine<T> affine, const T* running_mean,
+                      const T* running_var, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
+    for (int c = 0; c < channels; ++c) {
+        const T scale = affine.weight[c] / std::sqrt(running_var[c] + eps), shift = affine.bias[c];
+        const T center = running_mean[c];
+        for (int m = 0; m < space; ++m) {
+            const T* row = x + (static_cast<int64_t>(c) * space + m) * stride;
+            T* out = y + (static_cast<int64_t>(c) * space + m) * stride;
+            ESPER_EACH_LANE {
+                const T value = (row[lane] - center) * scale + shift;
+                out[lane] = relu ? relu_of(value) : value;
+            }
+        }
+    }
+}
+
+// -- group normalization, ReLU and layer scale ------------------------------------------------------------------------------
+
+// Mean and 1 / standard deviation over rows, of VS vectors of lanes from `at` on; several, so that additions need not wait
+// for each other. One pass for both: Welford's update, a few rows at a time around the mean of those before. However far
+// that is from the new rows, what is lost when squares are subtracted is little against what their distance adds.
+template <class T, int VS>
+void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int stride) {
+    constexpr int FEW = 16;
+    wide<T> center[VS], squares[VS] = {};
+    for (int v = 0; v < VS; ++v) center[v] = load(x + v * width<T>());
+    for (int done = 0; done < rows;) {
+        wide<T> sum[VS] = {}, square[VS] = {};
+        for (const int end = done + FEW < rows ? done + FEW : rows; done < end; ++done, x += stride)
+            for (int v = 0; v < VS; ++v) {
+                const wide<T> away = load(x + v * width<T>()) - center[v];
+                sum[v] += away;
+                square[v] += away * away;
+            }
+        for (int v = 0; v < VS; ++v) {
+            const wide<T> step = sum[v] * (T(1) / T(done));
+            center[v] += step;
+            squares[v] += square[v] - sum[v] * step;
+        }
+    }
+    for (int v = 0; v < VS; ++v) {
+        T part[width<T>()];
+        store<T>(part, squares[v] / T(rows));
+#pragma omp simd
+        for (int i = 0; i < width<T>(); ++i) part[i] = T(1) / std::sqrt((part[i] < T(0) ? T(0) : part[i]) + eps);
+        store_lanes<T>(mean + v * width<T>(), center[v], lanes - v * width<T>());
+        store_lanes<T>(rstd + v * width<T>(), load(part), lanes - v * width<T>());
+    }
+}
+
+// y = gamma * relu((x - mean) * rstd * weight + bias); ReLU and gamma as asked for. `mean`, `rstd` [groups][stride].
+template <class T>
+void group_norm(int channels, int space, int groups, bool relu, T eps, const T* x, Affine<T> affine, const T* gamma,
+                T* mean, T* rstd, T* y, int lanes, int stride) {
+    constexpr int FOUR = 4 * width<T>();
+    const int per_group = channels / groups, rows = per_group * space;
+    for (int k = 0; k < groups; ++k, mean += stride, rstd += stride) {
+        int at = 0;
+        for (; at + FOUR <= stride; at += FOUR) moments<T, 4>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
+        for (; at < stride; at += width<T>()) moments<T, 1>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
+        for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
+            const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
+            for (int m = 0; m < space; ++m, x += stride, y += stride) {
+                if (relu) {
+                    ESPER_EACH_LANE y[lane] = relu_of((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
+                } else {
+                    ESPER_EACH_LANE y[lane] = ((x[lane] - mean[lane]) * (rstd[lane] * w) + shift) * factor;
+                }
+            }
+        }
+    }
+}
+
+// In place.
+template <class T>
+void group_norm_back(int channels, int space, int groups, bool relu, const T* x, Affine<T> affine, const T* gamma,
+                     const T* mean, const T* rstd, T* g, T* grad_weight, T* grad_bias, T* grad_gamma, int lanes,
+                     int stride) {
+    const int per_group = channels / groups;
+    const T count = T(per_group) * space;
+    std::memset(grad_weight, 0, sizeof(T) * channels);
+    std::memset(grad_bias, 0, sizeof(T) * channels);
+    if (grad_gamma) std::memset(grad_gamma, 0, sizeof(T) * channels);
+    for (int k = 0; k < groups; ++k)
+        for (int at = 0; at < stride; at += width<T>()) {
+            const int64_t begin = static_cast<int64_t>(k) * per_group * space * stride + at;
+            const wide<T> center = load(mean + k * stride + at), scale = load(rstd + k * stride + at);
+            wide<T> first = {}, second = {};
+            const T* row = x + begin;
+            T* slope = g + begin;
+            for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
+                const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
+                wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
+                for (int m = 0; m < space; ++m, row += stride, slope += stride) {
+                    const wide<T> normed = (load(row) - center) * scale;
+                    wide<T> value = normed * w + shift, outer = load(slope);
+                    if (relu) {
+                        outer = value <= T(0) ? wide<T>{} : outer;
+                        value = value <= T(0) ? wide<T>{} : value;
+                    }
+                    of_gamma += outer * value;
+                    const wide<T> inner = outer * factor;
+                    of_weight += inner * normed;
+                    of_bias += inner;
+                    store<T>(slope, inner * w);
+                }
+                first += of_bias * w;
+                second += of_weight * w;
+                grad_weight[c] += total<T>(of_weight);
+                grad_bias[c] += total<T>(of_bias);
+                if (grad_gamma) grad_gamma[c] += total<T>(of_gamma);
+            }
+            const wide<T> a = first / count, b = second / count;
+            row = x + begin, slope = g + begin;
+            for (int r = 0; r < per_group * space; ++r, row += stride, slope += stride) {
+                const wide<T> normed = (load(row) - center) * scale;
+                store_lanes<T>(slope, scale * (load(slope) - a - normed * b), lanes - at);
+            }
+        }
+}
+
+// -- pooling and means ------------------------------------------------------------------------------------------------------
+
+// The larger of two; what is not a number wins, and the first of equals.
+template <class T> inline bool later_wins(T first, T later) { return later > first || (later != later && first == first); }
+
+template <class T> void max_pool(int channels, int height, int width, const T* h, T* y, int lanes, int stride) {
+    for (int c = 0; c < channels; ++c)
+        for (int i = 0; i + 1 < height; i += 2)
+            for (int j = 0; j + 1 < width; j += 2, y += stride) {
+                const T* a = h + ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
+                const T *b = a + stride, *d = a + static_cast<int64_t>(width) * stride, *e = d + stride;
+                ESPER_EACH_LANE {
+                    T best = later_wins(a[lane], b[lane]) ? b[lane] : a[lane];
+                    best = later_wins(best, d[lane]) ? d[lane] : best;
+                    y[lane] = later_wins(best, e[lane]) ? e[lane] : best;
+                }
+            }
+}
+
+template <class T>
+void max_pool_back(int channels, int height, int width, const T* h, const T* g, T* grad, int lanes, int stride) {
+    if (height % 2 || width % 2) std::memset(grad, 0, sizeof(T) * channels * height * width * stride);
+    for (int c = 0; c < channels; ++c)
+        for (int i = 0; i + 1 < height; i += 2)
+            for (int j = 0; j + 1 < width; j += 2, g += stride) {
+                const int64_t begin = ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
+                const int64_t below = static_cast<int64_t>(width) * stride;
+                const T *a = h + begin, *b = a + stride, *d = a + below, *e = d + stride;
+                T *ga = grad + begin, *gb = ga + stride, *gd = ga + below, *ge = gd + stride;
+                ESPER_EACH_LANE {
+                    const bool is_b = later_wins(a[lane], b[lane]);
+                    const T upper = is_b ? b[lane] : a[lane];
+                    const bool is_d = later_wins(upper, d[lane]);
+                    const T best = is_d ? d[lane] : upper;
+                    const bool is_e = later_wins(best, e[lane]);
+                    const T slope = g[lane];
+                    ge[lane] = is_e ? slope : T(0);
+                    gd[lane] = !is_e && is_d ? slope : T(0);
+                    gb[lane] = !is_e && !is_d && is_b ? slope : T(0);
+                    ga[lane] = is_e || is_d || is_b ? T(0) : slope;
+                }
+            }
+}
+
+template <class T, int VS> void sum_rows(int rows, const T* h, T* y, T factor, int stride) {
+    wide<T> sum[VS] = {};
+    for (int r = 0; r < rows; ++r, h += stride)
+        for (int v = 0; v < VS; ++v) sum[v] += load(h + v * width<T>());
+    for (int v = 0; v < VS; ++v) store<T>(y + v * width<T>(), sum[v] * factor);
+}
+
+template <class T> void mean_space(int channels, int space, const T* h, T* y, int stride) {
+    constexpr int FOUR = 4 * width<T>();
+    for (int c = 0; c < channels; ++c, y += stride, h += static_cast<int64_t>(space) * stride) {
+        int at = 0;
+        for (; at + FOUR <= stride; at += FOUR) sum_rows<T, 4>(space, h + at, y + at, T(1) / T(space), stride);
+        for (; at < stride; at += width<T>()) sum_rows<T, 1>(space, h + at, y + at, T(1) / T(space), stride);
+    }
+}
+
+template <class T> void mean_space_back(int channels, int space, const T* g, T* grad, int lanes, int stride) {
+    for (int c = 0; c < channels; ++c, g += stride)
+        for (int m = 0; m < space; ++m, grad += stride) {
+            ESPER_EACH_LANE grad[lane] = g[lane] / T(space);
+        }
+}
+
+// -- factors, biases, activations ---------------------------------------------------------------------------------------------
+
+template <class T> void add_bias(int channels, int space, const T* bias, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
+    for (int r = 0; r < channels * space; ++r, y += stride) {
+        const T b = bias[r / space];
+        ESPER_EACH_LANE y[lane] += b;
+    }
+}
+
+template <class T> void add_bias_back(int channels, int space, const T* g, T* grad_bias, int lanes, int stride) {
+    together(space, lanes, stride);
+    for (int c = 0; c < channels; ++c) {
+        grad_bias[c] = T(0);
+        for (int m = 0; m < space; ++m, g += stride) grad_bias[c] += sum_of(g, lanes);
+    }
+}
+
+// One factor per channel. The way back is in place.
+template <class T> void scale(int channels, int space, const T* gamma, const T* x, T* y, int lanes, int stride) {
+    together(space, lanes, stride);
+    for (int r = 0; r < channels * space; ++r, x += stride, y += stride) {
+        const T factor = gamma[r / space];
+        ESPER_EACH_LANE y[lane] = x[lane] * factor;
+    }
+}
+
+template <class T>
+void scale_back(int channels, int space, const T* gamma, const T* x, T* g, T* grad_gamma, int lanes, int stride) {
+    together(space, lanes, stride);
+    for (int c = 0; c < channels; ++c) {
+        const T factor = gamma[c];
+        T sum = T(0);
+        for (int m = 0; m < space; ++m, x += stride, g += stride) {
+#pragma omp simd reduction(+ : sum)
+            for (int lane = 0; lane < lanes; ++lane) {
+                sum += g[lane] * x[lane];
+                g[lane] *= factor;
+            }
+        }
+        grad_gamma[c] = sum;
+    }
+}
+
+// One factor per channel and example: y = h * factor.
+template <class T> void modulate(int channels, int space, const T* h, const T* factor, T* y, int lanes, int stride) {
+    for (int c = 0; c < channels; ++c, factor += stride)
+        for (int m = 0; m < space; ++m, h += stride, y += stride) {
+            ESPER_EACH_LANE y[lane] = h[lane] * factor[lane];
+        }
+}
+
+template <class T> void modulate_back(int channels, int space, const T* h, const T* g, T* grad_factor, int stride) {
+    const int64_t channel = static_cast<int64_t>(space) * stride;
+    for (int c = 0; c < channels; ++c, grad_factor += stride, h += channel, g += channel)
+        for (int at = 0; at < stride; at += width<T>()) {
+            wide<T> sum = {};
+            for (int64_t row = at; row < channel; row += stride) sum += load(g + row) * load(h + row);
+            store<T>(grad_factor + at, sum);
+        }
+}
+
+// y = tanh(strength) * (z - h). The way back is in place: `g` becomes the gradient of z.
+template <class T> void shift(int rows, const T* strength, const T* z, const T* h, T* y, int lanes, int stride) {
+    together(rows, lanes, stride);
+    const T factor = tanh_of(*strength);
+    for (int r = 0; r < rows; ++r, z += stride, h += stride, y += stride) {
+        ESPER_EACH_LANE y[lane] = factor * (z[lane] - h[lane]);
+    }
+}
+
+template <class T>
+void shift_back(int rows, const T* strength, const T* z, const T* h, T* g, T* grad_strength, int lanes, int stride) {
+    together(rows, lanes, stride);
+    const T factor = tanh_of(*strength);
+    T sum = T(0);
+    for (int r = 0; r < rows; ++r, z += stride, h += stride, g += stride) {
+#pragma omp simd reduction(+ : sum)
+        for (int lane = 0; lane < lanes; ++lane) {
+            sum += g[lane] * (z[lane] - h[lane]);
+            g[lane] *= factor;
+        }
+    }
+    *grad_strength = sum * (T(1) - factor * factor);
+}
+
+enum Activation { RELU, SILU, TANH, SIGMOID };
+
+template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes, int stride) {
+    together(rows, lanes, stride);
+    for (int r = 0; r < rows; ++r, x += stride, y += stride) {
+        if (kind == RELU) {
+            ESPER_EACH_LANE y[lane] = relu_of(x[lane]);
+        } else if (kind == SILU) {
+            ESPER_EACH_LANE y[lane] = x[lane] * sigmoid_of(x[lane]);
+        } else if (kind == TANH) {
+            ESPER_EACH_LANE y[lane] = tanh_of(x[lane]);
+        } else {
+            ESPER_EACH_LANE y[lane] = sigmoid_of(x[lane]);
+        }
+    }
+}
+
+// In place.
+template <class T> void activate_back(int rows, int kind, const T* x, const T* y, T* g, int lanes, int stride) {
+    together(rows, lanes, stride);
+    for (int r = 0; r < rows; ++r, x += stride, y += stride, g += stride) {
+        if (kind == RELU) {
+            ESPER_EACH_LANE g[lane] = y[lane] <= T(0) ? T(0) : g[lane];
+        } else if (kind == SILU) {
+            ESPER_EACH_LANE {
+                const T open = sigmoid_of(x[lane]);
+                g[lane] *= open * (T(1) + x[lane] * (T(1) - open));
+            }
+        } else if (kind == TANH) {
+            ESPER_EACH_LANE g[lane] *= T(1) - y[lane] * y[lane];
+        } else {
+            ESPER_EACH_LANE g[lane] *= y[lane] * (T(1) - y[lane]);
+        }
+    }
+}
+
+// -- how seeds join their host (esper.kasmina.blending) -------------------------------------------------------------------
+
+enum Algorithm { ADD, MULTIPLY, GATE };
+
+template <class T>
+void join(int rows, int algorithm, const T* h, const T* delta, const T* gate, T alpha, T* y, int lanes, int stride) {
+    if (algorithm != GATE) together(rows, lanes, stride);
+    for (int r = 0; r < rows; ++r, h += stride, delta += stride, y += stride) {
+        if (algorithm == ADD) {
+            ESPER_EACH_LANE y[lane] = h[lane] + alpha * delta[lane];
+        } else if (algorithm == MULTIPLY) {
+            ESPER_EACH_LANE y[lane] = h[lane] * (T(1) + alpha * tanh_of(delta[lane]));
+        } else {
+            ESPER_EACH_LANE y[lane] = h[lane] + alpha * gate[lane] * delta[lane];
+        }
+    }
+}
+
+// `g` is the gradient of the joined features and becomes that of `h`. A hidden seed learns as if it were heard in full.
+template <class T>
+void join_back(int rows, int algorithm, bool heard, const T* h, const T* delta, const T* gate, T alpha, T* g,
+               T* grad_delta, T* grad_gate, int lanes, int stride) {
+    if (algorithm != GATE) together(rows, lanes, stride);
+    const T weight = heard ? alpha : T(1);
+    if (grad_gate) {
+        ESPER_EACH_LANE grad_gate[lane] = T(0);
+    }
+    for (int r = 0; r < rows; ++r) {
+        const int64_t begin = static_cast<int64_t>(r) * stride;
+        const T *own = h + begin, *from = delta + begin;
+        T* slope = g + begin;
+        T* to = grad_delta ? grad_delta + begin : nullptr;
+        if (algorithm == MULTIPLY) {
+            ESPER_EACH_LANE {
+                const T bent = tanh_of(from[lane]);
+                if (to) to[lane] = weight * slope[lane] * own[lane] * (T(1) - bent * bent);
+                if (heard) slope[lane] += alpha * slope[lane] * bent;
+            }
+        } else if (algorithm == ADD) {
+            if (to) {
+                ESPER_EACH_LANE to[lane] = weight * slope[lane];
+            }
+        } else if (to) {
+            ESPER_EACH_LANE to[lane] = weight * slope[lane] * gate[lane];
+            if (grad_gate) {
+                ESPER_EACH_LANE grad_gate[lane] += weight * slope[lane] * from[lane];
+            }
+        }
+    }
+}
+
+// -- input and loss -------------------------------------------------------------------------------------------------------
+
+// Images [lanes][rows] to rows of lanes.
+template <class T> void transpose(int rows, const T* images, T* y, int lanes, int stride) {
+    constexpr int TILE = 16;
+    for (int first = 0; first < rows; first += TILE)
+        for (int lane = 0; lane < stride; ++lane)
+            for (int r = first; r < first + TILE && r < rows; ++r)
+                y[static_cast<int64_t>(r) * stride + lane] =
+                    lane < lanes ? images[static_cast<int64_t>(lane) * rows + r] : T(0);
+}
+
+// Cross entropy. `told` = {sum of losses, correct answers}, added to; `grad` (or null) is that of the mean loss. A lane
+// whose label is negative is no example. Labels are not checked here: NativeExecutor does, once.
+template <class T>
+void cross_entropy(int classes, const T* logits, const int64_t* labels, double* told, T* grad, T* work, int lanes,
+                   int stride) {
+    T *best = work, *sum = work + stride, *answer = work + 2 * stride;
+    ESPER_EACH_LANE {
+        best[lane] = logits[lane];
+        sum[lane] = answer[lane] = T(0);
+    }
+    for (int c = 1; c < classes; ++c) {
+        const T* row = logits + c * stride;
+        ESPER_EACH_LANE {
+            const bool wins = later_wins(best[lane], row[lane]);
+            best[lane] = wins ? row[lane] : best[lane];
+            answer[lane] = wins ? T(c) : answer[lane];
+        }
+    }
+    for (int c = 0; c < classes; ++c) {
+        const T* row = logits + c * stride;
+        ESPER_EACH_LANE sum[lane] += exp_of(row[lane] - best[lane]);
+    }
+    double loss = 0.0, product = 1.0;  // of sums, each at most the number of classes: one logarithm for sixteen of them
+    int correct = 0;
+    for (int lane = 0; lane < lanes; ++lane) {
+        if (labels[lane] >= 0) {
+            loss += best[lane] - logits[labels[lane] * stride + lane];
+            product *= sum[lane];
+            correct += answer[lane] == T(labels[lane]);
+        }
+        if (lane % 16 == 15 || lane + 1 == lanes) {
+            loss += std::log(product);
+            product = 1.0;
+        }
+    }
+    told[0] += loss;
+    told[1] += correct;
+    if (!grad) return;
+    for (int c = 0; c < classes; ++c) {
+        const T* row = logits + c * stride;
+        T* slope = grad + c * stride;
+        ESPER_EACH_LANE slope[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(lanes));
+    }
+    for (int lane = 0; lane < lanes; ++lane)
+        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(lanes);
+}
+
+}  // namespace esper

@@ -1,0 +1,80 @@
+"""Mode `objective`, the default: J of the network that is kept, and shaping on the way that sums to zero.
+
+    step t < E    gamma * Phi_t - Phi_{t-1}          Phi_0 = Phi_E = 0
+    step E        J - Phi_{E-1}
+
+J and Phi are one function (`worth`): J of the committed network, Phi of the network as it stands. In a rollback the row
+before it is paid -Phi_{t-2} instead, as if the network had been worth nothing after it, and the next one starts from 0.
+So the discounted rewards of an episode sum to gamma^(E-1) * J, whatever was rolled back.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
+from esper.leyline.record import record
+from esper.leyline.stages import SeedStage
+from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.objective_value import objective_value
+
+
+@record
+class Potentials:
+    """Phi after the last step and after the one before, float64; both 0 at the start and after a rollback."""
+
+    last: Float[Tensor, " N"]
+    before: Float[Tensor, " N"]
+
+
+@final
+class ObjectiveReward:
+    """An `EpisodeReward`: rollbacks do not end the episode, and its end is paid for what is kept."""
+
+    terms: Sequence[str] = ("potential", "terminal")
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self._rollback_penalty = config.resolved("rollback_penalty")
+
+    def worth(
+        self, accuracy: Float[Tensor, " N"], seed_params: Int[Tensor, " N"], host_params: Int[Tensor, " N"]
+    ) -> Float[Tensor, " N"]:
+        """J of such a network, float64; an accuracy (pp) that was not measured counts as 0."""
+        known = accuracy.to(torch.float64).nan_to_num(nan=0.0)
+        return objective_value(known, seed_params, host_params.to(torch.float64), self.config)
+
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Potentials:
+        """Carried state at the start of an episode."""
+        zeros = torch.zeros(n, dtype=torch.float64, device=device)
+        return Potentials(last=zeros, before=zeros)
+
+    def step(self, inputs: RewardInputs, state: Potentials) -> tuple[RewardOutput, Potentials]:
+        """Pay one step, in the dtype of the accuracies. It gives no marks: it pays for no contribution."""
+        hosts, slots = inputs.hosts, inputs.slots
+        if inputs.epoch == inputs.max_epochs:
+            fossil_params = (slots.params * (slots.stage == SeedStage.FOSSILIZED)).sum(1)
+            potential = torch.zeros_like(state.last)
+            shaping, terminal = -state.last, self.worth(hosts.committed_acc, fossil_params, hosts.host_params)
+        else:
+            potential = self.worth(hosts.val_acc, slots.params.sum(1), hosts.host_params)
+            shaping, terminal = self.config.gamma * potential - state.last, torch.zeros_like(state.last)
+        breakdown = torch.stack((shaping, terminal), dim=1).to(hosts.val_acc.dtype)
+        flags = torch.zeros(len(potential), 2, dtype=torch.bool, device=potential.device)
+        paid = RewardOutput(total=breakdown.sum(1), breakdown=breakdown, flags=flags)
+        return paid, Potentials(last=potential, before=state.last)
+
+    def rollback_reward(self, state: Potentials) -> Float[Tensor, " N"]:
+        """[N]: what the last row of a host is paid instead when the host is rolled back now."""
+        return (self._rollback_penalty - state.before).to(torch.float32)
+
+    def reset_hosts(self, state: Potentials, mask: Bool[Tensor, " N"]) -> Potentials:
+        """Carried state with the masked hosts as at the start of an episode."""
+        return Potentials(last=state.last.masked_fill(mask, 0.0), before=state.before.masked_fill(mask, 0.0))
+
+    def final_reward(self, kept: KeptNetwork) -> Float[Tensor, " N"]:
+        """J of what an episode left."""
+        return self.worth(kept.accuracy, kept.fossil_params, kept.host_params).to(torch.float32)

@@ -1,0 +1,82 @@
+"""What executors of networks have in common: one owner of the hosts, and coalitions that are counted and averaged."""
+
+from abc import ABC, abstractmethod
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from esper.leyline.messages import SlotState
+from esper.leyline.protocols import StateTree
+from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.executors.hosts import HostData
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
+
+
+class NetworkExecutor(ABC):
+    """An executor whose host knows the structure; a subclass says how `data`'s hosts are trained and measured."""
+
+    def __init__(self, data: HostData) -> None:
+        self.data, self.population = data, data.population
+        self.costs = self.population.costs()
+        self.host_params = self.population.host_kind.template.parameters.num_params
+
+    @abstractmethod
+    def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
+        """Every host over its whole train split, in its own order."""
+
+    @abstractmethod
+    def count_correct(
+        self, batches: SharedBatchIterator, alpha: Float[Tensor, "N S"], sets: list[np.ndarray], num_columns: int
+    ) -> tuple[Int[Tensor, "N K"], Float[Tensor, " N"], int]:
+        """Correct answers of each host's coalitions, summed loss of its first one, and the number of examples.
+
+        Args:
+            batches: the examples.
+            alpha: blend weights, on the device.
+            sets: coalitions [K_n, S] of each host; one that has fewer than `num_columns` gets zeros for the rest.
+            num_columns: K.
+        """
+
+    @final
+    def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
+        """All coalitions of every host on the same validation examples."""
+        return self.measure(slots.alpha, coalitions.sets.shape[1])
+
+    @final
+    @torch.no_grad()
+    def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
+        """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
+        batches, sets = self.data.evaluation("val"), self.data.coalition_sets()
+        correct, loss_sum, count = self.count_correct(batches, alpha, sets, num_columns)
+        return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
+
+    @torch.no_grad()
+    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+        """Each host with its fossilized seeds alone."""
+        batches, sets = self.data.evaluation(split), self.data.committed_sets()
+        correct, _, count = self.count_correct(batches, slots.alpha, sets, 1)
+        return 100.0 * correct[:, 0] / count
+
+    @final
+    def reset(self, episode: int) -> None:
+        """N fresh hosts with empty slots."""
+        self.data.reset(episode)
+
+    @final
+    def settle(self, structure: Structure) -> None:
+        """Operate on the parameters as the lifecycle decided."""
+        self.data.apply_structure(structure)
+
+    @final
+    def state_dict(self) -> StateTree:
+        """The hosts."""
+        return self.data.state_dict()
+
+    @final
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        self.data.load_state_dict(state)

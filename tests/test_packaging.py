@@ -29,7 +29,10 @@ MAY_READ = {
     "tolaria/prefixes.py": "numpy arrays of the structure that was read",
     "tolaria/executors/": "numpy arrays of the structure that was read (`tolist` alone: see ONLY)",
     "kasmina/slot_fields.py": "checks a state that is loaded, before a run goes on",
-    "kasmina/lowering.py": "tries a stacking rule on a layer, when a host is built",
+    "kasmina/initialization.py": "compares two builds of a module, before the run",
+    "kasmina/kinds.py": "compares two builds of a module, before the run",
+    "kasmina/stacking_trial.py": "tries a stacked module, before the run",
+    "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "kasmina/native/trial.py": "tries a rule on a module, when an executor is built",
     "kasmina/population.py": "numpy arrays of the structure that was read",
     "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
@@ -55,7 +58,8 @@ DRAWS = re.compile(
 )
 MAY_DRAW = {
     "leyline/random.py": "the border: a generator of its own from a key",
-    "kasmina/lowering.py": "tries a stacking rule on a layer, with a generator of its own",
+    "kasmina/kinds.py": "looks whether a blueprint moves the global generator",
+    "kasmina/stacking_trial.py": "tries a stacked module, with a generator of its own",
     "kasmina/native/trial.py": "tries a rule on a module, with a generator of its own",
     "kasmina/initialization.py": "keeps what a user's module draws in its constructor from the process",
 }

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
 from esper.kasmina.dropout import Moment
-from esper.kasmina.lowering import lower_layers, vmapped, way_to_stack
+from esper.kasmina.lowering import lower_layers, vmapped
+from esper.kasmina.stacking_trial import way_to_stack
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.stages import SeedStage, Topology
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native import NativeExecutor
 from esper.tolaria.executors.static import StaticExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import Bench, bit_equal, engine, same_tree
 
 TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING
@@ -170,7 +172,7 @@ def test_seeds_that_are_built_anew_train_the_same_way_in_all_hosts_at_once():
     with registered(Looked):
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0))
         with pytest.raises(ConfigError, match="blueprint 'own' is built anew for each newborn"):
-            StaticExecutor(Bench(1).executor)
+            StaticExecutor(Bench(1).executor.data)
 
 
 # -- what mixes examples ----------------------------------------------------------------------------------------------
@@ -178,19 +180,21 @@ def test_seeds_that_are_built_anew_train_the_same_way_in_all_hosts_at_once():
 
 def test_what_mixes_examples_in_training_or_in_the_gradient_alone_is_found_and_run_apart():
     example, conv = torch.zeros(1, 4, 3, 3), nn.Conv2d(4, 4, 1)
-    assert way_to_stack(nn.Sequential(conv, nn.ReLU()), example) is lower_layers
-    assert way_to_stack(Centred(conv), example) is vmapped
+    assert way_to_stack("own", nn.Sequential(conv, nn.ReLU()), example) is lower_layers
+    assert way_to_stack("own", Centred(conv), example) is vmapped
     leaning = nn.Sequential(conv, Functional(lambda y: y + (y.mean(dim=0) - y.mean(dim=0).detach())))
-    assert way_to_stack(leaning, example) is vmapped
+    assert way_to_stack("own", leaning, example) is vmapped
     with registered(lambda channels: Centred(nn.Conv2d(channels, channels, 1))):
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0), epochs=1)
 
 
 def test_what_cannot_be_run_for_many_hosts_at_once_is_refused_or_run_host_by_host():
     with registered(lambda channels: Centred(nn.ReLU())):
-        with pytest.raises(StackingError, match=r"Centred gives other results .* use executor 'streamed'"):
-            FusedExecutor(Bench(2).executor)
-        assert type(engine(2, 4, executor="auto", amp="bf16").executor).__name__ == "StreamedExecutor"
+        with pytest.raises(StackingError, match=r"blueprint 'own' gives other results .* use executor 'streamed'"):
+            FusedExecutor(Bench(2).executor.data)
+        with pytest.warns(UserWarning, match="run one after another, which is slower: blueprint 'own'"):
+            run = engine(2, 4, executor="auto", amp="bf16")
+        assert type(run.executor) is StreamedExecutor
 
 
 # -- what cannot grow -------------------------------------------------------------------------------------------------

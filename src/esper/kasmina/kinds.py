@@ -47,6 +47,7 @@ class Start:
 class Kind:
     """One kind of module: its skeleton, how it starts, and how one is built; `source` is the blueprint or the class."""
 
+    name: str
     template: Template
     start: Start
     build: Build
@@ -70,7 +71,7 @@ def host_kind(host: CNNHost, device: torch.device) -> Kind:
         return CNNHost(host.spec, slots, image_size=host.image_size)
 
     start = _start(build_twice(build), {}, device)
-    return Kind(template=Template(host.to(device)), start=start, build=build, source=CNNHost)
+    return Kind(name="host", template=Template(host.to(device)), start=start, build=build, source=CNNHost)
 
 
 def gate_kind(channels: int, device: torch.device) -> Kind:
@@ -80,7 +81,8 @@ def gate_kind(channels: int, device: torch.device) -> Kind:
         return GateNetwork(channels)
 
     start = _start(build_twice(build), {}, device)
-    return Kind(template=Template(build().to(device)), start=start, build=build, source=GateNetwork)
+    skeleton = Template(deterministic_build(build).to(device))
+    return Kind(name="gate", template=skeleton, start=start, build=build, source=GateNetwork)
 
 
 def seed_kind(blueprint: AbstractBlueprint, features: Features, device: torch.device) -> Kind:
@@ -102,7 +104,8 @@ def seed_kind(blueprint: AbstractBlueprint, features: Features, device: torch.de
 
     start = once(blueprint, features, "start", find)
     start = replace(start, table=tree_map(lambda x: x.to(device), start.table), buffers=start.buffers.to(device))
-    return Kind(template=Template(deterministic_build(build).to(device)), start=start, build=build, source=blueprint)
+    skeleton = Template(deterministic_build(build).to(device))
+    return Kind(name=blueprint.name, template=skeleton, start=start, build=build, source=blueprint)
 
 
 def _check_seed(name: str, module: nn.Module, features: Features) -> None:

@@ -89,8 +89,8 @@ def network_executor(
     if config.executor == "auto" and fits and prefers_fused((height, width), device.type):
         try:
             return FusedExecutor(data, recorder=recorder), "fused"
-        except StackingError:  # of a blueprint of the user; the start of the run names what was taken instead
-            return StreamedExecutor(data), "streamed"
+        except StackingError as error:
+            warnings.warn(f"hosts are run one after another, which is slower: {error}", stacklevel=2)
     return StreamedExecutor(data), "streamed"
 
 

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.kasmina import surgery
-from esper.kasmina.blueprints import registry
 from esper.kasmina.slab import Working
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
@@ -53,11 +52,11 @@ class StaticExecutor:
         self.costs = population.costs()
         self.host_params = population.host_kind.template.parameters.num_params
         self.twins = Twins(population)
-        for (_, index), kind in population.seed_kinds.items():
+        for kind in population.seed_kinds.values():
             if kind.start.rebuilt:
                 raise ConfigError(
-                    f"topology is 'static', but blueprint {registry.names()[index]!r} is built anew for each newborn, "
-                    "which the host would have to know of; draw its parameters by `uniform_`, or use 'grouped'."
+                    f"graph is 'static', but blueprint {kind.name!r} is built anew for each newborn, "
+                    "which the host would have to know of; draw its parameters by `uniform_`, or use 'dynamic'."
                 )
         self._rank = {population.points[s].slot_id: i for i, s in enumerate(data.execution_order)}
         self._num_classes = population.host_module.spec.classes

@@ -6,9 +6,10 @@ import torch
 
 from esper.kasmina.initialization import deterministic_build
 from esper.kasmina.kinds import Features, Kind, once
-from esper.kasmina.lowering import can_lower_layers, lower_layers, way_to_stack
+from esper.kasmina.lowering import can_lower_layers, lower_layers
 from esper.kasmina.population import Population
 from esper.kasmina.stacking import StackedTemplate, drop_batch_counters
+from esper.kasmina.stacking_trial import way_to_stack
 
 
 @final
@@ -46,7 +47,7 @@ class Twins:
 def _twin(kind: Kind, features: Features, device: torch.device) -> StackedTemplate:
     module = deterministic_build(kind.build)
     drop_batch_counters(module)
-    way = once(kind.source, features, "way", lambda: way_to_stack(module, torch.zeros(1, *features)))
+    way = once(kind.source, features, "way", lambda: way_to_stack(kind.name, module, torch.zeros(1, *features)))
     return StackedTemplate(way(module).to(device), kind.template.parameters, kind.template.buffers)
 
 

@@ -44,8 +44,8 @@ class AbstractBlueprint(abc.ABC):
 
     Attributes:
         name: unique within a topology. topology: the family of hosts it fits.
-        birth: parameters that start at a constant (name in the built module -> value), whatever `build` gives them. They
-            make a new seed (nearly) silent.
+        birth: parameters that start at a constant (name in the built module -> value), whatever `build` gives them.
+            They make a new seed (nearly) silent.
     """
 
     name: str

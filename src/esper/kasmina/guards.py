@@ -108,11 +108,9 @@ def resolve_target_slot(
     actions: Int[Tensor, "N 8"], legal: Bool[Tensor, "N 6 S"], has_gate: Bool[Tensor, "N S"]
 ) -> tuple[Int[Tensor, " N"], Bool[Tensor, " N"]]:
     """The slot each host's op aims at (the slot head), and whether the op is legal there with its style."""
-    target_N, op_N = actions[:, Head.SLOT], actions[:, Head.OP]
-    flat = legal.flatten(1)
-    valid = flat.gather(1, (op_N * legal.shape[2] + target_N)[:, None]).squeeze(1)
+    target_N, op_N, hosts_N = actions[:, Head.SLOT], actions[:, Head.OP], numbers(len(legal), legal.device)
     wants_gate = (op_N == LifecycleOp.SET_ALPHA_TARGET) & _gated_styles(op_N.device)[actions[:, Head.STYLE]]
-    return target_N, valid & (has_gate.gather(1, target_N[:, None]).squeeze(1) | ~wants_gate)
+    return target_N, legal[hosts_N, op_N, target_N] & (has_gate[hosts_N, target_N] | ~wants_gate)
 
 
 @lru_cache(maxsize=8)
@@ -130,4 +128,10 @@ def advance_active_seed(slots: SlotState, target: Int[Tensor, " N"], where: Bool
 
 def at_target(target: Int[Tensor, " N"], num_slots: int) -> Bool[Tensor, "N S"]:
     """One-hot of the target slot."""
-    return target[:, None] == torch.arange(num_slots, device=target.device)
+    return target[:, None] == numbers(num_slots, target.device)
+
+
+@lru_cache(maxsize=64)
+def numbers(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1."""
+    return torch.arange(count, device=device)

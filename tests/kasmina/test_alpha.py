@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import Driver, action, actions, with_slot
+from driver import Driver, action, actions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scalar_rules import share_of_ramp
@@ -152,14 +152,6 @@ def test_retarget_remembers_where_the_ramp_begins_and_which_way_it_goes():
     assert slots.alpha_steepness[:, 0].tolist() == [12.0, 24.0]
     assert slots.alpha_total[:, 0].tolist() == [3, 8]
     assert slots.alpha_done[:, 0].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("mode", [AlphaMode.UP, AlphaMode.DOWN])
-def test_retargeting_a_slot_that_moves_is_an_error(mode):
-    slots = with_slot(empty_slots(2, 2, torch.device("cpu")), 1, alpha_mode=int(mode))
-    with pytest.raises(ValueError, match="HOLD"):
-        alpha.require_hold(slots, torch.ones(2, 2, dtype=torch.bool))
-    alpha.require_hold(slots, torch.tensor([[True, False], [True, False]]))
 
 
 def test_slots_that_are_not_marked_keep_every_field():

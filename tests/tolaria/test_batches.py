@@ -21,8 +21,8 @@ def numbered(n_train: int = 10, n_val: int = 7, n_test: int = 5) -> Dataset:
     )
 
 
-def train_iterator(num_envs: int = 3, batch_size: int = 4, run_seed: int = 1, **kwargs) -> SharedBatchIterator:
-    return SharedBatchIterator(numbered(), num_envs, batch_size, "train", run_seed, CPU, **kwargs)
+def train_iterator(num_envs: int = 3, batch_size: int = 4, run_seed: int = 1) -> SharedBatchIterator:
+    return SharedBatchIterator(numbered(), num_envs, batch_size, "train", run_seed, CPU)
 
 
 def orders(batches: SharedBatchIterator, t: int, episode: int, hosts: torch.Tensor) -> torch.Tensor:
@@ -109,23 +109,3 @@ def test_the_data_are_on_the_device_once():
     data = numbered()
     a, b = (SharedBatchIterator(data, 1, 4, "val", 1, CPU) for _ in range(2))
     assert next(iter(a)).x.data_ptr() == next(iter(b)).x.data_ptr() == data.val.x.data_ptr()
-
-
-def add_address(x, *, run_seed, hosts, episode, t, example):
-    """Adds a number that tells host, episode, step and example apart."""
-    key = hosts[:, None] * 1000 + episode * 10_000 + t * 100 + example
-    return x + run_seed * 0 + key[:, :, None, None, None]
-
-
-def test_augmentation_is_told_host_episode_step_and_example():
-    batches = train_iterator(num_envs=2, augment=add_address)
-    batches.begin(3, 1, torch.tensor([5, 6]))
-    for x, y in batches:
-        host = torch.tensor([5, 6])[:, None]
-        expected = y + host * 1000 + 10_000 + 300 + y
-        assert torch.equal(x[:, :, 0, 0, 0], expected.float())
-
-
-def test_only_training_examples_are_augmented():
-    with pytest.raises(ConfigError, match="only the train split is augmented"):
-        SharedBatchIterator(numbered(), 1, 4, "val", 1, CPU, augment=add_address)

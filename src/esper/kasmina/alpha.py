@@ -11,7 +11,7 @@ from torch import Tensor
 from esper.kasmina.slot_fields import select
 from esper.leyline.messages import SlotState
 from esper.leyline.record import replace
-from esper.leyline.stages import AlphaCurve, AlphaMode
+from esper.leyline.stages import AlphaCurve
 
 _MIN_STEEPNESS = 0.1
 
@@ -27,12 +27,6 @@ def ramp(x: Float[Tensor, "*b"], curve: Int[Tensor, "*b"], steepness: Float[Tens
     sigmoid = torch.where(span < 1e-12, x, (torch.sigmoid(half * (2.0 * x - 1.0)) - low) / span)
     cosine = 0.5 - 0.5 * torch.cos(torch.pi * x)
     return torch.where(curve == AlphaCurve.SIGMOID, sigmoid, torch.where(curve == AlphaCurve.COSINE, cosine, x))
-
-
-def require_hold(slots: SlotState, where: Bool[Tensor, "N S"]) -> None:
-    """Raise ValueError if a marked slot is moving. Reads the device: for tests and debugging, not for the loop."""
-    if bool((where & (slots.alpha_mode != AlphaMode.HOLD)).any()):
-        raise ValueError("retarget is legal only while alpha_mode is HOLD; a ramp that runs cannot be changed.")
 
 
 def retarget(

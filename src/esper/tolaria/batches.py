@@ -8,10 +8,10 @@ Shape legend: N = hosts, B = batch, n = examples of the split.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, DataError
@@ -26,24 +26,6 @@ class Batch(NamedTuple):
     y: Tensor
 
 
-@runtime_checkable
-class Augment(Protocol):
-    """A random change of training examples; its draws are keyed by (host, episode, t, example)."""
-
-    def __call__(
-        self,
-        x: Float[Tensor, "N B ..."],
-        *,
-        run_seed: int,
-        hosts: Int[Tensor, " N"],
-        episode: int,
-        t: int,
-        example: Int[Tensor, "N B"],
-    ) -> Float[Tensor, "N B ..."]:
-        """The changed examples, in new memory; `example` are their indices in the train split."""
-        ...
-
-
 class SharedBatchIterator:
     """One pass after another over one split, for N hosts at once.
 
@@ -54,11 +36,10 @@ class SharedBatchIterator:
         split: "train", "val" or "test".
         run_seed: key of the training order.
         device: where batches are made.
-        augment: random changes of training examples; None for none.
         run_finished: must be True for the test split, which may not influence a run.
 
     Raises:
-        ConfigError: a batch size below 1, the test split before the end, or augmentation of another split than train.
+        ConfigError: a batch size below 1, or the test split before the end.
         DataError: the split is empty.
     """
 
@@ -70,7 +51,6 @@ class SharedBatchIterator:
         split: SplitName,
         run_seed: int,
         device: torch.device,
-        augment: Augment | None = None,
         *,
         run_finished: bool = False,
     ) -> None:
@@ -78,21 +58,16 @@ class SharedBatchIterator:
             raise ConfigError(f"the batch size of the {split} split is {batch_size}; it must be at least 1.")
         if split == "test" and not run_finished:
             raise ConfigError("the test split may be read at the end of a run only; use the validation split before.")
-        if augment is not None and split != "train":
-            raise ConfigError(f"augmentation of the {split} split was asked for; only the train split is augmented.")
         self._data = dataset.split(split).to(device)
         if len(self._data) == 0:
             raise DataError(f"the {split} split of {dataset.identity.get('name')} is empty; expected examples.")
         self._num_envs, self._batch_size, self._run_seed = num_envs, batch_size, run_seed
-        self._shuffles, self._augment = split == "train", augment
-        self._t, self._episode = 0, 0
-        self._hosts: Tensor | None = None
+        self._shuffles = split == "train"
         self._order: Tensor | None = None
 
     def begin(self, t: int, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Start the pass of step t. `hosts` are global numbers; one batched draw gives the order of the whole pass."""
         assert hosts.shape == (self._num_envs,)
-        self._t, self._episode, self._hosts = t, episode, hosts
         if self._shuffles:
             self._order = permutation(self._run_seed, Stream.TRAIN_ORDER, hosts, len(self._data), episode=episode, t=t)
 
@@ -116,9 +91,4 @@ class SharedBatchIterator:
         flat = index_NB.reshape(-1)
         x = self._data.x.index_select(0, flat).view(*index_NB.shape, *self._data.x.shape[1:])
         y = self._data.y.index_select(0, flat).view(index_NB.shape)
-        if self._augment is not None:
-            assert self._hosts is not None
-            x = self._augment(
-                x, run_seed=self._run_seed, hosts=self._hosts, episode=self._episode, t=self._t, example=index_NB
-            )
         return Batch(x, y)

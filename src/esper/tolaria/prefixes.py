@@ -45,11 +45,6 @@ class PrefixPlan:
     state_of_coalition: tuple[int, ...]
     num_states: int
 
-    @property
-    def seed_evaluations(self) -> int:
-        """How many times a seed is run on one batch, over all slots."""
-        return sum(len(step.on) for step in self.steps)
-
 
 def plan_prefixes(sets: Bool[np.ndarray, "K S"], execution_order: tuple[int, ...]) -> PrefixPlan:
     """The plan with the fewest states for the coalitions of one host (valid rows only; equal rows are allowed).

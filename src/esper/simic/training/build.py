@@ -21,7 +21,6 @@ from esper.simic.training.kernels import (
     policy_form,
     replayed_reward,
     require_replayed_training,
-    store_form,
 )
 from esper.simic.training.plugins import load_plugins
 from esper.simic.training.precision import with_fastest_precision
@@ -120,7 +119,6 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
         device=spec.device,
         total_updates=config.schedule_rounds,
         policy_form=policy_form(config, spec),
-        store_form=store_form(config, spec.device),
     )
 
 

@@ -103,8 +103,8 @@ def where(mask: Tensor, yes: R, no: R) -> R:
         if len(names) < _WORTH_STACKING:
             chosen.update((name, torch.where(rows, *pair)) for name, pair in zip(names, pairs, strict=True))
         else:
-            stacked = torch.where(rows, *map(torch.stack, zip(*pairs, strict=True)))
-            chosen.update(zip(names, stacked.unbind(0), strict=True))
+            of_yes, of_no = (torch.stack(values) for values in zip(*pairs, strict=True))
+            chosen.update(zip(names, torch.where(rows, of_yes, of_no).unbind(0), strict=True))
     return replace(no, **chosen)
 
 

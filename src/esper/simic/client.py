@@ -178,7 +178,7 @@ class SimicClient:
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
-        """The rollout so far. Rows that rollbacks ended meanwhile are marked here, and others made neutral, all at once."""
+        """The rollout so far. Rows that are not valid become neutral here, and rows that rollbacks ended are marked."""
         self._buffer.neutralize()
         self._buffer.mark_terminals(self._rolled_back_TN.t(), self._paid_for_it_TN.t())
         self._rolled_back_TN.zero_()

@@ -153,7 +153,7 @@ def apply_ops(
     costs: SeedCosts,
     config: LifecycleConfig,
 ) -> tuple[SlotState, HostState, OpEffects]:
-    """Execute each host's sampled op in step `t`.
+    """Execute each host's sampled op in step `t`; what a pruned slot held is forgotten by the tick.
 
     Hosts with `active` False (rolled back in this step) execute nothing. An op that is illegal or refused by its gate
     changes nothing.
@@ -178,7 +178,6 @@ def apply_ops(
     slots = _set_algorithm(slots, retuned, chosen)
     slots = _move_by_op(slots, hosts.val_acc, germinated, pruned_now, fossilized, pruning, retuned, chosen)
     slots = _germinate(slots, hosts, germinated, chosen, costs)
-    slots = release(slots, pruned_now)
     hosts = _count(hosts, slots, germinated, pruned_now, fossilized)
     changed = slots.stage != before
     effects = OpEffects(
@@ -304,7 +303,7 @@ def tick(
     slots = replace(slots, age=slots.age + occupied, epochs_in_stage=torch.where(moved, slots.epochs_in_stage, epochs))
     slots = transition(slots, moved, to_stage, hosts.val_acc[:, None])
     slots = _enter_blending(slots, to_blending, hosts.val_acc)
-    slots = vacate(release(slots, removed | dormant), dormant)
+    slots = vacate(release(slots, effects.released | removed | dormant), dormant)
     hosts = replace(hosts, n_pruned=hosts.n_pruned + removed.sum(dim=1))
 
     cause = advanced * int(Cause.AUTO) + (advanced & effects.requested) * (int(Cause.ADVANCE) - int(Cause.AUTO))

@@ -20,7 +20,6 @@ from esper.simic.training.kernels import (
     policy_form,
     require_replayed_training,
     reward_form,
-    store_form,
 )
 from esper.simic.training.plugins import load_plugins
 from esper.tamiyo.baselines import make_baseline
@@ -115,7 +114,6 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
         device=spec.device,
         total_updates=config.schedule_rounds,
         policy_form=policy_form(config, spec),
-        store_form=store_form(config, spec.device),
     )
 
 

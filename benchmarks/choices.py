@@ -8,8 +8,6 @@
     clamp                 masked logits as they are against clamped ones, in a null step of many hosts
     policy                `torch.no_grad` as it is against `torch.inference_mode`, in a null step of few hosts
     threads               one against two, in a fused train pass of digits; wall time
-    vectors               the compiled phases of a step of many hosts with vectors along three slots against without;
-                          needs a C++ compiler and a minute, so only where it is asked for
     memory                freed memory given back against kept, each in a process of its own, with page faults
 
 Both ways run alternately, on one thread and in CPU time unless said; a ratio is the median over repetitions of the
@@ -41,7 +39,6 @@ import null_control_step
 from esper.kasmina import lowering
 from esper.kasmina.hosts import cnn
 from esper.kasmina.hosts.pooling import max_pool_2x2
-from esper.simic.compilation import CompiledStep
 from esper.tamiyo import heads
 from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
 from esper.telemetry.machine import environment
@@ -226,32 +223,6 @@ def policy(options: Options) -> list[Row]:
     return [compare(name, "policy: no_grad", "inference_mode", work, options.repetitions)]
 
 
-def vectors(options: Options) -> list[Row]:
-    """The phases of a step in the middle of an episode, compiled with vectors of our short axes and without."""
-    subject, told = null_subject(options.many_hosts, options), dict[str, tuple[object, ...]]()
-    plane, middle = subject.engine._plane, options.steps // 2
-    eager = {name: getattr(plane, name) for name in ("see", "act", "close")}
-
-    def noting(name: str) -> Callable[..., object]:
-        def phase(*given: object) -> object:
-            if subject.engine.t == middle:
-                told[name] = given
-            return eager[name](*given)
-
-        return phase
-
-    for name in eager:
-        setattr(plane, name, noting(name))
-    subject.seconds_per_step(0)
-    rows = []
-    for name, given in told.items():
-        forms = [CompiledStep(eager[name], name=name, narrow=narrow) for narrow in (False, True)]
-        work = [partial(often, partial(form, *given)) for form in forms]
-        row = f"compiled {name}, N = {options.many_hosts}"
-        rows.append(compare(row, "vectors", "none", work, options.repetitions))
-    return rows
-
-
 def threads(options: Options) -> list[Row]:
     """A fused train pass on one thread and on two."""
     hosts = GrownHosts.build(DIGITS_SHAPE, options.hosts, options.examples, 8)
@@ -305,15 +276,12 @@ CHOICES: dict[str, Callable[[Options], list[Row]]] = {
     "clamp": clamp,
     "policy": policy,
     "threads": threads,
-    "vectors": vectors,
 }
-UNASKED = tuple(name for name in CHOICES if name != "vectors")
-"""What is measured where nothing is named."""
 
 
 def main(options: Options) -> int:
     """Measure and print; returns the exit code."""
-    wanted = options.only or (*UNASKED, "memory")
+    wanted = options.only or (*CHOICES, "memory")
     unknown = sorted(set(wanted) - {*CHOICES, "memory"})
     if unknown:
         raise SystemExit(f"choices: there is no {', '.join(unknown)}; take some of {', '.join((*CHOICES, 'memory'))}.")

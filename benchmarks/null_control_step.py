@@ -10,7 +10,6 @@ products of the policy is what is left of it without the time that PyTorch takes
 repetition.
 
     python benchmarks/null_control_step.py --json null_control_step.json
-    python benchmarks/null_control_step.py --compile native off on
     python benchmarks/null_control_step.py --min-steps-per-second 50 --max-ratio 5      # exit code 1 if it is slower
 """
 
@@ -51,14 +50,14 @@ class Options:
     """Control steps per episode."""
     threads: tuple[int, ...] = (1,)
     """Settings of torch.set_num_threads to compare. Most operators are too small to be worth a second thread."""
-    compile: tuple[Literal["off", "on", "native"], ...] = ("off",)
-    """Settings of `compile` to compare; all but "off" need a C++ compiler, "on" half a minute per number of hosts."""
+    compile: Literal["off", "on"] = "off"
+    """Setting of `compile`; "on" needs a C++ compiler and half a minute per number of hosts."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     json: Path | None = None
     """Also write the numbers to this file."""
     min_steps_per_second: float = 0.0
-    """Least control steps per second at the smallest number of hosts on one thread, in the first form."""
+    """Least control steps per second at the smallest number of hosts on one thread."""
     max_ms_beside: tuple[float, float] = (float("inf"), float("inf"))
     """Most milliseconds beside the matrix products of the policy, at the fewest and at the most hosts."""
     max_ratio: float = float("inf")
@@ -70,7 +69,6 @@ class Row:
     """Cost at one number of hosts under one number of threads; medians over the repetitions."""
 
     threads: int
-    compile: str
     hosts: int
     steps_per_second: float
     env_steps_per_second: float
@@ -80,8 +78,6 @@ class Row:
     """Without the matrix products of the policy."""
     ratio: float
     """Cost of a step relative to the smallest number of hosts."""
-    to_first: float
-    """Cost of a step relative to the first setting of `compile`."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,10 @@ class Subject:
     client: SimicClient
 
     @classmethod
-    def build(cls, num_envs: int, options: Options, compile: Literal["off", "on"] = "off") -> "Subject":
+    def build(cls, num_envs: int, options: Options) -> "Subject":
         """The preset `small` on the null task, paid by the objective."""
-        told: dict[str, object] = {"task": "null", "preset": "small", "num_envs": num_envs, "compile": compile}
-        told |= {"episode_length": options.episode_length}
+        told: dict[str, object] = {"task": "null", "preset": "small", "num_envs": num_envs}
+        told |= {"episode_length": options.episode_length, "compile": options.compile}
         config = resolve(told | {"device": options.device, "threads": torch.get_num_threads()})
         engine = engine_of(config, None, device_of(config))
         return cls(engine, learner_of(config, engine.spec))
@@ -122,19 +118,18 @@ class Subject:
 
 
 def measure(options: Options, threads: int) -> list[Row]:
-    """One row per form and number of hosts."""
+    """One row per number of hosts."""
     torch.set_num_threads(threads)
-    kinds = [(form, num_envs) for form in options.compile for num_envs in options.hosts]
-    subjects = {kind: Subject.build(kind[1], options, kind[0]) for kind in kinds}
+    subjects = {num_envs: Subject.build(num_envs, options) for num_envs in options.hosts}
     for subject in subjects.values():
         subject.seconds_per_step(0)
-    costs: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
-    products: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
+    costs: dict[int, list[float]] = {num_envs: [] for num_envs in options.hosts}
+    products: dict[int, list[float]] = {num_envs: [] for num_envs in options.hosts}
     for repetition in range(1, options.repetitions + 1):
-        for kind in kinds if repetition % 2 else reversed(kinds):
-            costs[kind].append(subjects[kind].seconds_per_step(repetition))
-            products[kind].append(subjects[kind].seconds_of_products())
-    smallest, first = options.hosts[0], options.compile[0]
+        for num_envs in options.hosts if repetition % 2 else reversed(options.hosts):
+            costs[num_envs].append(subjects[num_envs].seconds_per_step(repetition))
+            products[num_envs].append(subjects[num_envs].seconds_of_products())
+    smallest = options.hosts[0]
 
     def relative(own: Sequence[float], others: Sequence[float]) -> float:
         return statistics.median(a / b for a, b in zip(own, others, strict=True))
@@ -142,17 +137,15 @@ def measure(options: Options, threads: int) -> list[Row]:
     return [
         Row(
             threads=threads,
-            compile=form,
             hosts=num_envs,
             steps_per_second=1.0 / statistics.median(own),
             env_steps_per_second=num_envs / statistics.median(own),
             ms_per_step=1e3 * statistics.median(own),
             ms_per_step_best=1e3 * min(own),
-            ms_beside=1e3 * statistics.median(a - b for a, b in zip(own, products[form, num_envs], strict=True)),
-            ratio=relative(own, costs[form, smallest]),
-            to_first=relative(own, costs[first, num_envs]),
+            ms_beside=1e3 * statistics.median(a - b for a, b in zip(own, products[num_envs], strict=True)),
+            ratio=relative(own, costs[smallest]),
         )
-        for (form, num_envs), own in costs.items()
+        for num_envs, own in costs.items()
     ]
 
 
@@ -168,19 +161,19 @@ def where_and_how(options: Options) -> dict[str, str | int]:
 def shown(rows: Sequence[Row], where: dict[str, str | int]) -> Table:
     """The rows as a table."""
     page = Table(title="control step of the null task", caption=", ".join(map(str, where.values())))
-    speeds, costs = ("steps/s", "env-steps/s"), ("ms/step", "best", "beside", "ratio", "to first")
-    for column in ("threads", "compile", "hosts", *speeds, *costs):
+    speeds, costs = ("steps/s", "env-steps/s"), ("ms/step", "best", "beside", "ratio")
+    for column in ("threads", "hosts", *speeds, *costs):
         page.add_column(column, justify="right")
     for row in rows:
         speed = (f"{row.steps_per_second:.1f}", f"{row.env_steps_per_second:,.0f}")
-        cost = (f"{x:.2f}" for x in (row.ms_per_step, row.ms_per_step_best, row.ms_beside, row.ratio, row.to_first))
-        page.add_row(str(row.threads), row.compile, str(row.hosts), *speed, *cost)
+        cost = (f"{x:.2f}" for x in (row.ms_per_step, row.ms_per_step_best, row.ms_beside, row.ratio))
+        page.add_row(str(row.threads), str(row.hosts), *speed, *cost)
     return page
 
 
 def complaints(rows: Sequence[Row], options: Options) -> list[str]:
     """What is slower than was asked for, on one thread."""
-    own = [row for row in rows if row.threads == 1 and row.compile == options.compile[0]]
+    own = [row for row in rows if row.threads == 1]
     if not own:
         return ["nothing was measured on one thread, to which the limits apply; leave --threads out or list 1."]
     first, last = own[0], own[-1]

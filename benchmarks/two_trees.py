@@ -36,14 +36,14 @@ class Options:
     """Numbers of hosts."""
     repetitions: int = 12
     """Episodes of each tree at each number of hosts."""
-    compile: Literal["off", "on", "native"] = "off"
-    """Form of the control step; all but "off" need a C++ compiler, and "on" a minute."""
+    compile: Literal["off", "on"] = "off"
+    """Form of the control step; "on" needs a C++ compiler and a minute."""
 
 
-def serve(form: Literal["off", "on", "native"], hosts: list[int]) -> None:
+def serve(form: Literal["off", "on"], hosts: list[int]) -> None:
     """For each line "hosts episode" run one and update; answer with wall and CPU ms per step, then of the update."""
     torch.set_num_threads(1)
-    subjects = {n: Subject.build(n, StepOptions(), form) for n in hosts}
+    subjects = {n: Subject.build(n, StepOptions(compile=form)) for n in hosts}
     for subject in subjects.values():
         subject.seconds_per_step(0)
         subject.client.update()
@@ -108,6 +108,6 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(cast(Literal["off", "on", "native"], sys.argv[2]), [int(word) for word in sys.argv[3:]])
+        serve(cast(Literal["off", "on"], sys.argv[2]), [int(word) for word in sys.argv[3:]])
     else:
         main(tyro.cli(Options))

@@ -55,12 +55,12 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 def control_step(report: Report) -> list[Sequence[str]]:
     """Rows of benchmarks/null_control_step.py."""
-    header = ("compile", "hosts", "control steps/s", "env-steps/s", "ms/step", "beside products", "ratio", "to eager")
+    header = ("hosts", "control steps/s", "env-steps/s", "ms/step", "beside products", "ratio")
     return [
         header,
         *(
-            (r["compile"], str(r["hosts"]), f"{r['steps_per_second']:.1f}", f"{r['env_steps_per_second']:,.0f}",
-             *(f"{r[key]:.2f}" for key in ("ms_per_step", "ms_beside", "ratio", "to_first")))
+            (str(r["hosts"]), f"{r['steps_per_second']:.1f}", f"{r['env_steps_per_second']:,.0f}",
+             *(f"{r[key]:.2f}" for key in ("ms_per_step", "ms_beside", "ratio")))
             for r in report["rows"]
         ),
     ]  # fmt: skip
@@ -135,7 +135,7 @@ def reads(report: Report) -> list[Sequence[str]]:
 MEASUREMENTS = (
     Measurement(
         "Control step of the null task",
-        ("benchmarks/null_control_step.py", "--compile", "off", "native", "--repetitions", "3"),
+        ("benchmarks/null_control_step.py", "--repetitions", "3"),
         control_step,
     ),
     Measurement("GAE, 1,024 hosts x 150 steps", ("benchmarks/gae.py", "--repetitions", "3"), gae),

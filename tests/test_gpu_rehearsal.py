@@ -37,15 +37,6 @@ def test_the_compiled_phases_of_a_step():
     checks.check_control_plane(CPU)
 
 
-def test_the_native_phases_of_a_step():
-    checks.check_control_plane(CPU, "native")
-
-
-@pytest.mark.parametrize("mode", ["shaped", "escrow", "basic_plus", "objective", "loss"])
-def test_native_decisions_and_pay(mode):
-    checks.check_decisions_and_pay(CPU, checks.config(CPU, compile="native", reward={"mode": mode}), None)
-
-
 def test_both_executors():
     checks.check_executors(CPU)
 

@@ -32,7 +32,6 @@ MAY_READ = {
     "kasmina/slot_fields.py": "checks a state that is loaded, before a run goes on",
     "kasmina/lowering.py": "tries a stacking rule on a layer, when a host is built",
     "kasmina/population.py": "numpy arrays of the structure that was read",
-    "simic/lanes/": "constants of a function while it is recorded, before the first step",
     "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "telemetry/": "plain values",
     "tasks/datasets/": "loading, before the run",

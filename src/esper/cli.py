@@ -68,7 +68,7 @@ class Train:
     topology: _Text = None
     """What is run: grouped (what grows) or static (all that could grow, without a read between steps). (grouped)"""
     compile: _Text = None
-    """How a step beside the hosts is run: off (eager), on (compiled by PyTorch), native (C++, CPU) or auto. (auto)"""
+    """How a step beside the hosts is run: off (eager), on (compiled by PyTorch) or auto. (auto)"""
     capture: _Text = None
     """Whether they and fused training are replayed as CUDA graphs: on, off or auto, which waits for proof. (auto)"""
     amp: _Text = None

@@ -13,13 +13,13 @@ from esper.cli import EXIT_STOPPED, Evaluate, Tasks, Train, joined, overrides
 from esper.kasmina.native.compiled import compiler
 from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
+from esper.simic.compilation import is_compiled
 from esper.simic.training import evaluate as comparison
 from esper.simic.training import tables
 from esper.simic.training.build import Parts, assemble, device_of
 from esper.simic.training.checkpoint import Checkpoint, Header, load_newest, set_aside
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import CHANGEABLE, require_same_config
-from esper.simic.training.kernels import form_of
 from esper.simic.training.plugins import load_plugins
 from esper.simic.training.presets import recorded, resolve
 from esper.simic.training.runner import Runner, restore
@@ -113,13 +113,10 @@ def _assembled(config: RunConfig) -> Parts:
             f"note: no seed can become permanent before step {first}, and a round has {config.episode_length}; "
             "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
         )
-    form = form_of(config.compile, device)
-    if form == "on":
+    if is_compiled(config.compile, device):
         RunConsole().say(
             "compiling (half a minute or more for the first run of its kind on a machine, seconds for the next)"
         )
-    if form == "off" and config.compile == "auto":
-        RunConsole().say("control step: eager (with a C++ compiler such as g++ it takes less than half the time)")
     return assemble(config, device)
 
 

@@ -92,10 +92,10 @@ def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorde
         other.load_state_dict(client.state_dict())
 
 
-def check_control_plane(device: torch.device, form: str = "on") -> None:
+def check_control_plane(device: torch.device) -> None:
     """The phases of a step in another form answer as the eager ones, whatever happens, and are made before it does."""
     quick = {"sequential": False, "min_blending_epochs": 1, "embargo_epochs": 1, "min_prune_age": 1}
-    chosen = config(device, compile=form, task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
+    chosen = config(device, compile="on", task="faulty_null", num_envs=32, episode_length=30, lifecycle=quick)
     engine, client = parts(chosen, device)
     eager = ControlPlane(engine.config, engine.executor.costs)
     before = graphs_compiled()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import choices
-from choices import UNASKED, Options, builtin_pool, in_this_process, main
+from choices import CHOICES, Options, builtin_pool, in_this_process, main
 from esper.kasmina.hosts import cnn
 from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.tamiyo import heads
@@ -20,7 +20,7 @@ TINY = {
     "repetitions": 1,
     "minibatches": (2,),
 }
-ONE_PROCESS = tuple(name for name in UNASKED if name != "threads")  # a second thread may wait long for a busy core
+ONE_PROCESS = tuple(name for name in CHOICES if name != "threads")  # a second thread may wait long for a busy core
 
 
 def test_every_choice_that_is_asked_for_is_measured_and_nothing_stays_replaced(tmp_path, capsys, monkeypatch):
@@ -32,14 +32,6 @@ def test_every_choice_that_is_asked_for_is_measured_and_nothing_stays_replaced(t
     assert all(row["first_ms"] > 0.0 and row["second_ms"] > 0.0 for row in rows)
     assert "PyTorch's pooling" in capsys.readouterr().out
     assert (cnn.max_pool_2x2, heads.MIN_RELATIVE) == (max_pool_2x2, clamp)
-
-
-@pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the compiler's own imports
-def test_the_phases_are_compared_with_vectors_and_without(tmp_path):
-    assert main(Options(**TINY, only=("vectors",), json=tmp_path / "choices.json")) == 0
-    rows = json.loads((tmp_path / "choices.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == [f"compiled {name}, N = 2" for name in ("see", "act", "close")]
 
 
 def test_a_choice_that_is_unknown_is_refused_with_those_that_exist():

@@ -20,9 +20,8 @@ def mixed(state: Hidden, x: torch.Tensor) -> tuple[Hidden, tuple[torch.Tensor, .
     return Hidden(h=state.h, c=state.c * 2.0), (up, down, up, both.transpose(0, 2), x[:, :1].expand_as(x), x)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_what_is_handed_on_is_the_argument_itself_and_the_rest_is_computed(narrow):
-    step = CompiledStep(mixed, name="the toy", narrow=narrow)
+def test_what_is_handed_on_is_the_argument_itself_and_the_rest_is_computed():
+    step = CompiledStep(mixed, name="the toy")
     state = Hidden(h=torch.zeros(1, 2, 3), c=torch.ones(1, 2, 3))
     x = torch.arange(6.0).view(2, 3)
     for given in (x, x.t().contiguous().t(), x + 4.0):  # in another order in memory it is still the same graph

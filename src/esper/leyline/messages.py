@@ -184,8 +184,7 @@ class RewardInputs:
     """Everything a reward may know of one step: the state *before* the op, and what became of the op.
 
     `target` is the slot the op aimed at, `success` whether it took effect (WAIT always does), `auto_pruned` the number
-    of seeds lost in this step's tick without a PRUNE request. The engine gives clocks as numbers; within a recorded
-    function (`simic/lanes`) they are tensors.
+    of seeds lost in this step's tick without a PRUNE request.
     """
 
     epoch: int | Int[Tensor, ""]

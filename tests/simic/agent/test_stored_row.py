@@ -1,13 +1,11 @@
-"""The row of a step: what is kept of a valid one, what is neutral, and that every form writes the same."""
+"""The row of a step: what is kept of a valid one, what is neutral."""
 
-import pytest
 import torch
 
 from esper.leyline.actions import CANONICAL_ACTION, LifecycleOp
 from esper.leyline.record import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.stored_row import Row, copied, kept
-from esper.simic.lanes.step import RecordedStep
 
 D, S, T = 40, 3, 5
 NAN = float("nan")
@@ -67,17 +65,11 @@ def buffer(n: int) -> TamiyoRolloutBuffer:
     return TamiyoRolloutBuffer(num_envs=n, max_steps=T, feature_dim=D, num_slots=S, hidden_dim=4)
 
 
-@pytest.mark.parametrize("n", [1, 5, 16, 64, 131])
-def test_every_form_writes_the_same_column_and_nothing_beside_it(n):
-    given, eager, native = buffer(n), buffer(n), buffer(n)
-    recorded = RecordedStep(kept, name="the toy")
+def test_a_stored_row_is_the_column_of_the_buffer_and_nothing_beside_it():
+    given, stored = buffer(5), buffer(5)
     for t in (0, 3, 1):
-        step = taken(n, seed=t)
+        step = taken(5, seed=t)
         given.store(t, **vars(step))
-        copied(kept)(eager.column(t), step)
-        places = native.column(t)
-        assert recorded.write(places, step).state is places.state
-    for name, slab in named_tensors(given.slabs):
-        for other in (eager, native):
-            assert torch.equal(dict(named_tensors(other.slabs))[name], slab), name
-    assert recorded.num_graphs == 1
+        copied(kept)(stored.column(t), step)
+    for (name, slab), (_, other) in zip(named_tensors(given.slabs), named_tensors(stored.slabs), strict=True):
+        assert torch.equal(slab, other), name

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,19 +10,16 @@ from esper.leyline.record import named_tensors
 from esper.simic.agent.policy_step import PolicyStep, blank_inputs
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
-from esper.simic.lanes.step import RecordedStep
 from esper.simic.training import build, kernels
 from esper.simic.training.build import engine_of, learner_of
 from esper.simic.training.kernels import (
     FUNCTIONS,
-    form_of,
     phase_form,
     policy_form,
     reward_form,
 )
 from esper.simic.training.presets import resolve
 from esper.tolaria import capture as capture_module
-from esper.tolaria import phases
 from esper.tolaria.capture import CAPTURED, Captured
 from esper.tolaria.control_plane import as_it_is
 from esper.tolaria.engine import VectorizedEngine
@@ -59,48 +55,14 @@ def test_the_list_names_what_can_be_captured_and_what_compiled():
         assert name in kernels.__doc__
 
 
-def test_auto_is_native_on_a_cpu_with_a_compiler_and_eager_on_one_without(monkeypatch):
+def test_auto_is_eager_on_a_cpu():
     chosen = config()
     assert (chosen.compile, chosen.capture) == ("auto", "auto")
-    assert form_of("auto", CPU) == "native"
-    engine, client = parts(compile="off")
+    engine, client = parts()
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
-    assert isinstance(policy_form(chosen, engine.spec)(step), RecordedStep)
-    assert isinstance(phase_form(chosen, CPU)(phases.act), RecordedStep)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert form_of("auto", CPU) == "off"
     assert policy_form(chosen, engine.spec)(step) is step
     assert phase_form(chosen, CPU) is as_it_is
     assert reward_form(chosen, engine.spec) is None
-
-
-def test_auto_is_compiled_by_pytorch_on_cuda_where_nothing_is_native():
-    cuda = torch.device("cuda:0")
-    assert form_of("auto", cuda) == "on"
-    assert [form_of(choice, device) for choice in ("off", "on") for device in (CPU, cuda)] == ["off"] * 2 + ["on"] * 2
-    with pytest.raises(ConfigError, match=r"compile is 'native', but the device is cuda:0.*set compile to 'auto'"):
-        form_of("native", cuda)
-
-
-@pytest.mark.parametrize("mode", ["shaped", "objective"])
-def test_a_native_run_is_the_eager_one_to_rounding_and_makes_nothing_after_its_first_reset(mode):
-    eager, wanted = parts(compile="off", reward={"mode": mode}, num_envs=70)
-    engine, client = parts(compile="native", reward={"mode": mode}, num_envs=70)
-    engine.reset(client, 0)
-    before = graphs_compiled()
-    for episode in range(2):
-        results = []
-        for played, learner in ((eager, wanted), (engine, client)):
-            played.reset(learner, episode)
-            results.append(played.rollout(learner))
-        want, got = results
-        assert want.ops.sum() == 70 * 14
-        assert np.array_equal(got.stage, want.stage), "the same decisions"
-        np.testing.assert_allclose(got.returns, want.returns, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(got.val_acc, want.val_acc, rtol=1e-5)
-        wanted.update()
-        client.load_state_dict(wanted.state_dict())
-    assert graphs_compiled() == before
 
 
 def test_capture_on_the_cpu_is_refused_by_every_part_of_a_run():

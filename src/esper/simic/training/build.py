@@ -9,6 +9,7 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.simic.client import SimicClient
+from esper.simic.compilation import is_compiled
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
@@ -16,7 +17,6 @@ from esper.simic.training.config import RunConfig
 from esper.simic.training.fastest_executor import with_fastest_executor
 from esper.simic.training.identity import run_shape
 from esper.simic.training.kernels import (
-    form_of,
     phase_form,
     policy_form,
     require_replayed_training,
@@ -157,7 +157,7 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         config,
         executor=engine.config.executor,
         workers=engine.config.workers,
-        compile=form_of(config.compile, device),
+        compile="on" if is_compiled(config.compile, device) else "off",
     )
     learner = learner_of(config, engine.spec)
     engine.rehearse(len(learner.terms))

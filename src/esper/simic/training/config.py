@@ -78,10 +78,8 @@ class RunConfig:
     them has. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
     """How the policy, the reward and the phases of a control step are run: "off" operator by operator; "on" compiled by
-    PyTorch, half a minute for the first run of its kind on a machine; "native" recorded in half a second and carried
-    out by C++, on a CPU with a C++ compiler: two to three times as fast as "off", equal up to rounding, and to the last
-    bit independent of how many hosts there are; "auto" is "on" on CUDA, and on a CPU "native" where there is a
-    compiler, else "off". A reward of one's own stays as it is. `config.toml` of a run names what was taken."""
+    PyTorch, half a minute for the first run of its kind on a machine; "auto" is "on" on CUDA and "off" on a CPU. A
+    reward of one's own stays eager. `config.toml` of a run names what was taken."""
     capture: CaptureChoice = "auto"
     """Whether policy step, reward kernel and, with executor "fused", the training of a batch are recorded as CUDA
     graphs and replayed: "off"; "on", which a CPU refuses; or "auto", which replays on CUDA what has been proven there.

@@ -37,8 +37,6 @@ MAY_READ = {
     "tasks/datasets/": "loading, before the run",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
-    "simic/rewards/golden.py": "recorded examples, not part of a run",
-    "simic/rewards/validate.py": "validation for debugging",
     "tamiyo/network.py": "sizes of layers, in the constructor",
 }
 DRAWS = re.compile(

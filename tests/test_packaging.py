@@ -38,8 +38,6 @@ MAY_READ = {
     "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
-    "simic/rewards/golden.py": "recorded examples, not part of a run",
-    "simic/rewards/validate.py": "validation for debugging",
     "tamiyo/network.py": "sizes of layers, in the constructor",
 }
 ONLY = {"tolaria/executors/": ".tolist()"}

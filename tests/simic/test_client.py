@@ -81,6 +81,17 @@ def test_a_rollback_marks_the_row_before_it_and_resets_the_row_after_it(make_cli
     client.buffer.validate()
 
 
+def test_a_reward_of_whole_episodes_needs_a_term_that_its_end_takes_the_place_of(make_client):
+    class Nameless(type(make_client(HOSTS).reward)):
+        def final_reward(self, kept):
+            return kept.accuracy
+
+    client = make_client(HOSTS)
+    with pytest.raises(ConfigError, match=r"no term 'terminal' among \['paid'\]"):
+        SimicClient(client.agent.network, Nameless(), client.config, client.spec, read=client._read, device="cpu",
+                    total_updates=1)  # fmt: skip
+
+
 def test_two_rollbacks_in_a_row_pay_one_penalty(make_client, make_engine):
     client = make_client(HOSTS)
     make_engine(HOSTS).run(client, 0, {3: [1], 4: [1]})

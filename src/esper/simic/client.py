@@ -181,7 +181,7 @@ class SimicClient:
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
-        """The rollout so far. Rows that are not valid become neutral, and rows before rollbacks are changed, all at once.
+        """The rollout so far: rows that are not valid become neutral, and rows before rollbacks are changed, at once.
 
         An `EpisodeReward` ends none.
         """

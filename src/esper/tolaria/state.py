@@ -119,7 +119,7 @@ class StepReport:
 
     [N] or [N, S] unless stated; `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is
     the number of the one that a seed asked, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked`
-    [N] hosts whose last step it made a terminal one. `params` are those of each seed, `host_params` [N] of the host.
+    [N] hosts whose last row it changed. `params` are those of each seed, `host_params` [N] of the host.
     `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
     """
 

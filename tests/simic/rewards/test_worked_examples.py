@@ -268,6 +268,23 @@ def test_example_32_thanks_a_seed_for_help_it_gave_ten_steps_before_it_was_fossi
     assert not state.ledger.any()
 
 
+def test_a_rollback_in_step_2_of_4_leaves_the_return_at_the_discounted_objective():
+    # the example of docs/rewards.md: potentials 0.40 and 0.30, J 0.50; row 2 is neutral
+    reward, paid = make_reward("objective"), [0.0] * 5
+    state = reward.initial_state(1, 1, 4, torch.device("cpu"))
+    for step, accuracy in ((1, 40.0), (2, float("nan")), (3, 30.0), (4, 45.0)):
+        if step == 2:
+            paid[1] = reward.rollback_reward(state).item()
+        host = HostStep(epoch=step, max_epochs=4, op=0, target=0, val_acc=accuracy, committed_acc=50.0, host_params=6418,
+                        slots=(SlotRow(),))  # fmt: skip
+        out, state = reward.step(reward_inputs([host]), state)
+        paid[step] = out.total.item()
+        if step == 2:
+            paid[2], state = 0.0, reward.reset_hosts(state, torch.tensor([True]))
+    assert paid[1:] == pytest.approx([0.0, 0.0, 0.2985, 0.2])
+    assert sum(0.995 ** (t - 1) * r for t, r in enumerate(paid) if t) == pytest.approx(0.995**3 * 0.5)
+
+
 def test_example_33_earns_exactly_the_discounted_accuracy_of_a_host_that_never_changes():
     reward = make_reward("objective")
     state, paid = reward.initial_state(1, 1, 60, torch.device("cpu")), []

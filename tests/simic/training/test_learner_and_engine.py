@@ -108,13 +108,13 @@ def test_an_episode_that_truly_ends_stores_no_value_of_a_state_after_it():
 
 
 @pytest.mark.parametrize("time_limit", ["truncate", "terminate"])
-def test_a_rollback_in_the_last_step_leaves_no_end_but_that_of_the_row_before(time_limit):
+def test_a_rollback_in_the_last_step_makes_the_row_before_the_end_and_one_before_ends_nothing(time_limit):
     _, client = played(config("late_fault", time_limit=time_limit))
     slabs = client.buffer.slabs
     ends = {"truncate": slabs.truncated, "terminate": slabs.terminal}[time_limit]
     assert (~slabs.valid).nonzero().tolist() == [[1, 2], [2, E - 1]]
     assert slabs.terminal.nonzero().tolist() == sorted(
-        [[1, 1], [2, E - 2], *([[0, E - 1], [1, E - 1]] if time_limit == "terminate" else [])]
+        [[2, E - 2], *([[0, E - 1], [1, E - 1]] if time_limit == "terminate" else [])]
     )
     assert ends[:, -1].tolist() == [True, True, False]
     assert slabs.reset.nonzero().tolist() == [[1, 3]]

@@ -17,7 +17,6 @@ from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.messages import HostState, RewardInputs, RewardOutput, SlotState
 from esper.leyline.protocols import RewardProtocol
 from esper.leyline.record import blank
-from esper.simic.compilation import explained
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 from esper.simic.rewards.objective import ObjectiveReward
@@ -46,14 +45,10 @@ class ContributionReward:
         Raises:
             ConfigError: the kernel cannot be compiled or captured here.
         """
+        blank, start = _blank_inputs(n, slots, device), self.initial_state(n, slots, 1, device)
         self._pay = form(compute_reward_batched)
-        try:
-            for _ in range(2):  # a form may be made in more than one call
-                reward_step(
-                    _blank_inputs(n, slots, device), self.initial_state(n, slots, 1, device), self.config, self._pay
-                )
-        except (RuntimeError, ImportError) as error:  # what every part of the compiler raises; its insides may move
-            raise explained("the reward kernel", error) from error
+        for _ in range(2):  # a capture takes two calls
+            reward_step(blank, start, self.config, self._pay)
 
     @property
     def terms(self) -> Sequence[str]:

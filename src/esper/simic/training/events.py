@@ -2,7 +2,7 @@
 
 kind            when               says
 run_started     once               task, data, sizes, settings, versions
-rollback        a host panics      why, by which numbers, which seeds were lost, whether its last step was made terminal
+rollback        a host panics      why, by which numbers, which seeds were lost, whether its last step is paid otherwise
 stage_changed   a slot moves       from, to, cause, blueprint, alpha, contribution; gate and score if a gate let it
 refused         a gate says no     which FOSSILIZE, and its failed checks
 shapley         end of an episode  share of each seed in the accuracy of its host

@@ -36,8 +36,8 @@ from esper.tolaria.executors.static import StaticExecutor
 
 def compiled_reward(kernel: Kernel) -> Kernel:
     """One graph for each mode, formula of attribution and number of hosts: numbers and clocks enter as tensors."""
-    compiled: Kernel = torch.compile(kernel, fullgraph=True, dynamic=False)
-    return compiled
+    step = CompiledStep(lambda given: kernel(**given), name="the reward kernel")
+    return lambda **given: step(given)
 
 
 def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:

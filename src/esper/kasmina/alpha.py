@@ -11,7 +11,7 @@ from torch import Tensor
 from esper.kasmina.slot_fields import select
 from esper.leyline.messages import SlotState
 from esper.leyline.record import replace
-from esper.leyline.stages import AlphaCurve
+from esper.leyline.stages import AlphaCurve, AlphaMode
 
 _MIN_STEEPNESS = 0.1
 

@@ -104,7 +104,9 @@ _FLOATS = ((Head.ALPHA_TARGET, ALPHA_TARGETS), (Head.ALPHA_CURVE, ALPHA_CURVE_ST
 def _look_up_tables(device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
     """For the integers and the floats: the head of each, its row, and the rows of values, filled up with zeros."""
 
-    def table(columns: Sequence[tuple[Head, Sequence[int] | Sequence[float]]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def table(
+        columns: Sequence[tuple[Head, Sequence[int] | Sequence[float]]], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = torch.tensor([int(head) for head, _ in columns], device=device)
         width = max(len(values) for _, values in columns)
         rows = [[*values, *[0] * (width - len(values))] for _, values in columns]

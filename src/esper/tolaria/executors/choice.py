@@ -46,26 +46,8 @@ def network_executor(
             "native" on a GPU, in less than float32, or without a C++ compiler.
     """
     assert task.host is not None
-    assert dataset is not None
-    host_spec, (height, width) = task.host, dataset.train.x.shape[-2:]
-    host = deterministic_build(lambda: CNNHost(host_spec, config.slots, image_size=(height, width)))
-    assert isinstance(host, CNNHost)
-    population = Population(
-        host,
-        task.optimizer,
-        num_envs=config.num_envs,
-        run_seed=config.run_seed,
-        device=device,
-        host_offset=config.host_offset,
-    )
-    data = HostData(
-        population,
-        dataset,
-        batch_train=task.batch_train,
-        batch_val=task.batch_val,
-        scaler=LossScaler(amp_dtype(config.amp, device), config.num_envs, device),
-    )
-    fits, static = can_fuse(population), config.graph == "static"
+    data = _host_data(config, task, dataset, device)
+    fits, static = can_fuse(data.population), config.graph == "static"
     if (config.executor == "fused" or static) and not fits:
         asked, out = ("graph is 'static'", " with graph 'dynamic'") if static else ("executor is 'fused'", "")
         raise ConfigError(
@@ -78,20 +60,43 @@ def network_executor(
         raise ConfigError(f"executor is 'native', but {problem}.")
     if config.executor == "native":
         return NativeExecutor(data), "native"
-    if config.executor == "auto" and prefers_native(host_spec, (height, width), task.batch_train, config.amp, device):
+    if config.executor == "fused":
+        return _fused(config, data), "fused"
+    if config.executor == "streamed":
+        return StreamedExecutor(data), "streamed"
+    if prefers_native(task.host, data.image_size, task.batch_train, config.amp, device):
         try:
             return NativeExecutor(data), "native"
         except ConfigError as error:
             warnings.warn(f"hosts are run by PyTorch, which is slower: {error}", stacklevel=2)
-    recorder = recorder_for(config.capture, device)
-    if config.executor == "fused":
-        return FusedExecutor(data, recorder=recorder), "fused"
-    if config.executor == "auto" and fits and prefers_fused((height, width), device.type):
+    if fits and prefers_fused(data.image_size, device.type):
         try:
-            return FusedExecutor(data, recorder=recorder), "fused"
+            return _fused(config, data), "fused"
         except StackingError as error:
             warnings.warn(f"hosts are run one after another, which is slower: {error}", stacklevel=2)
     return StreamedExecutor(data), "streamed"
+
+
+def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device) -> HostData:
+    """N hosts of the task with their data."""
+    assert task.host is not None
+    spec, (height, width) = task.host, dataset.train.x.shape[-2:]
+    host = deterministic_build(lambda: CNNHost(spec, config.slots, image_size=(height, width)))
+    assert isinstance(host, CNNHost)
+    population = Population(
+        host,
+        task.optimizer,
+        num_envs=config.num_envs,
+        run_seed=config.run_seed,
+        device=device,
+        host_offset=config.host_offset,
+    )
+    scaler = LossScaler(amp_dtype(config.amp, device), config.num_envs, device)
+    return HostData(population, dataset, batch_train=task.batch_train, batch_val=task.batch_val, scaler=scaler)
+
+
+def _fused(config: EngineConfig, data: HostData) -> FusedExecutor:
+    return FusedExecutor(data, recorder=recorder_for(config.capture, data.population.device))
 
 
 def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:

@@ -275,8 +275,10 @@ def test_a_rollback_in_step_2_of_4_leaves_the_return_at_the_discounted_objective
     for step, accuracy in ((1, 40.0), (2, float("nan")), (3, 30.0), (4, 45.0)):
         if step == 2:
             paid[1] = reward.rollback_reward(state).item()
-        host = HostStep(epoch=step, max_epochs=4, op=0, target=0, val_acc=accuracy, committed_acc=50.0, host_params=6418,
-                        slots=(SlotRow(),))  # fmt: skip
+        host = HostStep(
+            epoch=step, max_epochs=4, op=0, target=0, val_acc=accuracy, committed_acc=50.0, host_params=6418,
+            slots=(SlotRow(),),
+        )  # fmt: skip
         out, state = reward.step(reward_inputs([host]), state)
         paid[step] = out.total.item()
         if step == 2:

@@ -9,10 +9,6 @@ One control step, after the measurements are in:
 Everything is a mask over hosts and slots; nothing here knows networks, optimizers or rewards.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,17 +16,11 @@ from torch import Tensor
 from esper.kasmina import alpha, gates
 from esper.kasmina.config import LifecycleConfig
 from esper.kasmina.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
+from esper.kasmina.op_parameters import OpParameters, op_parameters
 from esper.kasmina.slot_fields import release, select, vacate
 from esper.leyline.actions import (
-    ALPHA_CURVE_STEEPNESS,
-    ALPHA_CURVES,
-    ALPHA_SPEED_TICKS,
-    ALPHA_TARGETS,
     FIRST_RAMP_STEEPNESS,
     NUM_OPS,
-    STYLE_ALGORITHM,
-    STYLE_CURVE,
-    TEMPO_TICKS,
     Head,
     LifecycleOp,
 )
@@ -77,52 +67,6 @@ class TickEffects:
     readings: GateReadings
 
 
-class _Parameters(NamedTuple):
-    """What the values of the heads stand for, as columns [N, 1]."""
-
-    blueprint: Tensor
-    algorithm: Tensor
-    first_curve: Tensor
-    tempo: Tensor
-    ticks: Tensor
-    curve: Tensor
-    target: Tensor
-    steepness: Tensor
-
-
-_INTEGERS = (
-    (Head.STYLE, STYLE_ALGORITHM),
-    (Head.STYLE, STYLE_CURVE),
-    (Head.TEMPO, TEMPO_TICKS),
-    (Head.ALPHA_SPEED, ALPHA_SPEED_TICKS),
-    (Head.ALPHA_CURVE, ALPHA_CURVES),
-)
-_FLOATS = ((Head.ALPHA_TARGET, ALPHA_TARGETS), (Head.ALPHA_CURVE, ALPHA_CURVE_STEEPNESS))
-
-
-@lru_cache(maxsize=8)
-def _look_up_tables(device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-    """For the integers and the floats: the head of each, its row, and the rows of values, filled up with zeros."""
-
-    def table(
-        columns: Sequence[tuple[Head, Sequence[int] | Sequence[float]]], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = torch.tensor([int(head) for head, _ in columns], device=device)
-        width = max(len(values) for _, values in columns)
-        rows = [[*values, *[0] * (width - len(values))] for _, values in columns]
-        return heads, torch.arange(len(rows), device=device), torch.tensor(rows, dtype=dtype, device=device)
-
-    return table(_INTEGERS, torch.int64), table(_FLOATS, torch.float32)
-
-
-def _parameters(actions: Int[Tensor, "N 8"]) -> _Parameters:
-    """The parameters of each host's op."""
-    columns = [actions[:, Head.BLUEPRINT, None]]
-    for heads, rows, values in _look_up_tables(actions.device):
-        columns.extend(values[rows, actions.index_select(1, heads)].t()[..., None].unbind(0))
-    return _Parameters(*columns)
-
-
 def transition(
     slots: SlotState,
     moved: Bool[Tensor, "N S"],
@@ -163,7 +107,7 @@ def apply_ops(
     here = at_target(target, slots.stage.shape[1]) & valid[:, None]
     ops = actions[:, Head.OP, None] == numbers(NUM_OPS, actions.device)
     aimed = (here[:, None] & ops[..., None]).unbind(1)
-    chosen = _parameters(actions)
+    chosen = op_parameters(actions)
 
     germinated = aimed[LifecycleOp.GERMINATE] & costs.selectable[chosen.blueprint]
     g5_asked = aimed[LifecycleOp.FOSSILIZE]
@@ -194,7 +138,7 @@ def apply_ops(
     return slots, hosts, effects
 
 
-def _set_algorithm(slots: SlotState, retuned_NS: Tensor, chosen: _Parameters) -> SlotState:
+def _set_algorithm(slots: SlotState, retuned_NS: Tensor, chosen: OpParameters) -> SlotState:
     return replace(slots, algorithm=torch.where(retuned_NS, chosen.algorithm, slots.algorithm))
 
 
@@ -206,7 +150,7 @@ def _move_by_op(
     fossilized_NS: Tensor,
     pruning_NS: Tensor,
     retuned_NS: Tensor,
-    chosen: _Parameters,
+    chosen: OpParameters,
 ) -> SlotState:
     """Stage changes of all ops, then the ramps that SET_ALPHA_TARGET and a scheduled PRUNE start."""
     holding = slots.stage == _S.HOLDING
@@ -228,7 +172,7 @@ def _move_by_op(
 
 
 def _germinate(
-    slots: SlotState, hosts: HostState, where_NS: Tensor, chosen: _Parameters, costs: SeedCosts
+    slots: SlotState, hosts: HostState, where_NS: Tensor, chosen: OpParameters, costs: SeedCosts
 ) -> SlotState:
     """Entry fields of a new seed. Its slot was DORMANT, so whatever is not named here is empty already."""
     gated = (chosen.algorithm == Algorithm.GATE).expand_as(where_NS)

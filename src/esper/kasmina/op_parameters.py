@@ -48,7 +48,7 @@ def _tables(device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
     """For the integers and the floats: the head of each, its row, and the rows of values, filled up with zeros."""
 
     def table(
-        columns: tuple[tuple[Head, Sequence[float | int]], ...], dtype: torch.dtype
+        columns: Sequence[tuple[Head, Sequence[int] | Sequence[float]]], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = torch.tensor([int(head) for head, _ in columns], device=device)
         width = max(len(values) for _, values in columns)

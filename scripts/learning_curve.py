@@ -1,6 +1,6 @@
 """How fast a controller learns the `null` task, whose best and idle values are known.
 
-    gap closed = (committed accuracy - that of wait_only) / (that of the best schedule - that of wait_only)
+    gap closed = (J - that of wait_only) / (that of the best schedule - that of wait_only)
 
 Trains one controller per seed and evaluates it every few rounds with frozen weights and statistics, sampled actions, on
 hosts that were never trained on; `random` and the untrained network play on the same hosts. Intervals are 95 %
@@ -25,12 +25,15 @@ from rich.table import Table
 from esper.leyline.errors import EsperError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.simic.client import SimicClient
+from esper.simic.rewards.objective_value import objective_value
 from esper.simic.training.build import baseline_of, device_of, engine_of, learner_of
 from esper.simic.training.config import RunConfig
 from esper.simic.training.evaluate import SEED_OFFSET
 from esper.simic.training.presets import resolve
+from esper.simic.training.report import objective_of
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
+from esper.tasks.registry import task_by_name
 from script_report import write_result
 
 assert _presets
@@ -62,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Score:
-    """Gap closed by one controller: its mean over evaluation hosts with the bootstrap interval, and each host's."""
+    """100·J of one controller: its mean over evaluation hosts with the bootstrap interval, and each host's."""
 
     mean: float
     low: float
@@ -84,6 +87,10 @@ class Run:
     """One run: the curve, the reference controllers, and what the learned one gains on `random` host by host."""
 
     seed: int
+    idle: float
+    """100·J of wait_only."""
+    best: float
+    """100·J of the best schedule."""
     untrained: Score
     random: Score
     curve: list[Point]
@@ -93,6 +100,11 @@ class Run:
     def final(self) -> Point:
         """The last evaluation."""
         return self.curve[-1]
+
+    @property
+    def gap_closed(self) -> float:
+        """By the last evaluation."""
+        return (self.final.learned.mean - self.idle) / (self.best - self.idle)
 
 
 def interval(values: Sequence[float]) -> Score:
@@ -104,17 +116,27 @@ def interval(values: Sequence[float]) -> Score:
 
 
 def evaluate(config: RunConfig, hosts: int, make: Callable[[EngineSpec], ClientProtocol]) -> Score:
-    """Gap closed by a controller on fresh hosts."""
+    """100·J of a controller on fresh hosts."""
     told = config.engine(run_seed=config.seed + SEED_OFFSET, num_envs=hosts)
     engine = engine_of(config, None, device_of(config), engine_config=told)
     client = make(engine.spec)
     engine.reset(client, episode=0)
     stats = engine.rollout(client)
     assert stats is not None
-    steps, slots = config.episode_length, len(config.slots)
-    idle = null.host_accuracy(steps)
-    best = null.best_schedule_value(steps, config.lifecycle.min_training_epochs, slots)
-    return interval(((stats.committed_acc.astype(np.float64) - idle) / (best - idle)).tolist())
+    return interval(objective_of(stats, config.reward).tolist())
+
+
+def known(config: RunConfig) -> tuple[float, float]:
+    """100·J of wait_only and of the best schedule."""
+    script = task_by_name(config.task).script
+    assert script is not None, "the best schedule is known for scripted tasks"
+    size = (config.episode_length, config.lifecycle.min_training_epochs, len(config.slots))
+    seeds = len(null.best_schedule(*size)) // 2  # a GERMINATE and a FOSSILIZE each
+    accuracy = np.array([null.host_accuracy(config.episode_length), null.best_schedule_value(*size)])
+    fossils = np.array([0, seeds * null.BLUEPRINTS[null.BEST_BLUEPRINT].params])
+    host = np.full(2, script.host_params)
+    idle, best = (100.0 * objective_value(accuracy, fossils, host, config.reward)).tolist()
+    return idle, best
 
 
 def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> Run:
@@ -136,21 +158,22 @@ def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> R
         engine.train(client, range(done, upto), on_round=lambda stats, metrics: None)
         seconds, done = seconds + time.process_time() - began, upto
         curve.append(Point(done * options.num_envs, seconds, evaluate(config, options.hosts, frozen)))
-        tell(f"seed {config.seed}: {curve[-1].episodes} episodes, {curve[-1].learned.mean:.1%} of the gap")
+        tell(f"seed {config.seed}: {curve[-1].episodes} episodes, 100·J {curve[-1].learned.mean:.2f}")
     gains = np.subtract(curve[-1].learned.per_host, random.per_host).tolist()
-    return Run(config.seed, untrained, random, curve, interval(gains))
+    return Run(config.seed, *known(config), untrained, random, curve, interval(gains))
 
 
 def shown(runs: Sequence[Run]) -> Table:
     """One line per run."""
-    columns = ("seed", "episodes", "CPU seconds", "learned", "untrained", "random", "learned - random")
-    page = Table(title="null task: share of the gap between wait_only and the best schedule")
+    columns = ("seed", "episodes", "CPU seconds", "gap closed", "learned", "untrained", "random", "learned - random")
+    page = Table(title="null task: 100·J, and the share of the gap between wait_only and the best schedule")
     for column in columns:
         page.add_column(column, justify="right")
     for run in runs:
         scores = (run.final.learned, run.untrained, run.random, run.gain_on_random)
-        cells = (f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]" for score in scores)
-        page.add_row(str(run.seed), str(run.final.episodes), f"{run.final.seconds:.0f}", *cells)
+        cells = (f"{score.mean:.2f} [{score.low:.2f}, {score.high:.2f}]" for score in scores)
+        first = (str(run.seed), str(run.final.episodes), f"{run.final.seconds:.0f}", f"{run.gap_closed:.1%}")
+        page.add_row(*first, *cells)
     return page
 
 
@@ -165,8 +188,8 @@ def main(options: Options) -> int:
     console.print(shown(runs))
     if len(runs) > 1:
         total = interval([run.final.learned.mean for run in runs])
-        solved = sum(run.final.learned.mean >= SOLVED for run in runs)
-        console.print(f"mean over runs {total.mean:.3f} [{total.low:.3f}, {total.high:.3f}]", highlight=False)
+        solved = sum(run.gap_closed >= SOLVED for run in runs)
+        console.print(f"100·J, mean over runs {total.mean:.2f} [{total.low:.2f}, {total.high:.2f}]", highlight=False)
         console.print(f"{solved} of {len(runs)} runs closed at least {SOLVED:.0%} of the gap", highlight=False)
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}

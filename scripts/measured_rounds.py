@@ -161,7 +161,7 @@ class Subject:
             screen = Console(file=StringIO(), force_terminal=True, width=120, height=40)
             shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
             self._listeners = Hub({"progress": self._open.enter_context(shown)})
-            self._records = Records(self._directory, self._listeners, self.engine.spec, None)
+            self._records = Records(self._directory, self._listeners, self.engine.spec, config.reward, None)
             self.engine.on_step = self._records.step
 
     def __enter__(self) -> "Subject":
@@ -188,9 +188,9 @@ class Subject:
         metrics = client.update()
         updated = time.perf_counter()
         if self._records is not None:
-            self._records.write_events(events.round_events(stats, metrics, engine.spec, Trend()))
+            self._records.write_events(events.round_events(stats, metrics, engine.spec, Trend(), self.config.reward))
             cost = report.Cost(env_steps=self.config.num_envs * self.config.episode_length, seconds=rolled - marks[1])
-            line = report.round_line(stats, cost, metrics)
+            line = report.round_line(stats, cost, metrics, self.config.reward)
             self._directory.write_metrics(line)
             self._listeners.write("round", line)
         ended = time.perf_counter()

@@ -3,7 +3,7 @@
 python scripts/plot_run.py runs/digits-quickstart-s0 docs/run.png
 
 +--------------+--------------+
-| accuracy     | return       |     means over the hosts, round by round
+| 100·J        | accuracy     |     means over the hosts, round by round
 +--------------+--------------+
 | operations   | growth       |
 +--------------+--------------+
@@ -116,21 +116,24 @@ def line(ax: Axes, run: Run, name: str, color: str, *, lift: float = 0.0) -> Non
 
 
 def accuracy(ax: Axes, run: Run) -> None:
-    """Accuracy of the hosts as they stand, and of what they may keep."""
+    """Accuracy of the network that is kept, and of the hosts as they stand."""
     dress(ax, "Accuracy", "validation, % at the end of each round")
-    columns = {"val_accuracy_mean": BLUE, "committed_accuracy_mean": ORANGE}
+    columns = {"live_accuracy_mean": BLUE, "committed_accuracy_mean": ORANGE}
     highest = max(columns, key=lambda name: run.column(name)[-1])
     for name, color in columns.items():
         line(ax, run, name, color, lift=4.0 if name == highest else -4.0)  # apart, however close the values are
     handles = [Line2D([], [], color=c, linewidth=2.2) for c in (BLUE, ORANGE)]
-    labels = ["with all live seeds", "with fossilized seeds only"]
+    labels = ["live: with all seeds", "committed: with fossilized seeds only"]
     ax.legend(handles, labels, loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
 
 
-def returns(ax: Axes, run: Run) -> None:
-    """What an episode paid."""
-    dress(ax, "Return", "mean sum of rewards of an episode, per round")
-    line(ax, run, "mean_return", GREEN)
+def objective(ax: Axes, run: Run) -> None:
+    """What is optimized, with its spread over the hosts."""
+    dress(ax, "100·J", "accuracy of the network that is kept minus the price of its growth, mean ± std per round")
+    line(ax, run, "objective_mean", GREEN)
+    bands = list(zip(run.column("objective_mean"), run.column("objective_std"), strict=True))
+    low, high = [m - s for m, s in bands], [m + s for m, s in bands]
+    ax.fill_between(range(1, len(bands) + 1), low, high, color=GREEN, alpha=0.12, linewidth=0)
 
 
 def operations(ax: Axes, run: Run) -> None:
@@ -203,7 +206,7 @@ def picture(run: Run, target: Path) -> None:
     figure.suptitle("Networks that grow while they train", x=0.08, y=0.975, ha="left", fontsize=17, color=INK,
                     fontweight="bold")  # fmt: skip
     figure.text(0.08, 0.94, run.title, fontsize=11, color=FAINT)
-    for place, panel in zip(((0, 0), (0, 1), (1, 0), (1, 1)), (accuracy, returns, operations, growth), strict=True):
+    for place, panel in zip(((0, 0), (0, 1), (1, 0), (1, 1)), (objective, accuracy, operations, growth), strict=True):
         panel(figure.add_subplot(grid[place]), run)
     seeds(figure.add_subplot(grid[2, :]), run)
     figure.savefig(target, dpi=110)

@@ -156,7 +156,7 @@ def count(options: Options) -> list[Scope]:
         with updates.counted(device):
             metrics = client.update()
         with between.counted(device):
-            for _ in events.round_events(stats, metrics, engine.spec, Trend()):
+            for _ in events.round_events(stats, metrics, engine.spec, Trend(), config.reward):
                 pass
         rest.intended.append(sum(between.intended))
         rest.sites.update(between.sites)

@@ -47,14 +47,16 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     assert second == "recorded in runs/digits-quickstart-s3, on cpu"
     assert third == "executor: native (C++ compiled for this processor), hosts shared by 2 processes"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
-    assert re.match(r"done: accuracy \d+\.\d\d \(validation\), \d+\.\d\d \(test, committed\); growth 1\.\d\dx; ", done)
+    number = r"\d+\.\d\d"
+    kept = f"committed validation {number}, committed test {number}; growth {number}x; 2 hosts; "
+    assert re.match(f"done: 100·J {number} ± {number}; {kept}", done)
     assert way_on == "compare it with the baselines: esper evaluate runs/digits-quickstart-s3"
     run = folder / "runs" / "digits-quickstart-s3"
     assert tomllib.loads((run / "config.toml").read_text())["seed"] == 3
     found = json.loads((run / "summary.json").read_text())
     expected = {
         *("task", "preset", "seed", "rounds", "num_envs", "episode_length", "env_steps", "env_steps_per_second"),
-        *("final_val_accuracy_mean", "final_test_accuracy_mean", "mean_return_last", "growth_ratio_mean"),
+        *("final_objective_mean", "final_committed_accuracy_mean", "final_test_accuracy_mean", "growth_ratio_mean"),
         *("host_reads_per_step", "state_digest", "torch", "python", "device"),
     }
     assert expected <= found.keys()

@@ -24,7 +24,7 @@ from esper.simic.training.plugins import load_plugins
 from esper.simic.training.presets import recorded, resolve
 from esper.simic.training.runner import Runner, restore
 from esper.simic.training.values import plain, read_toml
-from esper.tamiyo.baselines import BASELINES, STATIC
+from esper.tamiyo.baselines import STATIC
 from esper.tasks.registry import task_by_name, task_names
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress
@@ -185,8 +185,9 @@ def evaluate(command: Evaluate) -> int:
     """A table of controllers on equal hosts."""
     run, baselines = _named(command.controllers)
     config = _evaluated_config(command, run)
+    names = dict.fromkeys((*(baselines or comparison.all_baselines(config)), comparison.REFERENCE))
     with _json_file(command.json) as write_json:
-        controllers, place = [comparison.baseline(name, config) for name in baselines], ""
+        controllers, place = [comparison.baseline(name, config) for name in names], ""
         if run is not None:
             found = comparison.trained(run, config, best=command.best)
             controllers.insert(0, found.controller)
@@ -202,7 +203,7 @@ def evaluate(command: Evaluate) -> int:
             num_envs=command.num_envs,
             on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
         )
-        rows = comparison.table(outcomes)
+        rows = comparison.table(outcomes, config.reward)
         write_json(plain_json(comparison.report(rows, config, run, place, seed, command.num_envs)))
     if str(command.json) != "-":
         console = RunConsole()
@@ -211,7 +212,8 @@ def evaluate(command: Evaluate) -> int:
         )
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
-        console.say("\n".join(("", tables.LEGEND, *_static_note(controllers, rows), *tables.rollbacks(rows))))
+        notes = (*_static_note(controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))
+        console.say("\n".join(("", tables.LEGEND, *notes)))
     return 0
 
 
@@ -227,20 +229,20 @@ def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence[compa
 
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run and the baselines of an evaluation; wait_only is always among them, as the reference."""
+    """The run and the baselines that are named; none is all of them."""
     if not controllers:
-        raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(BASELINES)}.")
-    runs = [name for name in controllers if name not in BASELINES]
-    baselines = [name for name in dict.fromkeys(controllers) if name in BASELINES]
+        raise ConfigError(
+            f"nothing is named to be evaluated; name a run directory, or any of {', '.join(comparison.NAMES)}."
+        )
+    runs = [name for name in controllers if name not in comparison.NAMES]
+    baselines = [name for name in dict.fromkeys(controllers) if name in comparison.NAMES]
     for name in runs:
         if not Path(name).exists():
-            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, BASELINES)}")
+            raise RunDirectoryError(
+                f"{name} is neither a run directory nor a baseline; {nearest(name, comparison.NAMES)}"
+            )
     if len(runs) > 1:
         raise ConfigError(f"{', '.join(runs)} are several run directories; name one of them, and any baselines.")
-    if not baselines:
-        baselines = list(comparison.all_baselines())
-    if comparison.REFERENCE not in baselines:
-        baselines.append(comparison.REFERENCE)
     return Path(runs[0]) if runs else None, tuple(baselines)
 
 

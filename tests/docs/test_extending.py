@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 EXAMPLE = re.compile(r"^## ([\w ]+):.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAYS = {
     "A blueprint": ("the controller can choose blueprint 13", "recorded in runs/own-blueprint"),
-    "A reward": ("round 1: return ", "round 2: return "),
+    "A reward": ("round 1: committed ", "round 2: committed "),
     "A task": ("esper: bars, 2 hosts x 6 steps x 1 round", "(test, committed)"),
     "A controller": ("accuracy ", "seeds kept"),
 }

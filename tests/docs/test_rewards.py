@@ -45,7 +45,7 @@ def test_the_example_runs_from_the_command_line_as_it_stands(tmp_path):
     assert summary["reward"] == "committed_gain"
     (line,) = (tmp_path / "runs" / "committed" / "metrics.jsonl").read_text().splitlines()
     # gains of the committed accuracy add up to it; the price of a seed is 0.05 a step
-    assert 0.0 < json.loads(line)["mean_return"] <= json.loads(line)["committed_accuracy_mean"]
+    assert 0.0 < json.loads(line)["shaped_return"] <= json.loads(line)["committed_accuracy_mean"]
 
 
 def test_the_example_keeps_the_contract_of_rewards(tmp_path):

@@ -24,23 +24,28 @@ def learned(request, tmp_path_factory) -> dict:
     return run
 
 
+def gap_closed(run, objective) -> float:
+    return (objective - run["idle"]) / (run["best"] - run["idle"])
+
+
 @pytest.mark.slow
 def test_it_closes_most_of_the_gap_between_waiting_and_the_best_schedule(learned):
     last = learned["curve"][-1]
     assert last["episodes"] == ROUNDS * HOSTS
-    assert last["learned"]["low"] >= 0.6
+    assert gap_closed(learned, last["learned"]["low"]) >= 0.6
     assert last["seconds"] < 180
 
 
 @pytest.mark.slow
 def test_it_beats_random_operations_and_what_it_was_before(learned):
-    assert learned["gain_on_random"]["low"] >= 0.5
-    assert learned["curve"][-1]["learned"]["low"] > learned["untrained"]["high"] + 0.3
+    gap = learned["best"] - learned["idle"]
+    assert learned["gain_on_random"]["low"] >= 0.5 * gap
+    assert learned["curve"][-1]["learned"]["low"] > learned["untrained"]["high"] + 0.3 * gap
 
 
 @pytest.mark.slow
 def test_what_it_gained_was_learned_from_the_rollouts(learned):
     # the gap is not closed from the start, and not by the first rounds either
-    assert learned["untrained"]["mean"] < 0.3
+    assert gap_closed(learned, learned["untrained"]["mean"]) < 0.3
     assert [point["episodes"] for point in learned["curve"]] == [160, 320, 480, 640]
     assert learned["curve"][0]["learned"]["mean"] < learned["curve"][-1]["learned"]["mean"]

@@ -20,9 +20,9 @@ from esper.telemetry.progress import (
 
 ROUND: dict[str, Any] = {
     "round": 2,
-    "val_accuracy_mean": 61.318,
+    "objective_mean": 58.412,
     "committed_accuracy_mean": 58.9,
-    "mean_return": 0.51234,
+    "live_accuracy_mean": 61.318,
     "env_steps": 640,
     "seconds": 1.5,
     "ops": {"WAIT": 510, "GERMINATE": 61, "SET_ALPHA_TARGET": 0, "PRUNE": 20},
@@ -52,7 +52,7 @@ def written(console: Console) -> list[str]:
 
 def test_a_round_is_one_line() -> None:
     assert line(Shown.of(ROUND), 10, 40, "8:12") == (
-        "round 2/10  eta 8:12  427 env-steps/s  accuracy 61.32  committed 58.90  return +0.512  "
+        "round 2/10  eta 8:12  427 env-steps/s  100·J 58.41  committed 58.90  live 61.32  "
         "ops: wait 510 germinate 61 prune 20  slots: training 9 blending 4"
     )
 
@@ -139,10 +139,8 @@ def test_a_terminal_shows_a_table_with_the_round_under_way_and_a_bar() -> None:
         progress.write("round", ROUND | {"round": 1})
         progress.write("step", STEP)
         shown = screen(progress)
-    assert re.search(r"^round +env-steps/s +accuracy +committed +return +operations chosen +slots by stage", shown)
-    assert re.search(
-        r"1/10 +427 +61\.32 +58\.90 +\+0\.512 +wait 510 germinate 61 prune 20 +training 9 blending 4", shown
-    )
+    assert re.search(r"^round +env-steps/s +100·J +committed +live +operations chosen +slots by stage", shown)
+    assert re.search(r"1/10 +427 +58\.41 +58\.90 +61\.32 +wait 510 germinate 61 prune 20 +training 9 blending 4", shown)
     assert "2/10" in shown
     assert re.search(r"step +50/400 .*eta 4:40", shown)  # 50 steps in 40 s, 350 are left
     assert "50/400" in "".join(written(console))
@@ -182,11 +180,11 @@ def test_a_line_is_not_broken_or_marked_up() -> None:
 
 
 def test_what_was_not_measured_is_a_dash_and_never_nan() -> None:
-    nothing = ROUND | {"val_accuracy_mean": float("nan"), "committed_accuracy_mean": float("nan")}
-    assert "  accuracy -  committed -  return +0.512  " in line(Shown.of(nothing), 10, 40, "?")
+    nothing = ROUND | dict.fromkeys(("objective_mean", "committed_accuracy_mean", "live_accuracy_mean"), float("nan"))
+    assert "  100·J -  committed -  live -  " in line(Shown.of(nothing), 10, 40, "?")
     progress = RunProgress(terminal(), rounds=10, steps=40)
     progress.write("round", nothing)
-    assert re.search(r"2/10 +427 +- +- +\+0\.512", screen(progress))
+    assert re.search(r"2/10 +427 +- +- +-", screen(progress))
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -195,7 +193,7 @@ def test_a_narrow_terminal_shows_the_counts_of_the_newest_round_below_the_table(
     progress.write("round", ROUND | {"round": 1})
     progress.write("round", ROUND | {"ops": {"SET_ALPHA_TARGET": 1000}})
     header, first, second, operations, slots, bar = screen(progress, width).splitlines()
-    assert header.split() == ["round", "env-steps/s", "accuracy", "committed", "return"]
+    assert header.split() == ["round", "env-steps/s", "100·J", "committed", "live"]
     assert (first.split()[0], second.split()[0]) == ("1/10", "2/10")
     assert operations.rstrip() == "operations chosen  set_alpha_target 1000"
     assert slots.rstrip() == "slots by stage     training 9 blending 4"

@@ -39,6 +39,7 @@ class Stream(IntEnum):
     SCRIPTED_NOISE = 8
     POLICY_INIT = 9
     MINIBATCH_ORDER = 10
+    RESAMPLING = 11
 
 
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:

@@ -1,7 +1,7 @@
 """What a run shows while it runs: a live table on a terminal, plain lines elsewhere.
 
-    round  env-steps/s  accuracy  committed  return   operations chosen               slots by stage
-     1/10          412     61.32      58.90  +0.512   wait 510 germinate 61 prune 20  training 9 blending 4
+    round  env-steps/s  100·J  committed   live   operations chosen               slots by stage
+     1/10          412  58.41      58.90  61.32   wait 510 germinate 61 prune 20  training 9 blending 4
      2/10 ...
     step 312/6400 ----------                          0:00:41 eta 8:12
 
@@ -54,14 +54,15 @@ class RunConsole(Console):
 class Shown:
     """What is shown of a round, or of the steps of it that are done; from a record of kind "step" or "round".
 
-    Accuracies in percentage points; `ops` counts effective operations and `slots` slots by stage, by name.
+    Means over the hosts: 100·J and accuracy (pp) of the network that would be kept, and accuracy with all live seeds.
+    `ops` counts effective operations and `slots` slots by stage, by name.
     """
 
     round: int
     step: int | None
-    accuracy: float
+    objective: float
     committed: float
-    mean_return: float
+    live: float
     speed: float
     ops: Mapping[str, int]
     slots: Mapping[str, int]
@@ -72,9 +73,9 @@ class Shown:
         return cls(
             round=fields["round"],
             step=fields.get("t"),
-            accuracy=fields["val_accuracy_mean"],
+            objective=fields["objective_mean"],
             committed=fields["committed_accuracy_mean"],
-            mean_return=fields["mean_return"],
+            live=fields["live_accuracy_mean"],
             speed=fields["env_steps"] / max(fields["seconds"], 1e-9),
             ops=fields["ops"],
             slots=fields["slots"],
@@ -103,8 +104,8 @@ def line(shown: Shown, rounds: int, steps: int, eta: str) -> str:
     inside = f" step {shown.step}/{steps}" if shown.step is not None else ""
     return (
         f"round {shown.round}/{rounds}{inside}  eta {eta}  {_speed(shown)} env-steps/s  "
-        f"accuracy {figure(shown.accuracy, '.2f')}  committed {figure(shown.committed, '.2f')}  "
-        f"return {figure(shown.mean_return, '+.3f')}  "
+        f"100·J {figure(shown.objective, '.2f')}  committed {figure(shown.committed, '.2f')}  "
+        f"live {figure(shown.live, '.2f')}  "
         f"ops: {counts(shown.ops)}  slots: {counts(shown.slots)}"
     )
 
@@ -212,7 +213,7 @@ class RunProgress:
     def _table(self, rounds: Sequence[Shown], *, wide: bool) -> list[RenderableType]:
         """One line per round; where there is no room for the counts beside it, those of the newest stand below."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("round", "env-steps/s", "accuracy", "committed", "return"):
+        for column in ("round", "env-steps/s", "100·J", "committed", "live"):
             table.add_column(column, justify="right", no_wrap=True)
         for column in (_OPERATIONS, _SLOTS) if wide else ():
             table.add_column(column, overflow="fold")
@@ -220,9 +221,9 @@ class RunProgress:
             numbers = (
                 f"{shown.round}/{self._rounds}",
                 _speed(shown),
-                figure(shown.accuracy, ".2f"),
+                figure(shown.objective, ".2f"),
                 figure(shown.committed, ".2f"),
-                figure(shown.mean_return, "+.3f"),
+                figure(shown.live, ".2f"),
             )
             table.add_row(*numbers, *((counts(shown.ops), counts(shown.slots)) if wide else ()))
         if wide or not rounds:

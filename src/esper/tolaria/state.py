@@ -13,6 +13,7 @@ from esper.kasmina.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import NUM_OPS, Head
 from esper.leyline.messages import HostState, RewardOutput, SlotState
 from esper.leyline.record import record, replace
+from esper.leyline.stages import SeedStage
 from esper.tolaria.governor import GovernorState
 
 
@@ -118,8 +119,8 @@ class StepReport:
 
     [N] or [N, S] unless stated; `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is
     the number of the one that a seed asked, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked`
-    [N] hosts whose last step is paid otherwise because of it. `breakdown` [N, M] and `flags` [N, 2] are the reward's;
-    `op_log_prob` is that of the op alone.
+    [N] hosts whose last step is paid otherwise. `params` are those of each seed, `host_params` [N] of the host.
+    `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
     """
 
     episode: int
@@ -133,7 +134,8 @@ class StepReport:
     val_loss: np.ndarray
     train_loss: np.ndarray
     committed_acc: np.ndarray
-    total_params: np.ndarray
+    params: np.ndarray
+    host_params: np.ndarray
     num_coalitions: np.ndarray
     reward: np.ndarray
     breakdown: np.ndarray
@@ -154,6 +156,20 @@ class StepReport:
     failed_checks: np.ndarray
     rolled_back: np.ndarray
     row_marked: np.ndarray
+
+    @property
+    def total_params(self) -> np.ndarray:
+        """Parameters of host and all seeds after the step [N]."""
+        total: np.ndarray = self.host_params + self.params.sum(axis=1)
+        return total
+
+    @property
+    def committed_params(self) -> np.ndarray:
+        """Parameters [N] of the fossils that `committed_acc` is measured with: without those of this step."""
+        _, to, cause = self.op_moves
+        new = (cause != 0) & (to == SeedStage.FOSSILIZED)
+        measured: np.ndarray = (self.params * ((self.stage == SeedStage.FOSSILIZED) & ~new)).sum(axis=1)
+        return measured
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ def test_a_compiled_run_is_that_of_an_eager_one_up_to_rounding_and_can_be_interr
     assert train(whole, "null", 3, *COMPILED) == 0
     assert "compiling (half a minute" in capfd.readouterr().out
     first, expected = (records(run)["metrics.jsonl"][0] for run in (whole, eager))
-    for name in ("mean_return", "val_accuracy_mean", "committed_accuracy_mean"):
+    for name in ("objective_mean", "live_accuracy_mean", "committed_accuracy_mean", "shaped_return"):
         assert first[name] == pytest.approx(expected[name], rel=1e-5), name
     assert records(whole)["events.jsonl"][1]["kind"] == records(eager)["events.jsonl"][1]["kind"]
 

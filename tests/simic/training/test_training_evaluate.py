@@ -9,16 +9,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_training_report import NAN, stats
+from rich.console import Console
+from test_training_report import NAN, WEIGHTS, stats
 
 import small_runs
-from esper.leyline.errors import CheckpointError, RegistryError
+from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
 from esper.leyline.manifest import TopologyManifest
 from esper.simic.training.checkpoint import checkpoints, load, state_digest
-from esper.simic.training.evaluate import Outcome, all_baselines, baseline, evaluate, table, trained
+from esper.simic.training.evaluate import (
+    Difference,
+    Outcome,
+    Row,
+    all_baselines,
+    baseline,
+    evaluate,
+    table,
+    trained,
+    verdict,
+)
 from esper.simic.training.presets import recorded, resolve
-from esper.simic.training.tables import comparison, done, operations, rollbacks
+from esper.simic.training.tables import LEGEND, comparison, done, operations, rollbacks
 from esper.simic.training.values import read_toml
+from esper.tamiyo.baselines import BASELINES
+from esper.tasks.null import best_schedule_value
 from small_runs import contents, main
 
 
@@ -30,6 +43,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def printed(*tables: object) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*tables)
+    return console.export_text()
+
+
 def compared(arguments: list[str], path: Path) -> dict[str, Any]:
     """`esper evaluate` with its JSON."""
     assert main(["evaluate", *arguments, "--json", str(path)]) == 0
@@ -37,39 +56,33 @@ def compared(arguments: list[str], path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_is_compared_with_the_five_baselines_and_left_as_it_is(
+def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(run)
     found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
     assert contents(run) == before
     rows = {row["name"]: row for row in found["controllers"]}
-    assert set(rows) == {"trained", "wait_only", "random", "fixed_schedule", "heuristic", "static_final"}
+    assert set(rows) == {"trained", *BASELINES}
     assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 4, "tiny", str(run))
-    assert rows["wait_only"]["gain"] == 0.0
+    assert found["reference"] == "trained"
     assert rows["wait_only"]["fossilized"] == 0.0
     assert rows["wait_only"]["growth"] == 1.0
     assert rows["wait_only"]["ops"]["WAIT"] == 4 * 6
     for row in rows.values():
-        differences = np.subtract(row["hosts"]["committed"], rows["wait_only"]["hosts"]["committed"])
-        assert row["gain"] == pytest.approx(differences.mean())
-        assert row["gain_standard_error"] == pytest.approx(differences.std(ddof=1) / 2.0)
-        assert row["committed"] == pytest.approx(np.mean(row["hosts"]["committed"]))
-        assert row["test"] == pytest.approx(np.mean(row["hosts"]["test"]))
-    assert found["controllers"] == sorted(found["controllers"], key=lambda row: -row["committed"])
+        hosts = row["hosts"]
+        # the hosts have more than 200 parameters, so that J is the accuracy less 3 ln(growth)
+        np.testing.assert_allclose(hosts["objective"], np.subtract(hosts["committed"], 3.0 * np.log(hosts["growth"])))
+        differences = np.subtract(hosts["objective"], rows["trained"]["hosts"]["objective"])
+        assert row["difference"]["mean"] == pytest.approx(differences.mean())
+        assert row["objective"] == pytest.approx(np.mean(hosts["objective"]))
+        assert row["committed"] == pytest.approx(np.mean(hosts["committed"]))
+        assert row["test"] == pytest.approx(np.mean(hosts["test"]))
     out, err = capfd.readouterr()
-    for word in (
-        "controller",
-        "committed",
-        "test",
-        "vs wait_only",
-        "growth",
-        "return",
-        "fossils",
-        "germinate",
-        "trained",
-    ):
+    for word in ("controller", "100·J", "vs trained", "val", "test", "growth", "germinate", *rows):
         assert word in out
+    assert out.splitlines()[-1] == found["verdict"]
+    assert "the best baseline, " in found["verdict"]
     assert "heuristic, 4 hosts of tiny" in err
 
 
@@ -130,103 +143,122 @@ def test_an_unknown_baseline_is_refused() -> None:
         evaluate(config, [baseline("lazy", config)], run_seed=1, num_envs=1)
 
 
-def outcome(name: str, committed: list[float], test: list[float]) -> Outcome:
-    return Outcome(name, stats(committed_acc=np.array(committed)), np.array(test))
+def outcome(name: str, *committed: float, fossil_params: tuple[int, ...] = (0, 0)) -> Outcome:
+    """Hosts of 1000 parameters; with two of them J is the accuracy of `stats`' hosts unless fossils are given."""
+    params = np.array(fossil_params[: len(committed)])
+    found = stats(committed_acc=np.array(committed), fossil_params=params, host_params=np.full(len(committed), 1000))
+    return Outcome(name, found, np.array(committed) - 1.0)
 
 
-def test_differences_are_paired_host_by_host() -> None:
-    rows = {
-        row.name: row
-        for row in table([outcome("wait_only", [10.0, 50.0], [0.0, 0.0]), outcome("x", [13.0, 54.0], [1.0, 3.0])])
-    }
-    # differences 3 and 4: mean 3.5, standard deviation 0.7071, standard error 0.5
-    assert rows["x"].gain == 3.5
-    assert rows["x"].gain_standard_error == pytest.approx(0.5)
+def rows_of(*outcomes: Outcome) -> dict[str, Row]:
+    return {row.name: row for row in table(list(outcomes), WEIGHTS)}
+
+
+def test_differences_in_j_are_paired_host_by_host() -> None:
+    rows = rows_of(outcome("wait_only", 10.0, 50.0), outcome("x", 13.0, 54.0, fossil_params=(0, 500)))
+    # differences 3 and 4 - 3 ln(1.5) = 2.783605; a bootstrap of two hosts has these two as its ends
+    assert dataclasses.astuple(rows["x"].difference) == pytest.approx((2.891802, 2.783605, 3.0), abs=1e-6)
     assert rows["x"].committed_std == pytest.approx(28.991378)
-    assert (rows["x"].test_gain, rows["x"].test_gain_standard_error) == (2.0, pytest.approx(1.0))
-    assert rows["wait_only"].gain == rows["wait_only"].gain_standard_error == 0.0
-
-
-def test_without_the_reference_there_is_no_difference() -> None:
-    (row,) = table([outcome("x", [13.0, 54.0], [1.0, 3.0])])
-    assert math.isnan(row.gain)
-    assert math.isnan(row.test_gain_standard_error)
+    assert rows["x"].objective == pytest.approx(33.5 - 1.216395 / 2, abs=1e-6)
+    assert rows["wait_only"].difference == Difference(0.0, 0.0, 0.0)
 
 
 def test_one_host_has_a_mean_and_no_spread() -> None:
-    (row,) = table([outcome("wait_only", [13.0], [1.0])])
-    assert row.committed == 13.0
-    assert math.isnan(row.committed_std)
-    assert row.gain == 0.0
-    assert math.isnan(row.gain_standard_error)
+    rows = rows_of(outcome("wait_only", 13.0), outcome("x", 14.0))
+    assert (rows["x"].committed, rows["x"].difference.mean) == (14.0, pytest.approx(1.0))
+    assert math.isnan(rows["x"].objective_std)
+    assert math.isnan(rows["x"].difference.low)
+    assert printed(comparison(list(rows.values()))).splitlines()[1].split() == [
+        "x",
+        "14.00",
+        "+1.00",
+        "14.00",
+        "13.00",
+        "1.00x",
+    ]
+    assert verdict(list(rows.values())) == "x cannot be told apart from wait_only: +1.00 in 100·J on 1 host."
 
 
-def test_a_host_without_an_accuracy_leaves_the_means_to_the_others() -> None:
-    rows = {
-        row.name: row
-        for row in table([outcome("wait_only", [10.0, NAN], [0.0, 0.0]), outcome("x", [NAN, 54.0], [1.0, 3.0])])
-    }
-    assert rows["x"].committed == 54.0
-    assert math.isnan(rows["x"].gain)  # no host has both
-    assert rows["wait_only"].gain == 0.0
+def test_the_run_comes_first_then_the_strongest_constant_schedule_then_the_others_by_j() -> None:
+    one = {"wait_only": 1.0, "fixed_schedule": 2.0, "random": 5.0, "trained": 0.0, "fixed_schedule_fill": 3.0}
+    found = table([outcome(name, value, value) for name, value in one.items()], WEIGHTS)
+    assert [row.name for row in found] == ["trained", "fixed_schedule_fill", "random", "fixed_schedule", "wait_only"]
 
 
-def test_the_best_comes_first_and_one_that_was_not_measured_last() -> None:
-    found = table([outcome("a", [NAN], [0.0]), outcome("b", [1.0], [0.0]), outcome("c", [2.0], [0.0])])
-    assert [row.name for row in found] == ["c", "b", "a"]
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        ((10.0, 11.0), "trained is worse than the best baseline, b: -3.50 in 100·J on 2 hosts, "
+                       "95 % interval -4.00 to -3.00."),
+        ((15.0, 16.0), "trained is better than the best baseline, b: +1.50 in 100·J on 2 hosts, "
+                       "95 % interval +1.00 to +2.00."),
+        ((13.0, 16.0), "trained cannot be told apart from the best baseline, b: +0.50 in 100·J on 2 hosts, "
+                       "95 % interval -1.00 to +2.00."),
+    ],
+)  # fmt: skip
+def test_the_last_line_says_how_the_run_compares_to_the_best_baseline(trained: tuple[float, float], said: str) -> None:
+    rows = table([outcome("a", 11.0, 11.0), outcome("b", 14.0, 14.0), outcome("trained", *trained)], WEIGHTS)
+    assert verdict(rows) == said
+
+
+def test_without_a_run_the_last_line_compares_the_best_baseline_to_waiting() -> None:
+    idle = outcome("wait_only", 11.0, 11.0)
+    assert (
+        verdict(table([idle, outcome("a", 10.0, 10.0)], WEIGHTS)) == "No baseline is better than wait_only on 2 hosts."
+    )
+    assert verdict(table([idle, outcome("a", 12.0, 13.0)], WEIGHTS)).startswith("a is better than wait_only: +1.50 in")
+
+
+def test_the_null_task_is_compared_with_its_best_schedule_and_no_other_task_can_be(tmp_path: Path) -> None:
+    size = ["--num-envs", "2", "--episode-length", "24"]
+    found = compared(["best_schedule", "--task", "null", *size], tmp_path / "report.json")
+    rows = {row["name"]: row for row in found["controllers"]}
+    assert set(rows) == {"best_schedule", "wait_only"}
+    assert rows["best_schedule"]["committed"] == pytest.approx(best_schedule_value(24, 10, 3), abs=1e-4)
+    assert "best_schedule" in all_baselines(resolve({"task": "null"}))
+    tiny = resolve({"task": "tiny"})
+    assert all_baselines(tiny) == BASELINES
+    with pytest.raises(ConfigError, match="the best schedule of task 'tiny' is not known; leave best_schedule out"):
+        baseline("best_schedule", tiny)
 
 
 def test_the_tables_fit_into_eighty_columns() -> None:
-    from rich.console import Console
-
-    rows = table([outcome(name, [90.0, 100.0], [99.0, 90.0]) for name in all_baselines()])
-    console = Console(width=80, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(comparison(rows), operations(rows))
-    text = console.export_text()
+    names = ("trained", *all_baselines(resolve({"task": "null"})))
+    rows = table([outcome(name, 100.0, 10.0 if name == "trained" else 99.0) for name in names], WEIGHTS)
+    text = printed(comparison(rows), operations(rows)) + LEGEND
     assert "…" not in text
-    assert "fixed_schedule" in text
+    assert all(name in text for name in names)
     assert max(map(len, text.splitlines())) <= 80
 
 
-def printed(*tables: object) -> str:
-    from rich.console import Console
-
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(*tables)
-    return console.export_text()
-
-
-def test_a_controller_of_which_nothing_was_measured_has_a_dash_and_never_nan() -> None:
-    rows = table([outcome("wait_only", [10.0, 20.0], [0.0, 0.0]), outcome("x", [NAN, NAN], [NAN, NAN])])
-    text = printed(comparison(rows))
-    assert "nan" not in text
-    (line,) = (line for line in text.splitlines() if line.startswith("x"))
-    assert line.split()[:4] == ["x", "-", "-", "-"]
-
-
 def test_hosts_that_were_rolled_back_are_told_below_the_tables() -> None:
-    whole = Outcome("whole", stats(committed_acc=np.array([1.0, 2.0]), rollbacks=np.array([0, 0])), np.zeros(2))
-    once = Outcome("once", stats(committed_acc=np.array([1.0, 2.0]), rollbacks=np.array([1, 0])), np.zeros(2))
-    often = Outcome("often", stats(committed_acc=np.array([NAN, 2.0]), rollbacks=np.array([2, 1])), np.zeros(2))
-    rows = {row.name: row for row in table([whole, once, often])}
-    assert rows["often"].committed == 2.0
+    marked = {"whole": (0, 0), "once": (1, 0), "often": (2, 1)}
+    idle = outcome("wait_only", 1.0, 2.0)
+    outcomes = [Outcome(name, stats(rollbacks=np.array(times)), np.zeros(2)) for name, times in marked.items()]
+    rows = rows_of(dataclasses.replace(idle, stats=stats(rollbacks=np.array([0, 0]))), *outcomes)
     assert rollbacks([rows["whole"], rows["once"], rows["often"]]) == [
         "once: hosts were rolled back once.",
-        "often: hosts were rolled back 3 times; 1 of 2 without an accuracy are left out of its means.",
+        "often: hosts were rolled back 3 times.",
     ]
 
 
-def test_a_run_that_ends_with_every_host_rolled_back_says_so_with_a_dash() -> None:
-    said = done(
-        {
-            "final_val_accuracy_mean": NAN,
-            "final_test_accuracy_mean": 40.0,
-            "growth_ratio_mean": 1.25,
-            "env_steps_per_second": 20.4,
-        }
+def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -> None:
+    found = {
+        "num_envs": 16,
+        "final_objective_mean": 58.412,
+        "final_objective_std": 3.25,
+        "final_committed_accuracy_mean": 59.0,
+        "final_test_accuracy_mean": 57.5,
+        "growth_ratio_mean": 1.25,
+        "env_steps_per_second": 20.4,
+    }
+    assert done(found) == (
+        "done: 100·J 58.41 ± 3.25; committed validation 59.00, committed test 57.50; growth 1.25x; 16 hosts; "
+        "20 env-steps/s with updates"
     )
-    assert said == ("done: accuracy - (validation), 40.00 (test, committed); growth 1.25x; 20 env-steps/s with updates")
+    alone = done(found | {"num_envs": 1, "final_objective_std": NAN})
+    assert alone.startswith("done: 100·J 58.41; committed")
+    assert "; 1 host; " in alone
 
 
 @pytest.mark.slow
@@ -292,7 +324,7 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
     assert small_runs.resume(path, "--rounds", "14") == 0
     best = load(path / "checkpoints" / "best")
     lines = small_runs.records(path)["metrics.jsonl"]
-    means = {n: np.mean([line["committed_accuracy_mean"] for line in lines[n - 10 : n]]) for n in range(10, 15)}
+    means = {n: np.mean([line["objective_mean"] for line in lines[n - 10 : n]]) for n in range(10, 15)}
     assert best.header.rounds_done == max(means, key=lambda n: (means[n], -n))
     assert best.header.trend.best == pytest.approx(max(means.values()))
     found = compared([str(path), "wait_only", "--num-envs", "2", "--best"], tmp_path / "best.json")

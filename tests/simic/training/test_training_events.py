@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_training_report import NAN, stats, step
+from test_training_report import NAN, WEIGHTS, stats, step
 
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage, Topology
@@ -134,12 +134,13 @@ def test_the_events_of_several_steps_are_those_of_each_in_turn() -> None:
 
 
 def test_the_end_of_a_round_says_what_each_host_came_to() -> None:
-    found = list(round_events(stats(), {"lr": 0.1}, SPEC, Trend()))
+    found = list(round_events(stats(), {"lr": 0.1}, SPEC, Trend(), WEIGHTS))
     shares = [(event["host"], event["slot"], event["value"]) for event in found if event["kind"] == "shapley"]
     assert shares == [(10, "r0c0", 4.0), (10, "r0c1", 2.0)]
     episodes = [event for event in found if event["kind"] == "episode"]
     assert [(event["round"], event["t"], event["host"]) for event in episodes] == [(5, 8, 10), (5, 8, 11)]
-    assert episodes[0]["return"] == 1.0
+    assert episodes[0]["objective"] == pytest.approx(38.7836, abs=1e-4)  # 40 - 3 ln(1.5)
+    assert episodes[0]["shaped_return"] == 1.0
     assert episodes[1]["committed_accuracy"] == 60.0
     assert episodes[1]["rollbacks"] == 3
     assert episodes[0]["ops"] == {
@@ -149,7 +150,7 @@ def test_the_end_of_a_round_says_what_each_host_came_to() -> None:
 
 
 def test_a_metric_beyond_its_threshold_is_an_alarm() -> None:
-    (event,) = (e for e in round_events(stats(), {"ratio_max": 7.0}, SPEC, Trend()) if e["kind"] == "alarm")
+    (event,) = (e for e in round_events(stats(), {"ratio_max": 7.0}, SPEC, Trend(), WEIGHTS) if e["kind"] == "alarm")
     assert event == {
         "kind": "alarm", "round": 5, "t": 8, "host": -1, "name": "ratio_max", "value": 7.0, "threshold": 5.0,
     }  # fmt: skip
@@ -184,7 +185,7 @@ def test_the_first_event_says_which_run_it_is() -> None:
 
 
 def test_steps_that_the_reward_marked_are_an_alarm_of_their_host() -> None:
-    found = list(round_events(stats(flags=np.array([[0, 3], [1, 0]])), {}, SPEC, Trend()))
+    found = list(round_events(stats(flags=np.array([[0, 3], [1, 0]])), {}, SPEC, Trend(), WEIGHTS))
     assert [event for event in found if event["kind"] == "alarm"] == [
         {"kind": "alarm", "round": 5, "t": 8, "host": 10, "name": "ransomware_steps", "value": 3.0, "threshold": 0.0},
         {
@@ -194,9 +195,11 @@ def test_steps_that_the_reward_marked_are_an_alarm_of_their_host() -> None:
     ]  # fmt: skip
 
 
-def test_an_accuracy_that_stands_still_is_an_alarm_of_the_round() -> None:
+def test_an_objective_that_stands_still_is_an_alarm_of_the_round() -> None:
     (event,) = (
-        e for e in round_events(stats(), {}, SPEC, Trend(20, (50.0,) * 10 + (50.25,) * 10)) if e["kind"] == "alarm"
+        e
+        for e in round_events(stats(), {}, SPEC, Trend(20, (50.0,) * 10 + (50.25,) * 10), WEIGHTS)
+        if e["kind"] == "alarm"
     )
-    assert (event["name"], event["host"]) == ("committed_accuracy_stands_still", -1)
+    assert (event["name"], event["host"]) == ("objective_stands_still", -1)
     assert (event["value"], event["threshold"]) == (0.25, 0.5)

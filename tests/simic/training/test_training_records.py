@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from test_training_events import SPEC, moves
-from test_training_report import step
+from test_training_report import WEIGHTS, step
 
 import small_runs
 from esper.leyline.messages import SlotState
@@ -50,7 +49,9 @@ class Bench:
         self.now = 100.0
         self.notebook = Notebook()
         self.directory = RunDirectory.create(path, {}, steps=terms is not None)
-        self.records = Records(self.directory, Hub({"notebook": self.notebook}), SPEC, terms, clock=lambda: self.now)
+        self.records = Records(
+            self.directory, Hub({"notebook": self.notebook}), SPEC, WEIGHTS, terms, clock=lambda: self.now
+        )
 
     def steps(self, *numbers: int, seconds: float = 0.001, **changes: object) -> None:
         for t in numbers:
@@ -89,7 +90,7 @@ def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", {})
     hub = Hub({})
     hub.add_registered(tmp_path)
-    records = Records(directory, hub, SPEC, None)
+    records = Records(directory, hub, SPEC, WEIGHTS, None)
     for t in (1, 2):
         records.step(step(t=t))
         assert [fields["t"] for _, fields in heard.taken] == list(range(1, t + 1))
@@ -127,12 +128,12 @@ def test_listeners_hear_the_events_of_a_step_and_then_the_step(tmp_path: Path) -
 @pytest.mark.usefixtures("nobody_registered")
 def test_steps_of_two_rounds_are_not_told_together(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "run")
-    bench.steps(7, 8, reward=np.array([1.0, 1.0]))
+    bench.steps(7, 8)
     bench.steps(1, episode=1)
     assert bench.told() == [("step", 7), ("step", 8)]
     bench.records.flush()
     _, fields = bench.notebook.taken[-1]
-    assert (fields["round"], fields["env_steps"], fields["mean_return"]) == (2, 2, 1.0)
+    assert (fields["round"], fields["env_steps"], fields["ops"]["WAIT"]) == (2, 2, 1)
     bench.records.flush()
     assert len(bench.notebook.taken) == 3  # nothing is told twice
     bench.directory.close()

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import SeedStage
+from esper.leyline.stages import Cause, SeedStage
+from esper.simic.rewards.config import RewardConfig
 from esper.simic.training.presets import resolve
 from esper.simic.training.report import Cost, RoundSoFar, ops_by_name, round_line, shapley_of, slots_by_stage, summary
 from esper.tolaria.state import RolloutCost, RolloutStats, StepReport
 
 NAN = float("nan")
+WEIGHTS = RewardConfig(mode="objective")
 
 
 def stats(**changes: object) -> RolloutStats:
@@ -20,7 +22,8 @@ def stats(**changes: object) -> RolloutStats:
         "returns": np.array([1.0, 2.0]),
         "val_acc": np.array([50.0, NAN], dtype=np.float32),
         "committed_acc": np.array([40.0, 60.0], dtype=np.float32),
-        "growth": np.array([1.5, 1.0]),
+        "fossil_params": np.array([500, 0]),
+        "host_params": np.array([1000, 1000]),
         "fossilized": np.array([1, 0]),
         "contributing": np.array([1, 0]),
         "germinated": np.array([2, 1]),
@@ -54,7 +57,8 @@ def step(**changes: object) -> StepReport:
         "val_loss": np.array([1.0, 1.0]),
         "train_loss": np.array([1.0, 1.0]),
         "committed_acc": np.array([40.0, 60.0]),
-        "total_params": np.array([1000, 1200]),
+        "params": np.array([[0, 0], [0, 200]]),
+        "host_params": np.array([1000, 1000]),
         "num_coalitions": np.array([1, 4]),
         "reward": np.array([0.5, 1.5]),
         "breakdown": np.array([[0.5, 0.0], [2.0, -0.5]]),
@@ -102,11 +106,15 @@ def test_shapley_values_stand_in_the_slots_of_their_seeds() -> None:
 
 
 def test_a_round_is_a_line_of_means_over_its_hosts() -> None:
-    line = round_line(stats(), Cost(env_steps=32, steps=16, reads=16, seconds=4.0, update_seconds=1.0), {"lr": 0.1})
+    cost = Cost(env_steps=32, steps=16, reads=16, seconds=4.0, update_seconds=1.0)
+    line = round_line(stats(), cost, {"lr": 0.1}, WEIGHTS)
     assert line["round"] == 5
-    assert line["mean_return"] == 1.5
-    assert line["val_accuracy_mean"] == 50.0  # the other host was rolled back and has none
+    # 100·J is 40 - 3 ln(1.5) = 38.7836 and 60: the host that was rolled back counts
+    assert line["objective_mean"] == pytest.approx(49.3918, abs=1e-4)
+    assert line["objective_std"] == pytest.approx(21.2164 / 2**0.5, abs=1e-4)
     assert line["committed_accuracy_mean"] == 50.0
+    assert line["live_accuracy_mean"] == 50.0  # the host that was rolled back has none
+    assert line["shaped_return"] == 1.5
     assert line["growth_ratio_mean"] == 1.25
     assert line["shapley_mean"] == 3.0
     assert (line["fossilized_mean"], line["germinated_mean"], line["pruned_mean"]) == (0.5, 1.5, 0.5)
@@ -115,18 +123,31 @@ def test_a_round_is_a_line_of_means_over_its_hosts() -> None:
     assert line["lr"] == 0.1
 
 
-def test_what_is_shown_of_a_round_sums_its_steps_without_those_that_were_rolled_back() -> None:
-    so_far = RoundSoFar()
+def test_what_is_shown_of_a_round_counts_its_steps_without_those_that_were_rolled_back() -> None:
+    so_far = RoundSoFar(WEIGHTS)
     (first,) = so_far.add([step()], [0.5])
-    assert first["mean_return"] == 1.0
-    broken = step(t=2, panic_reason=np.array([0, 1]), val_acc=np.array([50.0, NAN]))
+    assert first["objective_mean"] == 50.0  # of 40 and 60; the seed of 200 parameters is no fossil
+    broken = step(
+        t=2, panic_reason=np.array([0, 1]), val_acc=np.array([51.0, NAN]), committed_acc=np.array([40.0, NAN])
+    )
     (shown,) = so_far.add([broken], [1.0])
-    assert shown["mean_return"] == 1.0 + 0.25
-    assert (shown["val_accuracy_mean"], shown["committed_accuracy_mean"]) == (50.0, 50.0)
+    assert (shown["objective_mean"], shown["committed_accuracy_mean"], shown["live_accuracy_mean"]) == (40, 40, 51)
     assert shown["ops"] == ops_by_name(np.array([2, 1, 0, 0, 0, 0]))
     assert (shown["round"], shown["t"], shown["env_steps"], shown["seconds"]) == (1, 2, 4, 1.0)
     (fresh,) = so_far.add([step(episode=1)], [0.1])
-    assert (fresh["round"], fresh["mean_return"], fresh["env_steps"]) == (2, 1.0, 2)
+    assert (fresh["round"], fresh["ops"]["WAIT"], fresh["env_steps"]) == (2, 1, 2)
+
+
+def test_a_fossil_is_charged_from_the_step_on_in_which_accuracy_is_measured_with_it() -> None:
+    fossil = np.array([[SeedStage.DORMANT] * 2, [SeedStage.DORMANT, SeedStage.FOSSILIZED]])
+    moves = np.zeros((3, 2, 2), dtype=np.int64)
+    moves[:, 1, 1] = (SeedStage.HOLDING, SeedStage.FOSSILIZED, Cause.OP)
+    new, old = step(t=3, stage=fossil, op_moves=moves), step(t=4, stage=fossil)
+    assert (new.committed_params.tolist(), old.committed_params.tolist()) == ([0, 0], [0, 200])
+    assert new.total_params.tolist() == [1000, 1200]
+    shown = RoundSoFar(WEIGHTS).add([new, old], [0.1, 0.2])
+    # 3 ln(1.2) = 0.54696, half of it in the mean of two hosts
+    assert [record["objective_mean"] for record in shown] == [50.0, pytest.approx(49.72652, abs=1e-5)]
 
 
 def test_steps_that_are_told_together_are_shown_as_those_that_are_told_alone() -> None:
@@ -143,10 +164,10 @@ def test_steps_that_are_told_together_are_shown_as_those_that_are_told_alone() -
         )
         for t in range(1, 8)
     ]
-    alone = RoundSoFar()
+    alone = RoundSoFar(WEIGHTS)
     expected = [alone.add([one], [one.t / 4])[0] for one in steps]
     assert expected[2]["slots"] == slots_by_stage(steps[2].stage)
-    together = RoundSoFar()
+    together = RoundSoFar(WEIGHTS)
     found = together.add(steps[:2], [0.25, 0.5]) + together.add(steps[2:], [t / 4 for t in range(3, 8)])
     for one, other in zip(found, expected, strict=True):
         assert [one.pop(name) for name in ("ops", "slots")] == [other.pop(name) for name in ("ops", "slots")]
@@ -155,7 +176,7 @@ def test_steps_that_are_told_together_are_shown_as_those_that_are_told_alone() -
 
 
 def test_the_speed_that_is_shown_after_a_resume_is_that_of_this_process() -> None:
-    assert RoundSoFar().add([step(t=7)], [1.0])[0]["env_steps"] == 2
+    assert RoundSoFar(WEIGHTS).add([step(t=7)], [1.0])[0]["env_steps"] == 2
 
 
 def test_a_summary_is_of_the_whole_run() -> None:
@@ -164,13 +185,12 @@ def test_a_summary_is_of_the_whole_run() -> None:
     found = summary(config, torch.device("cpu"), stats(), np.array([30.0, 50.0]), total, "abc")
     assert found["env_steps"] == 5 * 2 * 8
     assert found["env_steps_per_second"] == pytest.approx(20.0)
-    assert found["final_val_accuracy_mean"] == 50.0
+    assert found["final_objective_mean"] == pytest.approx(49.3918, abs=1e-4)
+    assert found["final_objective_std"] == pytest.approx(21.2164 / 2**0.5, abs=1e-4)
+    assert found["final_committed_accuracy_mean"] == 50.0
     assert found["final_test_accuracy_mean"] == 40.0
-    assert found["mean_return_last"] == 1.5
     assert found["growth_ratio_mean"] == 1.25
     assert found["host_reads_per_step"] == 1.0
     assert (found["task"], found["preset"], found["seed"], found["device"]) == ("null", "quickstart", 0, "cpu")
     assert found["state_digest"] == "abc"
-    broken = summary(config, torch.device("cpu"), stats(), np.array([NAN, 50.0]), total, "abc")
-    assert broken["final_test_accuracy_mean"] == 50.0
     assert found["torch"] == torch.__version__

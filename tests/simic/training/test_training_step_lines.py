@@ -64,7 +64,7 @@ def test_a_run_that_records_its_steps_comes_to_the_same_and_can_be_continued(tmp
             paid[x["host"]] = paid.get(x["host"], 0.0) + sum(x["terms"].values())
             assert sum(x["terms"].values()) == pytest.approx(x["reward"], abs=1e-6)
     returns = {
-        e["host"]: e["return"] for e in records(on)["events.jsonl"] if e["kind"] == "episode" and e["round"] == 2
+        e["host"]: e["shaped_return"] for e in records(on)["events.jsonl"] if e["kind"] == "episode" and e["round"] == 2
     }
     for host, total in paid.items():
         assert total == pytest.approx(returns[host], abs=1e-5)

@@ -30,7 +30,7 @@ from esper.leyline.errors import CheckpointError
 from esper.simic.training.report import Cost
 from esper.simic.training.trend import Trend
 
-FORMAT = 3
+FORMAT = 4
 KEEP = 3
 BEST = "best"
 _STATE, _HEADER, _CHECKSUMS = "state.safetensors", "header.json", "checksums.json"

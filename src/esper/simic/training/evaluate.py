@@ -2,31 +2,43 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.manifest import TopologyManifest, manifests
 from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.random import Stream, local_generator
 from esper.leyline.state_tree import below
-from esper.simic.training.build import baseline_of, dataset_of, device_of, engine_of, learner_of
+from esper.simic.rewards.config import RewardConfig
+from esper.simic.scripted_client import ScriptedClient
+from esper.simic.training.build import baseline_of, dataset_of, device_of, engine_of, learner_of, reward_of
 from esper.simic.training.checkpoint import BEST, Checkpoint, checkpoints, load, load_newest, require_same_shape
 from esper.simic.training.config import RunConfig
 from esper.simic.training.identity import run_shape
-from esper.simic.training.report import ops_by_name
-from esper.tamiyo.baselines import BASELINES, STATIC
+from esper.simic.training.report import objective_of, ops_by_name, standard_deviation
+from esper.tamiyo.baselines import BASELINES, STATIC, scheduled
+from esper.tamiyo.schedules import Schedule
+from esper.tasks import null
+from esper.tasks.registry import task_by_name
 from esper.telemetry.run_directory import CHECKPOINTS
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
 
 SEED_OFFSET = 1_000_000
 """Evaluation hosts have the training seed plus this: they were never trained on."""
+RESAMPLES = 10_000
 REFERENCE = "wait_only"
 TRAINED = "trained"
+BEST_SCHEDULE = "best_schedule"
+NAMES = (*BASELINES, BEST_SCHEDULE)
+"""Of all baselines."""
+_CONSTANT = ("fixed_schedule", "fixed_schedule_fill", BEST_SCHEDULE)
 _FREE = ("num_envs", "data")
 """What an evaluation may have otherwise than the training: other hosts, and another split drawn by their seed."""
 
@@ -43,32 +55,44 @@ class Outcome:
     grown: tuple[TopologyManifest, ...] = ()
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Mean of paired differences over hosts with its 95 % interval; the ends are NaN where there is one host."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __neg__(self) -> "Difference":
+        return Difference(-self.mean, -self.high, -self.low)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the comparison: means over the hosts, standard deviations, and the paired difference to wait_only.
+    """One line of the comparison: means over all hosts, of the network that is kept of each.
 
     Attributes:
-        committed, test: accuracy (pp) of host and fossilized seeds on the validation and the test split.
-        gain, gain_standard_error: mean of the paired differences in committed accuracy, and its standard error;
-            `test_gain...` the same on the test split. NaN where wait_only was not run or there is one host.
+        objective, objective_std: 100·J and its standard deviation.
+        difference: of 100·J to the run's, or without a run to that of wait_only, on the same hosts.
+        committed, test: accuracy (pp) on the validation and the test split, and its standard deviation.
         growth: (host + fossilized parameters) / host parameters. ops: effective operations of all hosts, by name.
+        shaped_return: undiscounted sum of rewards; a diagnostic, which ranks nothing.
         hosts: the numbers of every single host, in the order of the hosts, for statistics of one's own.
         structures: what each host came to, as `TopologyManifest.tree`.
     """
 
     name: str
+    objective: float
+    objective_std: float
+    difference: Difference
     committed: float
     committed_std: float
     test: float
     test_std: float
-    gain: float
-    gain_standard_error: float
-    test_gain: float
-    test_gain_standard_error: float
     growth: float
-    mean_return: float
     fossilized: float
     rollbacks: int
+    shaped_return: float
     ops: dict[str, int]
     hosts: dict[str, list[float]]
     structures: list[dict[str, Any]]
@@ -135,9 +159,36 @@ def in_order(controllers: Sequence[tuple[str, Maker]]) -> list[tuple[str, Maker]
     return sorted(controllers, key=lambda controller: rank.get(controller[0], 1))
 
 
+def all_baselines(config: RunConfig) -> tuple[str, ...]:
+    """The names of all that the task of a run can be compared with."""
+    return (*BASELINES, BEST_SCHEDULE) if _is_solved(config) else BASELINES
+
+
+def _is_solved(config: RunConfig) -> bool:
+    """Whether the best schedule of the task is known: it is for the built-in dynamics of scripted tasks."""
+    script, known = task_by_name(config.task).script, null.NullSpec()
+    if script is None:
+        return False
+    names = ("quality", "health", "algorithm_factor", "interaction")
+    return all(getattr(script, name) == getattr(known, name) for name in names)
+
+
 def baseline(name: str, config: RunConfig) -> tuple[str, Maker]:
-    """A controller by name from `BASELINES`."""
-    return name, partial(baseline_of, name, config)
+    """A controller by name from `all_baselines`.
+
+    Raises:
+        ConfigError: it is the best schedule, which is not known for the task.
+    """
+    if name != BEST_SCHEDULE:
+        return name, partial(baseline_of, name, config)
+    if not _is_solved(config):
+        raise ConfigError(f"the best schedule of task {config.task!r} is not known; leave {BEST_SCHEDULE} out.")
+    return name, partial(_best_schedule, config)
+
+
+def _best_schedule(config: RunConfig, spec: EngineSpec) -> ClientProtocol:
+    rows = null.best_schedule(spec.episode_length, spec.min_training_epochs, spec.num_slots)
+    return ScriptedClient(scheduled(Schedule.from_rows(BEST_SCHEDULE, 1, rows), spec), reward_of(config, spec))
 
 
 @dataclass(frozen=True)
@@ -189,63 +240,75 @@ def _trained_client(checkpoint: Checkpoint, config: RunConfig, spec: EngineSpec)
     return client
 
 
-def table(outcomes: Sequence[Outcome]) -> list[Row]:
-    """The comparison, best committed accuracy first; differences are NaN without wait_only among the outcomes."""
-    reference = next((outcome for outcome in outcomes if outcome.name == REFERENCE), None)
-    rows = [_row(outcome, reference) for outcome in outcomes]
-    return sorted(rows, key=lambda row: (math.isnan(row.committed), -row.committed))
+def table(outcomes: Sequence[Outcome], weights: RewardConfig) -> list[Row]:
+    """The comparison: the run, the strongest constant schedule, and the others by J, best first.
+
+    Differences are to the run where there is one, else to wait_only.
+    """
+    objectives = {outcome.name: objective_of(outcome.stats, weights) for outcome in outcomes}
+    reference = objectives[TRAINED if TRAINED in objectives else REFERENCE]
+    rows = [_row(outcome, objectives[outcome.name], reference) for outcome in outcomes]
+    rows.sort(key=lambda row: -row.objective)
+    constant = next((row for row in rows if row.name in _CONSTANT), None)
+    return sorted(rows, key=lambda row: 0 if row.name == TRAINED else 1 if row is constant else 2)
 
 
-def _row(outcome: Outcome, reference: Outcome | None) -> Row:
+def _row(outcome: Outcome, objective: np.ndarray, reference: np.ndarray) -> Row:
     stats, test = outcome.stats, outcome.test_acc.astype(np.float64)
     committed = stats.committed_acc.astype(np.float64)
-    gain = _paired(committed, reference.stats.committed_acc if reference else None)
-    test_gain = _paired(test, reference.test_acc if reference else None)
-    per_host = {"committed": committed, "test": test, "growth": stats.growth, "return": stats.returns}
+    per_host = {
+        "objective": objective,
+        "committed": committed,
+        "test": test,
+        "growth": stats.growth,
+        "shaped_return": stats.returns,
+    }
     return Row(
         name=outcome.name,
-        committed=_mean(committed),
-        committed_std=_std(committed),
-        test=_mean(test),
-        test_std=_std(test),
-        gain=_mean(gain),
-        gain_standard_error=_standard_error(gain),
-        test_gain=_mean(test_gain),
-        test_gain_standard_error=_standard_error(test_gain),
-        growth=_mean(stats.growth),
-        mean_return=_mean(stats.returns),
-        fossilized=_mean(stats.fossilized),
+        objective=float(objective.mean()),
+        objective_std=standard_deviation(objective),
+        difference=paired_difference(objective, reference),
+        committed=float(committed.mean()),
+        committed_std=standard_deviation(committed),
+        test=float(test.mean()),
+        test_std=standard_deviation(test),
+        growth=float(stats.growth.mean()),
+        fossilized=float(stats.fossilized.mean()),
         rollbacks=int(stats.rollbacks.sum()),
+        shaped_return=float(stats.returns.mean()),
         ops=ops_by_name(stats.ops),
         hosts={name: [float(x) for x in values] for name, values in per_host.items()},
         structures=[manifest.tree() for manifest in outcome.grown],
     )
 
 
-def _paired(values: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-    """Difference to the reference on the same host, NaN without one."""
-    return values - reference.astype(np.float64) if reference is not None else np.full_like(values, np.nan)
+def paired_difference(values: np.ndarray, reference: np.ndarray) -> Difference:
+    """Of [N] values to the reference's on the same hosts, with the percentile bootstrap interval (Efron, 1979)."""
+    differences = values - reference
+    if differences.size == 1:
+        return Difference(float(differences[0]), math.nan, math.nan)
+    size, own = differences.size, local_generator(0, Stream.RESAMPLING)
+    drawn = (torch.randint(size, (RESAMPLES // 10, size), generator=own).numpy() for _ in range(10))
+    means = [differences[hosts].mean(axis=1) for hosts in drawn]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return Difference(float(differences.mean()), float(low), float(high))
 
 
-def _mean(values: np.ndarray) -> float:
-    """Mean of what was measured: a host that was rolled back in its last step has no accuracy."""
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")
-
-
-def _std(values: np.ndarray) -> float:
-    """Standard deviation of a sample; NaN where it has one member."""
-    known = values[np.isfinite(values)]
-    return float(known.std(ddof=1)) if known.size > 1 else float("nan")
-
-
-def _standard_error(values: np.ndarray) -> float:
-    return _std(values) / math.sqrt(max(np.isfinite(values).sum(), 1))
-
-
-def all_baselines() -> tuple[str, ...]:
-    """The five baselines a trained controller is compared with."""
-    return tuple(name for name in BASELINES if name != "fixed_schedule_fill")
+def verdict(rows: Sequence[Row]) -> str:
+    """In words: the run compared to the best baseline, or without a run the best baseline to wait_only."""
+    has_run = rows[0].name == TRAINED
+    best = max(rows[has_run:], key=lambda row: row.objective)
+    subject, other = (TRAINED, f"the best baseline, {best.name}") if has_run else (best.name, REFERENCE)
+    number = len(best.hosts["objective"])
+    hosts = f"{number} host{'s' * (number != 1)}"
+    if subject == other:
+        return f"No baseline is better than {REFERENCE} on {hosts}."
+    found = -best.difference if has_run else best.difference
+    interval = "" if math.isnan(found.low) else f", 95 % interval {found.low:+z.2f} to {found.high:+z.2f}"
+    numbers = f"{found.mean:+z.2f} in 100·J on {hosts}{interval}"
+    if not (found.low > 0.0 or found.high < 0.0):
+        return f"{subject} cannot be told apart from {other}: {numbers}."
+    return f"{subject} is {'better' if found.mean > 0.0 else 'worse'} than {other}: {numbers}."
 
 
 def report(
@@ -261,5 +324,7 @@ def report(
         "seed": seed,
         "num_envs": num_envs,
         "episode_length": config.episode_length,
-        "controllers": [vars(row) for row in rows],
+        "reference": TRAINED if run else REFERENCE,
+        "verdict": verdict(rows),
+        "controllers": [asdict(row) for row in rows],
     }

@@ -6,10 +6,10 @@ rollback        a host panics      why, by which numbers, which seeds were lost,
 stage_changed   a slot moves       from, to, cause, blueprint, alpha, contribution; gate and score if a gate let it
 refused         a gate says no     which FOSSILIZE, and its failed checks
 shapley         end of an episode  share of each seed in the accuracy of its host
-episode         end of an episode  what each host came to
+episode         end of an episode  what each host came to: 100·J and accuracy of the network that is kept, ...
 run_finished    once               what summary.json says
 alarm           end of an episode  which metric is beyond its threshold, in how many steps the reward of a host was
-                                   suspicious, and every ten rounds whether accuracy rose, fell or stood still
+                                   suspicious, and every ten rounds whether J rose, fell or stood still
 
 {"kind": "stage_changed", "round": 1, "t": 4, "host": 2, "slot": "r0c1", "serial": 0, "from": "TRAINING",
  "to": "BLENDING", "cause": "AUTO", "blueprint": "conv_light", "alpha": 0.0, "contribution": null, "gate": "G2",
@@ -31,8 +31,9 @@ import torch
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
+from esper.simic.rewards.config import RewardConfig
 from esper.simic.training.alarms import alarms, flag_alarms
-from esper.simic.training.report import device_name, shapley_of
+from esper.simic.training.report import device_name, objective_of, shapley_of
 from esper.simic.training.trend import Trend
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport
@@ -151,14 +152,19 @@ def _refusals(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event
         }
 
 
-def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec, trend: Trend) -> Iterator[Event]:
-    """The events of the end of a round: what its hosts came to, and what is wrong with learning."""
+def round_events(
+    stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec, trend: Trend, weights: RewardConfig
+) -> Iterator[Event]:
+    """The events of the end of a round: what its hosts came to, and what is wrong with learning.
+
+    `weights` are those of J.
+    """
     head = {"round": stats.episode + 1, "t": spec.episode_length}
     shapley = shapley_of(stats)
     for n, s in np.argwhere(np.isfinite(shapley)).tolist():
         place = {"host": spec.host_offset + n, "slot": spec.slot_ids[s]}
         yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
-    for n, came_to in enumerate(_came_to(stats)):
+    for n, came_to in enumerate(_came_to(stats, weights)):
         yield {"kind": "episode", **head, "host": spec.host_offset + n, **came_to}
     for host, alarm in (
         *((-1, found) for found in (*alarms(metrics), *trend.alarms())),
@@ -171,13 +177,14 @@ def round_events(stats: RolloutStats, metrics: Mapping[str, float], spec: Engine
         yield {"kind": "alarm", **head, "host": host, **vars(alarm)}
 
 
-def _came_to(stats: RolloutStats) -> Iterator[Event]:
+def _came_to(stats: RolloutStats, weights: RewardConfig) -> Iterator[Event]:
     """What each host came to; one conversion for all."""
     floats = {
-        "return": stats.returns,
-        "val_accuracy": stats.val_acc,
+        "objective": objective_of(stats, weights),
         "committed_accuracy": stats.committed_acc,
         "growth_ratio": stats.growth,
+        "live_accuracy": stats.val_acc,
+        "shaped_return": stats.returns,
     }
     counts = ("germinated", "pruned", "fossilized", "contributing", "refused", "rollbacks")
     columns = [*floats.values(), *(getattr(stats, name) for name in counts)]

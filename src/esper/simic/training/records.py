@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from esper.leyline.protocols import EngineSpec
+from esper.simic.rewards.config import RewardConfig
 from esper.simic.training import events
 from esper.simic.training.report import RoundSoFar
 from esper.simic.training.step_lines import step_lines
@@ -30,8 +31,8 @@ class Records:
 
     Args:
         directory: where lines are written. listeners: who is told, of each step and each event.
-        spec: of the engine. terms: the names of the reward's columns, where every step of every host is recorded; else
-            None.
+        spec: of the engine. weights: those of J.
+        terms: the names of the reward's columns, where every step of every host is recorded; else None.
         clock: seconds from any moment on.
     """
 
@@ -40,6 +41,7 @@ class Records:
         directory: RunDirectory,
         listeners: Hub,
         spec: EngineSpec,
+        weights: RewardConfig,
         terms: Sequence[str] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,7 +50,7 @@ class Records:
         self._began = clock()
         self._held: list[StepReport] = []
         self._times: list[float] = []
-        self._so_far = RoundSoFar()
+        self._so_far = RoundSoFar(weights)
 
     def begin(self) -> None:
         """A round, or what is left of one, begins now: the seconds of its steps count from here."""

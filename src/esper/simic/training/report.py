@@ -11,6 +11,8 @@ import torch
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import HAS_MODULE, SeedStage
 from esper.simic.attribution.shapley import shapley_values
+from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.objective_value import objective_value
 from esper.simic.training.config import RunConfig
 from esper.tolaria.state import RolloutStats, StepReport
 
@@ -55,18 +57,28 @@ def slots_by_stage(stage: np.ndarray) -> dict[str, int]:
     return {name: counts[value] for value, name in _SEED_STAGES if counts[value]}
 
 
-def round_line(stats: RolloutStats, cost: Cost, metrics: Mapping[str, float]) -> dict[str, object]:
+def objective_of(stats: RolloutStats, weights: RewardConfig) -> np.ndarray:
+    """100·J of the network that is kept of each host [N], whatever the reward of the run is."""
+    return 100.0 * objective_value(stats.committed_acc, stats.fossil_params, stats.host_params, weights)
+
+
+def round_line(
+    stats: RolloutStats, cost: Cost, metrics: Mapping[str, float], weights: RewardConfig
+) -> dict[str, object]:
     """One line of metrics.jsonl. Accuracies in percentage points; learner's metrics under their own names.
 
-    `cost` is that of the whole round, also where the process that ended it is not the one that began it.
+    `objective_mean` and `objective_std` are of 100·J over all hosts; live accuracies and the shaped return are
+    diagnostics. `cost` is that of the whole round, also where the process that ended it is not the one that began it.
     """
-    shapley = shapley_of(stats)
+    shapley, objective = shapley_of(stats), objective_of(stats, weights)
     return {
         "round": stats.episode + 1,
-        "mean_return": float(stats.returns.mean()),
-        "val_accuracy_mean": mean_of_known(stats.val_acc),
-        "committed_accuracy_mean": mean_of_known(stats.committed_acc),
+        "objective_mean": float(objective.mean()),
+        "objective_std": standard_deviation(objective),
+        "committed_accuracy_mean": float(stats.committed_acc.mean(dtype=np.float64)),
         "growth_ratio_mean": float(stats.growth.mean()),
+        "live_accuracy_mean": mean_of_known(stats.val_acc),
+        "shaped_return": float(stats.returns.mean()),
         "germinated_mean": float(stats.germinated.mean()),
         "fossilized_mean": float(stats.fossilized.mean()),
         "contributing_mean": float(stats.contributing.mean()),
@@ -95,42 +107,48 @@ def shapley_of(stats: RolloutStats) -> np.ndarray:
 
 @final
 class RoundSoFar:
-    """Sums what the steps of a round report in this process: the records of kind "step", for who shows them."""
+    """Sums what the steps of a round report in this process: the records of kind "step", for who shows them.
 
-    def __init__(self) -> None:
+    Means are over the hosts that were measured; `weights` are those of J.
+    """
+
+    def __init__(self, weights: RewardConfig) -> None:
+        self._weights = weights
         self._begin(-1)
 
     def _begin(self, episode: int) -> None:
-        self._episode, self._steps, self._returns = episode, 0, 0.0
+        self._episode, self._steps = episode, 0
         self._ops = np.zeros(len(LifecycleOp), dtype=np.int64)
 
     def add(self, reports: Sequence[StepReport], seconds: Sequence[float]) -> list[dict[str, object]]:
         """Take successive steps of one round; `seconds` since it began in this process, of each. One record a step."""
         if reports[0].episode != self._episode:
             self._begin(reports[0].episode)
-        reward, op, reason, val_acc, committed, stage = (
+        op, reason, live, committed, fossils, host, stage = (
             np.stack([getattr(report, name) for report in reports])
-            for name in ("reward", "effective_op", "panic_reason", "val_acc", "committed_acc", "stage")
-        )
-        num_hosts, valid = reward.shape[1], reason == 0
-        returns = self._returns + np.cumsum(np.where(valid, reward, 0.0).sum(axis=1) / num_hosts)
+            for name in (
+                "effective_op", "panic_reason", "val_acc", "committed_acc", "committed_params", "host_params", "stage"
+            )
+        )  # fmt: skip
+        num_hosts, valid = op.shape[1], reason == 0
+        objective = 100.0 * objective_value(committed, fossils, host, self._weights)
         ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
-        self._returns, self._ops = float(returns[-1]), ops[-1]
+        self._ops = ops[-1]
         rows = zip(
-            reports, seconds, returns.tolist(), _means_of_known(val_acc), _means_of_known(committed), ops.tolist(),
+            reports, seconds, *(_means_of_known(values) for values in (objective, committed, live)), ops.tolist(),
             _histograms(stage, len(SeedStage) + 1).tolist(),
             strict=True,
         )  # fmt: skip
         records: list[dict[str, object]] = []
-        for report, passed, mean_return, accuracy, kept, chosen, slots in rows:
+        for report, passed, worth, kept, as_it_stands, chosen, slots in rows:
             self._steps += 1
             records.append(
                 {
                     "round": report.episode + 1,
                     "t": report.t,
-                    "mean_return": mean_return,
-                    "val_accuracy_mean": accuracy,
+                    "objective_mean": worth,
                     "committed_accuracy_mean": kept,
+                    "live_accuracy_mean": as_it_stands,
                     "ops": dict(zip(_OPS, chosen, strict=True)),
                     "slots": {name: slots[value] for value, name in _SEED_STAGES if slots[value]},
                     "env_steps": self._steps * num_hosts,
@@ -157,15 +175,24 @@ def _means_of_known(values: np.ndarray) -> list[float]:
 
 
 def mean_of_known(values: np.ndarray) -> float:
-    """Mean of what was measured; NaN where nothing was (a host that was rolled back has no accuracy)."""
+    """Mean of what was measured; NaN where nothing was (a host that was rolled back has no live accuracy)."""
     known = values[np.isfinite(values)]
     return float(known.sum()) / known.size if known.size else float("nan")
+
+
+def standard_deviation(values: np.ndarray) -> float:
+    """Of a sample; NaN where it has one member."""
+    return float(values.std(ddof=1, dtype=np.float64)) if values.size > 1 else float("nan")
 
 
 def summary(
     config: RunConfig, device: torch.device, last: RolloutStats, test_acc: np.ndarray, total: Cost, digest: str
 ) -> dict[str, object]:
-    """summary.json of a complete run; `total` is the cost of all its rounds, those before a resume included."""
+    """summary.json of a complete run; `total` is the cost of all its rounds, those before a resume included.
+
+    What is called final is of the networks that the last round leaves, all hosts of it; `test_acc` [N] is theirs too.
+    """
+    objective = objective_of(last, config.reward)
     return {
         "task": config.task,
         "preset": config.preset,
@@ -178,10 +205,10 @@ def summary(
         "env_steps_per_second": total.env_steps / max(total.seconds + total.update_seconds, 1e-9),
         "rollout_seconds": total.seconds,
         "update_seconds": total.update_seconds,
-        "final_val_accuracy_mean": mean_of_known(last.val_acc),
-        "final_committed_accuracy_mean": mean_of_known(last.committed_acc),
-        "final_test_accuracy_mean": mean_of_known(test_acc),
-        "mean_return_last": float(last.returns.mean()),
+        "final_objective_mean": float(objective.mean()),
+        "final_objective_std": standard_deviation(objective),
+        "final_committed_accuracy_mean": float(last.committed_acc.mean(dtype=np.float64)),
+        "final_test_accuracy_mean": float(test_acc.mean(dtype=np.float64)),
         "growth_ratio_mean": float(last.growth.mean()),
         "host_reads_per_step": total.reads / max(total.steps, 1),
         "state_digest": digest,

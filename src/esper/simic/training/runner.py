@@ -73,7 +73,7 @@ class Runner:
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         terms = client.terms if config.record_steps else None
-        self.records = Records(directory, listeners, engine.spec, terms)
+        self.records = Records(directory, listeners, engine.spec, config.reward, terms)
         self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
         self._stop = False
         engine.timer.enabled = True
@@ -114,10 +114,13 @@ class Runner:
         cost, self.begun = self.begun + cost, Cost()
         self.total += cost
         self.last, self.rounds_done = stats, stats.episode + 1
-        self.trend, is_best = self.trend.after(report.mean_of_known(stats.committed_acc))
-        self.records.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend))
+        self.trend, is_best = self.trend.after(float(report.objective_of(stats, self.config.reward).mean()))
+        self.records.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend, self.config.reward))
         phases, memory = self.engine.timer.read(), memory_bytes(self.engine.spec.device)
-        line = report.round_line(stats, cost, metrics) | {"phase_milliseconds": phases, "memory_bytes": memory}
+        line = report.round_line(stats, cost, metrics, self.config.reward) | {
+            "phase_milliseconds": phases,
+            "memory_bytes": memory,
+        }
         self.directory.write_metrics(line)
         self.listeners.write("round", line)
         if is_best:

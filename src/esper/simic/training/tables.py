@@ -7,28 +7,26 @@ from typing import Any
 from rich.table import Table
 
 from esper.leyline.actions import LifecycleOp
-from esper.simic.training.evaluate import REFERENCE, Row
+from esper.simic.training.evaluate import REFERENCE, TRAINED, Difference, Row
 from esper.tasks.registry import TaskSpec
-from esper.telemetry.progress import figure
 
-LEGEND = """Accuracies in %, means over the hosts: committed on validation data (± standard
-deviation), test on the test split; host and fossilized seeds count.
-vs wait_only: paired difference in committed accuracy ± its standard error."""
+LEGEND = """Means over the hosts, of the network that is kept: host and fossilized seeds.
+val, test: accuracy in % on the validation and the test split. 100·J: val minus
+the price of growth. vs: paired difference in 100·J with its 95 % interval."""
 
 
 def comparison(rows: Sequence[Row]) -> Table:
     """What the controllers came to."""
-    page = _page("controller", "committed", "test", "vs wait_only", "growth", "return", "fossils")
+    reference = TRAINED if rows[0].name == TRAINED else REFERENCE
+    page = _page("controller", "100·J", f"vs {reference}", "val", "test", "growth")
     for row in rows:
-        gain = "" if row.name == REFERENCE else _with_error(row.gain, row.gain_standard_error, "+.2f")
         page.add_row(
             row.name,
-            _with_error(row.committed, row.committed_std, ".2f"),
-            figure(row.test, ".2f"),
-            gain,
+            f"{row.objective:.2f}",
+            "" if row.name == reference else _with_interval(row.difference),
+            f"{row.committed:.2f}",
+            f"{row.test:.2f}",
             f"{row.growth:.2f}x",
-            figure(row.mean_return, "+.3f"),
-            f"{row.fossilized:.2f}",
         )
     return page
 
@@ -36,30 +34,26 @@ def comparison(rows: Sequence[Row]) -> Table:
 def operations(rows: Sequence[Row]) -> Table:
     """What the controllers did: effective operations per host."""
     names = [op.name for op in LifecycleOp]
-    page = _page("ops per host", *(name.lower() for name in names))
+    page = _page("ops per host", *(name.lower().removesuffix("_target") for name in names))
     for row in rows:
-        page.add_row(row.name, *(f"{row.ops[name] / len(row.hosts['return']):.1f}" for name in names))
+        page.add_row(row.name, *(f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in names))
     return page
 
 
 def rollbacks(rows: Sequence[Row]) -> list[str]:
     """A sentence for each controller whose hosts were rolled back."""
-    return [_rollbacks(row) for row in rows if row.rollbacks]
-
-
-def _rollbacks(row: Row) -> str:
-    hosts, times = len(row.hosts["committed"]), "once" if row.rollbacks == 1 else f"{row.rollbacks} times"
-    missing = sum(map(math.isnan, row.hosts["committed"]))
-    unknown = f"; {missing} of {hosts} without an accuracy are left out of its means" if missing else ""
-    return f"{row.name}: hosts were rolled back {times}{unknown}."
+    times = {row.name: "once" if row.rollbacks == 1 else f"{row.rollbacks} times" for row in rows if row.rollbacks}
+    return [f"{name}: hosts were rolled back {number}." for name, number in times.items()]
 
 
 def done(summary: Mapping[str, Any]) -> str:
-    """The last line of a run but one: what its summary says."""
+    """The last line of a run but one: what the networks of its last round came to."""
+    hosts = summary["num_envs"]
     return (
-        f"done: accuracy {figure(summary['final_val_accuracy_mean'], '.2f')} (validation), "
-        f"{figure(summary['final_test_accuracy_mean'], '.2f')} (test, committed); "
-        f"growth {summary['growth_ratio_mean']:.2f}x; "
+        f"done: 100·J {_with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
+        f"committed validation {summary['final_committed_accuracy_mean']:.2f}, "
+        f"committed test {summary['final_test_accuracy_mean']:.2f}; "
+        f"growth {summary['growth_ratio_mean']:.2f}x; {hosts} host{'s' * (hosts != 1)}; "
         f"{summary['env_steps_per_second']:.0f} env-steps/s with updates"
     )
 
@@ -83,5 +77,10 @@ def _page(first: str, *columns: str) -> Table:
     return page
 
 
-def _with_error(value: float, error: float, form: str) -> str:
-    return figure(value, form) + ("" if math.isnan(error) else f" ± {error:.2f}")
+def _with_interval(difference: Difference) -> str:
+    interval = "" if math.isnan(difference.low) else f" [{difference.low:+z.2f}, {difference.high:+z.2f}]"
+    return f"{difference.mean:+z.2f}{interval}"
+
+
+def _with_spread(value: float, spread: float) -> str:
+    return f"{value:.2f}" + ("" if math.isnan(spread) else f" ± {spread:.2f}")

@@ -1,4 +1,4 @@
-"""How the committed accuracy goes from round to round: which policy is the best, and whether learning stands still.
+"""How J goes from round to round: which policy is the best, and whether learning stands still.
 
     round      1 ... 10 | 11 ... 20 | 21          a mean of ten rounds
     best                ^ from here on, in every round: the highest mean so far is a checkpoint of its own
@@ -7,7 +7,6 @@
 One round says little, for its hosts are others than those of the round before: hence ten.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +19,13 @@ _RISE, _FALL, _STANDSTILL = 2.0, -2.0, 0.5
 
 @dataclass(frozen=True)
 class Trend:
-    """Mean committed accuracy (pp) of each of the last twenty rounds, oldest first, None where no host had one.
+    """Mean 100·J of each of the last twenty rounds, oldest first.
 
     `rounds` are all rounds so far and `best` is the highest mean of ten of them.
     """
 
     rounds: int = 0
-    recent: tuple[float | None, ...] = ()
+    recent: tuple[float, ...] = ()
     best: float | None = None
 
     @classmethod
@@ -34,10 +33,9 @@ class Trend:
         """The trend that was written as JSON; raises TypeError where keys are missing or unknown."""
         return cls(**(fields | {"recent": tuple(fields["recent"])}))
 
-    def after(self, committed: float) -> tuple["Trend", bool]:
+    def after(self, objective: float) -> tuple["Trend", bool]:
         """The trend after one more round, and whether the mean of the last ten is the best so far."""
-        known = None if math.isnan(committed) else committed
-        recent = (*self.recent, known)[-2 * WINDOW :]
+        recent = (*self.recent, objective)[-2 * WINDOW :]
         mean = _mean(recent[-WINDOW:])
         better = mean is not None and (self.best is None or mean > self.best)
         return Trend(self.rounds + 1, recent, mean if better else self.best), better
@@ -49,14 +47,13 @@ class Trend:
             return
         change = now - before
         if change > _RISE:
-            yield Alarm("committed_accuracy_rises", change, _RISE)
+            yield Alarm("objective_rises", change, _RISE)
         elif change < _FALL:
-            yield Alarm("committed_accuracy_falls", change, _FALL)
+            yield Alarm("objective_falls", change, _FALL)
         elif abs(change) <= _STANDSTILL:
-            yield Alarm("committed_accuracy_stands_still", change, _STANDSTILL)
+            yield Alarm("objective_stands_still", change, _STANDSTILL)
 
 
-def _mean(rounds: tuple[float | None, ...]) -> float | None:
-    """Mean of ten rounds; None where there are fewer, or one of them has no accuracy."""
-    known = [value for value in rounds if value is not None]
-    return sum(known) / WINDOW if len(known) == WINDOW else None
+def _mean(rounds: tuple[float, ...]) -> float | None:
+    """Mean of ten rounds; None where there are fewer."""
+    return sum(rounds) / WINDOW if len(rounds) == WINDOW else None

@@ -44,7 +44,7 @@ def expected(named):
 
 def read_names(c: Coalitions, host: int):
     """The name -> number maps of one host, without what was not asked for."""
-    slots = range(c.single.shape[1])
+    slots, c = range(c.sets.shape[2]), c.split(c.names)
     named = {"main": c.main[host], "all_off": c.all_off[host], "committed": c.committed[host]}
     named |= {("without", i): c.leave_one_out[host, i] for i in slots}
     named |= {("single", i): c.single[host, i] for i in slots}
@@ -95,8 +95,9 @@ def test_every_named_set_agrees_with_python_sets(population):
         sets = [frozenset(s for s, on in enumerate(ons) if on) for ons in found.sets[host].tolist()]
         assert sets[: len(distinct)] == distinct
         assert not found.sets[host, len(distinct) :].any()
-        assert torch.equal(found.pair[host], found.pair[host].T)
-        assert (found.pair[host].diagonal() == -1).all()
+        pair = found.split(found.names).pair[host]
+        assert torch.equal(pair, pair.T)
+        assert (pair.diagonal() == -1).all()
 
 
 @pytest.mark.parametrize(("players", "count"), [(0, 1), (1, 2), (2, 4), (3, 8), (4, 16), (5, 7), (6, 8), (9, 11)])
@@ -126,10 +127,11 @@ def test_the_width_is_that_of_the_host_with_most_coalitions(num_slots, interacti
 def test_the_drawn_example_holds():
     found = enumerate_coalitions(*hosts([4, 1, 6]))
     assert found.sets[0, :4].tolist() == [[True, False, True], [False, False, True], [True, False, False], [False] * 3]
-    assert (found.main.item(), found.all_off.item(), found.committed.item()) == (0, 3, 3)
-    assert found.leave_one_out.tolist() == [[1, -1, 2]]
-    assert found.single.tolist() == [[2, -1, 1]]
-    assert found.pair.tolist() == [[[-1, -1, 0], [-1, -1, -1], [0, -1, -1]]]
+    named = found.split(found.names)
+    assert (named.main.item(), named.all_off.item(), named.committed.item()) == (0, 3, 3)
+    assert named.leave_one_out.tolist() == [[1, -1, 2]]
+    assert named.single.tolist() == [[2, -1, 1]]
+    assert named.pair.tolist() == [[[-1, -1, 0], [-1, -1, -1], [0, -1, -1]]]
 
 
 def test_two_players_alone_already_have_their_interaction():
@@ -148,18 +150,19 @@ def test_a_silent_seed_and_a_seed_in_training_are_no_players():
     found = enumerate_coalitions(stages, torch.tensor([[False, True, True, True]]))
     assert found.valid.sum().item() == 1
     assert not found.sets.any()
-    assert found.all_off.item() == -1
+    assert found.split(found.names).all_off.item() == -1
 
 
 def test_a_fossil_is_background_unless_it_plays():
     stages = hosts([7, 6])
     quiet = enumerate_coalitions(*stages)
-    assert quiet.leave_one_out.tolist()[0][0] == -1
+    assert quiet.split(quiet.names).leave_one_out.tolist()[0][0] == -1
     assert quiet.sets[0, : quiet.valid.sum()].tolist() == [[True, True], [True, False]]
     playing = enumerate_coalitions(*stages, fossils_as_players=True)
-    assert (playing.leave_one_out >= 0).all()
-    assert playing.sets[0, playing.committed.item()].tolist() == [True, False]
-    assert playing.sets[0, playing.all_off.item()].tolist() == [False, False]
+    named = playing.split(playing.names)
+    assert (named.leave_one_out >= 0).all()
+    assert playing.sets[0, named.committed.item()].tolist() == [True, False]
+    assert playing.sets[0, named.all_off.item()].tolist() == [False, False]
 
 
 def test_a_host_of_many_slots_is_encoded_without_collisions():
@@ -214,9 +217,10 @@ def test_every_subset_is_measured_for_shapley_reports():
 
 def test_too_many_seeds_for_shapley_measure_no_subset():
     found = enumerate_coalitions(*hosts([6] * 7, [6] * 6 + [1]), shapley=True)
-    assert found.subset.shape == (2, 64)
-    assert (found.subset[0] == -1).all()
-    assert (found.subset[1] >= 0).all()
+    subset = found.split(found.names).subset
+    assert subset.shape == (2, 64)
+    assert (subset[0] == -1).all()
+    assert (subset[1] >= 0).all()
     assert found.valid.sum(dim=1).tolist() == [9, 64]
 
 

@@ -50,8 +50,8 @@ def retarget(
     """
     jump = ticks <= 0
     still = jump | (target == slots.alpha)
-    mode = torch.where(still, 0, torch.where(target > slots.alpha, 1, 2))
-    total = torch.where(still, 0, ticks)
+    mode = (2 - (target > slots.alpha).to(torch.int64)).masked_fill(still, int(AlphaMode.HOLD))  # UP is 1, DOWN 2
+    total = ticks.expand_as(mode).masked_fill(still, 0)
     return select(
         where,
         {
@@ -77,4 +77,5 @@ def step(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
     moving = start + (target - start) * ramp(share, slots.alpha_curve, slots.alpha_steepness)
     moving = torch.minimum(torch.maximum(moving, torch.minimum(start, target)), torch.maximum(start, target))
     alpha = torch.where(landed, target, torch.where(where, moving, slots.alpha))
-    return replace(slots, alpha=alpha, alpha_done=done, alpha_mode=torch.where(landed, 0, slots.alpha_mode))
+    mode = slots.alpha_mode.masked_fill(landed, int(AlphaMode.HOLD))
+    return replace(slots, alpha=alpha, alpha_done=done, alpha_mode=mode)

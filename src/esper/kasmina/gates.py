@@ -103,8 +103,13 @@ def gate_5(slots: SlotState, t: int | Int[Tensor, ""], c: LifecycleConfig) -> Ga
     if c.gate_mode == "strict":
         low = ~missing & ~(slots.contribution >= c.g5_contribution)
         checks.append((low, FailedCheck.CONTRIBUTION_LOW))
-    measured = torch.where(missing, torch.nan, slots.contribution)
-    return GateResult(failed=_bits(*checks), score=_share(measured, 10.0))
+    score = _share(slots.contribution, 10.0).masked_fill(missing, 0.0)
+    return GateResult(failed=_bits(*checks), score=score)
+
+
+def _by_gate(gate: Int[Tensor, "N S"], *of_gates: Tensor) -> Tensor:
+    """What belongs to the gate of each slot, from one tensor per gate 0 .. 5."""
+    return torch.stack(of_gates).gather(0, gate[None]).squeeze(0)
 
 
 def readings_of(
@@ -116,8 +121,9 @@ def readings_of(
     g5: GateResult,
 ) -> GateReadings:
     """What each gate said to the slots that asked it; G5 is asked by FOSSILIZE, the others by the tick."""
-    gate = torch.where(asked, stage - 1, 0) + g5_asked * 5  # stages 2, 3, 4 ask gates 1, 2, 3
-    failed = torch.where(gate == 2, g2.failed, torch.where(gate == 3, g3.failed, torch.where(gate == 5, g5.failed, 0)))
-    score = torch.where(gate == 2, g2.score, torch.where(gate == 3, g3.score, torch.where(gate == 5, g5.score, 1.0)))
+    gate = (stage - 1) * asked + g5_asked * 5  # stages 2, 3, 4 ask gates 1, 2, 3
     assert int(SeedStage.GERMINATED) == 2  # the arithmetic of `gate` above
+    nothing, whole = torch.zeros_like(g2.failed), torch.ones_like(g2.score)
+    failed = _by_gate(gate, nothing, nothing, g2.failed, g3.failed, nothing, g5.failed)
+    score = _by_gate(gate, whole, whole, g2.score, g3.score, whole, g5.score)
     return GateReadings(gate=gate, passed=(gate > 0) & (failed == 0), score=score, failed_checks=failed)

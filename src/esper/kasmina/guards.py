@@ -107,10 +107,8 @@ def resolve_target_slot(
     actions: Int[Tensor, "N 8"], legal: Bool[Tensor, "N 6 S"]
 ) -> tuple[Int[Tensor, " N"], Bool[Tensor, " N"]]:
     """The slot each host's op aims at (the slot head), and whether the op is legal there."""
-    target_N, op_N = actions[:, Head.SLOT], actions[:, Head.OP]
-    flat = legal.flatten(1)
-    valid = flat.gather(1, (op_N * legal.shape[2] + target_N)[:, None]).squeeze(1)
-    return target_N, valid
+    target_N = actions[:, Head.SLOT]
+    return target_N, legal[numbers(len(legal), legal.device), actions[:, Head.OP], target_N]
 
 
 def advance_active_seed(slots: SlotState, target: Int[Tensor, " N"], where: Bool[Tensor, " N"]) -> Bool[Tensor, "N S"]:
@@ -123,4 +121,10 @@ def advance_active_seed(slots: SlotState, target: Int[Tensor, " N"], where: Bool
 
 def at_target(target: Int[Tensor, " N"], num_slots: int) -> Bool[Tensor, "N S"]:
     """One-hot of the target slot."""
-    return target[:, None] == torch.arange(num_slots, device=target.device)
+    return target[:, None] == numbers(num_slots, target.device)
+
+
+@lru_cache(maxsize=64)
+def numbers(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1."""
+    return torch.arange(count, device=device)

@@ -30,8 +30,8 @@ def _ingest_slots(slots: SlotState, seen: Measurements, t: int | Tensor) -> Slot
         contribution=torch.where(measured, seen.contribution, slots.contribution),
         contribution_step=torch.where(measured, t, slots.contribution_step),
         contribution_velocity=_velocity(slots, seen.contribution, measured),
-        interaction_sum=torch.where(no_pair, torch.nan, interactions.sum(dim=2)),
-        boost_received=torch.where(no_pair, torch.nan, interactions.amax(dim=2).clamp(min=0.0)),
+        interaction_sum=interactions.sum(dim=2).masked_fill(no_pair, torch.nan),
+        boost_received=interactions.amax(dim=2).clamp(min=0.0).masked_fill(no_pair, torch.nan),
         grad_norm=seen.grad_norm,
         grad_health=seen.grad_health,
         grad_vanishing=seen.grad_vanishing,
@@ -71,7 +71,7 @@ def _ingest_hosts(hosts: HostState, seen: Measurements) -> HostState:
         committed_acc=seen.committed_acc,
         cf_total=seen.cf_total,
         best_acc=torch.fmax(hosts.best_acc, seen.val_acc),
-        plateau_count=torch.where(no_progress, hosts.plateau_count + 1, 0),
+        plateau_count=(hosts.plateau_count + 1) * no_progress,
         stable_count=stable_count,
         stabilized=stabilized,
     )
@@ -80,9 +80,8 @@ def _ingest_hosts(hosts: HostState, seen: Measurements) -> HostState:
 def _stabilization(hosts: HostState, val_loss: Float[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Bool[Tensor, " N"]]:
     """Latch that closes after three steps in which the loss moved by -5 % to +3 % of itself."""
     previous = hosts.val_loss
-    usable = torch.isfinite(previous) & (previous > 1e-8) & ~hosts.stabilized
+    usable = (previous > 1e-8) & (previous < torch.inf) & ~hosts.stabilized
     relative = (previous - val_loss) / previous
     stable = (relative > -0.05) & (relative < 0.03)
-    counted = torch.where(stable, hosts.stable_count + 1, 0)
-    count = torch.where(usable, counted, hosts.stable_count)
+    count = torch.where(usable, (hosts.stable_count + 1) * stable, hosts.stable_count)
     return count, hosts.stabilized | (count >= _STABLE_STEPS)

@@ -9,25 +9,18 @@ One control step, after the measurements are in:
 Everything is a mask over hosts and slots; nothing here knows networks, optimizers or rewards.
 """
 
-from functools import lru_cache
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina import alpha, gates
 from esper.kasmina.config import LifecycleConfig
-from esper.kasmina.guards import advance_active_seed, at_target, in_stages, resolve_target_slot
+from esper.kasmina.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
+from esper.kasmina.op_parameters import OpParameters, op_parameters
 from esper.kasmina.slot_fields import release, select, vacate
 from esper.leyline.actions import (
-    ALPHA_CURVE_STEEPNESS,
-    ALPHA_CURVES,
-    ALPHA_SPEED_TICKS,
-    ALPHA_TARGETS,
     FIRST_RAMP_STEEPNESS,
-    STYLE_ALGORITHM,
-    STYLE_CURVE,
-    TEMPO_TICKS,
+    NUM_OPS,
     Head,
     LifecycleOp,
 )
@@ -74,18 +67,11 @@ class TickEffects:
     readings: GateReadings
 
 
-@lru_cache(maxsize=64)
-def _values(values: tuple[float | int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)
-
-
-def _look_up(values: tuple[float | int, ...], index: Tensor) -> Tensor:
-    """Value of each index, as a column [N, 1]."""
-    return _values(values, index.device)[index][:, None]
-
-
 def transition(
-    slots: SlotState, moved: Bool[Tensor, "N S"], to_stage: Int[Tensor, "N S"], val_acc: Float[Tensor, " N"]
+    slots: SlotState,
+    moved: Bool[Tensor, "N S"],
+    to_stage: int | Int[Tensor, "N S"],
+    val_acc: float | Float[Tensor, "N 1"],
 ) -> SlotState:
     """Move the marked slots to `to_stage`; their clocks restart. Entry effects are the caller's."""
     return select(
@@ -95,7 +81,7 @@ def transition(
             "prev_epochs": slots.epochs_in_stage,
             "stage": to_stage,
             "epochs_in_stage": 0,
-            "acc_at_stage_start": val_acc[:, None],
+            "acc_at_stage_start": val_acc,
         },
         slots,
     )
@@ -111,40 +97,37 @@ def apply_ops(
     costs: SeedCosts,
     config: LifecycleConfig,
 ) -> tuple[SlotState, HostState, OpEffects]:
-    """Execute each host's sampled op in step `t`.
+    """Execute each host's sampled op in step `t`; what a pruned slot held is forgotten by the tick.
 
     Hosts with `active` False (rolled back in this step) execute nothing. An op that is illegal or refused by its gate
     changes nothing.
     """
     target, valid = resolve_target_slot(actions, legal)
     valid = valid & active
-    op = actions[:, Head.OP]
     here = at_target(target, slots.stage.shape[1]) & valid[:, None]
+    ops = actions[:, Head.OP, None] == numbers(NUM_OPS, actions.device)
+    aimed = (here[:, None] & ops[..., None]).unbind(1)
+    chosen = op_parameters(actions)
 
-    def aims(which: LifecycleOp) -> Tensor:
-        return here & (op == which)[:, None]
-
-    germinated = aims(LifecycleOp.GERMINATE) & costs.selectable[actions[:, Head.BLUEPRINT]][:, None]
-    g5_asked = aims(LifecycleOp.FOSSILIZE)
+    germinated = aimed[LifecycleOp.GERMINATE] & costs.selectable[chosen.blueprint]
+    g5_asked = aimed[LifecycleOp.FOSSILIZE]
     g5 = gates.gate_5(slots, t, config)
     fossilized = g5_asked & g5.passed
-    pruning = aims(LifecycleOp.PRUNE)
-    ticks = _look_up(ALPHA_SPEED_TICKS, actions[:, Head.ALPHA_SPEED])
-    pruned_now = pruning & ((ticks == 0) | (slots.alpha == 0.0))
-    retuned = aims(LifecycleOp.SET_ALPHA_TARGET)
-    refused = (g5_asked & ~fossilized) | (aims(LifecycleOp.GERMINATE) & ~germinated)
+    pruning = aimed[LifecycleOp.PRUNE]
+    pruned_now = pruning & ((chosen.ticks == 0) | (slots.alpha == 0.0))
+    retuned = aimed[LifecycleOp.SET_ALPHA_TARGET]
+    refused = (g5_asked ^ fossilized) | (aimed[LifecycleOp.GERMINATE] ^ germinated)
 
     before = slots.stage
-    slots = _set_algorithm(slots, retuned, actions)
-    slots = _move_by_op(slots, hosts.val_acc, germinated, pruned_now, fossilized, pruning, retuned, actions)
-    slots = _germinate(slots, hosts, germinated, actions, costs)
-    slots = release(slots, pruned_now)
+    slots = _set_algorithm(slots, retuned, chosen)
+    slots = _move_by_op(slots, hosts.val_acc, germinated, pruned_now, fossilized, pruning, retuned, chosen)
+    slots = _germinate(slots, hosts, germinated, chosen, costs)
     hosts = _count(hosts, slots, germinated, pruned_now, fossilized)
     changed = slots.stage != before
     effects = OpEffects(
         target=target,
         success=valid & ~refused.any(dim=1),
-        requested=advance_active_seed(slots, target, valid & (op == LifecycleOp.ADVANCE)),
+        requested=advance_active_seed(slots, target, valid & (actions[:, Head.OP] == LifecycleOp.ADVANCE)),
         germinated=germinated,
         released=pruned_now,
         fossilized=fossilized,
@@ -155,11 +138,10 @@ def apply_ops(
     return slots, hosts, effects
 
 
-def _set_algorithm(slots: SlotState, retuned_NS: Tensor, actions_N8: Tensor) -> SlotState:
+def _set_algorithm(slots: SlotState, retuned_NS: Tensor, chosen: OpParameters) -> SlotState:
     """SET_ALPHA_TARGET: a style with a gate takes effect only on seeds that have a gate network (so the masks)."""
-    wanted = _look_up(STYLE_ALGORITHM, actions_N8[:, Head.STYLE])
-    where = retuned_NS & ((wanted != Algorithm.GATE) | slots.has_gate)
-    return replace(slots, algorithm=torch.where(where, wanted, slots.algorithm))
+    where = retuned_NS & ((chosen.algorithm != Algorithm.GATE) | slots.has_gate)
+    return replace(slots, algorithm=torch.where(where, chosen.algorithm, slots.algorithm))
 
 
 def _move_by_op(
@@ -170,52 +152,47 @@ def _move_by_op(
     fossilized_NS: Tensor,
     pruning_NS: Tensor,
     retuned_NS: Tensor,
-    actions_N8: Tensor,
+    chosen: OpParameters,
 ) -> SlotState:
     """Stage changes of all ops, then the ramps that SET_ALPHA_TARGET and a scheduled PRUNE start."""
     holding = slots.stage == _S.HOLDING
-    target = _look_up(ALPHA_TARGETS, actions_N8[:, Head.ALPHA_TARGET])
-    scheduled = pruning_NS & ~pruned_now_NS
-    lowered = retuned_NS & ~(holding & (target >= _FULL))  # HOLDING at full target: only the algorithm changes
-    ramps = scheduled | lowered
-    to_stage = torch.where(germinated_NS, int(_S.GERMINATED), int(_S.BLENDING))
-    to_stage = torch.where(pruned_now_NS, int(_S.PRUNED), to_stage)
-    to_stage = torch.where(fossilized_NS, int(_S.FOSSILIZED), to_stage)
+    scheduled = pruning_NS ^ pruned_now_NS
+    # HOLDING at full target: only the algorithm changes
+    ramps = scheduled | (retuned_NS & ~(holding & (chosen.target >= _FULL)))
+    to_stage = torch.full_like(slots.stage, int(_S.BLENDING)).masked_fill(germinated_NS, int(_S.GERMINATED))
+    to_stage = to_stage.masked_fill(pruned_now_NS, int(_S.PRUNED)).masked_fill(fossilized_NS, int(_S.FOSSILIZED))
     moved = germinated_NS | pruned_now_NS | fossilized_NS | (ramps & holding)
-    slots = transition(slots, moved, to_stage, val_acc_N)
+    slots = transition(slots, moved, to_stage, val_acc_N[:, None])
     return alpha.retarget(
         slots,
         ramps,
-        target=torch.where(scheduled, 0.0, target),
-        ticks=_look_up(ALPHA_SPEED_TICKS, actions_N8[:, Head.ALPHA_SPEED]),
-        curve=_look_up(ALPHA_CURVES, actions_N8[:, Head.ALPHA_CURVE]),
-        steepness=_look_up(ALPHA_CURVE_STEEPNESS, actions_N8[:, Head.ALPHA_CURVE]),
+        target=chosen.target * ~scheduled,
+        ticks=chosen.ticks,
+        curve=chosen.curve,
+        steepness=chosen.steepness,
     )
 
 
-def _germinate(slots: SlotState, hosts: HostState, where_NS: Tensor, actions_N8: Tensor, costs: SeedCosts) -> SlotState:
+def _germinate(
+    slots: SlotState, hosts: HostState, where_NS: Tensor, chosen: OpParameters, costs: SeedCosts
+) -> SlotState:
     """Entry fields of a new seed. Its slot was DORMANT, so whatever is not named here is empty already."""
-    blueprint, style = actions_N8[:, Head.BLUEPRINT], actions_N8[:, Head.STYLE]
-    algorithm = _look_up(STYLE_ALGORITHM, style)
-    curve = _look_up(STYLE_CURVE, style)
-    gated = (algorithm == Algorithm.GATE).expand_as(where_NS)
-    params = costs.seed_params.t()[blueprint] + costs.gate_params * gated
+    gated = (chosen.algorithm == Algorithm.GATE).expand_as(where_NS)
+    params = costs.seed_params.t()[chosen.blueprint.squeeze(1)] + costs.gate_params * gated
     return select(
         where_NS,
         {
             # the step of the germination already carries the potential of GERMINATED
             "prev_stage": int(_S.GERMINATED),
-            "prev_epochs": 0,
-            "age": 0,
             "serial": hosts.n_germinated[:, None],
-            "blueprint": blueprint[:, None],
-            "algorithm": algorithm,
+            "blueprint": chosen.blueprint,
+            "algorithm": chosen.algorithm,
             "has_gate": gated,
-            "tempo": _look_up(TEMPO_TICKS, actions_N8[:, Head.TEMPO]),
-            "germ_curve": curve,
+            "tempo": chosen.tempo,
+            "germ_curve": chosen.first_curve,
             "params": params,
-            "alpha_target": _look_up(ALPHA_TARGETS, actions_N8[:, Head.ALPHA_TARGET]),
-            "alpha_curve": curve,
+            "alpha_target": chosen.target,
+            "alpha_curve": chosen.first_curve,
             "acc_at_germination": hosts.val_acc[:, None],
         },
         slots,
@@ -249,7 +226,7 @@ def tick(
     """
     moved_before = (effects.transitions.cause > 0) | rolled_back
     occupied = slots.stage != _S.DORMANT
-    epochs = torch.where(occupied & ~moved_before, slots.epochs_in_stage + 1, slots.epochs_in_stage)
+    epochs = slots.epochs_in_stage + (occupied & ~moved_before)
     stage = slots.stage
     blending = stage == _S.BLENDING
     removing = blending & (slots.alpha_mode == AlphaMode.DOWN) & (slots.alpha_target == 0.0)
@@ -258,25 +235,25 @@ def tick(
     g2 = gates.gate_2(slots, epochs, hosts.val_acc, config)
     g3 = gates.gate_3(slots, epochs, config)
     removed = removing & (slots.alpha_mode == AlphaMode.HOLD)
-    to_training, to_blending, to_holding = _gate_moves(stage, effects.requested, removed, g2, g3, config)
+    asked = _asks_gate(stage, effects.requested, config) & ~removed
+    to_training = asked & (stage == _S.GERMINATED)
+    to_blending = asked & (stage == _S.TRAINING) & g2.passed
+    to_holding = asked & blending & g3.passed
     advanced = to_training | to_blending | to_holding
-    embargoed = stage == _S.PRUNED
-    resetting = (stage == _S.EMBARGOED) & (epochs >= config.embargo_epochs)
     dormant = stage == _S.RESETTING
-    cooling = embargoed | resetting | dormant
+    cooling = (stage == _S.PRUNED) | ((stage == _S.EMBARGOED) & (epochs >= config.embargo_epochs)) | dormant
     moved = advanced | removed | cooling
-    # every move but three goes one stage value up; HOLDING skips the unused 5
-    to_stage = torch.where(removed, int(_S.PRUNED), torch.where(dormant, int(_S.DORMANT), stage + 1 + to_holding))
+    # every move but two goes one stage value up; HOLDING skips the unused 5
+    to_stage = (stage + 1 + to_holding).masked_fill(removed, int(_S.PRUNED)).masked_fill(dormant, int(_S.DORMANT))
 
     slots = replace(slots, age=slots.age + occupied, epochs_in_stage=torch.where(moved, slots.epochs_in_stage, epochs))
-    slots = transition(slots, moved, to_stage, hosts.val_acc)
+    slots = transition(slots, moved, to_stage, hosts.val_acc[:, None])
     slots = _enter_blending(slots, to_blending, hosts.val_acc)
-    slots = vacate(release(slots, removed), dormant)
+    slots = vacate(release(slots, effects.released | removed | dormant), dormant)
     hosts = replace(hosts, n_pruned=hosts.n_pruned + removed.sum(dim=1))
 
     cause = advanced * int(Cause.AUTO) + (advanced & effects.requested) * (int(Cause.ADVANCE) - int(Cause.AUTO))
     cause = cause + removed * int(Cause.SCHEDULED) + cooling * int(Cause.COOLDOWN)
-    asked = _asks_gate(stage, effects.requested, config) & ~removed
     return (
         slots,
         hosts,
@@ -297,33 +274,21 @@ def _asks_gate(stage_NS: Tensor, requested_NS: Tensor, config: LifecycleConfig) 
     return in_stages(stage_NS, by_itself) | requested_NS
 
 
-def _gate_moves(
-    stage_NS: Tensor,
-    requested_NS: Tensor,
-    removed_NS: Tensor,
-    g2: gates.GateResult,
-    g3: gates.GateResult,
-    config: LifecycleConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots that pass G1, G2 and G3 in this tick."""
-    asks = _asks_gate(stage_NS, requested_NS, config) & ~removed_NS
-    return (
-        asks & (stage_NS == _S.GERMINATED),
-        asks & (stage_NS == _S.TRAINING) & g2.passed,
-        asks & (stage_NS == _S.BLENDING) & g3.passed,
-    )
-
-
 def _enter_blending(slots: SlotState, where_NS: Tensor, val_acc_N: Tensor) -> SlotState:
-    """TRAINING is over: the first ramp is set up; its first tick is the next step's."""
-    slots = select(where_NS, {"acc_at_blending_start": val_acc_N[:, None]}, slots)
-    return alpha.retarget(
-        slots,
+    """TRAINING is over: the first ramp goes up from 0 to the target that was given with the seed.
+
+    Its first tick is the next step's. Alpha, its start and the ticks that are done have been 0 since the germination.
+    """
+    return select(
         where_NS,
-        target=slots.alpha_target,
-        ticks=slots.tempo,
-        curve=slots.germ_curve,
-        steepness=_values((FIRST_RAMP_STEEPNESS,), where_NS.device)[:, None],
+        {
+            "acc_at_blending_start": val_acc_N[:, None],
+            "alpha_mode": int(AlphaMode.UP),
+            "alpha_curve": slots.germ_curve,
+            "alpha_steepness": FIRST_RAMP_STEEPNESS,
+            "alpha_total": slots.tempo,
+        },
+        slots,
     )
 
 
@@ -342,6 +307,6 @@ def feedback(
     op = actions[:, Head.OP]
     opened = (ops.requested & ticks.advanced).any(dim=1)
     success = ops.success & ((op != LifecycleOp.ADVANCE) | opened)
-    effective = torch.where(success, op, int(LifecycleOp.WAIT))
-    hosts = replace(hosts, last_op=op * active, last_success=success)  # WAIT is 0
+    effective = op * success  # WAIT is 0
+    hosts = replace(hosts, last_op=op * active, last_success=success)
     return hosts, success, effective

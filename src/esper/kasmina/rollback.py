@@ -63,8 +63,7 @@ def rollback(
         Slots, hosts, and the slots that were pruned [N, S].
     """
     pruned = in_stages(slots.stage, GROWING) & panic[:, None]
-    missing = torch.full_like(hosts.val_acc, torch.nan)
-    slots = release(transition(slots, pruned, torch.full_like(slots.stage, int(SeedStage.PRUNED)), missing), pruned)
+    slots = release(transition(slots, pruned, int(SeedStage.PRUNED), torch.nan), pruned)
     fossil = (slots.stage == SeedStage.FOSSILIZED) & panic[:, None]
     slots = select(fossil, dict(vars(kept)), slots)
 

@@ -110,10 +110,11 @@ def _columns(names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -
 
 @lru_cache(maxsize=16)
 def _by_dtype(names: tuple[str, ...]) -> tuple[tuple[torch.dtype, tuple[str, ...]], ...]:
-    return tuple((d, tuple(n for n in names if EMPTY[n][0] is d)) for d in (_INT, _FLOAT, _BOOL))
+    groups = ((d, tuple(n for n in names if EMPTY[n][0] is d)) for d in (_INT, _FLOAT, _BOOL))
+    return tuple((dtype, group) for dtype, group in groups if group)
 
 
-_RELEASED_NAMES, _EMPTY_NAMES = tuple(RELEASED), tuple(EMPTY)
+_RELEASED_NAMES, _IDENTITY_NAMES = tuple(RELEASED), tuple(IDENTITY)
 
 
 def _fill_empty(slots: SlotState, where_NS: Tensor, names: tuple[str, ...]) -> SlotState:
@@ -135,8 +136,8 @@ def release(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
 
 
 def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
-    """The slot is DORMANT: every field takes its empty value."""
-    return _fill_empty(slots, where, _EMPTY_NAMES)
+    """The slot is DORMANT: of a slot that was released before, the rest takes its empty value too."""
+    return _fill_empty(slots, where, _IDENTITY_NAMES)
 
 
 def require_known_stages(slots: SlotState) -> None:
@@ -156,4 +157,8 @@ def require_known_stages(slots: SlotState) -> None:
 
 def select(where: Bool[Tensor, "N S"], chosen: Mapping[str, Tensor | float | int], slots: SlotState) -> SlotState:
     """`slots` with each named field replaced by its chosen value ([N,S], broadcastable, or a number) under the mask."""
-    return replace(slots, **{name: torch.where(where, value, getattr(slots, name)) for name, value in chosen.items()})
+    changes = {}
+    for name, value in chosen.items():
+        old = getattr(slots, name)
+        changes[name] = torch.where(where, value, old) if isinstance(value, Tensor) else old.masked_fill(where, value)
+    return replace(slots, **changes)

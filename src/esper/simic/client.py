@@ -18,13 +18,13 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
-from esper.leyline.record import blank, record
+from esper.leyline.record import record
 from esper.leyline.state_tree import below, check_same_shapes, with_prefix
 from esper.simic.agent.adam import AdamState
 from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row, RowFunction, StoreFunction, copied, kept
+from esper.simic.agent.stored_row import Row
 from esper.simic.telemetry.metrics import Read
 from esper.tamiyo.features import feature_dim, observe
 from esper.tamiyo.network import TamiyoNetwork
@@ -50,7 +50,7 @@ class SimicClient:
 
     The parts are ready when they come: an initialized `network` of `spec`'s shape, a `reward`, and `read`, which
     brings the metrics of an update to the host (the only host read here). `total_updates` is the length of the run,
-    for the schedules; `policy_form` and `store_form` make the forms of the policy step and of what is stored of one.
+    for the schedules; `policy_form` makes the form of the policy step.
     Raises ConfigError where the parts do not fit together.
     """
 
@@ -65,7 +65,6 @@ class SimicClient:
         device: torch.device | str,
         total_updates: int,
         policy_form: Callable[[PolicyStep], PolicyFunction] = _eager,
-        store_form: Callable[[RowFunction], StoreFunction] = copied,
     ) -> None:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
@@ -101,15 +100,7 @@ class SimicClient:
         )
         self.updates = 0
         self._seen: _Seen | None = None
-        self._store = store_form(kept)
-        self._rehearse()
         self.begin_rollout(0, spec.host_ids())
-
-    def _rehearse(self) -> None:
-        """Have it made how a step is stored, before the first one; whoever begins a rollout empties the buffer."""
-        slots = self.spec.num_slots
-        sizes = {"N": self.spec.num_envs, "S": slots, "D": feature_dim(slots)}
-        self._store(self._buffer.column(0), blank(Row, sizes, self.device))
 
     # The policy -------------------------------------------------------------------------------------------------------
 
@@ -174,8 +165,7 @@ class SimicClient:
             reset=self._reset_N,
             forced=self._seen.forced,
         )
-        self._store(self._buffer.column(step.t - 1), row)
-        self._buffer.wrote(step.t - 1)
+        self._buffer.put(step.t - 1, row)
         self._columns = step.t
         self._reset_N = ~step.valid
 
@@ -191,7 +181,11 @@ class SimicClient:
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
-        """The rollout so far. Rows before rollbacks are changed here, all at once; an `EpisodeReward` ends none."""
+        """The rollout so far. Rows that are not valid become neutral here, and those before rollbacks are rewarded anew.
+
+        With an `EpisodeReward` a rollback ends no segment.
+        """
+        self._buffer.neutralize()
         self._buffer.roll_back(self._rolled_back_TN.t(), self._paid_for_it_TN.t(), ends=self._episode_reward is None)
         self._rolled_back_TN.zero_()
         return self._buffer

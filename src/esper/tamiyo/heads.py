@@ -17,7 +17,7 @@ hosts and steps. Inside, R is one axis and comes last, see `masks.py`; H are the
 from functools import lru_cache
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import Head, head_sizes
@@ -38,8 +38,6 @@ from esper.tamiyo.masks import relevance as relevance
 MIN_RELATIVE = -80.0
 _FAR_BELOW = 3e38
 """Added to the logits of masked values, so that none is the largest."""
-_WHOLE = 2.0**36
-"""Draws count in whole numbers, whose sums are exact in float64 in whatever order they are added."""
 _BELOW_ONE = 1.0 - 2.0**-24
 Logits = tuple[Float[Tensor, "*R _"], ...]
 """One tensor per head, in the order of `HEADS`."""
@@ -151,17 +149,16 @@ class Layout:
     """How the values of some heads lie one after another; sums over a head are matrix products.
 
     `sizes`, `first`: how many values each head has, and where they begin. `head`: the head of each value. `member`: the
-    same as a matrix, in both precisions. `up_to`: the matrix that adds each value and those before it in its head.
-    `padding`: the values of head after head as columns, short ones filled up with their first value.
+    same as a matrix. `padding`: the values of head after head as columns, short ones filled up with their first value.
+    `real`: what is not filled up.
     """
 
     sizes: Int[Tensor, "H 1"]
     first: Int[Tensor, "H 1"]
     head: Int[Tensor, " V"]
     member: Float[Tensor, "H V"]
-    member64: Float64[Tensor, "H V"]
-    up_to: Float64[Tensor, "V V"]
     padding: Int[Tensor, " P"]
+    real: Float[Tensor, "W H 1"]
 
     def as_columns(self, values: Float[Tensor, "V R"]) -> Float[Tensor, "W H R"]:
         """The values of each head as a column as long as the longest."""
@@ -220,36 +217,37 @@ def _decide(
     """Op, then slot, then what depends on both."""
 
     def draw(head: Head, mask: Tensor) -> Tensor:
-        u = None if u_8R is None else u_8R[head : head + 1]
-        own, layout = rows[tables.values[head]], layout_of(tables.sizes[head : head + 1], mask.device)
-        return _draw(_below_top(own, mask, layout)[0], mask, u, layout).squeeze(0)
+        return _draw(rows[tables.values[head]], mask, None if u_8R is None else u_8R[head])
 
     op_mask = legal_somewhere(legal)
     op = draw(Head.OP, op_mask)
     mask = mask_given_op(choices, legal, op_mask, op, tables)
     slot = draw(Head.SLOT, mask[tables.values[Head.SLOT]])
     mask = mask_given_slot(mask, has_gate, op, slot, tables)
-    layout = layout_of(tables.sizes, mask.device)
-    relative = _relative(rows, mask, layout)
-    actions = _draw(relative.logits, mask, u_8R, layout)
-    actions[Head.OP], actions[Head.SLOT] = op, slot  # the masks belong to these, however the last draw was rounded
-    return _Decision(actions=actions, mask=mask, relative=relative)
+    between = slice(tables.values[Head.SLOT].stop, tables.values[Head.OP].start)  # the first and the last head
+    layout = layout_of(tables.sizes[Head.BLUEPRINT : Head.OP], mask.device)
+    others = _draw(
+        layout.as_columns(rows[between]),
+        layout.as_columns(mask[between]) * layout.real,
+        None if u_8R is None else u_8R[Head.BLUEPRINT : Head.OP],
+    )
+    actions = torch.cat((slot[None], others, op[None]))
+    return _Decision(actions=actions, mask=mask, relative=_relative(rows, mask, layout_of(tables.sizes, mask.device)))
 
 
-def _draw(below: Tensor, mask: Tensor, u: Float[Tensor, "H R"] | None, layout: Layout) -> Int[Tensor, "H R"]:
-    """Inverse CDF in float64: the smallest index whose cumulative probability exceeds u.
+@torch.no_grad()
+def _draw(logits: Float[Tensor, "W *H_R"], mask: Float[Tensor, "W *H_R"], u: Tensor | None) -> Int[Tensor, "*H_R"]:
+    """Inverse CDF in float64: the smallest index whose cumulative probability exceeds u; never a masked one.
 
-    Probabilities are multiples of 2^-36 of the largest, so that their sums are exact: a value of probability zero adds
-    nothing and is never drawn, and the sum of all exceeds u times itself. Without `u`, the most probable value.
+    Without `u`, the most probable value.
     """
-    finite = below.detach().to(torch.float64).nan_to_num_(nan=0.0)  # a broken network still decides something legal
-    weights = finite.exp_().mul_(mask)
+    # a broken network still decides something legal
+    exact = logits.to(torch.float64).nan_to_num_(nan=0.0).masked_fill_(mask == 0.0, -torch.inf)
+    weights = exact.sub_(exact.amax(dim=0)).exp_()
     if u is None:
-        return layout.as_columns(weights).argmax(dim=0)
-    whole, member = weights.mul_(_WHOLE).round_(), layout.member64
-    bound = member.t() @ (u * (member @ whole))
-    above = torch.gt(layout.up_to @ whole, bound, out=bound)  # as numbers, which are counted faster than a mask
-    return layout.sizes - (member @ above).to(torch.int64)
+        return weights.argmax(dim=0)
+    up_to = weights.cumsum(dim=0)
+    return (up_to <= u * up_to[-1]).sum(dim=0)
 
 
 def _below_top(rows: Tensor, mask: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -278,7 +276,7 @@ def _log_prob(rows: Tensor, decision: _Decision, layout: Layout) -> Float[Tensor
     """`x - top - ln(sum exp(x - top))` of each action, NaN for one that is masked; exactly 0 for an only choice."""
     index, relative = layout.first + decision.actions, decision.relative
     log_p = (rows.gather(0, index) - relative.top) - relative.total.log()
-    return torch.where(decision.mask.gather(0, index) > 0, log_p, torch.nan)
+    return log_p.masked_fill(decision.mask.gather(0, index) == 0.0, torch.nan)
 
 
 @lru_cache(maxsize=64)
@@ -294,7 +292,6 @@ def layout_of(sizes: tuple[int, ...], device: torch.device) -> Layout:
         first=first[:, None].to(device),
         head=head.to(device),
         member=member,
-        member64=member.to(torch.float64),
-        up_to=(head == head[:, None]).tril().to(device, torch.float64),
         padding=(first + place * (place < size)).flatten().to(device),
+        real=(place < size)[..., None].to(device, torch.float32),
     )

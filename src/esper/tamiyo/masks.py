@@ -70,8 +70,8 @@ def mask_given_op(
     choices: Tensor, legal: Tensor, op_mask: Tensor, op: Int[Tensor, " R"], tables: "HeadTables"
 ) -> Float[Tensor, "V R"]:
     """The masks of all heads but style, which also depends on the slot."""
-    mask: Tensor = choices @ _one_hots(op.device).index_select(1, op)
-    legal_slots = legal.gather(1, op[:, None, None].expand(-1, 1, legal.shape[-1])).squeeze(1)
+    mask = choices.index_select(1, op)
+    legal_slots = legal[_numbers(len(op), op.device), op]
     slots, ops = tables.values[Head.SLOT], tables.values[Head.OP]  # the first and the last head
     return torch.cat((mask[slots] * legal_slots.t(), mask[slots.stop : ops.start], op_mask))
 
@@ -79,10 +79,10 @@ def mask_given_op(
 def mask_given_slot(
     mask: Tensor, has_gate: Tensor, op: Tensor, slot: Tensor, tables: "HeadTables"
 ) -> Float[Tensor, "V R"]:
-    """`mask`, but a seed without a gate network cannot be retargeted to the style that needs one."""
-    gate_here = has_gate.gather(1, slot[:, None]).squeeze(1)
-    allowed, gated = gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET)), tables.gated_style
-    return torch.cat((mask[:gated], mask[gated : gated + 1] * allowed, mask[gated + 1 :]))
+    """`mask`, which is changed, but a seed without a gate network cannot be retargeted to the style that needs one."""
+    gate_here = has_gate[_numbers(len(op), op.device), slot]
+    mask[tables.gated_style].mul_(gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET)))
+    return mask
 
 
 def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor, tables: "HeadTables") -> Float[Tensor, "V R"]:
@@ -141,9 +141,10 @@ def _tables(num_slots: int, num_blueprints: int, device: torch.device) -> HeadTa
     )
 
 
-@lru_cache(maxsize=8)
-def _one_hots(device: torch.device) -> Float[Tensor, "6 6"]:
-    return torch.eye(NUM_OPS, device=device)
+@lru_cache(maxsize=16)
+def _numbers(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1."""
+    return torch.arange(count, device=device)
 
 
 @lru_cache(maxsize=8)

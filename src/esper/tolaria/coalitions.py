@@ -24,7 +24,6 @@ Shape legend: N = hosts, S = slots, R = rank of a slot among the players (or mem
 K = distinct coalitions, J = subsets.
 """
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.record import record
+from esper.leyline.record import record, tree_map
 from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
 from esper.tolaria.coalition_layout import Layout, Rules, layout_of, most_coalitions, numbers, word_weights
 from esper.tolaria.prefixes import PrefixPlan as PrefixPlan
@@ -44,20 +43,34 @@ from esper.tolaria.prefixes import plan_prefixes as plan_prefixes
 class Coalitions:
     """The distinct sets of each host, and where each named set is found among them.
 
-    `sets[n, k]` are the slots that are on; entries with `valid` False are padding and are never read. All other
-    fields are numbers k of coalitions, -1 where the named set was not asked for. Coalition 0 is always `main`.
-    `subset[n, j]` is the set whose bit r of j is the r-th seed of L in slot order.
+    `sets[n, k]` are the slots that are on; entries with `valid` False are padding and are never read. `names` are
+    numbers k of coalitions, -1 where the named set was not asked for: main, all-off, committed, then leave-one-out [S],
+    single [S], pair [S, S] and subset [J]. Coalition 0 is always `main`. `subset[n, j]` is the set whose bit r of j is
+    the r-th seed of L in slot order.
     """
 
     sets: Bool[Tensor, "N K S"]
     valid: Bool[Tensor, "N K"]
-    main: Int[Tensor, " N"]
-    leave_one_out: Int[Tensor, "N S"]
-    all_off: Int[Tensor, " N"]
-    single: Int[Tensor, "N S"]
-    pair: Int[Tensor, "N S S"]
-    committed: Int[Tensor, " N"]
-    subset: Int[Tensor, "N J"]
+    names: Int[Tensor, "N M"]
+
+    def split(self, per_name: Tensor) -> "Named":
+        """What `per_name` [N, M] says of each named set."""
+        slots = self.sets.shape[2]
+        sizes = [1, 1, 1, slots, slots, slots * slots, per_name.shape[1] - 3 - 2 * slots - slots * slots]
+        main, all_off, committed, without, single, pair, subset = per_name.split(sizes, dim=1)
+        return Named(main, all_off, committed, without, single, pair.unflatten(1, (slots, slots)), subset)
+
+
+class Named(NamedTuple):
+    """One number per host and named set."""
+
+    main: Tensor  # [N, 1]
+    all_off: Tensor  # [N, 1]
+    committed: Tensor  # [N, 1]
+    leave_one_out: Tensor  # [N, S]
+    single: Tensor  # [N, S]
+    pair: Tensor  # [N, S, S]
+    subset: Tensor  # [N, J]
 
 
 @record
@@ -97,7 +110,7 @@ def enumerate_coalitions(
     if num_slots > _MAX_TABLE_SLOTS:
         return _enumerate(kind_NS, rules)
     code_N = (kind_NS * _kind_weights(num_slots, device)).sum(dim=1)
-    return _all_structures(num_slots, rules, device).of(code_N)
+    return tree_map(lambda table: table[code_N], _all_structures(num_slots, rules, device))
 
 
 def derive(coalitions: Coalitions, accuracy: Float[Tensor, "N K"]) -> CoalitionMetrics:
@@ -106,33 +119,17 @@ def derive(coalitions: Coalitions, accuracy: Float[Tensor, "N K"]) -> CoalitionM
     contribution_i = f(main) - f(L without i),   cf_total = f(main) - f(all-off),
     I_ij = f(R + i + j) - f(R + i) - f(R + j) + f(R)
     """
-    num_slots, num_subsets = coalitions.single.shape[1], coalitions.subset.shape[1]
-    columns = (
-        coalitions.main[:, None],
-        coalitions.all_off[:, None],
-        coalitions.committed[:, None],
-        coalitions.leave_one_out,
-        coalitions.single,
-        coalitions.pair.flatten(1),
-        coalitions.subset,
-    )
-    column_NM = torch.cat(columns, dim=1)
-    known_NK = F.pad(accuracy.to(torch.float64), (0, 1), value=torch.nan)
-    # what was not evaluated is read from the last column, which is NaN
-    read_NM = known_NK.gather(1, torch.where(column_NM < 0, accuracy.shape[1], column_NM))
-    main, off, committed, without, single, pair, subset = torch.split(
-        read_NM, [1, 1, 1, num_slots, num_slots, num_slots * num_slots, num_subsets], dim=1
-    )
-    pair_NSS = pair.reshape(coalitions.pair.shape)
-    interactions = pair_NSS - single[:, :, None] - single[:, None, :] + off[:, :, None]
-    dtype = accuracy.dtype
+    names, dtype = coalitions.names, accuracy.dtype
+    read_NM = accuracy.gather(1, names.clamp(min=0)).masked_fill(names < 0, torch.nan)
+    f = coalitions.split(read_NM.to(torch.float64))
+    interactions = f.pair - f.single[:, :, None] - f.single[:, None, :] + f.all_off[:, :, None]
     return CoalitionMetrics(
-        val_acc=main.squeeze(1).to(dtype),
-        committed_acc=committed.squeeze(1).to(dtype),
-        cf_total=(main - off).squeeze(1).to(dtype),
-        contribution=(main - without).to(dtype),
+        val_acc=read_NM[:, 0],
+        committed_acc=read_NM[:, 2],
+        cf_total=(f.main - f.all_off).squeeze(1).to(dtype),
+        contribution=(f.main - f.leave_one_out).to(dtype),
         interactions=interactions.to(dtype),
-        subset_acc=subset.to(dtype),
+        subset_acc=f.subset.to(dtype),
     )
 
 
@@ -143,52 +140,11 @@ _MAX_TABLE_SLOTS = 6
 """Up to here every structure of a host is worked out once (3**6 = 729 rows) and looked up afterwards."""
 
 
-class _Structures(NamedTuple):
-    """The coalitions of every possible host: the one with a code has kind `code // 3**s % 3` in slot s.
-
-    All numbers of a host are a column, and all its marks one. So two reads find those of N hosts, and hosts are the
-    innermost axis in memory of what is found.
-    """
-
-    numbers: Int[Tensor, "C codes"]
-    marks: Bool[Tensor, "C codes"]
-    shapes: tuple[tuple[str, bool, tuple[int, ...]], ...]  # field, whether it is marks, shape of one host's
-
-    def of(self, code_N: Int[Tensor, " N"]) -> Coalitions:
-        """Those of hosts with these codes."""
-        numbers, marks = (table.gather(1, code_N.expand(len(table), -1)) for table in (self.numbers, self.marks))
-        return Coalitions(
-            **{
-                name: (marks if is_marks else numbers).as_strided(size, stride, begin)
-                for name, is_marks, size, stride, begin in _places(self.shapes, len(code_N))
-            }
-        )
-
-
 @lru_cache(maxsize=16)
-def _places(
-    shapes: tuple[tuple[str, bool, tuple[int, ...]], ...], num_hosts: int
-) -> list[tuple[str, bool, tuple[int, ...], tuple[int, ...], int]]:
-    """Field, whether it is marks, and its size [N, ...], strides and beginning in the columns that were found."""
-    places, begins = [], {False: 0, True: 0}
-    for name, is_marks, shape in shapes:
-        steps = [num_hosts * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        places.append((name, is_marks, (num_hosts, *shape), (1, *steps), begins[is_marks]))
-        begins[is_marks] += num_hosts * math.prod(shape)
-    return places
-
-
-@lru_cache(maxsize=16)
-def _all_structures(num_slots: int, rules: Rules, device: torch.device) -> _Structures:
+def _all_structures(num_slots: int, rules: Rules, device: torch.device) -> Coalitions:
+    """The coalitions of every possible host: the one with a code has kind `code // 3**s % 3` in slot s."""
     codes = torch.arange(3**num_slots, device=device)[:, None]
-    fields = vars(_enumerate(codes // _kind_weights(num_slots, device) % 3, rules))
-    marks = {name: field.dtype == torch.bool for name, field in fields.items()}
-    columns = [
-        torch.cat([field.reshape(len(codes), -1) for name, field in fields.items() if marks[name] == kind], dim=1)
-        for kind in (False, True)
-    ]
-    shapes = tuple((name, marks[name], tuple(field.shape[1:])) for name, field in fields.items())
-    return _Structures(columns[0].t().contiguous(), columns[1].t().contiguous(), shapes)
+    return _enumerate(codes // _kind_weights(num_slots, device) % 3, rules)
 
 
 @lru_cache(maxsize=64)
@@ -255,14 +211,13 @@ def _named(layout: Layout, sets_NKS: Tensor, valid_NK: Tensor, column_NM: Tensor
     """Look up the number of every named set of every slot."""
     column_NM = F.pad(column_NM, (0, 1), value=-1)
     pair_NSS = layout.pair[player_rank_NS[:, :, None], player_rank_NS[:, None]]
-    return Coalitions(
-        sets=sets_NKS,
-        valid=valid_NK,
-        main=column_NM[:, 0],
-        leave_one_out=column_NM.gather(1, layout.leave_one_out[player_rank_NS]),
-        all_off=column_NM[:, layout.all_off],
-        single=column_NM.gather(1, layout.single[player_rank_NS]),
-        pair=column_NM.gather(1, pair_NSS.flatten(1)).view_as(pair_NSS),
-        committed=column_NM[:, layout.committed],
-        subset=column_NM[:, layout.committed + 1 : -1],
+    names = (
+        column_NM[:, :1],
+        column_NM[:, layout.all_off : layout.all_off + 1],
+        column_NM[:, layout.committed : layout.committed + 1],
+        column_NM.gather(1, layout.leave_one_out[player_rank_NS]),
+        column_NM.gather(1, layout.single[player_rank_NS]),
+        column_NM.gather(1, pair_NSS.flatten(1)),
+        column_NM[:, layout.committed + 1 : -1],
     )
+    return Coalitions(sets=sets_NKS, valid=valid_NK, names=torch.cat(names, dim=1))

@@ -136,16 +136,16 @@ def check(
         ),
         dim=1,
     )
-    finite_N = torch.isfinite(loss_N)
+    finite_N = loss_N.abs() < math.inf
     guessing_N = (loss_N - config.guess).abs() < config.guess_band * config.guess
     lobotomy_N = enough_N & (mean_N < config.learned_share * config.guess) & guessing_N
     calm_N = finite_N & ~lobotomy_N
     diverging_N = calm_N & enough_N & (loss_N[:, None] > thresholds_N3).all(dim=1)
     healthy_N = calm_N & ~diverging_N
-    strikes_N = torch.where(healthy_N, 0, state.strikes + diverging_N)
+    strikes_N = (state.strikes + diverging_N).masked_fill(healthy_N, 0)
     struck_out_N = diverging_N & (strikes_N >= config.max_strikes)
-    reason_N = torch.where(lobotomy_N, int(PanicReason.LOBOTOMY), struck_out_N * int(PanicReason.DIVERGENCE))
-    reason_N = torch.where(finite_N, reason_N, int(PanicReason.NAN))
+    reason_N = struck_out_N * int(PanicReason.DIVERGENCE) + lobotomy_N * int(PanicReason.LOBOTOMY)
+    reason_N = reason_N.masked_fill(~finite_N, int(PanicReason.NAN))
     verdict = GovernorVerdict(
         panic=reason_N != PanicReason.NONE,
         reason=reason_N,
@@ -159,7 +159,7 @@ def check(
 
 def after_rollback(state: GovernorState, panic: Bool[Tensor, " N"]) -> GovernorState:
     """Hosts that went back start without strikes; what they remember was healthy and stays."""
-    return replace(state, strikes=torch.where(panic, 0, state.strikes))
+    return replace(state, strikes=state.strikes.masked_fill(panic, 0))
 
 
 def snapshot_due(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from itertools import groupby
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
@@ -45,62 +46,46 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class _Piece(NamedTuple):
-    """Where one of the tensors lies in the row of bytes, and how it lies there.
-
-    Its axes are in the order of memory, so that nothing is copied before it travels; `back` is the way back, if that is
-    another order.
-    """
+    """Where one of the tensors lies in the row of bytes."""
 
     begin: int
     end: int
     dtype: type[np.generic]
     shape: tuple[int, ...]
-    back: tuple[int, ...] | None
 
 
 @lru_cache(maxsize=256)
-def _packing(*forms: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[_Piece, ...]]:
-    """The order in which tensors of these types, shapes and strides are packed, and the piece of each of them."""
-    order = tuple(sorted(range(len(forms)), key=lambda i: -forms[i][0].itemsize))
+def _packing(*forms: tuple[torch.dtype, torch.Size]) -> tuple[tuple[int, ...], tuple[_Piece, ...]]:
+    """The order in which tensors of these types and shapes are packed, and the piece of each of them."""
+    order = tuple(sorted(range(len(forms)), key=lambda i: (-forms[i][0].itemsize, str(forms[i][0]))))
     pieces: dict[int, _Piece] = {}
     begin = 0
     for i in order:
-        dtype, shape, strides = forms[i]
+        dtype, shape = forms[i]
         end = begin + math.prod(shape) * dtype.itemsize
-        axes = _memory_order(shape, strides)
-        inner = tuple(shape[axis] for axis in axes)
-        back = None if axes == sorted(axes) else tuple(sorted(range(len(axes)), key=axes.__getitem__))
-        pieces[i] = _Piece(begin, end, _NUMPY_TYPES[dtype], inner, back)
+        pieces[i] = _Piece(begin, end, _NUMPY_TYPES[dtype], shape)
         begin = end
     return order, tuple(pieces[i] for i in range(len(forms)))
-
-
-def _memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The axes from the outermost to the innermost; those of one element, whose strides say nothing, stay in front."""
-    return sorted(range(len(shape)), key=lambda axis: (shape[axis] > 1, -strides[axis]))
 
 
 @final
 class Packed:
     """Tensors of one device as one row of bytes that stays there until it is read; later writes do not change it."""
 
+    @torch.no_grad()
     def __init__(self, *tensors: Tensor) -> None:
         devices = {t.device for t in tensors}
         assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
         unknown = {t.dtype for t in tensors} - _NUMPY_TYPES.keys()
         assert not unknown, f"{unknown} cannot be read as numpy arrays; convert before reading"
-        order, self._pieces = _packing(*map(_form, tensors))
+        order, self._pieces = _packing(*((t.dtype, t.shape) for t in tensors))
         with silence():
-            self.bytes = torch.cat([_bytes(tensors[i].detach()) for i in order])
+            by_type = groupby((tensors[i] for i in order), key=lambda tensor: tensor.dtype)
+            self.bytes = torch.cat([torch.cat([x.reshape(-1) for x in some]).view(torch.uint8) for _, some in by_type])
 
     def unpack(self, packed: np.ndarray) -> Arrays:
         """The tensors as views of their bytes on the host, in the order they were given."""
-        return tuple(_array(packed, piece) for piece in self._pieces)
-
-
-def _array(packed: np.ndarray, piece: _Piece) -> np.ndarray:
-    values = packed[piece.begin : piece.end].view(piece.dtype).reshape(piece.shape)
-    return values if piece.back is None else values.transpose(piece.back)
+        return tuple(packed[p.begin : p.end].view(p.dtype).reshape(p.shape) for p in self._pieces)
 
 
 @final
@@ -147,17 +132,6 @@ def read_packed(packs: Sequence[Packed]) -> list[Arrays]:
 def host_read(*tensors: Tensor) -> tuple[np.ndarray, ...]:
     """The values of tensors of one device as numpy arrays, by one transfer; counts as one read."""
     return start_read(*tensors).wait()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The contents as uint8 [bytes], in the order of memory where they lie there without gaps or overlaps."""
-    if not tensor.is_contiguous():
-        tensor = tensor.permute(_memory_order(tensor.shape, tensor.stride())).contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 @final

@@ -5,7 +5,7 @@ import torch
 from esper.leyline.actions import CANONICAL_ACTION, LifecycleOp
 from esper.leyline.record import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row, copied, kept
+from esper.simic.agent.stored_row import Row
 
 D, S, T = 40, 3, 5
 NAN = float("nan")
@@ -44,16 +44,13 @@ def taken(n: int, seed: int = 0) -> Row:
     )
 
 
-def test_a_valid_row_is_what_was_taken():
-    step = taken(7)
-    row, valid = kept(step), step.valid
+def test_a_row_that_was_put_is_neutral_only_where_it_is_not_valid():
+    step, held = taken(9), TamiyoRolloutBuffer(num_envs=9, max_steps=T, feature_dim=D, num_slots=S, hidden_dim=4)
+    held.put(3, step)
+    held.neutralize()
+    row, valid, lost = held.column(3), step.valid, ~step.valid
     for name in Row.__annotations__:
         assert torch.equal(getattr(row, name)[valid], getattr(step, name)[valid]), name
-
-
-def test_a_row_that_is_not_valid_is_neutral():
-    step = taken(9)
-    row, lost = kept(step), ~step.valid
     assert row.actions[lost].tolist() == [list(CANONICAL_ACTION)] * 3
     assert row.legal[lost].nonzero()[:, 1:].tolist() == [[LifecycleOp.WAIT, 0]] * 3
     assert torch.equal(row.reset, step.reset)
@@ -61,15 +58,14 @@ def test_a_row_that_is_not_valid_is_neutral():
         assert not getattr(row, name)[lost].any(), name
 
 
-def buffer(n: int) -> TamiyoRolloutBuffer:
-    return TamiyoRolloutBuffer(num_envs=n, max_steps=T, feature_dim=D, num_slots=S, hidden_dim=4)
-
-
-def test_a_stored_row_is_the_column_of_the_buffer_and_nothing_beside_it():
-    given, stored = buffer(5), buffer(5)
+def test_a_row_that_was_put_is_the_column_that_is_stored_and_nothing_beside_it():
+    stored, put = (
+        TamiyoRolloutBuffer(num_envs=5, max_steps=T, feature_dim=D, num_slots=S, hidden_dim=4) for _ in range(2)
+    )
     for t in (0, 3, 1):
         step = taken(5, seed=t)
-        given.store(t, **vars(step))
-        copied(kept)(stored.column(t), step)
-    for (name, slab), (_, other) in zip(named_tensors(given.slabs), named_tensors(stored.slabs), strict=True):
+        stored.store(t, **vars(step))
+        put.put(t, step)
+    put.neutralize()
+    for (name, slab), (_, other) in zip(named_tensors(stored.slabs), named_tensors(put.slabs), strict=True):
         assert torch.equal(slab, other), name

@@ -98,9 +98,8 @@ def test_interactions_that_forget_the_empty_coalition_are_found(script, monkeypa
 
     def forgetful(coalitions, accuracy):
         told = true(coalitions, accuracy)
-        return replace(
-            told, interactions=told.interactions - accuracy.gather(1, coalitions.all_off[:, None])[..., None]
-        )
+        all_off = coalitions.split(coalitions.names).all_off
+        return replace(told, interactions=told.interactions - accuracy.gather(1, all_off)[..., None])
 
     monkeypatch.setattr(script, "derive", forgetful)
     assert script.main(script.Options(device="cpu")) == 1

@@ -80,9 +80,9 @@ Entry = int | float | bool | Tensor
 class TamiyoRolloutBuffer:
     """Owner of the slabs (`slabs`, a SequenceBatch of all N hosts): written in place, here and nowhere else.
 
-    `store` writes one column of all hosts (or who takes its places from `column`), `add` the next row of one host. Both
-    take the same names, those of `Row`: `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and
-    `valid` (True) have defaults.
+    `store` writes one column of all hosts, `add` the next row of one host. Both take the same names, those of `Row`:
+    `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and `valid` (True) have defaults. `put`
+    copies a column as it is; call `neutralize` once before the rollout is used.
     Only `validate` and `load_state_dict` read the device.
     """
 
@@ -130,17 +130,30 @@ class TamiyoRolloutBuffer:
     def store(self, t: int, **fields: Tensor) -> None:
         """Write column `t` (from 0) of all hosts; every field is `[N, ...]`. Raises IndexError outside the slab."""
         self._write(vars(self.column(t)), fields)
-        self.wrote(t)
+        self._wrote(t)
+
+    def put(self, t: int, row: Row) -> None:
+        """Copy `row` to column `t` of all hosts, whether it is valid or not. Raises IndexError outside the slab."""
+        for name, place in vars(self.column(t)).items():
+            place.copy_(getattr(row, name))
+        self._wrote(t)
+
+    @torch.no_grad()
+    def neutralize(self) -> None:
+        """Make every row neutral that is not valid."""
+        entries = {name: getattr(self.slabs, slab) for name, slab in _NAMES.items()}
+        for name, value in neutral_unless(self.slabs.valid, entries).items():
+            entries[name].copy_(value)
 
     def column(self, t: int) -> Row:
-        """The places of column `t` (from 0); who writes them says so with `wrote`. Raises IndexError outside."""
+        """The places of column `t` (from 0). Raises IndexError outside."""
         if not 0 <= t < self.max_steps:
             raise IndexError(f"column {t} of a buffer of {self.max_steps} steps; reset() it before the next rollout.")
         if t not in self._columns:
             self._columns[t] = Row(**{name: getattr(self.slabs, slab)[:, t] for name, slab in _NAMES.items()})
         return self._columns[t]
 
-    def wrote(self, t: int) -> None:
+    def _wrote(self, t: int) -> None:
         """Column `t` of all hosts was written, and is the last one."""
         self._lengths = [t + 1] * self.num_envs
         self._last_N.fill_(t)

@@ -1,4 +1,4 @@
-"""What the rollout buffer keeps of a step: a pure function of tensors.
+"""What the rollout buffer keeps of a step.
 
 A row that is not valid is neutral (it evaluates without error and enters no mean): only WAIT on slot 0 is legal, the
 actions are canonical, everything else is 0. `valid` and `reset` alone are kept as they were given.
@@ -6,7 +6,7 @@ actions are canonical, everything else is 0. `valid` and `reset` alone are kept 
 Shape legend: N = hosts, D = features, S = slots.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -39,29 +39,9 @@ class Row:
     has_gate: Bool[Tensor, "N S"]
 
 
-RowFunction = Callable[[Row], Row]
-StoreFunction = Callable[[Row, Row], object]
-"""Writes into the first row, which is places, what is kept of the second."""
-
 _FINITE = ("state", "raw_state")
 """Fields that are finite whatever was measured (`features.observe`)."""
 _KEPT = ("valid", "reset")
-
-
-def kept(row: Row) -> Row:
-    """The row of a step, neutral where a host was rolled back."""
-    return Row(**neutral_unless(row.valid, vars(row)))
-
-
-def copied(function: RowFunction) -> StoreFunction:
-    """What copies the row that the function makes."""
-
-    def store(places: Row, row: Row) -> None:
-        made = function(row)
-        for name, place in vars(places).items():
-            place.copy_(getattr(made, name))
-
-    return store
 
 
 def neutral_unless(valid: Bool[Tensor, "*N"], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from esper.simic.training.kernels import (
     policy_form,
     require_replayed_training,
     reward_form,
-    store_form,
 )
 from esper.simic.training.plugins import load_plugins
 from esper.simic.training.precision import with_fastest_precision
@@ -117,7 +116,6 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
         device=spec.device,
         total_updates=config.schedule_rounds,
         policy_form=policy_form(config, spec),
-        store_form=store_form(config, spec.device),
     )
 
 

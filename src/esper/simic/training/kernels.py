@@ -6,7 +6,6 @@
     act           ops, tick and feedback of all hosts   compiled            eager
     reward        the reward of a step of all hosts,    compiled            replayed, CUDA
                   in all modes but `objective`
-    store         the row of the rollout buffer         compiled            eager
     close         tally, snapshots, outputs of a step   compiled            eager
     train_batch   forward, backward and optimizer step  eager               replayed, CUDA, executor "fused"
                   of a batch of all hosts
@@ -26,7 +25,6 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
-from esper.simic.agent.stored_row import RowFunction, StoreFunction, copied, kept
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.training.config import RunConfig
@@ -59,7 +57,6 @@ FUNCTIONS: Mapping[str, Forms] = {
     "policy_step": Forms(eager=PolicyStep, compiled=CompiledStep),
     "act": Forms(eager=phases.act, compiled=CompiledStep),
     "reward": Forms(eager=compute_reward_batched, compiled=compiled_reward),
-    "store": Forms(eager=kept, compiled=CompiledStep),
     "close": Forms(eager=phases.close, compiled=CompiledStep),
     "train_batch": Forms(eager=train_batch, compiled=None),
 }
@@ -85,13 +82,6 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
         return decide
 
     return made
-
-
-def store_form(config: RunConfig, device: torch.device) -> Callable[[RowFunction], StoreFunction]:
-    """What makes the function that stores a step: eager or compiled."""
-    if not is_compiled(config.compile, device):
-        return copied
-    return lambda function: copied(CompiledStep(function, name="the stored row"))
 
 
 def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:

@@ -181,7 +181,7 @@ class SimicClient:
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
-        """The rollout so far. Rows that are not valid become neutral here, and those before rollbacks are rewarded anew.
+        """The rollout so far. Rows that are not valid become neutral here, and rows before rollbacks are paid anew.
 
         With an `EpisodeReward` a rollback ends no segment.
         """

@@ -10,9 +10,9 @@ from esper.leyline.actions import LifecycleOp
 from esper.simic.training.evaluate import REFERENCE, TRAINED, Difference, Row
 from esper.tasks.registry import TaskSpec
 
-LEGEND = """Means over the hosts, of the network that is kept of each: host and fossilized seeds.
-val, test: its accuracy in % on the validation and the test split. 100·J: val minus
-the price of its growth. vs: paired difference in 100·J with its 95 % interval."""
+LEGEND = """Means over the hosts, of the network that is kept: host and fossilized seeds.
+val, test: accuracy in % on the validation and the test split. 100·J: val minus
+the price of growth. vs: paired difference in 100·J with its 95 % interval."""
 
 
 def comparison(rows: Sequence[Row]) -> Table:

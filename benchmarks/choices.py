@@ -32,8 +32,8 @@ from rich.console import Console
 from torch import Tensor
 
 import null_control_step
-from esper.kasmina import lowering
 from esper.kasmina.hosts.pooling import max_pool_2x2
+from esper.kasmina.parameters import stacked_layers
 from esper.tamiyo import heads
 from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
 from esper.telemetry.machine import environment
@@ -98,7 +98,7 @@ def pointwise(options: Options) -> list[Row]:
     for inputs, outputs in ((1, 8), (8, 8), (8, 16)):
         x = torch.randn(32 * options.hosts, inputs, 8, 8, requires_grad=True)
         weight = torch.randn(options.hosts, outputs, inputs, 1, 1, requires_grad=True)
-        layer = lowering.StackedConv2d(inputs, outputs, 1, bias=False)
+        layer = stacked_layers.StackedConv2d(inputs, outputs, 1, bias=False)
         layer._parameters["weight"] = weight
 
         def grouped(x: Tensor = x, weight: Tensor = weight) -> Tensor:

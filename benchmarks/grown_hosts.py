@@ -14,13 +14,13 @@ import torch
 from esper.cpp.build import compiler
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.optimizers import OptimizerSpec
-from esper.kasmina.slot_fields import empty_slots
+from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.rules.slot_fields import empty_slots
+from esper.leyline.checkpoint_tree import StateTree
 from esper.leyline.messages import SlotState
-from esper.leyline.record import replace as changed
-from esper.leyline.record import tree_map
 from esper.leyline.stages import Algorithm, SeedStage, Topology
-from esper.leyline.state_tree import StateTree
+from esper.leyline.tensor_dataclass import replace as changed
+from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
@@ -28,12 +28,12 @@ from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.choice import native_problem
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.native import NativeExecutor
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
-from esper.tolaria.executors.sharded import ShardedExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.sharded.executor import ShardedExecutor
+from esper.tolaria.executors.streamed.executor import StreamedExecutor
 
 CPU = torch.device("cpu")
 CLASSES = 10

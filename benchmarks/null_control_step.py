@@ -25,9 +25,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from esper.runs.build import device_of, engine_of, learner_of
+from esper.runs.presets import resolve
 from esper.simic.client import SimicClient
-from esper.simic.training.build import device_of, engine_of, learner_of
-from esper.simic.training.presets import resolve
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.telemetry.machine import environment
 from esper.tolaria.engine import VectorizedEngine

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from esper.runs.kernels import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import RewardConfig, compute_reward_batched
-from esper.simic.training.kernels import compiled_reward
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
 

@@ -24,13 +24,13 @@ from rich.table import Table
 
 from esper.leyline.errors import EsperError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.runs.build import baseline_of, device_of, engine_of, learner_of
+from esper.runs.config import RunConfig
+from esper.runs.evaluate import SEED_OFFSET
+from esper.runs.presets import resolve
+from esper.runs.report import objective_of
 from esper.simic.client import SimicClient
 from esper.simic.rewards.objective_value import objective_value
-from esper.simic.training.build import baseline_of, device_of, engine_of, learner_of
-from esper.simic.training.config import RunConfig
-from esper.simic.training.evaluate import SEED_OFFSET
-from esper.simic.training.presets import resolve
-from esper.simic.training.report import objective_of
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name

@@ -23,16 +23,16 @@ import torch
 from rich.console import Console
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.optimizers import OptimizerSpec
+from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Topology
-from esper.simic.training import events, report
-from esper.simic.training.build import assemble, device_of
-from esper.simic.training.config import RunConfig
-from esper.simic.training.presets import resolve
-from esper.simic.training.records import Records
-from esper.simic.training.trend import Trend
-from esper.simic.training.values import plain
+from esper.runs import events, report
+from esper.runs.build import assemble, device_of
+from esper.runs.config import RunConfig
+from esper.runs.presets import resolve
+from esper.runs.records import Records
+from esper.runs.trend import Trend
+from esper.runs.values import plain
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.hub import Hub

@@ -29,9 +29,9 @@ from rich.table import Table
 
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.errors import EsperError
-from esper.simic.training import events
-from esper.simic.training.build import assemble, device_of
-from esper.simic.training.trend import Trend
+from esper.runs import events
+from esper.runs.build import assemble, device_of
+from esper.runs.trend import Trend
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import HostReadCounter, choose_device, host_read
 from esper.tolaria.state import StepReport

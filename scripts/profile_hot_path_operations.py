@@ -25,18 +25,18 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from esper.kasmina import lifecycle
+from esper.kasmina.rules import lifecycle
 from esper.leyline.errors import EsperError
+from esper.runs.build import baseline_of
 from esper.simic.agent import policy_step, ppo, rollout_buffer
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.client import SimicClient
-from esper.simic.training.build import baseline_of
 from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module
 from esper.tolaria import governor, phases
-from esper.tolaria.executors import fused
+from esper.tolaria.executors.fused import executor as fused
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.stepping import StackedOptimizer
+from esper.tolaria.executors.optimizer_step import StackedOptimizer
 from esper.tolaria.runtime import CUDATimer, choose_device
 from measured_rounds import Setting, Subject, configured, percentile
 from operator_counts import most_expensive_operators, operators_by_phase, operators_of, print_functions

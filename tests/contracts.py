@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.config import LifecycleConfig
-from esper.kasmina.slot_fields import empty_slots
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import NUM_HEADS, Head, LifecycleOp
 from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import Observation, RewardInputs, StepRecord
 from esper.leyline.protocols import EngineSpec, PolicyProtocol, RewardProtocol, Sink
-from esper.leyline.record import is_record, named_tensors, row
 from esper.leyline.stages import Topology
+from esper.leyline.tensor_dataclass import is_record, named_tensors, row
 from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import VectorizedEngine

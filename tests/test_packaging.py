@@ -28,14 +28,14 @@ MAY_READ = {
     "tolaria/runtime.py": "the border between device and host",
     "tolaria/prefixes.py": "numpy arrays of the structure that was read",
     "tolaria/executors/": "numpy arrays of the structure that was read (`tolist` alone: see ONLY)",
-    "kasmina/slot_fields.py": "checks a state that is loaded, before a run goes on",
-    "kasmina/initialization.py": "compares two builds of a module, before the run",
-    "kasmina/kinds.py": "compares two builds of a module, before the run",
-    "kasmina/stacking_trial.py": "tries a stacked module, before the run",
+    "kasmina/rules/slot_fields.py": "checks a state that is loaded, before a run goes on",
+    "kasmina/parameters/initialization.py": "compares two builds of a module, before the run",
+    "kasmina/parameters/kinds.py": "compares two builds of a module, before the run",
+    "kasmina/parameters/stacking_trial.py": "tries a stacked module, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
-    "kasmina/native/trial.py": "tries a rule on a module, when an executor is built",
-    "kasmina/population.py": "numpy arrays of the structure that was read",
-    "simic/training/": "checkpoints, reports and events: after the step, or from arrays that were read",
+    "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
+    "kasmina/parameters/population.py": "numpy arrays of the structure that was read",
+    "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
     "tamiyo/network.py": "sizes of layers, in the constructor",
@@ -56,14 +56,14 @@ DRAWS = re.compile(
 )
 MAY_DRAW = {
     "leyline/random.py": "the border: a generator of its own from a key",
-    "kasmina/kinds.py": "looks whether a blueprint moves the global generator",
-    "kasmina/stacking_trial.py": "tries a stacked module, with a generator of its own",
-    "kasmina/native/trial.py": "tries a rule on a module, with a generator of its own",
-    "kasmina/initialization.py": "keeps what a user's module draws in its constructor from the process",
+    "kasmina/parameters/kinds.py": "looks whether a blueprint moves the global generator",
+    "kasmina/parameters/stacking_trial.py": "tries a stacked module, with a generator of its own",
+    "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
+    "kasmina/parameters/initialization.py": "keeps what a user's module draws in its constructor from the process",
 }
 MAY_CATCH_ALL = {
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
-    "tolaria/executors/worker.py": "sends the exception to the process that asked, which raises it",
+    "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }
 FORBIDDEN = re.compile(
     "|".join(

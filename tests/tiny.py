@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.config import LifecycleConfig
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.initialization import deterministic_build
-from esper.kasmina.optimizers import OptimizerSpec
-from esper.kasmina.population import Population
-from esper.kasmina.slot_fields import empty_slots
-from esper.leyline.record import replace
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.parameters.population import Population
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler
@@ -27,9 +27,9 @@ from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
-from esper.tolaria.executors.hosts import HostData
+from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
-from esper.tolaria.executors.streamed import StreamedExecutor
+from esper.tolaria.executors.streamed.executor import StreamedExecutor
 
 CPU = torch.device("cpu")
 SLOTS = ("r0c0", "r0c1", "r1c0")

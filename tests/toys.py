@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.lifecycle import SeedCosts
+from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, Head, LifecycleOp
+from esper.leyline.checkpoint_tree import copy_into
 from esper.leyline.messages import (
     ActResult,
     Hidden,
@@ -23,8 +24,7 @@ from esper.leyline.messages import (
     StepRecord,
 )
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.record import record, replace
-from esper.leyline.state_tree import copy_into
+from esper.leyline.tensor_dataclass import record, replace
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import (
     EvaluationSplit,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from contracts import check_reward
+from esper.runs.plugins import load_plugins
 from esper.simic.rewards import MODES, REWARD_TERMS, RewardConfig, make_reward
-from esper.simic.training.plugins import load_plugins
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "rewards.md"

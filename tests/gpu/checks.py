@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.leyline.record import named_tensors, replace
+from esper.leyline.pytree import flatten
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.leyline.tree import flatten
+from esper.leyline.tensor_dataclass import named_tensors, replace
+from esper.runs import kernels
+from esper.runs.build import dataset_of, engine_of, learner_of
+from esper.runs.config import RunConfig
+from esper.runs.presets import resolve
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
-from esper.simic.training import kernels
-from esper.simic.training.build import dataset_of, engine_of, learner_of
-from esper.simic.training.config import RunConfig
-from esper.simic.training.presets import resolve
 from esper.tolaria.capture import Recorder
 from esper.tolaria.control_plane import ControlPlane
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
 from tiny import Bench
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import GateNetwork, blueprint_by_name
-from esper.kasmina.initialization import deterministic_build
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.stages import Algorithm, Topology
 
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)

@@ -22,8 +22,8 @@ from esper.kasmina.blueprints import (
     unregister,
 )
 from esper.kasmina.blueprints.cnn import num_groups
-from esper.kasmina.initialization import build_twice, deterministic_build, fresh_rows, init_table
-from esper.kasmina.stacking import Template
+from esper.kasmina.parameters.flat_layout import Template
+from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
 from esper.leyline.actions import STYLE_ALGORITHM
 from esper.leyline.errors import RegistryError
 from esper.leyline.random import Stream

@@ -7,7 +7,7 @@ from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.hosts.slots import InjectionPoint, SlotPosition, Surface, enabled_points, parse_slot_id
-from esper.kasmina.initialization import deterministic_build
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError
 
 

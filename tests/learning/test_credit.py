@@ -5,10 +5,10 @@ import torch
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.stages import SeedStage
+from esper.runs.build import engine_of, learner_of
+from esper.runs.presets import resolve
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient
-from esper.simic.training.build import engine_of, learner_of
-from esper.simic.training.presets import resolve
 from esper.tolaria.engine import VectorizedEngine
 
 HOSTS, GAMMA = 32, 0.995

@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from esper.leyline.record import is_record, lift, named_tensors, record, replace, row, tree_map, where
+from esper.leyline.tensor_dataclass import is_record, lift, named_tensors, record, replace, row, tree_map, where
 
 
 @record

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from esper.leyline.messages import Hidden
-from esper.leyline.record import record
-from esper.leyline.tree import flatten, unflatten
+from esper.leyline.pytree import flatten, unflatten
+from esper.leyline.tensor_dataclass import record
 
 
 class Pair(NamedTuple):

@@ -4,8 +4,8 @@ import torch
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.messages import HostState, Observation, SlotState
-from esper.leyline.record import replace
 from esper.leyline.stages import BLENDED, COOLDOWN, HAS_MODULE, AlphaMode, SeedStage, stages_mask
+from esper.leyline.tensor_dataclass import replace
 
 STORED_STAGES = torch.tensor([stage for stage in SeedStage if stage is not SeedStage.UNKNOWN])
 MEASURED = (

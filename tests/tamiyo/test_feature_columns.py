@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from states import everywhere, random_observation, with_hosts, with_slots
 
-from esper.kasmina.ingest import ingest
-from esper.kasmina.slot_fields import empty_slots, new_hosts
+from esper.kasmina.rules.ingest import ingest
+from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.messages import HostState, Measurements, Observation, SlotState
-from esper.leyline.record import replace
 from esper.leyline.stages import AlphaMode, SeedStage
+from esper.leyline.tensor_dataclass import replace
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, observe
 
 NAN, INF = math.nan, math.inf

@@ -7,8 +7,8 @@ import torch
 from states import everywhere, hostile_observation, random_observation, with_hosts, with_slots
 
 from esper.leyline.messages import Observation
-from esper.leyline.record import row, tree_map
 from esper.leyline.stages import COOLDOWN, STAGE_CLASS, AlphaMode, SeedStage
+from esper.leyline.tensor_dataclass import row, tree_map
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim, feature_names, observe
 
 SLOT = {feature.name: 23 + i for i, feature in enumerate(SLOT_FEATURES)}

@@ -10,7 +10,7 @@ from torch import nn
 from esper.leyline.actions import Head, LifecycleOp, head_sizes
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Hidden
-from esper.leyline.record import tree_map
+from esper.leyline.tensor_dataclass import tree_map
 from esper.tamiyo.features import feature_dim
 from esper.tamiyo.heads import evaluate_heads, sample_heads
 from esper.tamiyo.network import RecurrentLayer, TamiyoNetwork, initialize

@@ -127,6 +127,6 @@ def test_an_error_of_the_run_itself_is_not_swallowed(tmp_path: Path, monkeypatch
     def broken(*arguments: object) -> object:
         raise ZeroDivisionError("a mistake in building records")
 
-    monkeypatch.setattr("esper.simic.training.events.step_events", broken)
+    monkeypatch.setattr("esper.runs.events.step_events", broken)
     with pytest.raises(ZeroDivisionError):
         small_runs.train(tmp_path / "run")

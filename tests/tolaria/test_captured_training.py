@@ -6,8 +6,8 @@ import torch
 import tiny
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.training_program import structure_key
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused.training_program import structure_key
 from tape import TapeRecorder
 from tiny import Bench, adamw, same_tree
 from toys import ToyClient, action, script

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.leyline.record import named_tensors, row
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import named_tensors, row
 from esper.tolaria.coalitions import Coalitions, derive, enumerate_coalitions
 from esper.tolaria.runtime import HostReadCounter
 

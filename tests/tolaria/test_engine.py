@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from esper.kasmina.config import LifecycleConfig
+from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.stages import SeedStage, Topology

@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.record import named_tensors
+from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.null import NullSpec
 from esper.tasks.presets import NULL
 from tiny import bit_equal

@@ -10,7 +10,7 @@ import tiny
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import HostState, SlotState
-from esper.leyline.record import named_tensors
+from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tolaria.governor import PanicReason

@@ -17,8 +17,8 @@ from esper.telemetry.progress import RunConsole
 from esper.telemetry.run_directory import CONFIG, plain_json, require_run
 
 if TYPE_CHECKING:
-    from esper.simic.training.config import RunConfig
-    from esper.simic.training.evaluate import Row
+    from esper.runs.config import RunConfig
+    from esper.runs.evaluate import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class Evaluate:
 
 def evaluate(command: Evaluate) -> int:
     """A table of controllers on equal hosts."""
-    from esper.simic.training import evaluate as comparison
-    from esper.simic.training import tables
+    from esper.runs import evaluate as comparison
+    from esper.runs import tables
 
     run, baselines = _named(command.controllers)
     config = _evaluated_config(command, run)
@@ -101,7 +101,7 @@ def evaluate(command: Evaluate) -> int:
 
 def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence["Row"]) -> list[str]:
     """Whose structure `static_final` has, where it is among them."""
-    from esper.simic.training.evaluate import REFERENCE
+    from esper.runs.evaluate import REFERENCE
     from esper.tamiyo.baselines import STATIC
 
     if STATIC not in (row.name for row in rows):
@@ -115,7 +115,7 @@ def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence["Row"
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
     """The run and the baselines that are named; none is all of them."""
-    from esper.simic.training.evaluate import NAMES
+    from esper.runs.evaluate import NAMES
 
     if not controllers:
         raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(NAMES)}.")
@@ -130,8 +130,8 @@ def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def _evaluated_config(command: Evaluate, run: Path | None) -> "RunConfig":
-    from esper.simic.training.presets import recorded, resolve
-    from esper.simic.training.values import read_toml
+    from esper.runs.presets import recorded, resolve
+    from esper.runs.values import read_toml
 
     told = overrides(command)
     for name in ("seed", "num_envs"):  # of the evaluation hosts, not of the run

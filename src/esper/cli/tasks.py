@@ -15,8 +15,8 @@ class Tasks:
 
 def tasks(command: Tasks) -> int:
     """A table of the tasks."""
-    from esper.simic.training import tables
-    from esper.simic.training.plugins import load_plugins
+    from esper.runs import tables
+    from esper.runs.plugins import load_plugins
     from esper.tasks import presets  # noqa: F401 -- registers the built-in tasks
     from esper.tasks.registry import task_by_name, task_names
     from esper.telemetry.progress import RunConsole

@@ -32,9 +32,9 @@ from esper.telemetry.run_directory import (
 if TYPE_CHECKING:
     import torch
 
-    from esper.simic.training.build import Parts
-    from esper.simic.training.checkpoint import Checkpoint, Header
-    from esper.simic.training.config import RunConfig
+    from esper.runs.build import Parts
+    from esper.runs.checkpoint import Checkpoint, Header
+    from esper.runs.config import RunConfig
 
 _RUNS = Path("runs")
 
@@ -93,8 +93,8 @@ class Train:
 
 def train(command: Train) -> int:
     """A new run, or the rest of an old one."""
-    from esper.simic.training.presets import resolve
-    from esper.simic.training.values import plain
+    from esper.runs.presets import resolve
+    from esper.runs.values import plain
 
     if command.resume is not None:
         return _resume(command, command.resume)
@@ -107,10 +107,10 @@ def train(command: Train) -> int:
 
 
 def _resume(command: Train, path: Path) -> int:
-    from esper.simic.training.checkpoint import load_newest, set_aside
-    from esper.simic.training.identity import require_same_config
-    from esper.simic.training.runner import restore
-    from esper.simic.training.values import plain
+    from esper.runs.checkpoint import load_newest, set_aside
+    from esper.runs.identity import require_same_config
+    from esper.runs.runner import restore
+    from esper.runs.values import plain
 
     require_run(path)
     config = _continued(command, path)
@@ -134,9 +134,9 @@ def _resume(command: Train, path: Path) -> int:
 
 def _continued(command: Train, path: Path) -> "RunConfig":
     """The configuration of a run with what may be changed of it."""
-    from esper.simic.training.identity import CHANGEABLE
-    from esper.simic.training.presets import recorded
-    from esper.simic.training.values import read_toml
+    from esper.runs.identity import CHANGEABLE
+    from esper.runs.presets import recorded
+    from esper.runs.values import read_toml
 
     given = overrides(command, joined(command.set))
     allowed = given.pop("plugins", [])
@@ -165,8 +165,8 @@ def _require_something_to_do(path: Path, checkpoint: "Checkpoint", config: "RunC
 
 def _assembled(config: "RunConfig") -> "Parts":
     """What a run is made of, after the first line of the command: data may take a while to load."""
+    from esper.runs.build import assemble, device_of
     from esper.simic.compilation import is_compiled
-    from esper.simic.training.build import assemble, device_of
     from esper.telemetry.progress import RunConsole
 
     device = device_of(config)
@@ -205,8 +205,8 @@ def _first_fossil(config: "RunConfig") -> int:
 
 
 def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "Header | None", *, asked: str) -> int:
-    from esper.simic.training import tables
-    from esper.simic.training.runner import Runner
+    from esper.runs import tables
+    from esper.runs.runner import Runner
     from esper.telemetry.hub import Hub
     from esper.telemetry.progress import RunConsole, RunProgress
 

@@ -8,7 +8,7 @@ plausible default. Percentages are points (0-100). All integers are int64, becau
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 
 
 @record

@@ -1,1 +1,1 @@
-"""Simic: the learner. Reward, rollout buffer, PPO, and the assembly of a run."""
+"""Simic: the learner. Reward, rollout buffer and PPO."""

@@ -14,12 +14,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
+from esper.leyline.checkpoint_tree import below, check_same_shapes, with_prefix
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
-from esper.leyline.record import record
-from esper.leyline.state_tree import below, check_same_shapes, with_prefix
+from esper.leyline.tensor_dataclass import record
 from esper.simic.agent.adam import AdamState
 from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates

@@ -4,7 +4,7 @@
     "on"     compiled by `torch.compile`, on every device; on the CPU that takes 10 to 30 seconds for each graph
     "auto"   "on" on CUDA, "off" on the CPU
 
-Both forms give the same answer. Which functions there are is listed in `simic/training/kernels.py`; `graphs_compiled`
+Both forms give the same answer. Which functions there are is listed in `runs/kernels.py`; `graphs_compiled`
 tells whether one of them was compiled again after the warm-up.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.tree import Form, flatten, unflatten
+from esper.leyline.pytree import Form, flatten, unflatten
 
 CompileChoice = Literal["auto", "off", "on"]
 

@@ -22,7 +22,7 @@ from esper.leyline.errors import RegistryError, nearest
 from esper.leyline.messages import Observation, StepRecord
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.random import Stream, uniform
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedule, Remaining, Schedule, fill, single
 from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, canonical_actions

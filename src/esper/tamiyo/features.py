@@ -20,8 +20,8 @@ from torch import Tensor
 
 from esper.leyline.actions import NUM_OPS, LifecycleOp
 from esper.leyline.messages import HostState, Observation, SlotState
-from esper.leyline.record import record
 from esper.leyline.stages import NUM_STAGE_CLASSES, NUM_STAGE_VALUES, STAGE_CLASS, AlphaMode, SeedStage
+from esper.leyline.tensor_dataclass import record
 
 HISTORY = 5
 FRESHNESS_DECAY = 0.995

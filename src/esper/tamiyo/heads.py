@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import Head, head_sizes
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 from esper.tamiyo.masks import (
     HeadTables,
     available_masks,

@@ -22,8 +22,8 @@ from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Observation, StepRecord
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.record import record
 from esper.leyline.stages import GROWING, AlphaMode, SeedStage, Topology, stages_mask
+from esper.leyline.tensor_dataclass import record
 from esper.tamiyo.scripted import canonical_actions, op_is_legal
 
 PLATEAU_EPOCHS = 3

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import HEADS, NUM_OPS, RELEVANCE, Head, LifecycleOp, Style, head_sizes
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 
 
 def relevance(op: Int[Tensor, "*R"]) -> Bool[Tensor, "*R 8"]:

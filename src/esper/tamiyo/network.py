@@ -29,7 +29,7 @@ from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, local_generator
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 from esper.tamiyo.features import feature_dim
 from esper.tamiyo.recurrence import lstm_cell, lstm_sequence
 

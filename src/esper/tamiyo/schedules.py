@@ -25,8 +25,8 @@ from esper.leyline.actions import HEAD_NAMES, NUM_HEADS, TEMPO_TICKS, Head, Life
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Observation, StepRecord
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.record import record, replace
 from esper.leyline.stages import Topology
+from esper.leyline.tensor_dataclass import record, replace
 from esper.tamiyo.scripted import canonical_action
 
 NORM, CONV_LIGHT, MLP_SMALL = 3, 1, 10  # indices in the blueprint head

@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
+from esper.leyline.checkpoint_tree import record_tree, restored
 from esper.leyline.messages import ActResult, Hidden, Observation, StepRecord
 from esper.leyline.protocols import EngineSpec, StateTree
-from esper.leyline.record import record, replace
-from esper.leyline.state_tree import record_tree, restored
+from esper.leyline.tensor_dataclass import record, replace
 
 M = TypeVar("M")
 

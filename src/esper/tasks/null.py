@@ -24,8 +24,8 @@ from torch import Tensor
 from esper.leyline.actions import CANONICAL_ACTION, NUM_BUILTIN_BLUEPRINTS, TEMPO_TICKS, Head, LifecycleOp
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import Stream, to_normal, words
-from esper.leyline.record import record
 from esper.leyline.stages import HAS_MODULE, AlphaMode, SeedStage, stages_mask
+from esper.leyline.tensor_dataclass import record
 
 NUM_CLASSES = 10
 TIME_CONSTANT = 10.0

@@ -1,7 +1,7 @@
 """The tasks that come with esper."""
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.optimizers import OptimizerSpec
+from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import Topology
 from esper.tasks.datasets import digits, fashion_mnist
 from esper.tasks.null import NullSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.slots import enabled_points
-from esper.kasmina.optimizers import OptimizerSpec
+from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.stages import Topology

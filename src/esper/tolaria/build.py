@@ -20,8 +20,8 @@ from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.executors.sharded import ShardedExecutor, bounds
-from esper.tolaria.executors.worker import ShardRunner, shard_of
+from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds
+from esper.tolaria.executors.sharded.worker import ShardRunner, shard_of
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.tree import Form, flatten, unflatten
+from esper.leyline.pytree import Form, flatten, unflatten
 
 CaptureChoice = Literal["off", "on"]
 MOST_PROGRAMS = 4

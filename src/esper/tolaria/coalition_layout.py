@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 
 _BITS_PER_WORD = 52
 """Slots that one float64 encodes exactly; sets of more slots take several words."""

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.record import record, tree_map
 from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
+from esper.leyline.tensor_dataclass import record, tree_map
 from esper.tolaria.coalition_layout import Layout, Rules, layout_of, most_coalitions, numbers, word_weights
 from esper.tolaria.prefixes import PrefixPlan as PrefixPlan
 from esper.tolaria.prefixes import plan_prefixes as plan_prefixes

@@ -2,7 +2,7 @@
 
     form      `see`, `act` and `close` of `phases.py` are
     eager     called as they are: some 700 operators
-    compiled  three graphs (`simic/training/kernels.py` makes them)
+    compiled  three graphs (`runs/kernels.py` makes them)
 
 All forms give the same answers. `rehearse` calls each phase once with every form of arguments that a step will have, so
 that what is compiled is compiled before the first step.
@@ -14,9 +14,9 @@ from typing import Any, final
 
 import torch
 
-from esper.kasmina.lifecycle import SeedCosts
+from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.messages import Measurements, RewardOutput
-from esper.leyline.record import blank
+from esper.leyline.tensor_dataclass import blank
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass

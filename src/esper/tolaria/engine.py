@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.planting import planted
-from esper.kasmina.rollback import memory_of
-from esper.kasmina.slot_fields import require_known_stages
+from esper.kasmina.rules.planting import planted
+from esper.kasmina.rules.rollback import memory_of
+from esper.kasmina.rules.slot_fields import require_known_stages
+from esper.leyline.checkpoint_tree import below, record_tree, restored, with_prefix
 from esper.leyline.errors import CheckpointError
 from esper.leyline.manifest import TopologyManifest, planting_of
 from esper.leyline.messages import KeptNetwork
 from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
-from esper.leyline.record import replace
 from esper.leyline.stages import SeedStage
-from esper.leyline.state_tree import below, record_tree, restored, with_prefix
+from esper.leyline.tensor_dataclass import replace
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig

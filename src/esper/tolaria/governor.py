@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.record import record, replace
+from esper.leyline.tensor_dataclass import record, replace
 
 
 class PanicReason(IntEnum):

@@ -17,14 +17,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina import lifecycle
-from esper.kasmina.guards import legal_ops
-from esper.kasmina.ingest import ingest
-from esper.kasmina.rollback import remember, rollback
+from esper.kasmina.rules import lifecycle
+from esper.kasmina.rules.guards import legal_ops
+from esper.kasmina.rules.ingest import ingest
+from esper.kasmina.rules.rollback import remember, rollback
 from esper.leyline.actions import Head
 from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StepRecord
 from esper.leyline.protocols import ClientProtocol
-from esper.leyline.record import record, replace
+from esper.leyline.tensor_dataclass import record, replace
 from esper.tolaria import governor, reading
 from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.config import EngineConfig

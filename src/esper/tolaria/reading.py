@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.lifecycle import OpEffects, TickEffects
+from esper.kasmina.rules.lifecycle import OpEffects, TickEffects
 from esper.leyline.actions import Head
 from esper.leyline.messages import ActResult, KeptNetwork, RewardOutput
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.governor import GovernorVerdict

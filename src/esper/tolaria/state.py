@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.rollback import FossilMemory, memory_of
-from esper.kasmina.slot_fields import empty_slots, new_hosts
+from esper.kasmina.rules.rollback import FossilMemory, memory_of
+from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import NUM_OPS, Head
 from esper.leyline.messages import HostState, RewardOutput, SlotState
-from esper.leyline.record import record, replace
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import record, replace
 from esper.tolaria.governor import GovernorState
 
 

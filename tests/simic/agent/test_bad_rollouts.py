@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from esper.leyline.actions import NUM_HEADS, Head, LifecycleOp
+from esper.runs.alarms import alarms
 from esper.simic.agent.losses import ppo_losses
 from esper.simic.agent.ppo import evaluate_minibatch, loss_weights, run_ppo_updates
-from esper.simic.training.alarms import alarms
 from esper.tamiyo.heads import forced, sample_heads
 
 HOSTS = [0, 1, 2, 3]

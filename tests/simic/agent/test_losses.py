@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp, head_sizes
-from esper.leyline.record import replace
+from esper.leyline.tensor_dataclass import replace
 from esper.simic.agent.losses import (
     LossInputs,
     LossWeights,

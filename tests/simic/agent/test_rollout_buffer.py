@@ -5,7 +5,7 @@ import torch
 
 from esper.leyline.actions import CANONICAL_ACTION
 from esper.leyline.errors import CheckpointError
-from esper.leyline.record import named_tensors
+from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tolaria.read_counter import HostReadCounter
 

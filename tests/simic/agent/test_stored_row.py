@@ -3,7 +3,7 @@
 import torch
 
 from esper.leyline.actions import CANONICAL_ACTION, LifecycleOp
-from esper.leyline.record import named_tensors
+from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.stored_row import Row
 

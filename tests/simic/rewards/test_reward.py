@@ -7,7 +7,7 @@ import torch
 from reward_toys import random_hosts, reward_inputs
 
 from esper.leyline.errors import ConfigError, RegistryError
-from esper.leyline.record import named_tensors
+from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.rewards import (
     MODES,
     REWARD_TERMS,

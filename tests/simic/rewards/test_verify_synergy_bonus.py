@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.leyline.record import replace
+from esper.leyline.tensor_dataclass import replace
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 SCRIPT = SCRIPTS / "verify_synergy_bonus.py"

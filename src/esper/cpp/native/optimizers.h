@@ -1,4 +1,4 @@
-// Optimizers of one row of weights (esper.kasmina.optimizers), and the norm by which its gradient is clipped.
+// Optimizers of one row of weights (esper.kasmina.parameters.optimizers), and the norm by which its gradient is clipped.
 
 #pragma once
 

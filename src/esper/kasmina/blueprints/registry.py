@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from esper.kasmina.initialization import deterministic_build
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.errors import RegistryError, nearest
 from esper.leyline.stages import Topology

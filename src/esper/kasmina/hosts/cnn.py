@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
-from esper.kasmina.stacking import drop_batch_counters
+from esper.kasmina.parameters.flat_layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Topology
 

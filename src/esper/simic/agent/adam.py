@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 
 CLIP_EPS = 1e-6
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 from esper.simic.agent.normalizers import masked_moments
 
 ADVANTAGE_EPS = 1e-8

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.leyline.actions import HEADS
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 
 LOG_RATIO_LIMIT = 20.0
 JOINT_LOG_RATIO_LIMIT = 30.0

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from esper.leyline.checkpoint_tree import copy_into
 from esper.leyline.errors import ConfigError
-from esper.leyline.record import record
-from esper.leyline.state_tree import copy_into
+from esper.leyline.tensor_dataclass import record
 
 CLIP = 10.0
 VARIANCE_EPS = 1e-4

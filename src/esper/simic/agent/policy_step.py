@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.messages import ActResult, Hidden, HostState, SlotState
-from esper.leyline.record import blank, record, tree_map
+from esper.leyline.tensor_dataclass import blank, record, tree_map
 from esper.simic.agent.normalizers import Frozen, normalized
 from esper.tamiyo.features import feature_dim, features_of
 from esper.tamiyo.heads import sample_heads

@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS, NUM_OPS
+from esper.leyline.checkpoint_tree import below, check_same_shapes, copy_into, record_tree, with_prefix
 from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
-from esper.leyline.record import named_tensors, record, tree_map
-from esper.leyline.state_tree import below, check_same_shapes, copy_into, record_tree, with_prefix
+from esper.leyline.tensor_dataclass import named_tensors, record, tree_map
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
 from esper.simic.agent.stored_row import Row, neutral_row, neutral_unless
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_OPS, LifecycleOp
-from esper.leyline.record import lift, record
+from esper.leyline.tensor_dataclass import lift, record
 
 
 @record

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import record
 from esper.simic.rewards.config import MIN_PRUNE_AGE
 from esper.simic.rewards.row import (
     NEW_SEED_POTENTIAL,

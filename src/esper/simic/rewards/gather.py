@@ -8,8 +8,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.messages import HostState, RewardInputs
-from esper.leyline.record import record
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, SeedStage, stages_mask
+from esper.leyline.tensor_dataclass import record
 
 _STAGE_SETS = (HAS_MODULE, GROWING, frozenset({SeedStage.FOSSILIZED}), BLENDED)
 _SET_TABLES: dict[torch.device, Tensor] = {}

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
-from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import record
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective_value import objective_value
 

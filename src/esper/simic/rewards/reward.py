@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.messages import HostState, RewardInputs, RewardOutput, SlotState
 from esper.leyline.protocols import RewardProtocol
-from esper.leyline.record import blank
+from esper.leyline.tensor_dataclass import blank
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 from esper.simic.rewards.objective import ObjectiveReward

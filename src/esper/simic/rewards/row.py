@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.record import record
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
+from esper.leyline.tensor_dataclass import record
 from esper.simic.rewards.config import LEGITIMATE_HOLD, MIN_CONTRIBUTION
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]

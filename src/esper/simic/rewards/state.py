@@ -17,8 +17,8 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.leyline.record import lift, record, replace, tree_map
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import lift, record, replace, tree_map
 from esper.simic.rewards import compiled_rewards as kernel
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.config import RewardConfig

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.actions import HEAD_NAMES
-from esper.leyline.record import record
+from esper.leyline.tensor_dataclass import record
 
 Read = Callable[[Tensor], list[float]]
 """Brings one vector to the host; the only host read of an update."""

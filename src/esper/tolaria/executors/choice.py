@@ -7,21 +7,21 @@ import torch
 
 from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.initialization import deterministic_build
-from esper.kasmina.population import Population
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, StackingError
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import AmpMode, LossScaler, amp_dtype
 from esper.tolaria.capture import recorder_for
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.fused import FusedExecutor
-from esper.tolaria.executors.hosts import HostData
-from esper.tolaria.executors.native import NativeExecutor
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused.stacked_modules import can_fuse
+from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.static import StaticExecutor
-from esper.tolaria.executors.streamed import StreamedExecutor
-from esper.tolaria.executors.twins import can_fuse
+from esper.tolaria.executors.static.executor import StaticExecutor
+from esper.tolaria.executors.streamed.executor import StreamedExecutor
 
 _NATIVE_BYTES = 2**23
 """Hosts whose largest feature map of a batch has at most this many bytes run natively on a CPU: larger ones leave the
@@ -52,7 +52,7 @@ def network_executor(
         asked, out = ("graph is 'static'", " with graph 'dynamic'") if static else ("executor is 'fused'", "")
         raise ConfigError(
             f"{asked}, but the host has layers with weights that no stacking rule knows; "
-            f"use executor 'streamed'{out}, or add a rule to kasmina.lowering.STACKED."
+            f"use executor 'streamed'{out}, or add a rule to kasmina.parameters.stacked_layers.STACKED."
         )
     if static:
         return StaticExecutor(data), "fused"

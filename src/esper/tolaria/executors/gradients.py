@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.kasmina.population import Population
-from esper.kasmina.stacking import FlatLayout
-from esper.leyline.record import record
+from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.parameters.population import Population
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import record
 from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.running import TrainedRows
+from esper.tolaria.executors.running_seeds import TrainedRows
 
 _VANISHING = 1e-7
 _EXPLODING_CLIPS = 10.0

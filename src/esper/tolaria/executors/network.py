@@ -12,7 +12,7 @@ from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.hosts import HostData
+from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 
 

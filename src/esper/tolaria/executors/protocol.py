@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.kasmina.lifecycle import SeedCosts
+from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
-from esper.leyline.record import record
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import record
 from esper.tolaria.coalitions import Coalitions
 
 EvaluationSplit = Literal["val", "test"]

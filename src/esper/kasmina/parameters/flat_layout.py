@@ -1,0 +1,288 @@
+"""One module's tensors as one flat vector, so that the same module of many hosts is one slab.
+
+    layout    | conv.weight ....... | norm.weight .. pad | norm.bias .. pad |      one row = one module
+    slab      host 0  [P]
+              host 1  [P]        optimizer, clipping, initialization, snapshots: plain operations on [N, P]
+
+A `Template` is the module itself, without weights of its own: it is bound to a row and then called. Every tensor starts
+at a multiple of 16 floats (64 bytes), so that kernels see aligned memory.
+
+Shape legend: N = rows of a slab, P = padded length of a row of parameters, Q = the same for buffers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from esper.kasmina.parameters.dropout import dropout_layers
+from esper.leyline.errors import ConfigError
+from esper.leyline.tensor_dataclass import record
+
+ALIGNMENT = 16
+"""Floats; 64 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Where one tensor lies in a flat row.
+
+    Attributes:
+        name: dotted path in the module, e.g. "conv.weight". aliases: further paths of the same (tied) tensor.
+        offset, numel: the slice [offset, offset + numel) of the row. padding: unused floats after it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+    padding: int
+
+
+@record
+class FlatLayout:
+    """All tensors of one kind (parameters or buffers) of a module, in the order of the module.
+
+    `total` counts padding, `num_params` does not. `segment_ids` holds the tensor of each element (number of tensors for
+    padding), `matrix_mask` marks elements of tensors with two or more axes, the ones that decoupled decay applies to.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    total: int
+    num_params: int
+    segment_ids: Int[Tensor, " P"]
+    matrix_mask: Bool[Tensor, " P"]
+    padding_mask: Bool[Tensor, " P"]
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors; also the segment of padding."""
+        return len(self.tensors)
+
+    @torch.no_grad()
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A new slab [*rows, P] from tensors [*rows, *shape] by name; padding is 0, and no gradient flows back."""
+        if not self.tensors:
+            return torch.zeros(0)
+        first = self.tensors[0]
+        lead = tensors[first.name].shape[: tensors[first.name].dim() - len(first.shape)]
+        flat = tensors[first.name].new_zeros((*lead, self.total))
+        for name, view in self.unpack(flat).items():
+            view.copy_(tensors[name])
+        return flat
+
+    def unpack(self, flat: Float[Tensor, "*R P"]) -> dict[str, Tensor]:
+        """Views [*rows, *shape] into a slab [*rows, P], by name."""
+        lead = flat.shape[:-1]
+        return {s.name: flat[..., s.offset : s.offset + s.numel].view((*lead, *s.shape)) for s in self.tensors}
+
+
+def parameter_layout(module: nn.Module) -> FlatLayout:
+    """Layout of all parameters.
+
+    Raises:
+        ConfigError: a parameter is not float32 or is frozen (a constant belongs into a buffer).
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != torch.float32 or not parameter.requires_grad:
+            raise ConfigError(
+                f"parameter {name!r} is {parameter.dtype} with requires_grad={parameter.requires_grad}; stacked "
+                "modules hold trainable float32 parameters. Register constants as buffers."
+            )
+    return _layout(module.named_parameters(remove_duplicate=False))
+
+
+def buffer_layout(module: nn.Module) -> FlatLayout:
+    """Layout of all floating-point buffers; other buffers are constants that all rows share.
+
+    Raises:
+        ConfigError: a floating-point buffer is not float32.
+    """
+    buffers = [(name, b) for name, b in module.named_buffers(remove_duplicate=False) if b.is_floating_point()]
+    for name, buffer in buffers:
+        if buffer.dtype != torch.float32:
+            raise ConfigError(f"buffer {name!r} is {buffer.dtype}; stacked modules hold float32 buffers.")
+    return _layout(buffers)
+
+
+def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
+    paths: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in named:
+        tensors.setdefault(id(tensor), tensor)
+        paths.setdefault(id(tensor), []).append(name)
+    specs, offset = [], 0
+    for key, tensor in tensors.items():
+        numel, (name, *aliases) = tensor.numel(), paths[key]
+        padding = -numel % ALIGNMENT
+        shape = tuple(tensor.shape)
+        specs.append(
+            TensorSpec(name=name, aliases=tuple(aliases), shape=shape, offset=offset, numel=numel, padding=padding)
+        )
+        offset += numel + padding
+    segment_ids = torch.full((offset,), len(specs), dtype=torch.int64)
+    matrix_mask = torch.zeros(offset, dtype=torch.bool)
+    for index, spec in enumerate(specs):
+        segment_ids[spec.offset : spec.offset + spec.numel] = index
+        matrix_mask[spec.offset : spec.offset + spec.numel] = len(spec.shape) >= 2
+    return FlatLayout(
+        tensors=tuple(specs),
+        total=offset,
+        num_params=sum(spec.numel for spec in specs),
+        segment_ids=segment_ids,
+        matrix_mask=matrix_mask,
+        padding_mask=segment_ids == len(specs),
+    )
+
+
+def drop_batch_counters(module: nn.Module) -> None:
+    """Remove `num_batches_tracked` from every normalization layer, in place.
+
+    The counter would be shared by all rows, and costs an operation per layer and batch for a number nobody reads.
+
+    Raises:
+        ConfigError: a layer averages cumulatively (momentum None), which needs the counter.
+    """
+    for name, layer in module.named_modules():
+        if layer._buffers.get("num_batches_tracked") is None:
+            continue
+        if getattr(layer, "momentum", None) is None:
+            raise ConfigError(f"{name or type(layer).__name__} has momentum=None; give it a number such as 0.1.")
+        layer._buffers["num_batches_tracked"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Site:
+    """What `Template.bind` does with one piece of a row: reshape (unless it is a vector) and hand to its owners."""
+
+    piece: int
+    shape: tuple[int, ...] | None
+    owners: tuple[tuple[dict[str, Any], str], ...]
+
+
+@final
+class Template:
+    """A module that is run on a row of a stacked state. It owns the module: nothing else may use it any more.
+
+    The rows are bound, not copied: gradients flow to the row, and buffers that a layer updates in place (running
+    statistics) are updated in the row. A layer that replaces a buffer instead of writing into it is not supported.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Move `module` to its device first; batch counters are removed from it."""
+        drop_batch_counters(module)
+        self.module, self.dropouts = module, dropout_layers(module)
+        self.parameters = parameter_layout(module)
+        self.buffers = buffer_layout(module)
+        self._parameter_sizes, self._parameter_sites = _sites(module, self.parameters, "_parameters")
+        self._buffer_sizes, self._buffer_sites = _sites(module, self.buffers, "_buffers")
+
+    def bind(self, flat_row: Float[Tensor, " P"], buffer_row: Float[Tensor, " Q"]) -> None:
+        """Let the module use these parameters and buffers until the next call of `bind`.
+
+        One split for the whole row: its backward is one concatenation, so a row that is a leaf with a preset `.grad`
+        (a row of a slab of gradients) receives its gradient by one addition in place.
+        """
+        _assign(flat_row, self._parameter_sizes, self._parameter_sites)
+        _assign(buffer_row, self._buffer_sizes, self._buffer_sites)
+
+    def train(self, mode: bool) -> None:
+        """Set train or eval mode; costs nothing where it is set already."""
+        if self.module.training != mode:
+            self.module.train(mode)
+
+    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
+        """Run the module on what is bound."""
+        out: Tensor = self.module(*args)
+        return out
+
+
+@final
+class StackedTemplate:
+    """The twin of a module for many hosts (see `lowering`), run on several rows of a slab at once.
+
+    `module` has the paths of the original, and its layers expect weights [G, *shape]; rows of examples come as
+    [B * G, ...] with the host as the fastest index.
+    """
+
+    def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
+        """`parameters` and `buffers` are the layouts of the original."""
+        self.module, self.dropouts = module, dropout_layers(module)
+        self.parameters, self.buffers = parameters, buffers
+        self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
+        self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
+
+    def views(self, rows: Float[Tensor, "G P"]) -> tuple[Tensor, ...]:
+        """The parameters [G, *shape] in these rows, in the order of the layout; views without gradient history."""
+        return _row_views(rows.detach(), self._parameter_sizes, self._parameter_sites)
+
+    def buffer_views(self, rows: Float[Tensor, "G Q"]) -> tuple[Tensor, ...]:
+        """The same for buffers."""
+        return _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites)
+
+    def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
+        """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
+
+        Nothing is computed here: the views of a pass are made once, and are leaves where they are to learn.
+        """
+        for tensors, sites in ((parameters, self._parameter_sites), (buffers, self._buffer_sites)):
+            for tensor, site in zip(tensors, sites, strict=True):
+                for table, leaf in site.owners:
+                    table[leaf] = tensor
+
+    def train(self, mode: bool) -> None:
+        """Set train or eval mode; costs nothing where it is set already."""
+        if self.module.training != mode:
+            self.module.train(mode)
+
+    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
+        """Run the module on what is bound."""
+        out: Tensor = self.module(*args)
+        return out
+
+
+def _row_views(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> tuple[Tensor, ...]:
+    if not sites:
+        return ()
+    pieces = rows.split_with_sizes(sizes, dim=1)
+    stacked = (pieces[site.piece] for site in sites)
+    return tuple(
+        piece if site.shape is None else piece.view(rows.shape[0], *site.shape)
+        for piece, site in zip(stacked, sites, strict=True)
+    )
+
+
+def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:
+    if not sites:
+        return
+    pieces = row.split_with_sizes(sizes)
+    for site in sites:
+        piece = pieces[site.piece] if site.shape is None else pieces[site.piece].view(site.shape)
+        for table, leaf in site.owners:
+            table[leaf] = piece
+
+
+def _sites(module: nn.Module, layout: FlatLayout, kind: str) -> tuple[list[int], tuple[_Site, ...]]:
+    """Sizes of the pieces of a row (tensors and the gaps between them), and what becomes of each tensor."""
+    sizes: list[int] = []
+    sites: list[_Site] = []
+    for spec in layout.tensors:
+        shape = None if len(spec.shape) == 1 else spec.shape
+        owners = tuple(_owners(module, (spec.name, *spec.aliases), kind))
+        sites.append(_Site(piece=len(sizes), shape=shape, owners=owners))
+        sizes.append(spec.numel)
+        if spec.padding:
+            sizes.append(spec.padding)
+    assert sum(sizes) == layout.total == sum(math.prod(s.shape) + s.padding for s in layout.tensors)
+    return sizes, tuple(sites)
+
+
+def _owners(module: nn.Module, names: Iterable[str], kind: str) -> Iterator[tuple[dict[str, Any], str]]:
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        yield getattr(module.get_submodule(path), kind), leaf

@@ -1,0 +1,134 @@
+"""How new weights start, as data: a centre and a bound per flat element.
+
+    fresh = centre + bound * (2u - 1),   u uniform in [0, 1) from the counter-based stream
+
+Data instead of code, so that the weights of any subset of hosts are drawn by one batched call, and those of one host do
+not depend on which others are drawn with it. The table is found by building the module twice, under two seeds:
+
+    the same in both              the author's constant                  bound 0
+    as `uniform_` left it         linear, convolution, attention ...     its interval
+    otherwise                     e.g. an embedding, `torch.randn`       the module is built anew for each host, under a
+                                                                         seed of its own (`rebuilt`)
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.random import to_uniform, word_rows
+from esper.leyline.tensor_dataclass import record
+
+
+@record
+class InitTable:
+    """Start of each flat element: uniform in [centre - bound, centre + bound); padding starts (and stays) at 0.
+
+    `rebuilt` marks elements that the table does not know: they come from a module that is built for one host.
+    """
+
+    bound: Float[Tensor, " P"]
+    centre: Float[Tensor, " P"]
+    rebuilt: Bool[Tensor, " P"]
+
+
+def deterministic_build(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Build the module of a seed on the CPU, and leave the global generators as they were."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Not torch.manual_seed: that would also seed the generators of accelerators, which are not forked here.
+        torch.default_generator.manual_seed(seed)
+        return build()
+
+
+class _Draw(NamedTuple):
+    low: float
+    high: float
+    values: Tensor
+
+
+class _UniformDraws(TorchDispatchMode):
+    """Notes what `Tensor.uniform_` draws, which is how layers of PyTorch draw their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[_Draw] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.uniform_.default and len(args) == 3:  # otherwise between 0 and 1, which is rebuilt
+            self.draws.append(_Draw(args[1], args[2], out.clone()))
+        return out
+
+
+class Builds(NamedTuple):
+    """The same module built under two seeds, and what was drawn for the first."""
+
+    module: nn.Module
+    other: nn.Module
+    draws: list[_Draw]
+
+
+def build_twice(build: Callable[[], nn.Module]) -> Builds:
+    """What `init_table` compares."""
+    with _UniformDraws() as noted:
+        module = deterministic_build(build)
+    return Builds(module, deterministic_build(build, seed=1), noted.draws)
+
+
+def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -> InitTable:
+    """The table of a module, in the order of `layout` (P = layout.total); `birth` are constants by name.
+
+    Raises:
+        ConfigError: `birth` names a parameter that the module does not have.
+    """
+    values, others = (
+        {spec.name: module.get_parameter(spec.name).detach() for spec in layout.tensors} for module in builds[:2]
+    )
+    for name in birth:
+        if name not in values:
+            kind = type(builds.module).__name__
+            raise ConfigError(f"birth names {name!r}, which is no parameter of {kind}; {nearest(name, values)}")
+    starts = {name: _start(value, others[name], builds.draws) for name, value in values.items()}
+    starts |= {name: (constant, 0.0, False) for name, constant in birth.items()}
+    centre, bound, rebuilt = (
+        layout.pack({name: torch.zeros_like(value) + starts[name][part] for name, value in values.items()})
+        for part in range(3)
+    )
+    return InitTable(bound=bound, centre=centre, rebuilt=rebuilt > 0.0)
+
+
+def _start(value: Tensor, other: Tensor, draws: list[_Draw]) -> tuple[float | Tensor, float, bool]:
+    """Centre, bound, and whether the parameter must be taken from a module that is built anew."""
+    if torch.equal(value, other):
+        return value, 0.0, False
+    for draw in draws:
+        if torch.equal(draw.values, value):
+            return 0.5 * (draw.low + draw.high), 0.5 * (draw.high - draw.low), False
+    return 0.0, 0.0, True
+
+
+def fresh(table: InitTable, words: Int[Tensor, "N P"]) -> Float[Tensor, "N P"]:
+    """Weights from 32-bit words, one per flat element."""
+    return torch.addcmul(table.centre, table.bound, to_uniform(words).mul_(2.0).sub_(1.0))
+
+
+def fresh_rows(
+    table: InitTable,
+    run_seed: int,
+    stream: int,
+    host: Int[Tensor, " N"],
+    *,
+    episode: int | Tensor = 0,
+    t: int | Tensor = 0,
+    slot: int | Tensor = 0,
+    first_block: int = 0,
+) -> Float[Tensor, "N P"]:
+    """New weights [N, P] of the hosts with the global numbers `host`; the other arguments are ints or [N]."""
+    length = table.bound.shape[-1]
+    drawn = word_rows(run_seed, stream, host, length, episode=episode, t=t, slot=slot, first_block=first_block)
+    return fresh(table, drawn)

@@ -1,0 +1,98 @@
+"""Births, deaths and snapshots of a population by masks on the device: what `Population` does by numbers of the host.
+
+    by numbers    the host knows who is meant, and only these rows are touched
+    by masks      nobody asks the device: every slot is written, with what it held or with what is new
+
+Both leave the same bits. Weights are drawn for each host whether it germinates or not, because the draw is keyed by
+(host, episode, step, slot) and so does not depend on who takes it.
+"""
+
+from collections.abc import Iterable
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from esper.kasmina.parameters.initialization import fresh
+from esper.kasmina.parameters.kinds import Kind
+from esper.kasmina.parameters.population import GATE_BLOCK, Population
+from esper.kasmina.parameters.slab import Slab, put_where
+from esper.leyline.random import Stream, word_rows
+from esper.leyline.stages import SeedStage
+
+
+def restore(population: Population, panicked: Bool[Tensor, " N"], stage: Int[Tensor, "N S"]) -> None:
+    """`Population.restore`: marked hosts and their fossilized seeds return to the snapshot, without optimizer state."""
+    p = population
+    fossils = (panicked[:, None] & (stage == SeedStage.FOSSILIZED)).flatten()
+    for slab, kept, marked in (
+        (p.host, p.kept_host, panicked),
+        (p.seeds, p.kept_seeds, fossils),
+        (p.gates, p.kept_gates, fossils),
+    ):
+        slab.copy_where(kept, marked)
+        slab.forget_optimizer_where(marked)
+
+
+def release(population: Population, gone: Bool[Tensor, "N S"]) -> None:
+    """`Population.release`: nothing remains of the marked seeds."""
+    for slab in (population.seeds, population.gates):
+        slab.clear_where(gone.flatten())
+
+
+def germinate(
+    population: Population,
+    born: Bool[Tensor, "N S"],
+    blueprint: Int[Tensor, "N S"],
+    has_gate: Bool[Tensor, "N S"],
+    episode: int,
+    t: int,
+) -> None:
+    """`Population.germinate`, where at most one seed of a host is born: a host does one operation in a step."""
+    p = population
+    p.seeds.clear_where(born.flatten())
+    p.gates.clear_where((born & has_gate).flatten())
+    slot_N = born.int().argmax(dim=1)
+    seed_words = _words(p, p.seed_kinds.values(), slot_N, episode, t, first_block=0)
+    gate_words = _words(p, p.gate_kinds.values(), slot_N, episode, t, first_block=GATE_BLOCK)
+    for s, point in enumerate(p.points):
+        for (channels, index), kind in p.seed_kinds.items():
+            if channels == point.channels:
+                _plant(p.seeds, slice(s, None, p.num_slots), kind, seed_words, born[:, s] & (blueprint[:, s] == index))
+        gated = born[:, s] & has_gate[:, s]
+        _plant(p.gates, slice(s, None, p.num_slots), p.gate_kinds[point.channels], gate_words, gated)
+
+
+def _words(
+    population: Population, kinds: Iterable[Kind], slot_N: Tensor, episode: int, t: int, *, first_block: int
+) -> Int[Tensor, "N W"]:
+    """Random words of each host's newborn, as many as the largest kind needs; smaller ones use the first of them."""
+    widest = max(kind.template.parameters.total for kind in kinds)
+    return word_rows(
+        population.run_seed,
+        Stream.SEED_INIT,
+        population.host_ids,
+        widest,
+        episode=episode,
+        t=t,
+        slot=slot_N,
+        first_block=first_block,
+    )
+
+
+def _plant(slab: Slab, rows: slice, kind: Kind, words: Tensor, born: Bool[Tensor, " N"]) -> None:
+    """New modules of one kind in the marked of these rows, which were cleared."""
+    width, num_buffers = kind.template.parameters.total, kind.template.buffers.total
+    put_where(born, fresh(kind.start.table, words[:, :width]), slab.params[rows, :width])
+    put_where(born, kind.start.buffers.expand(len(born), -1), slab.buffers[rows, :num_buffers])
+
+
+def keep_hosts(population: Population, hosts: Bool[Tensor, " N"]) -> None:
+    """`Population.keep_hosts`: snapshot of the marked hosts with all their seeds."""
+    population.kept_host.copy_where(population.host, hosts)
+    keep_seeds(population, hosts[:, None].expand(-1, population.num_slots))
+
+
+def keep_seeds(population: Population, seeds: Bool[Tensor, "N S"]) -> None:
+    """`Population.keep_seeds`: the marked seeds join the snapshots of their hosts."""
+    population.kept_seeds.copy_where(population.seeds, seeds.flatten())
+    population.kept_gates.copy_where(population.gates, seeds.flatten())

@@ -1,0 +1,163 @@
+"""Optimizers of hosts and seeds, on slabs: one row [P] per host or seed, all rows in one step.
+
+Everything here is in place on memory of the caller. A row never reads another one.
+
+Shape legend: R = rows (hosts or seeds), P = padded parameters of a row.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.tensor_dataclass import lift, named_tensors, record, tree_map
+
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """How hosts and seeds are trained; one optimizer kind for both.
+
+    Attributes:
+        kind: "sgd" (momentum 0.9, host weight decay 5e-4) or "adamw" (betas 0.9/0.95, eps 1e-8, host weight decay 0.1
+            on matrices only). Seeds are never decayed.
+        host_lr, seed_lr: learning rates.
+        grad_clip: each host's and each seed's own L2 gradient norm is clipped to this.
+    """
+
+    kind: Literal["sgd", "adamw"] = "sgd"
+    host_lr: float = 0.01
+    seed_lr: float = 0.01
+    momentum: float = 0.9
+    sgd_weight_decay: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    adamw_weight_decay: float = 0.1
+    grad_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("sgd", "adamw"):
+            raise ConfigError(f"unknown optimizer {self.kind!r}; {nearest(str(self.kind), ('sgd', 'adamw'))}")
+        for name in ("host_lr", "seed_lr", "eps", "grad_clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0.0):
+                raise ConfigError(f"optimizer.{name} is {value}; it must be a finite number above 0.")
+        for name in ("sgd_weight_decay", "adamw_weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ConfigError(f"optimizer.{name} is {value}; it must be a finite number, 0 to switch decay off.")
+        for name, value in (("momentum", self.momentum), ("betas[0]", self.betas[0]), ("betas[1]", self.betas[1])):
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"optimizer.{name} is {value}; it must lie in [0, 1).")
+
+
+@record
+class SGDState:
+    """Momentum of each row; zero is also the start, because the first step then gives momentum = gradient."""
+
+    momentum: Float[Tensor, "*R P"]
+
+
+@record
+class AdamWState:
+    """Moment estimates of each row, and how many steps the row has taken."""
+
+    exp_avg: Float[Tensor, "*R P"]
+    exp_avg_sq: Float[Tensor, "*R P"]
+    steps: Int[Tensor, "*R"]
+
+
+OptimizerState = SGDState | AdamWState
+
+
+def init_state(spec: OptimizerSpec, like: Float[Tensor, "*R P"]) -> OptimizerState:
+    """The state of rows that have not taken a step; `like` gives shape and device."""
+    if spec.kind == "sgd":
+        return SGDState(momentum=torch.zeros_like(like))
+    steps = torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device)
+    return AdamWState(exp_avg=torch.zeros_like(like), exp_avg_sq=torch.zeros_like(like), steps=steps)
+
+
+def host_decay_mask(spec: OptimizerSpec, matrix_mask: Bool[Tensor, " P"]) -> Bool[Tensor, " P"]:
+    """Which elements of a host are decayed: all with SGD, matrices alone with AdamW."""
+    return torch.ones_like(matrix_mask) if spec.kind == "sgd" else matrix_mask
+
+
+def clip_factor(norm: Float[Tensor, " R"], max_norm: float) -> Float[Tensor, " R"]:
+    """What to multiply gradients of these L2 norms by, so that no norm is above `max_norm`."""
+    return (max_norm / (norm + _CLIP_EPS)).clamp_(max=1.0)
+
+
+@torch.no_grad()
+def step_rows(
+    spec: OptimizerSpec,
+    params: Float[Tensor, "R P"],
+    grad: Float[Tensor, "R P"],
+    state: OptimizerState,
+    lr: float,
+    decay_mask: Bool[Tensor, " P"] | None = None,
+    active: Bool[Tensor, " R"] | None = None,
+) -> None:
+    """One optimizer step of every active row: `params` and `state` change in place, `grad` is scratch afterwards.
+
+    Args:
+        spec: kind and constants; `lr` is given apart because hosts and seeds differ in it.
+        params: the weights.
+        grad: their gradients, clipped already.
+        state: what `init_state` gave for these rows.
+        lr: learning rate.
+        decay_mask: elements that are decayed; None for none (seeds).
+        active: rows that take part; the others keep parameters and state to the bit, whatever their gradient is.
+    """
+    if active is None:
+        _step_all(spec, params, grad, state, lr, decay_mask)
+        return
+    params_before, state_before = params.clone(), tree_map(torch.clone, state)
+    _step_all(spec, params, grad, state, lr, decay_mask)
+    torch.where(lift(active, params), params, params_before, out=params)
+    for (_, now), (_, before) in zip(named_tensors(state), named_tensors(state_before), strict=True):
+        torch.where(lift(active, now), now, before, out=now)
+
+
+def _step_all(
+    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: OptimizerState, lr: float, decay_mask: Tensor | None
+) -> None:
+    if isinstance(state, SGDState):
+        _sgd(spec, params, grad, state, lr, decay_mask)
+    else:
+        _adamw(spec, params, grad, state, lr, decay_mask)
+
+
+def _sgd(
+    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: SGDState, lr: float, decay_mask: Tensor | None
+) -> None:
+    """Momentum without dampening: g := g + wd * w;  m := mu * m + g;  w := w - lr * m."""
+    if decay_mask is not None:
+        grad.addcmul_(params, decay_mask * spec.sgd_weight_decay)
+    state.momentum.mul_(spec.momentum).add_(grad)
+    params.add_(state.momentum, alpha=-lr)
+
+
+def _adamw(
+    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: AdamWState, lr: float, decay_mask: Tensor | None
+) -> None:
+    """AdamW (Loshchilov & Hutter 2019): w := w - lr * wd * w - lr * (m / c1) / (sqrt(v / c2) + eps).
+
+    The denominator is multiplied by c1 as a whole, so that each row's two corrections enter as one factor and one term.
+    """
+    beta1, beta2 = spec.betas
+    if decay_mask is not None:
+        params.mul_(1.0 - decay_mask * (lr * spec.adamw_weight_decay))
+    state.exp_avg.lerp_(grad, 1.0 - beta1)
+    state.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+    state.steps.add_(1)
+    steps_R1 = state.steps.unsqueeze(-1).to(torch.float64)
+    c1_R1, c2_R1 = 1.0 - beta1**steps_R1, 1.0 - beta2**steps_R1
+    factor_R1 = (c1_R1 / c2_R1.sqrt()).to(params.dtype)
+    denominator = state.exp_avg_sq.sqrt().mul_(factor_R1).add_((spec.eps * c1_R1).to(params.dtype))
+    params.addcdiv_(state.exp_avg, denominator, value=-lr)

@@ -1,0 +1,206 @@
+"""The population: N hosts and their seeds as slabs of parameters, and what may happen to them.
+
+    host    [N, P]         one row per host
+    seeds   [N * S, P']    one row per slot: whatever blueprint grows there, in its own layout
+    gates   [N * S, P'']   one row per slot: its gate network, where the seed has one
+
+A row is meaningless without the blueprint that grows in it; the lifecycle knows that, the population is told.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.gate import num_gate_params
+from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.parameters.dropout import Draws, Moment
+from esper.kasmina.parameters.initialization import fresh_rows
+from esper.kasmina.parameters.kinds import Kind, gate_kind, host_kind, seed_kind
+from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.parameters.slab import Slab
+from esper.kasmina.rules.lifecycle import SeedCosts
+from esper.leyline.checkpoint_tree import StateTree, copy_into, with_prefix
+from esper.leyline.random import Stream, generator_seeds
+from esper.leyline.stages import SeedStage
+
+GATE_BLOCK = 2**31
+"""First random block of a gate: far beyond any seed's, so that the two never share numbers."""
+REBUILD_BLOCK = 2**30
+"""The block whose words seed the generator under which a seed is built anew; likewise."""
+
+
+@final
+class Population:
+    """N hosts of one kind with S slots each.
+
+    Args:
+        host: a freshly built host, whose initial weights are replaced by each host's own. Built for the device.
+        optimizer: how hosts and seeds are trained.
+        num_envs: N. host_offset: global number of the first host.
+        run_seed: key of the random streams that draw weights.
+    """
+
+    def __init__(
+        self,
+        host: CNNHost,
+        optimizer: OptimizerSpec,
+        *,
+        num_envs: int,
+        run_seed: int,
+        device: torch.device,
+        host_offset: int = 0,
+    ) -> None:
+        self.num_envs, self.run_seed, self.device = num_envs, run_seed, device
+        self.optimizer_spec, self._host_offset = optimizer, host_offset
+        self.points = host.points()
+        self.num_slots = len(self.points)
+        self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
+        self.topology = host.topology
+        self.host_module = host
+        self.moment = Moment(run_seed)
+        self.host_kind = host_kind(host, device)
+        self.features = {point.channels: host.features(point) for point in self.points}
+        self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
+        self.seed_kinds = {
+            (channels, index): seed_kind(registry.blueprint_at(index, self.topology), shape, device)
+            for channels, shape in self.features.items()
+            for index in registry.selectable(self.topology)
+        }
+        slots = num_envs * self.num_slots
+        self.host, self.kept_host = self._slabs(num_envs, [self.host_kind])
+        self.seeds, self.kept_seeds = self._slabs(slots, self.seed_kinds.values())
+        self.gates, self.kept_gates = self._slabs(slots, self.gate_kinds.values())
+
+    def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:
+        """A slab that holds any of these kinds in each row, and one for the snapshot of it."""
+        templates = [kind.template for kind in kinds]
+        width = max(template.parameters.total for template in templates)
+        shape = (rows, width, max(template.buffers.total for template in templates))
+        return (
+            Slab(shape, self.optimizer_spec, self.device),
+            Slab(shape, self.optimizer_spec, self.device, trained=False),
+        )
+
+    def costs(self) -> SeedCosts:
+        """Parameters of each seed and gate by slot, and what may be chosen."""
+        num = registry.num_blueprints()
+        params = torch.zeros(self.num_slots, num, dtype=torch.int64)
+        selectable = torch.zeros(num, dtype=torch.bool)
+        for index in registry.selectable(self.topology):
+            selectable[index] = True
+            for s, point in enumerate(self.points):
+                params[s, index] = self.seed_kinds[point.channels, index].template.parameters.num_params
+        gates = torch.tensor([num_gate_params(point.channels) for point in self.points])
+        return SeedCosts(
+            seed_params=params.to(self.device), gate_params=gates.to(self.device), selectable=selectable.to(self.device)
+        )
+
+    def draws(self, hosts: Int[Tensor, " G"] | slice, slot: int) -> Draws:
+        """The dropout masks of the seeds in one slot of some hosts (row numbers), for one train pass."""
+        return Draws(self.moment, self.host_ids[hosts], slot)
+
+    # -- births and deaths ------------------------------------------------------------------------------------------
+
+    def reset(self, episode: int) -> None:
+        """N new hosts with empty slots; they are also the first snapshot."""
+        everyone = torch.arange(self.num_envs, device=self.device)
+        drawn = fresh_rows(self.host_kind.start.table, self.run_seed, Stream.HOST_INIT, self.host_ids, episode=episode)
+        self.host.write(everyone, drawn, self.host_kind.start.buffers.expand(self.num_envs, -1))
+        slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
+        for slab in (self.seeds, self.gates, self.kept_seeds, self.kept_gates):
+            slab.clear(slots)
+        self.kept_host.copy_rows(self.host, everyone)
+
+    def germinate(self, born: np.ndarray, blueprint: np.ndarray, has_gate: np.ndarray, episode: int, t: int) -> None:
+        """Draw new seeds in step `t` where `born` [N, S] is set; `blueprint` and `has_gate` [N, S] say which."""
+        for s, index, hosts in _groups(born, blueprint):
+            channels = self.points[s].channels
+            kind = self.seed_kinds[channels, index]
+            self._plant(self.seeds, kind, hosts, s, episode, t, first_block=0)
+            gated = hosts[has_gate[hosts, s]]
+            if gated.size:
+                self._plant(self.gates, self.gate_kinds[channels], gated, s, episode, t, first_block=GATE_BLOCK)
+
+    def _plant(
+        self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
+    ) -> None:
+        index, key = self.index(hosts), {"episode": episode, "t": t, "slot": s}
+        params = fresh_rows(
+            kind.start.table, self.run_seed, Stream.SEED_INIT, self.host_ids[index], **key, first_block=first_block
+        )
+        buffers = kind.start.buffers.expand(len(hosts), -1)
+        if kind.start.rebuilt:
+            numbers = torch.from_numpy(hosts) + self._host_offset
+            seeds = generator_seeds(self.run_seed, Stream.SEED_INIT, numbers, **key, block=REBUILD_BLOCK)
+            built, buffers = kind.rebuild(seeds)
+            params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
+        slab.write(index * self.num_slots + s, params, buffers.to(self.device))
+
+    def release(self, gone: np.ndarray) -> None:
+        """Destroy weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""
+        if gone.any():
+            rows = self.index(np.flatnonzero(gone))
+            self.seeds.clear(rows)
+            self.gates.clear(rows)
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def keep_hosts(self, hosts: np.ndarray) -> None:
+        """Snapshot of the marked hosts [N] with all their seeds."""
+        if hosts.any():
+            self.kept_host.copy_rows(self.host, self.index(np.flatnonzero(hosts)))
+            self.keep_seeds(np.repeat(hosts[:, None], self.num_slots, axis=1))
+
+    def keep_seeds(self, seeds: np.ndarray) -> None:
+        """Add the marked seeds [N, S] to the snapshots of their hosts."""
+        if seeds.any():
+            rows = self.index(np.flatnonzero(seeds))
+            self.kept_seeds.copy_rows(self.seeds, rows)
+            self.kept_gates.copy_rows(self.gates, rows)
+
+    def restore(self, hosts: np.ndarray, stage: np.ndarray) -> None:
+        """Take the marked hosts [N] and their fossilized seeds back to the snapshot; no optimizer state remains."""
+        if not hosts.any():
+            return
+        rows = self.index(np.flatnonzero(hosts))
+        self.host.copy_rows(self.kept_host, rows)
+        self.host.forget_optimizer(rows)
+        fossils = hosts[:, None] & (stage == SeedStage.FOSSILIZED)
+        if fossils.any():
+            rows = self.index(np.flatnonzero(fossils))
+            for slab, kept in ((self.seeds, self.kept_seeds), (self.gates, self.kept_gates)):
+                slab.copy_rows(kept, rows)
+                slab.forget_optimizer(rows)
+
+    # -- persistence --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateTree:
+        """All slabs, and what the snapshots keep."""
+        tree: StateTree = {}
+        for name in ("host", "seeds", "gates"):
+            tree |= with_prefix(name, getattr(self, name).tensors())
+            kept: Slab = getattr(self, f"kept_{name}")
+            tree |= with_prefix(f"kept_{name}", {"params": kept.params, "buffers": kept.buffers})
+        return tree
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        copy_into(self.state_dict(), state, "population")
+
+    def index(self, numbers: np.ndarray) -> Int[Tensor, "*shape"]:
+        """Row numbers of the host side as an index on the device; nothing is read."""
+        return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self.device, non_blocking=True)
+
+
+def _groups(marked: np.ndarray, blueprint: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(slot, blueprint, hosts) of the marked seeds [N, S]."""
+    for s in np.flatnonzero(marked.any(axis=0)):
+        hosts = np.flatnonzero(marked[:, s])
+        kinds = blueprint[hosts, s]
+        for index in np.unique(kinds):
+            yield int(s), int(index), hosts[kinds == index]

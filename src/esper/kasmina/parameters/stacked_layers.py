@@ -1,0 +1,262 @@
+"""One module, many hosts: how a module written for one host becomes G of them side by side.
+
+    one host      x [B, C, H, W]                 weight [O, C, k, k]
+    stacked       x [B * G, C, H, W]             weight [G, O, C, k, k]         row b * G + g belongs to host g
+
+The rows of all hosts form one batch with the host as the fastest index. A module's own `forward` needs no change: what
+it does to each example (means over space, activations, pooling, reshapes) is right for every row. Only layers with
+weights must know whose row it is; `STACKED` says how each kind of layer does that. Because the host is the fastest
+index, [B * G, C, H, W] is [B, G * C, H, W] without a copy, so convolutions and normalizations of all hosts are one
+grouped kernel.
+
+A module with weights of its own that the table does not know runs through `torch.vmap` instead, as does one whose
+`forward` mixes examples, which `stacking_trial` finds out by running it.
+"""
+
+import copy
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints.layers import LayerScale, TanhScale
+from esper.kasmina.parameters.dropout import draw_for, dropout_layers
+
+
+def _affine(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.flatten(0, 1)
+
+
+def _flat_copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape(-1).clone()
+
+
+def _side_by_side(x: Tensor, hosts: int) -> Tensor:
+    """[B * G, C, ...] -> [B, G * C, ...]; a view where x is contiguous."""
+    return x.reshape(x.shape[0] // hosts, hosts * x.shape[1], *x.shape[2:])
+
+
+@final
+class StackedConv2d(nn.Conv2d):
+    """Grouped convolution: each host is a group. A pointwise one is a matrix product, which is faster."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, C, H, W] -> [B * G, O, H', W']."""
+        hosts, outputs = self.weight.shape[:2]
+        if self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1:
+            return self._pointwise(x, hosts, outputs)
+        y = F.conv2d(
+            _side_by_side(x, hosts),
+            self.weight.flatten(0, 1),
+            _affine(self.bias),
+            self.stride,
+            self.padding,
+            self.dilation,
+            hosts * self.groups,
+        )
+        return y.reshape(x.shape[0], outputs, *y.shape[2:])
+
+    def _pointwise(self, x: Tensor, hosts: int, outputs: int) -> Tensor:
+        rows, channels, height, width = x.shape
+        weight = self.weight.reshape(hosts, outputs, channels)
+        y = torch.matmul(weight, x.reshape(rows // hosts, hosts, channels, height * width))
+        if self.bias is not None:
+            y = y + self.bias[:, :, None]
+        return y.view(rows, outputs, height, width)
+
+
+@final
+class StackedLinear(nn.Linear):
+    """Batched matrix product: each host is a matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, ..., D] -> [B * G, ..., O]."""
+        hosts, outputs, inputs = self.weight.shape
+        x_GRD = x.reshape(x.shape[0] // hosts, hosts, -1, inputs).transpose(0, 1).reshape(hosts, -1, inputs)
+        weight = self.weight.transpose(1, 2)
+        y_GRO = torch.bmm(x_GRD, weight) if self.bias is None else torch.baddbmm(self.bias[:, None], x_GRD, weight)
+        y = y_GRO.view(hosts, x.shape[0] // hosts, -1, outputs).transpose(0, 1)
+        return y.reshape(*x.shape[:-1], outputs)
+
+
+@final
+class StackedGroupNorm(nn.GroupNorm):
+    """Group normalization over hosts x groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, C, ...] -> the same."""
+        hosts = self.weight.shape[0]
+        y = F.group_norm(
+            _side_by_side(x, hosts), hosts * self.num_groups, _affine(self.weight), _affine(self.bias), self.eps
+        )
+        return y.view(x.shape)
+
+
+@final
+class StackedLayerNorm(nn.LayerNorm):
+    """Layer normalization, then each host's own scale and shift."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, ..., D] -> the same."""
+        hosts = self.weight.shape[0]
+        between = (1,) * (x.dim() - 1 - len(self.normalized_shape))
+        normed = F.layer_norm(x, self.normalized_shape, eps=self.eps)
+        normed = normed.view(x.shape[0] // hosts, hosts, *x.shape[1:])
+        scaled = normed * self.weight.view(hosts, *between, *self.normalized_shape)
+        if self.bias is not None:
+            scaled = scaled + self.bias.view(hosts, *between, *self.normalized_shape)
+        return scaled.view(x.shape)
+
+
+@final
+class StackedBatchNorm(nn.BatchNorm2d):
+    """Batch normalization over hosts x channels; a channel of one host never meets another host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, C, ...] -> the same; in train mode each host's running statistics move."""
+        hosts = self.weight.shape[0]
+        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # the slab's rows lie apart
+        batch_statistics = self.training or mean is None
+        y = F.batch_norm(
+            _side_by_side(x, hosts),
+            mean,
+            var,
+            _affine(self.weight),
+            _affine(self.bias),
+            batch_statistics,
+            self.momentum if self.momentum is not None else 0.0,
+            self.eps,
+        )
+        if self.training and mean is not None and var is not None:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            self.running_mean.copy_(mean.view_as(self.running_mean))
+            self.running_var.copy_(var.view_as(self.running_var))
+        return y.view(x.shape)
+
+
+@final
+class StackedLayerScale(LayerScale):
+    """One factor per host and channel."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[B * G, C, H, W] -> the same."""
+        hosts, channels = self.gamma.shape
+        scaled = h.view(h.shape[0] // hosts, hosts, *h.shape[1:]) * self.gamma.view(hosts, channels, 1, 1)
+        return scaled.view(h.shape)
+
+
+@final
+class StackedTanhScale(TanhScale):
+    """One bounded factor per host."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[B * G, ...] -> the same."""
+        hosts = self.strength.shape[0]
+        factor = torch.tanh(self.strength).view(hosts, *(1,) * (h.dim() - 1))
+        return (h.view(h.shape[0] // hosts, hosts, *h.shape[1:]) * factor).view(h.shape)
+
+
+STACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv2d: StackedConv2d,
+    nn.Linear: StackedLinear,
+    nn.GroupNorm: StackedGroupNorm,
+    nn.LayerNorm: StackedLayerNorm,
+    nn.BatchNorm1d: StackedBatchNorm,
+    nn.BatchNorm2d: StackedBatchNorm,
+    LayerScale: StackedLayerScale,
+    TanhScale: StackedTanhScale,
+}
+"""How each kind of layer with weights runs for many hosts: the same object with another `forward`."""
+
+
+def _unknown_layer(layer: nn.Module) -> bool:
+    """Whether the layer has weights that no rule knows, or an option that its rule does not cover."""
+    owns = any(True for _ in layer.named_parameters(recurse=False))
+    owns |= any(b.is_floating_point() for _, b in layer.named_buffers(recurse=False))
+    if type(layer) not in STACKED:
+        return owns
+    zero_padded = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
+    affine = not isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d) or (
+        layer.weight is not None
+    )
+    return not (zero_padded and affine)
+
+
+@final
+class Vmapped(nn.Module):
+    """Any module for many hosts, through `torch.vmap`; slower, because every operation is batched anew in each call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._modules.update(module._modules)  # the paths of the original, so that weights are bound here
+        self._parameters.update(module._parameters)
+        self._buffers.update(module._buffers)
+        skeleton = copy.deepcopy(module)
+        self._skeleton = [skeleton]  # in a list: it is run, but it is no part of the paths
+        self._dropouts = dropout_layers(module), dropout_layers(skeleton)
+
+    def _one(self, tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
+        """The module of one host."""
+        ours, inner = self._dropouts
+        if ours and ours[0].draws is not None:
+            draw_for(inner, ours[0].draws.of(host[None]))
+        out: Tensor = torch.func.functional_call(self._skeleton[0], tensors, (x,))
+        return out
+
+    def train(self, mode: bool = True) -> "Vmapped":
+        """Set the mode of what is run."""
+        self._skeleton[0].train(mode)
+        super().train(mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, ...] -> [B * G, ...]."""
+        tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
+        # running statistics of rows that lie apart would be moved in a copy, and that be forgotten
+        stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        hosts = next(iter(stacked.values())).shape[0] if stacked else 1
+        x_BG = x.view(x.shape[0] // hosts, hosts, *x.shape[1:])
+        draws = self._dropouts[0][0].draws if self._dropouts[0] else None
+        numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
+        run: Any = torch.vmap(self._one, in_dims=(0, 0, 1), out_dims=1)
+        y: Tensor = run(stacked, numbers, x_BG)
+        if draws is not None:
+            inner = self._dropouts[1][0].draws
+            draws.count = draws.count if inner is None else inner.count
+        if self.training:
+            for name, buffer in _own(self, "_buffers"):
+                if name in stacked and stacked[name] is not buffer:
+                    buffer.copy_(stacked[name])
+        return y.reshape(x.shape[0], *y.shape[2:])
+
+
+def _own(module: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
+    """(path, tensor) of everything that was bound; bound views are no `nn.Parameter`, so modules do not list them."""
+    found = []
+    for prefix, layer in module.named_modules():
+        for leaf, tensor in getattr(layer, kind).items():
+            if tensor is not None:
+                found.append((f"{prefix}.{leaf}" if prefix else leaf, tensor))
+    return found
+
+
+def vmapped(module: nn.Module) -> nn.Module:
+    """A stacked twin by `torch.vmap`."""
+    return Vmapped(copy.deepcopy(module))
+
+
+def can_lower_layers(module: nn.Module) -> bool:
+    """Whether the table knows every layer with weights."""
+    return not any(_unknown_layer(layer) for layer in module.modules())
+
+
+def lower_layers(module: nn.Module) -> nn.Module:
+    """A stacked twin by the table alone; for hosts, whose forward pass takes more than an example to try."""
+    assert can_lower_layers(module)
+    twin = copy.deepcopy(module)
+    for layer in twin.modules():
+        if type(layer) in STACKED:
+            layer.__class__ = STACKED[type(layer)]
+    return twin

@@ -1,0 +1,75 @@
+"""The blend weight alpha and its ramps.
+
+retarget   start := alpha, go to `target` in `ticks` steps along a curve; legal only while nothing moves
+step       one tick of every moving ramp; the last one lands exactly on the target
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from esper.kasmina.rules.slot_fields import select
+from esper.leyline.messages import SlotState
+from esper.leyline.stages import AlphaCurve, AlphaMode
+from esper.leyline.tensor_dataclass import replace
+
+_MIN_STEEPNESS = 0.1
+
+
+def ramp(x: Float[Tensor, "*b"], curve: Int[Tensor, "*b"], steepness: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """Share of a ramp that is done after the share `x` of its ticks, by curve.
+
+    LINEAR x; COSINE (1 - cos pi x)/2; SIGMOID (s(k(x-1/2)) - s(-k/2)) / (s(k/2) - s(-k/2)) with the logistic s.
+    """
+    half = torch.clamp(steepness, min=_MIN_STEEPNESS) * 0.5
+    low = torch.sigmoid(-half)
+    span = torch.sigmoid(half) - low
+    sigmoid = torch.where(span < 1e-12, x, (torch.sigmoid(half * (2.0 * x - 1.0)) - low) / span)
+    cosine = 0.5 - 0.5 * torch.cos(torch.pi * x)
+    return torch.where(curve == AlphaCurve.SIGMOID, sigmoid, torch.where(curve == AlphaCurve.COSINE, cosine, x))
+
+
+def retarget(
+    slots: SlotState,
+    where: Bool[Tensor, "N S"],
+    *,
+    target: Float[Tensor, "#N #S"],
+    ticks: Int[Tensor, "#N #S"],
+    curve: Int[Tensor, "#N #S"],
+    steepness: Float[Tensor, "#N #S"],
+) -> SlotState:
+    """Start a ramp from the present alpha in the marked slots, which must be in HOLD (the guards see to that).
+
+    No ticks: alpha takes the target at once. A target equal to alpha leaves the slot in HOLD.
+    """
+    jump = ticks <= 0
+    still = jump | (target == slots.alpha)
+    mode = (2 - (target > slots.alpha).to(torch.int64)).masked_fill(still, int(AlphaMode.HOLD))  # UP is 1, DOWN 2
+    total = ticks.expand_as(mode).masked_fill(still, 0)
+    return select(
+        where,
+        {
+            "alpha_start": slots.alpha,
+            "alpha": torch.where(jump, target, slots.alpha),
+            "alpha_target": target,
+            "alpha_mode": mode,
+            "alpha_curve": curve,
+            "alpha_steepness": steepness,
+            "alpha_total": total,
+            "alpha_done": 0,
+        },
+        slots,
+    )
+
+
+def step(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
+    """One tick of the ramps in the marked slots."""
+    done = slots.alpha_done + where
+    landed = where & (done >= slots.alpha_total)
+    share = done / slots.alpha_total.clamp(min=1)
+    start, target = slots.alpha_start, slots.alpha_target
+    moving = start + (target - start) * ramp(share, slots.alpha_curve, slots.alpha_steepness)
+    moving = torch.minimum(torch.maximum(moving, torch.minimum(start, target)), torch.maximum(start, target))
+    alpha = torch.where(landed, target, torch.where(where, moving, slots.alpha))
+    mode = slots.alpha_mode.masked_fill(landed, int(AlphaMode.HOLD))
+    return replace(slots, alpha=alpha, alpha_done=done, alpha_mode=mode)

@@ -1,0 +1,67 @@
+"""Flat trees of tensors with dotted names: what every part hands to a checkpoint and takes back from it."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from esper.leyline.errors import CheckpointError
+from esper.leyline.tensor_dataclass import is_record, named_tensors, replace
+
+R = TypeVar("R")
+StateTree = dict[str, Tensor]
+
+
+def check_same_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], owner: str) -> None:
+    """Raise CheckpointError, naming the first differences, unless both trees have the same names, shapes and types."""
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"the state of the {owner} misses {missing[:5]} and has unknown {unknown[:5]} "
+            f"({len(missing)} and {len(unknown)} names); load a checkpoint of a run with the same configuration."
+        )
+    for name, own in expected.items():
+        if found[name].shape != own.shape or found[name].dtype != own.dtype:
+            raise CheckpointError(
+                f"{owner}: {name!r} is {tuple(found[name].shape)} {found[name].dtype}, "
+                f"expected {tuple(own.shape)} {own.dtype}; "
+                "load a checkpoint of a run with the same hosts, slots and network widths."
+            )
+
+
+def with_prefix(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every name with `prefix.` in front."""
+    return {f"{prefix}.{name}": value for name, value in tree.items()}
+
+
+def below(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of a tree under `prefix.`, without it."""
+    return {name.removeprefix(f"{prefix}."): value for name, value in tree.items() if name.startswith(f"{prefix}.")}
+
+
+def record_tree(rec: object) -> dict[str, Tensor]:
+    """The tensors of a record by dotted path."""
+    return dict(named_tensors(rec))
+
+
+def restored(rec: R, tree: Mapping[str, Tensor], owner: str) -> R:
+    """`rec` with the tensors of `tree`, which must have the same names and shapes; raises CheckpointError."""
+    check_same_shapes(tree, record_tree(rec), owner)
+    return _filled(rec, tree)
+
+
+def _filled(rec: R, tree: Mapping[str, Tensor]) -> R:
+    changes: dict[str, object] = {}
+    for name, value in vars(rec).items():
+        if isinstance(value, Tensor):
+            changes[name] = tree[name].to(value.device).clone()
+        elif is_record(value):
+            changes[name] = _filled(value, below(name, tree))
+    return replace(rec, **changes)
+
+
+def copy_into(target: Mapping[str, Tensor], tree: Mapping[str, Tensor], owner: str) -> None:
+    """Overwrite the tensors of `target` in place with those of `tree`; raises CheckpointError."""
+    check_same_shapes(tree, target, owner)
+    for name, tensor in target.items():
+        tensor.copy_(tree[name])

@@ -1,0 +1,1 @@
+"""A run: configuration, assembly, the loop with its records and checkpoints, evaluation."""

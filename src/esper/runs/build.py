@@ -1,0 +1,157 @@
+"""A run, assembled on one page: engine, policy, reward, learner."""
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.simic.client import SimicClient
+from esper.simic.compilation import is_compiled
+from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
+from esper.simic.rewards.reward import AnyReward
+from esper.simic.scripted_client import ScriptedClient
+from esper.runs.config import RunConfig
+from esper.runs.identity import run_shape
+from esper.runs.kernels import (
+    phase_form,
+    policy_form,
+    require_replayed_training,
+    reward_form,
+)
+from esper.runs.plugins import load_plugins
+from esper.tamiyo.baselines import make_baseline
+from esper.tamiyo.network import TamiyoNetwork, initialize
+from esper.tasks.datasets import Dataset
+from esper.tolaria.build import build_engine, load_dataset
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import choose_device, host_read
+
+
+def read_floats(metrics: torch.Tensor) -> list[float]:
+    """The one read of an update."""
+    values: list[float] = host_read(metrics)[0].tolist()
+    return values
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Where the run lives, with threads and memory of the process set; ConfigError where there is no such device."""
+    keep_freed_memory()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    elif config.workers > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
+    return choose_device(config.device)
+
+
+def dataset_of(config: RunConfig, device: torch.device) -> Dataset | None:
+    """The task's data; raises DataError where they are missing or broken."""
+    return load_dataset(config.task_spec(), config.seed, device, config.data_path())
+
+
+def engine_of(
+    config: RunConfig,
+    dataset: Dataset | None,
+    device: torch.device,
+    *,
+    engine_config: EngineConfig | None = None,
+    on_step: StepListener | None = None,
+) -> VectorizedEngine:
+    """The hosts of a run; raises ConfigError where they are to be replayed and cannot be."""
+    engine = build_engine(
+        engine_config or config.engine(),
+        config.task_spec(),
+        dataset,
+        device,
+        on_step=on_step,
+        prepare=partial(load_plugins, config.plugins),
+        form=phase_form(config, device),
+    )
+    require_replayed_training(config, engine)
+    return engine
+
+
+def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
+    """Who pays, compiled and captured before the first step where that was chosen.
+
+    Raises:
+        ConfigError: the reward cannot be compiled or captured, here or at all.
+    """
+    reward = make_reward(config.reward_name, config.reward)
+    if isinstance(reward, ContributionReward):
+        if (form := reward_form(config, spec)) is not None:
+            reward.warm_up(form, spec.num_envs, spec.num_slots, spec.device)
+    elif isinstance(reward, ObjectiveReward):
+        pass  # twenty operators, which are left as they are
+    elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
+        raise ConfigError(
+            f"{asked[0]} is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what "
+            f"can be compiled or captured; leave {asked[0]} out."
+        )
+    return reward
+
+
+def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
+    """A new policy with its reward and its optimizer."""
+    network = TamiyoNetwork(
+        num_slots=spec.num_slots,
+        head_sizes=spec.head_sizes,
+        feature_width=config.ppo.feature_width,
+        hidden_width=config.ppo.hidden_width,
+        num_layers=config.ppo.num_layers,
+    )
+    initialize(network, config.seed)
+    return SimicClient(
+        network,
+        reward_of(config, spec),
+        config.ppo,
+        spec,
+        read=read_floats,
+        device=spec.device,
+        total_updates=config.schedule_rounds,
+        policy_form=policy_form(config, spec),
+    )
+
+
+def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
+    """A controller that does not learn, paid like the run."""
+    return ScriptedClient(make_baseline(name, spec), reward_of(config, spec))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of; `shape` is what its checkpoints say of it.
+
+    `config` is that of the run with the executor, the workers, the form of a step and the precision that were taken:
+    a run that is resumed goes on with the same ones, also under a later version that would take others.
+    """
+
+    config: RunConfig
+    engine: VectorizedEngine
+    client: SimicClient
+    shape: dict[str, object]
+
+
+def assemble(config: RunConfig, device: torch.device) -> Parts:
+    """A new run, before its first step, with everything compiled that is to be.
+
+    Raises:
+        DataError: data are missing or broken. ConfigError: the run cannot be as it is configured.
+    """
+    dataset = dataset_of(config, device)
+    engine = engine_of(config, dataset, device)
+    shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
+    taken = replace(
+        config,
+        executor=engine.config.executor,
+        workers=engine.config.workers,
+        amp=engine.config.amp,
+        compile="on" if is_compiled(config.compile, device) else "off",
+    )
+    learner = learner_of(config, engine.spec)
+    engine.rehearse(len(learner.terms))
+    return Parts(taken, engine, learner, shape)

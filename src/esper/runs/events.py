@@ -1,0 +1,193 @@
+"""What happened in a run, as event lines: sparse, readable, built from numbers that were read already.
+
+kind            when               says
+run_started     once               task, data, sizes, settings, versions
+rollback        a host panics      why, by which numbers, which seeds were lost, whether its last step is paid otherwise
+stage_changed   a slot moves       from, to, cause, blueprint, alpha, contribution; gate and score if a gate let it
+refused         a gate says no     which FOSSILIZE, and its failed checks
+shapley         end of an episode  share of each seed in the accuracy of its host
+episode         end of an episode  what each host came to: 100·J and accuracy of the network that is kept, ...
+run_finished    once               what summary.json says
+alarm           end of an episode  which metric is beyond its threshold, in how many steps the reward of a host was
+                                   suspicious, and every ten rounds whether J rose, fell or stood still
+
+{"kind": "stage_changed", "round": 1, "t": 4, "host": 2, "slot": "r0c1", "serial": 0, "from": "TRAINING",
+ "to": "BLENDING", "cause": "AUTO", "blueprint": "conv_light", "alpha": 0.0, "contribution": null, "gate": "G2",
+ "score": 0.41}
+
+Rounds and steps count from 1 as in metrics.jsonl (0: before the first); `host` is the global number of one, or -1.
+"""
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
+from math import isnan
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.protocols import EngineSpec
+from esper.leyline.stages import Cause, SeedStage
+from esper.simic.rewards.config import RewardConfig
+from esper.runs.alarms import alarms, flag_alarms
+from esper.runs.report import device_name, objective_of, shapley_of
+from esper.runs.trend import Trend
+from esper.tolaria.governor import PanicReason
+from esper.tolaria.state import RolloutStats, StepReport
+
+Event = dict[str, object]
+_STAGES = {int(stage): stage.name for stage in SeedStage}
+_S = SeedStage
+_GATE_OF = {
+    (_S.GERMINATED, _S.TRAINING): 1,
+    (_S.TRAINING, _S.BLENDING): 2,
+    (_S.BLENDING, _S.HOLDING): 3,
+    (_S.HOLDING, _S.FOSSILIZED): 5,
+}
+_CAUSES = {int(cause): cause.name for cause in Cause}
+
+
+def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int, device: torch.device) -> Event:
+    """The first event of a run; `shape` is what its checkpoints say of it, `fingerprint` that of its configuration."""
+    return {
+        "kind": "run_started",
+        "round": 0,
+        "t": 0,
+        "host": -1,
+        "config_sha256": fingerprint,
+        **shape,
+        "host_params": host_params,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def step_events(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
+    """The events of successive steps, in the order in which they happened to each host.
+
+    Several steps at once cost little more than one: what takes time is asking, and in most steps little happens.
+    """
+    return merge(_rollbacks(reports, spec), _moves(reports, spec), _refusals(reports, spec), key=itemgetter("t"))
+
+
+def _all(reports: Sequence[StepReport], field: str) -> np.ndarray:
+    """A field of all reports, [T, ...]."""
+    return np.stack([getattr(report, field) for report in reports])
+
+
+def _head(report: StepReport, kind: str, spec: EngineSpec, host: int) -> Event:
+    return {"kind": kind, "round": report.episode + 1, "t": report.t, "host": spec.host_offset + host}
+
+
+def _rows(at: tuple[np.ndarray, ...], *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
+    """The values of the `tables` at each of the places `at`; one conversion for all."""
+    return zip(*(table[at].tolist() for table in tables), strict=True)
+
+
+def _rollbacks(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
+    for i, n in np.argwhere(_all(reports, "panic_reason")).tolist():
+        report = reports[i]
+        pruned = [spec.slot_ids[s] for s in np.flatnonzero(report.rolled_back[n])]
+        yield _head(report, "rollback", spec, n) | {
+            "reason": PanicReason(int(report.panic_reason[n])).name.lower(),
+            "loss": float(report.panic_loss[n]),
+            "thresholds": [float(x) for x in report.panic_thresholds[n]],
+            "strikes": int(report.panic_strikes[n]),
+            "pruned": pruned,
+            "row_marked": bool(report.row_marked[n]),
+        }
+
+
+def _moves(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
+    """Those of the operations of a step, then those of its tick."""
+    before, after, cause = np.stack([(report.op_moves, report.tick_moves) for report in reports]).transpose(
+        2, 0, 1, 3, 4
+    )
+    moved = np.nonzero(cause)  # step, operation or tick, host, slot
+    steps, _, hosts, slots = moved
+    here = (steps, hosts, slots)
+    states = ("serial", "blueprint", "alpha", "contribution", "gate", "gate_passed", "gate_score")
+    of_move = _rows(moved, before, after, cause)
+    of_seed = _rows(here, *(_all(reports, name) for name in states))
+    places = zip(steps.tolist(), hosts.tolist(), slots.tolist(), strict=True)
+    for (i, n, s), (old, new, why), (serial, blueprint, alpha, contribution, gate, passed, score) in zip(
+        places, of_move, of_seed, strict=True
+    ):
+        opened = passed and gate != 0 and _GATE_OF.get((old, new)) == gate
+        yield {  # written out, because there may be thousands in a step
+            "kind": "stage_changed",
+            "round": reports[i].episode + 1,
+            "t": reports[i].t,
+            "host": spec.host_offset + n,
+            "slot": spec.slot_ids[s],
+            "serial": serial,
+            "blueprint": spec.blueprint_names[blueprint] if blueprint >= 0 else None,
+            "from": _STAGES[old],
+            "to": _STAGES[new],
+            "cause": _CAUSES[why],
+            "alpha": alpha,
+            "contribution": None if isnan(contribution) else contribution,
+            "gate": f"G{gate}" if opened else None,
+            "score": score if opened else None,
+        }
+
+
+def _refusals(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
+    """A FOSSILIZE that its gate refused; gates that keep a seed waiting are no event."""
+    refused = (_all(reports, "gate") == 5) & ~_all(reports, "gate_passed")
+    for i, n, s in np.argwhere(refused).tolist():
+        report = reports[i]
+        blueprint = int(report.blueprint[n, s])
+        yield _head(report, "refused", spec, n) | {
+            "slot": spec.slot_ids[s],
+            "serial": int(report.serial[n, s]),
+            "blueprint": spec.blueprint_names[blueprint] if blueprint >= 0 else None,
+            "gate": "G5",
+            "score": float(report.gate_score[n, s]),
+            "failed_checks": int(report.failed_checks[n, s]),
+        }
+
+
+def round_events(
+    stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec, trend: Trend, weights: RewardConfig
+) -> Iterator[Event]:
+    """The events of the end of a round: what its hosts came to, and what is wrong with learning.
+
+    `weights` are those of J.
+    """
+    head = {"round": stats.episode + 1, "t": spec.episode_length}
+    shapley = shapley_of(stats)
+    for n, s in np.argwhere(np.isfinite(shapley)).tolist():
+        place = {"host": spec.host_offset + n, "slot": spec.slot_ids[s]}
+        yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
+    for n, came_to in enumerate(_came_to(stats, weights)):
+        yield {"kind": "episode", **head, "host": spec.host_offset + n, **came_to}
+    for host, alarm in (
+        *((-1, found) for found in (*alarms(metrics), *trend.alarms())),
+        *(
+            (spec.host_offset + n, found)
+            for n in np.flatnonzero(stats.flags.any(axis=1)).tolist()
+            for found in flag_alarms(stats.flags[n].tolist())
+        ),
+    ):
+        yield {"kind": "alarm", **head, "host": host, **vars(alarm)}
+
+
+def _came_to(stats: RolloutStats, weights: RewardConfig) -> Iterator[Event]:
+    """What each host came to; one conversion for all."""
+    floats = {
+        "objective": objective_of(stats, weights),
+        "committed_accuracy": stats.committed_acc,
+        "growth_ratio": stats.growth,
+        "live_accuracy": stats.val_acc,
+        "shaped_return": stats.returns,
+    }
+    counts = ("germinated", "pruned", "fossilized", "contributing", "refused", "rollbacks")
+    columns = [*floats.values(), *(getattr(stats, name) for name in counts)]
+    names, operations = (*floats, *counts), [op.name for op in LifecycleOp]
+    for *values, ops in zip(*(column.tolist() for column in columns), stats.ops.tolist(), strict=True):
+        yield {**dict(zip(names, values, strict=True)), "ops": dict(zip(operations, ops, strict=True))}

@@ -1,0 +1,57 @@
+"""What makes a run the same run: the shape and the settings that a checkpoint and whoever continues it must share."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.protocols import EngineSpec
+from esper.runs.config import RunConfig
+from esper.runs.values import flat, plain
+
+CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "record_steps")
+"""Settings that a resumed run may change without becoming another run."""
+
+
+def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object]) -> dict[str, object]:
+    """What a checkpoint and the run that loads it must have in common; `identity` is that of the data set."""
+    shape = {
+        "task": config.task,
+        "data": {name: value for name, value in identity.items() if not _is_place(value)},
+        "seed": config.seed,
+        "slots": config.slots,
+        "num_envs": config.num_envs,
+        "episode_length": config.episode_length,
+        "reward": config.reward_name,
+        "blueprints": spec.blueprint_names,
+        "head_sizes": spec.head_sizes,
+        "feature_width": config.ppo.feature_width,
+        "hidden_width": config.ppo.hidden_width,
+        "num_layers": config.ppo.num_layers,
+    }
+    plain: dict[str, object] = json.loads(json.dumps(shape, default=dict))  # tuples become lists, as in the header
+    return plain
+
+
+def _is_place(value: object) -> bool:
+    """Where data lie is not what they are: a folder may be moved between two parts of a run."""
+    return isinstance(value, str) and Path(value).is_absolute()
+
+
+def fingerprint(config: RunConfig) -> str:
+    """SHA-256 of all settings that decide the numbers of a run."""
+    decisive = {name: value for name, value in plain(config).items() if name not in CHANGEABLE}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def require_same_config(found: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse to continue with other settings than a checkpoint was made with; raises ConfigError."""
+    was, now = flat(found), flat(json.loads(json.dumps(plain(config))))
+    for name in sorted(was.keys() | now.keys()):
+        if name not in CHANGEABLE and was.get(name) != now.get(name):
+            raise ConfigError(
+                f"{name} is {now.get(name)} in config.toml, but the run was made with {was.get(name)}; put it back, or "
+                "start a new run for other settings."
+            )

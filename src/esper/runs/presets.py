@@ -1,0 +1,170 @@
+"""Presets: complete sets of values by name. What a task decides (host, episode length, slots) is not repeated here.
+
+quickstart   digits within minutes on two CPU cores: `make train`
+small        a run that learns: 100 rounds of 16 hosts, network of width 128
+paper        the published size: 200 rounds of 12 hosts, network of width 512
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from esper.leyline.errors import ConfigError
+from esper.simic.agent.config import PPOConfig
+from esper.simic.rewards import MODES, RewardConfig, reward_names
+from esper.runs.config import DATA_VARIABLE, RunConfig, task_values
+from esper.runs.plugins import is_file, load_plugins, not_among, require_trusted
+from esper.runs.values import Values, merge, parse, plain, read_toml, suggest
+from esper.tasks import presets as _presets  # registers the built-in tasks
+from esper.tasks.registry import task_by_name
+from esper.telemetry.run_directory import is_run
+
+assert _presets
+DEFAULT_PRESET = "quickstart"
+
+
+def quickstart() -> Values:
+    """Ten rounds; the schedules are shortened to match."""
+    return small() | {
+        "preset": "quickstart",
+        "rounds": 10,
+        "schedule_rounds": 10,
+        "ppo": plain(PPOConfig(value_warmup=3)),
+    }
+
+
+def small() -> Values:
+    """Sixteen hosts, a network of width 128."""
+    return {
+        "task": "digits",
+        "preset": "small",
+        "rounds": 100,
+        "schedule_rounds": 100,
+        "num_envs": 16,
+        "executor": "auto",
+        "threads": 1,
+        "workers": 2,
+        "reward": plain(RewardConfig(mode="objective")),
+        "ppo": plain(PPOConfig()),
+    }
+
+
+def paper() -> Values:
+    """Twelve hosts, a network of width 512, one epoch per update over all hosts at once."""
+    ppo = PPOConfig(
+        feature_width=512,
+        hidden_width=512,
+        epochs=1,
+        minibatches=1,
+        gae_lambda=0.98,
+        lr=3e-4,
+        grad_norm=5.0,
+        entropy_start=0.05,
+    )
+    return small() | {"preset": "paper", "rounds": 200, "schedule_rounds": 200, "num_envs": 12, "ppo": plain(ppo)}
+
+
+PRESETS: Mapping[str, Callable[[], Values]] = {"quickstart": quickstart, "small": small, "paper": paper}
+
+
+def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bool = False) -> RunConfig:
+    """The configuration of a run from a file and the command line, complete and checked; plugins are imported.
+
+    Paths in a file are relative to its folder, those of the command line to the working directory. `reward.mode` may
+    be any registered reward: one that is not built in becomes `custom_reward`. Plugins that only the file of a run
+    directory names are imported with `trust` alone.
+
+    Raises:
+        ConfigError, RegistryError: unknown task, preset or key, a value out of range, a combination that cannot be, or
+            a plugin that fails.
+    """
+    above = _with_absolute_paths(overrides, Path())
+    below = _with_absolute_paths(read_toml(file), file.parent) if file else {}
+    plugins = plugin_names(merge(below, above))
+    if file is not None and is_run(file.parent):
+        require_trusted(plugins, plugin_names(above), trust=trust)
+    load_plugins(plugins)
+    told = merge(_with_custom_reward(below), _with_custom_reward(above))
+    preset = _name(told, "preset", DEFAULT_PRESET)
+    if preset not in PRESETS:
+        raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
+    base = PRESETS[preset]()
+    task = task_by_name(_name(told, "task", base["task"]))
+    if task.needs_data_dir and (folder := os.environ.get(DATA_VARIABLE)):
+        base["data_dir"] = os.path.abspath(folder)
+    mode = _name(_table(told, "reward"), "mode", base["reward"]["mode"])
+    reward = _name(told, "custom_reward", "") or mode
+    return parse(RunConfig, merge(merge(base, task_values(task, reward)), told))
+
+
+def recorded(values: Mapping[str, Any], *, allowed: Sequence[str] = (), trust: bool = False) -> RunConfig:
+    """The configuration that a run directory records.
+
+    Args:
+        values: its tables. The plugins that they name are imported.
+        allowed: plugins that the command line names; they must be among those.
+        trust: whether all of them may be imported.
+
+    Raises:
+        ConfigError, RegistryError: as `resolve`, and a plugin that is not allowed.
+    """
+    plugins = plugin_names(values)
+    if others := not_among(allowed, plugins):
+        raise ConfigError(
+            f"{', '.join(others)} is no plugin of the run, which names {', '.join(plugins) or 'none'}; leave it out."
+        )
+    require_trusted(plugins, allowed, trust=trust)
+    load_plugins(plugins)
+    return parse(RunConfig, values)
+
+
+def plugin_names(values: Mapping[str, Any]) -> list[str]:
+    """The plugins that `values` name; raises ConfigError unless they are a list of names."""
+    names = values.get("plugins", [])
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"plugins is {json.dumps(names, default=str)}; it must be a list of modules or .py files.")
+    return list(names)
+
+
+def _name(values: Mapping[str, Any], key: str, default: str) -> str:
+    name = values.get(key, default)
+    if not isinstance(name, str):
+        raise ConfigError(f"{key} is {json.dumps(name, default=str)}; it must be a name, such as {default!r}.")
+    return name
+
+
+def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    table = values.get(key, {})
+    return table if isinstance(table, Mapping) else {}
+
+
+def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
+    """Run directories are resumed from anywhere."""
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(folder / Path(path).expanduser())
+
+    changed: Values = {}
+    if isinstance(values.get("data_dir"), str) and values["data_dir"]:
+        changed["data_dir"] = absolute(values["data_dir"])
+    if "plugins" in values:
+        changed["plugins"] = [absolute(name) if is_file(name) else name for name in plugin_names(values)]
+    return {**values, **changed}
+
+
+def _with_custom_reward(values: Mapping[str, Any]) -> Values:
+    """Who names a built-in mode does not want a reward that was named before, and the other way round."""
+    reward = _table(values, "reward")
+    mode = reward.get("mode")
+    if not isinstance(mode, str):
+        return dict(values)
+    if mode in MODES:
+        return {"custom_reward": "", **values}
+    if mode not in reward_names():
+        raise ConfigError(
+            f"unknown reward {mode!r}; {suggest(mode, reward_names())} "
+            "One of your own is registered by a module in plugins."
+        )
+    return {**values, "custom_reward": mode, "reward": {k: v for k, v in reward.items() if k != "mode"}}

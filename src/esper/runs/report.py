@@ -1,0 +1,219 @@
+"""Numbers of a round, of an episode in progress, and of a whole run, as plain values by name."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import final
+
+import numpy as np
+import torch
+
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.stages import HAS_MODULE, SeedStage
+from esper.simic.attribution.shapley import shapley_values
+from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.objective_value import objective_value
+from esper.runs.config import RunConfig
+from esper.tolaria.state import RolloutStats, StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What some rounds, or a part of one, took.
+
+    Attributes:
+        env_steps: hosts x control steps. steps: control steps. reads: reads of the device during them.
+        seconds: wall time of the steps. update_seconds: wall time of the learner's updates.
+    """
+
+    env_steps: int = 0
+    steps: int = 0
+    reads: int = 0
+    seconds: float = 0.0
+    update_seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+_OPS = tuple(op.name for op in LifecycleOp)
+_SEED_STAGES = tuple((int(s), s.name) for s in SeedStage if s is not SeedStage.DORMANT)
+
+
+def ops_by_name(ops: np.ndarray) -> dict[str, int]:
+    """Number of effective operations by name; `ops` is [..., 6] or counts [6]."""
+    totals = ops.reshape(-1, len(_OPS)).sum(axis=0)
+    return dict(zip(_OPS, totals.tolist(), strict=True))
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the GPU, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def slots_by_stage(stage: np.ndarray) -> dict[str, int]:
+    """Number of slots in each stage that occurs, dormant ones left out."""
+    counts = np.bincount(stage.reshape(-1), minlength=len(SeedStage) + 1).tolist()
+    return {name: counts[value] for value, name in _SEED_STAGES if counts[value]}
+
+
+def objective_of(stats: RolloutStats, weights: RewardConfig) -> np.ndarray:
+    """100·J of the network that is kept of each host [N], whatever the reward of the run is."""
+    return 100.0 * objective_value(stats.committed_acc, stats.fossil_params, stats.host_params, weights)
+
+
+def round_line(
+    stats: RolloutStats, cost: Cost, metrics: Mapping[str, float], weights: RewardConfig
+) -> dict[str, object]:
+    """One line of metrics.jsonl. Accuracies in percentage points; learner's metrics under their own names.
+
+    `objective_mean` and `objective_std` are of 100·J over all hosts; live accuracies and the shaped return are
+    diagnostics. `cost` is that of the whole round, also where the process that ended it is not the one that began it.
+    """
+    shapley, objective = shapley_of(stats), objective_of(stats, weights)
+    return {
+        "round": stats.episode + 1,
+        "objective_mean": float(objective.mean()),
+        "objective_std": standard_deviation(objective),
+        "committed_accuracy_mean": float(stats.committed_acc.mean(dtype=np.float64)),
+        "growth_ratio_mean": float(stats.growth.mean()),
+        "live_accuracy_mean": mean_of_known(stats.val_acc),
+        "shaped_return": float(stats.returns.mean()),
+        "germinated_mean": float(stats.germinated.mean()),
+        "fossilized_mean": float(stats.fossilized.mean()),
+        "contributing_mean": float(stats.contributing.mean()),
+        "pruned_mean": float(stats.pruned.mean()),
+        "refused_mean": float(stats.refused.mean()),
+        "rollbacks": int(stats.rollbacks.sum()),
+        "ops": ops_by_name(stats.ops),
+        "slots": slots_by_stage(stats.stage),
+        "shapley_mean": mean_of_known(shapley),
+        "env_steps": cost.env_steps,
+        "host_reads": cost.reads,
+        "seconds": cost.seconds,
+        "update_seconds": cost.update_seconds,
+        **metrics,
+    }
+
+
+def shapley_of(stats: RolloutStats) -> np.ndarray:
+    """Shapley value (pp) of each live seed at the end [N, S]; NaN where none was measured."""
+    if stats.subset_acc.shape[1] == 0:
+        return np.full(stats.stage.shape, np.nan)
+    live = np.isin(stats.stage, tuple(HAS_MODULE)) & (stats.alpha > 0.0)
+    values = shapley_values(torch.from_numpy(stats.subset_acc), torch.from_numpy(live)).numpy()
+    return np.where(live, values, np.nan)
+
+
+@final
+class RoundSoFar:
+    """Sums what the steps of a round report in this process: the records of kind "step", for who shows them.
+
+    Means are over the hosts that were measured; `weights` are those of J.
+    """
+
+    def __init__(self, weights: RewardConfig) -> None:
+        self._weights = weights
+        self._begin(-1)
+
+    def _begin(self, episode: int) -> None:
+        self._episode, self._steps = episode, 0
+        self._ops = np.zeros(len(LifecycleOp), dtype=np.int64)
+
+    def add(self, reports: Sequence[StepReport], seconds: Sequence[float]) -> list[dict[str, object]]:
+        """Take successive steps of one round; `seconds` since it began in this process, of each. One record a step."""
+        if reports[0].episode != self._episode:
+            self._begin(reports[0].episode)
+        op, reason, live, committed, fossils, host, stage = (
+            np.stack([getattr(report, name) for report in reports])
+            for name in (
+                "effective_op", "panic_reason", "val_acc", "committed_acc", "committed_params", "host_params", "stage"
+            )
+        )  # fmt: skip
+        num_hosts, valid = op.shape[1], reason == 0
+        objective = 100.0 * objective_value(committed, fossils, host, self._weights)
+        ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
+        self._ops = ops[-1]
+        rows = zip(
+            reports, seconds, *(_means_of_known(values) for values in (objective, committed, live)), ops.tolist(),
+            _histograms(stage, len(SeedStage) + 1).tolist(),
+            strict=True,
+        )  # fmt: skip
+        records: list[dict[str, object]] = []
+        for report, passed, worth, kept, as_it_stands, chosen, slots in rows:
+            self._steps += 1
+            records.append(
+                {
+                    "round": report.episode + 1,
+                    "t": report.t,
+                    "objective_mean": worth,
+                    "committed_accuracy_mean": kept,
+                    "live_accuracy_mean": as_it_stands,
+                    "ops": dict(zip(_OPS, chosen, strict=True)),
+                    "slots": {name: slots[value] for value, name in _SEED_STAGES if slots[value]},
+                    "env_steps": self._steps * num_hosts,
+                    "seconds": passed,
+                }
+            )
+        return records
+
+
+def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:
+    """How often each of the numbers 0 .. kinds-1 occurs in each row of `values` [T, ...]; [T, kinds]."""
+    rows = values.reshape(len(values), -1)
+    shifted = rows + kinds * np.arange(len(rows))[:, None]
+    return np.bincount(shifted.reshape(-1), minlength=kinds * len(rows)).reshape(len(rows), kinds)
+
+
+def _means_of_known(values: np.ndarray) -> list[float]:
+    """`mean_of_known` of each row of `values` [T, N]."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    total = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
+    means: list[float] = np.where(count > 0, total / np.maximum(count, 1), np.nan).tolist()
+    return means
+
+
+def mean_of_known(values: np.ndarray) -> float:
+    """Mean of what was measured; NaN where nothing was (a host that was rolled back has no live accuracy)."""
+    known = values[np.isfinite(values)]
+    return float(known.sum()) / known.size if known.size else float("nan")
+
+
+def standard_deviation(values: np.ndarray) -> float:
+    """Of a sample; NaN where it has one member."""
+    return float(values.std(ddof=1, dtype=np.float64)) if values.size > 1 else float("nan")
+
+
+def summary(
+    config: RunConfig, device: torch.device, last: RolloutStats, test_acc: np.ndarray, total: Cost, digest: str
+) -> dict[str, object]:
+    """summary.json of a complete run; `total` is the cost of all its rounds, those before a resume included.
+
+    What is called final is of the networks that the last round leaves, all hosts of it; `test_acc` [N] is theirs too.
+    """
+    objective = objective_of(last, config.reward)
+    return {
+        "task": config.task,
+        "preset": config.preset,
+        "reward": config.reward_name,
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "num_envs": config.num_envs,
+        "episode_length": config.episode_length,
+        "env_steps": config.rounds * config.num_envs * config.episode_length,
+        "env_steps_per_second": total.env_steps / max(total.seconds + total.update_seconds, 1e-9),
+        "rollout_seconds": total.seconds,
+        "update_seconds": total.update_seconds,
+        "final_objective_mean": float(objective.mean()),
+        "final_objective_std": standard_deviation(objective),
+        "final_committed_accuracy_mean": float(last.committed_acc.mean(dtype=np.float64)),
+        "final_test_accuracy_mean": float(test_acc.mean(dtype=np.float64)),
+        "growth_ratio_mean": float(last.growth.mean()),
+        "host_reads_per_step": total.reads / max(total.steps, 1),
+        "state_digest": digest,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+    }

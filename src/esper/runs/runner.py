@@ -1,0 +1,224 @@
+"""The loop of a run: rounds, records, checkpoints, a clean end when somebody asks for it.
+
+engine --on_step--> records: events.jsonl, steps.jsonl, listeners
+engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import final
+
+from torch import Tensor
+
+from esper.leyline.protocols import StateTree
+from esper.leyline.checkpoint_tree import below, with_prefix
+from esper.simic.client import SimicClient
+from esper.runs import events
+from esper.runs import report
+from esper.runs.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
+from esper.runs.config import RunConfig
+from esper.runs.identity import fingerprint
+from esper.runs.records import Records
+from esper.runs.report import Cost
+from esper.runs.trend import Trend
+from esper.runs.values import plain
+from esper.telemetry.hub import Hub
+from esper.telemetry.machine import memory_bytes
+from esper.telemetry.run_directory import RunDirectory
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.read_counter import reads_so_far
+from esper.tolaria.runtime import host_read
+from esper.tolaria.state import RolloutStats
+
+_ENDING = b"\nesper: ending after this step; once more ends it at once\n"
+
+
+def restore(engine: VectorizedEngine, client: SimicClient, checkpoint: Checkpoint, shape: Mapping[str, object]) -> None:
+    """Bring engine and client to a checkpoint; raises CheckpointError where it belongs to another kind of run."""
+    require_same_shape(checkpoint.header.shape, shape, checkpoint.path)
+    if state := below("engine", checkpoint.state):
+        engine.load_state_dict(state, client)  # begins the episode anew, so the client comes after it
+    client.load_state_dict(below("policy", checkpoint.state))
+
+
+@final
+class Runner:
+    """Owns the order of things in a run, and nothing else.
+
+    Args:
+        config: the run. engine, client: who is trained and who learns. directory: where records go.
+        listeners: who is told meanwhile. shape: what its checkpoints say of the run (`identity.run_shape`).
+        start: header of the checkpoint that engine and client were restored from, None for a new run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: VectorizedEngine,
+        client: SimicClient,
+        directory: RunDirectory,
+        listeners: Hub,
+        shape: Mapping[str, object],
+        start: Header | None = None,
+    ) -> None:
+        self.config, self.engine, self.client = config, engine, client
+        self.directory, self.listeners, self.shape = directory, listeners, dict(shape)
+        self.new = start is None
+        self.rounds_done = start.rounds_done if start else 0
+        self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
+        self.trend = start.trend if start else Trend()
+        self.last: RolloutStats | None = None
+        terms = client.terms if config.record_steps else None
+        self.records = Records(directory, listeners, engine.spec, config.reward, terms)
+        self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
+        self._stop = False
+        engine.timer.enabled = True
+        self._mark()
+        engine.on_step = self.records.step
+
+    def run(self) -> dict[str, object] | None:
+        """Run to the end. Returns the summary, or None where a signal ended the run early (a checkpoint is there)."""
+        remaining = range(self.rounds_done, self.config.rounds)
+        with _stop_signals(self._ask_to_stop):
+            if self.new:
+                self.records.write_events([self._started()])
+            self._mark()
+            try:
+                complete = self.engine.train(
+                    self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
+                )
+            finally:
+                self.records.flush()  # whatever ended the run, its last steps say why
+            if complete:
+                return self._finish()
+            self._save()
+            return None
+
+    def _ask_to_stop(self) -> None:
+        self._stop = True
+
+    # -- what the engine reports --------------------------------------------------------------------------------------
+
+    def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
+        cost = Cost(
+            env_steps=stats.cost.env_steps,
+            steps=stats.cost.steps,
+            reads=stats.cost.reads,
+            seconds=stats.cost.seconds,
+            update_seconds=time.monotonic() - self._began - stats.cost.seconds,
+        )
+        cost, self.begun = self.begun + cost, Cost()
+        self.total += cost
+        self.last, self.rounds_done = stats, stats.episode + 1
+        self.trend, is_best = self.trend.after(float(report.objective_of(stats, self.config.reward).mean()))
+        self.records.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend, self.config.reward))
+        phases, memory = self.engine.timer.read(), memory_bytes(self.engine.spec.device)
+        line = report.round_line(stats, cost, metrics, self.config.reward) | {
+            "phase_milliseconds": phases,
+            "memory_bytes": memory,
+        }
+        self.directory.write_metrics(line)
+        self.listeners.write("round", line)
+        if is_best:
+            save(self.directory.checkpoints, *self._now(0), best=True)
+        if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
+            self._save()
+        self._mark()
+
+    def _started(self) -> events.Event:
+        return events.run_started(
+            self.shape, fingerprint(self.config), self.engine.executor.host_params, self.engine.spec.device
+        )
+
+    def _mark(self) -> None:
+        """A round, or what is left of one, begins now."""
+        self._began, self._reads_before = time.monotonic(), reads_so_far()
+        self.records.begin()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_done(self) -> bool:
+        return self.rounds_done == self.config.rounds
+
+    def _finish(self) -> dict[str, object]:
+        """Summary of the complete run, also of one that was ended between its last checkpoint and its summary."""
+        if self.last is None:
+            self.last = self.engine.outcome()  # the last episode was restored at its end
+        (test_acc,) = host_read(self.engine.test())
+        digest = state_digest(self._final_state())
+        result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
+        result["dropped_records"] = self.listeners.num_lost
+        head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
+        self.records.write_events([head | result])
+        self.directory.write_summary(result)
+        return result
+
+    def _save(self) -> None:
+        """A checkpoint of now. The hosts are in it where the episode is not over, or where they are the result."""
+        inside = self.engine.t if 0 < self.engine.t < self.config.episode_length else 0
+        if self._saved_at == (self.rounds_done, inside):
+            return
+        save(self.directory.checkpoints, *self._now(inside))
+        self._saved_at = (self.rounds_done, inside)
+
+    def _now(self, inside: int) -> tuple[Header, StateTree]:
+        """What a checkpoint of now holds; `inside` steps of an episode that is not over, else 0."""
+        state: StateTree = with_prefix("policy", self.client.state_dict())
+        if inside or self._all_done:
+            state |= with_prefix("engine", self.engine.state_dict())
+        header = Header(
+            rounds_done=self.rounds_done,
+            step=inside,
+            cursor=self.directory.cursor(),
+            total=self.total,
+            begun=self._begun_so_far() if inside else Cost(),
+            shape=self.shape,
+            config=plain(self.config),
+            trend=self.trend,
+        )
+        return header, state
+
+    def _begun_so_far(self) -> Cost:
+        """Cost of the steps of the episode that is not over."""
+        steps = self.engine.t
+        return replace(
+            self.begun,
+            steps=steps,
+            env_steps=steps * self.config.num_envs,
+            reads=self.begun.reads + reads_so_far() - self._reads_before,
+            seconds=self.begun.seconds + time.monotonic() - self._began,
+        )
+
+    def _final_state(self) -> dict[str, Tensor]:
+        """Policy, optimizer, statistics and population at the end of a run."""
+        return {
+            **with_prefix("policy", self.client.state_dict()),
+            **with_prefix("population", self.engine.executor.state_dict()),
+        }
+
+
+@contextmanager
+def _stop_signals(ask: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask the run to end after the current step; a second one ends it at once."""
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        os.write(2, _ENDING)  # no stream is safe to write to from a handler
+        ask()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,1 +1,0 @@
-"""Training: configuration, assembly and the loop of a run."""

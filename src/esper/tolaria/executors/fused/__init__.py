@@ -1,0 +1,1 @@
+"""All hosts in one forward and one backward pass of stacked modules."""

@@ -1,0 +1,120 @@
+"""What a fused train pass runs, set up for one structure: forward and backward of a batch, and the optimizer step.
+
+    train_batch   x, y --> loss and hits [N]; gradients of all hosts and seeds arrive in the working copies
+    step          gradients --> weights, in the working copies
+
+Both are functions of tensors and of working memory, so that they can be recorded (`tolaria.capture`). Two, because what
+is measured of the gradients lies between them in the last batch, and because a short last batch steps like the others.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.kasmina.parameters.slab import Working
+from esper.leyline.tensor_dataclass import named_tensors
+from esper.tolaria.amp import LossScaler
+from esper.tolaria.capture import Captured, Recorder
+from esper.tolaria.executors.fused.slots import Rows, SlotGroup, apply_groups
+from esper.tolaria.executors.optimizer_step import StackedOptimizer
+from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.running_seeds import TrainedRows, join_order, trained_mask
+
+Groups = dict[str, list[SlotGroup]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgram:
+    """Functions and memory of the train passes of one structure.
+
+    Attributes:
+        hosts: the working copies of all hosts. rows: those of seeds and gates. groups: what runs in each slot.
+        train_batch, step: see the head of this file; recorded where that was asked for.
+    """
+
+    hosts: Working
+    rows: TrainedRows
+    groups: Groups
+    train_batch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    step: Callable[[], None]
+
+    def tensors(self) -> list[Tensor]:
+        """All memory in which a pass finds its numbers or leaves them; indices follow from the structure."""
+        found: list[Tensor] = []
+        for working in (self.hosts, self.rows.seeds, self.rows.gates):
+            found += (working.params, working.grad, *(x for _, x in named_tensors(working.optimizer)))
+        for group in (group for of_slot in self.groups.values() for group in of_slot):
+            found += (group.running, *(piece.alpha for piece in group.pieces))
+            found += (x for rows in (group.seed, group.gate) if rows is not None for x in _given(rows))
+        return found
+
+
+def training_program(
+    host: Rows,
+    hosts: Working,
+    rows: TrainedRows,
+    groups: Groups,
+    optimizer: StackedOptimizer,
+    scaler: LossScaler,
+    recorder: Recorder | None,
+) -> TrainingProgram:
+    """The program on this memory; with a `recorder` its functions are recorded when they are called again."""
+    learned = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
+
+    def run_batch(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+        def apply(slot_id: str, h: Tensor) -> Tensor:
+            of_slot = groups.get(slot_id)
+            return h if of_slot is None else apply_groups(of_slot, h, y_NB.shape[0])
+
+        answer = train_batch(learned, apply, scaler, x_NB, y_NB)
+        optimizer.unscale()
+        return answer
+
+    functions: dict[str, Any] = {"train_batch": run_batch, "step": optimizer.step}
+    if recorder is not None:
+        functions = {name: Captured(f, recorder, name=f"{name} of training") for name, f in functions.items()}
+    return TrainingProgram(hosts=hosts, rows=rows, groups=groups, **functions)
+
+
+def structure_key(structure: Structure) -> Hashable:
+    """What decides which operations a train pass runs on which shapes: equal keys have interchangeable programs."""
+    learns, heard = trained_mask(structure), structure.alpha > 0.0
+    runs = learns | heard
+    of_running = (structure.blueprint, join_order(structure), structure.has_gate)
+    masks = (learns.tobytes(), heard.tobytes())
+    return (*masks, *(np.where(runs, values, 0).astype(np.int64).tobytes() for values in of_running))
+
+
+def train_batch(
+    learned: list[Rows], apply: Callable[[str, Tensor], Tensor], scaler: LossScaler, x_NB: Tensor, y_NB: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One forward and one backward of all hosts; `learned[0]` are the hosts. Returns loss and hits [N].
+
+    `apply` is what a slot does to the features that pass it.
+    """
+    num_hosts, batch = y_NB.shape
+    x = x_NB.transpose(0, 1).flatten(0, 1)
+    y_BN = y_NB.t()
+    with scaler.autocast():
+        logits = learned[0](x, apply).float()
+    loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)
+    loss_N = loss_BN.mean(dim=0)
+    leaves = [leaf for rows in learned for leaf in rows.parameters]
+    # a blueprint may have parameters that it does not use
+    slopes = torch.autograd.grad((loss_N * scaler.scale).sum(), leaves, materialize_grads=True)
+    torch._foreach_copy_([slope for rows in learned for slope in rows.slopes], slopes)
+    hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
+    return loss_N.detach(), hits
+
+
+def _given(rows: Rows) -> Iterator[Tensor]:
+    """What was copied out of the population for these rows: buffers, and weights that do not learn."""
+    yield from rows.buffers
+    if not rows.slopes:
+        yield from rows.parameters

@@ -1,0 +1,129 @@
+"""The hosts that executors run: their parameters, their data, their precision, and what grows in them."""
+
+from typing import final
+
+import numpy as np
+import torch
+
+from esper.kasmina.parameters.optimizers import host_decay_mask
+from esper.kasmina.parameters.population import Population
+from esper.leyline.checkpoint_tree import below, check_same_shapes, with_prefix
+from esper.leyline.protocols import StateTree
+from esper.leyline.stages import SeedStage
+from esper.tasks.datasets import Dataset, SplitName
+from esper.tolaria.amp import LossScaler
+from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_structure
+
+
+@final
+class HostData:
+    """The one owner of N hosts and their data; executors only run them.
+
+    Args:
+        population: the hosts and their seeds.
+        dataset: on the device already.
+        batch_train, batch_val: examples per batch and host.
+        scaler: precision of training.
+
+    Attributes:
+        structure: what grows where, as of the last `apply_structure`. episode: the one that `reset` began.
+        execution_order: slots in the order in which the network passes them.
+        decay_mask: [P] elements of a host that decoupled weight decay applies to.
+    """
+
+    def __init__(
+        self, population: Population, dataset: Dataset, *, batch_train: int, batch_val: int, scaler: LossScaler
+    ) -> None:
+        self.population, self.dataset, self.scaler = population, dataset, scaler
+        self._batch_val = batch_val
+        self._train = self._batches("train", batch_train)
+        self._val = self._batches("val", batch_val)
+        self.column = {point.slot_id: s for s, point in enumerate(population.points)}
+        self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
+        layout = population.host_kind.template.parameters
+        self.decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(population.device))
+        self.episode = 0
+        self.structure = empty_structure(population.num_envs, population.num_slots)
+
+    def _batches(self, split: SplitName, size: int, *, run_finished: bool = False) -> SharedBatchIterator:
+        p = self.population
+        return SharedBatchIterator(
+            self.dataset, p.num_envs, size, split, p.run_seed, p.device, run_finished=run_finished
+        )
+
+    # -- births and deaths ------------------------------------------------------------------------------------------
+
+    def reset(self, episode: int) -> None:
+        """N fresh hosts with empty slots."""
+        self.episode = episode
+        self.population.reset(episode)
+        self.scaler.reset()
+        self.structure = empty_structure(self.population.num_envs, self.population.num_slots)
+
+    def apply_structure(self, structure: Structure) -> None:
+        """Restore, clear, draw and snapshot rows as the lifecycle decided in the step that ended."""
+        p = self.population
+        p.restore(structure.panicked, structure.stage)
+        p.release(structure.released)
+        p.germinate(structure.germinated, structure.blueprint, structure.has_gate, self.episode, structure.t)
+        p.keep_hosts(structure.snapshot)
+        p.keep_seeds(structure.keep)
+        self.structure = structure
+
+    # -- data -------------------------------------------------------------------------------------------------------
+
+    def train_batches(self, t: int) -> SharedBatchIterator:
+        """The train split in each host's order of step `t`."""
+        self.population.moment.episode, self.population.moment.t = self.episode, t
+        self._train.begin(t, self.episode, self.population.host_ids)
+        return self._train
+
+    def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
+        """The validation split, or the test split at the end of a run."""
+        return self._val if split == "val" else self._batches("test", self._batch_val, run_finished=True)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        height, width = self.dataset.train.x.shape[-2:]
+        return height, width
+
+    def label_range(self, *splits: SplitName) -> tuple[int, int]:
+        """The lowest and the highest label of these splits."""
+        labels = torch.cat([self.dataset.split(split).y.reshape(-1) for split in splits])
+        return int(labels.min()), int(labels.max())
+
+    @property
+    def largest_activation(self) -> int:
+        """Floats of the largest activation of one example in a host."""
+        return self.population.host_module.spec.largest_activation(*self.image_size)
+
+    # -- coalitions -------------------------------------------------------------------------------------------------
+
+    def coalition_sets(self) -> list[np.ndarray]:
+        """The coalitions [K_n, S] of each host that the structure asks for."""
+        return [rows[valid] for rows, valid in zip(self.structure.sets, self.structure.sets_valid, strict=True)]
+
+    def committed_sets(self) -> list[np.ndarray]:
+        """The one coalition [1, S] of each host that its fossilized seeds are."""
+        return [row[None] for row in self.structure.stage == SeedStage.FOSSILIZED]
+
+    # -- persistence ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateTree:
+        """The population, the precision scales and the episode."""
+        return {
+            **with_prefix("population", self.population.state_dict()),
+            "loss_scale": self.scaler.scale,
+            "good_steps": self.scaler.good_steps,
+            "episode": torch.tensor(self.episode),
+        }
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        check_same_shapes(state, self.state_dict(), "executor")
+        self.population.load_state_dict(below("population", state))
+        self.scaler.scale.copy_(state["loss_scale"])
+        self.scaler.good_steps.copy_(state["good_steps"])
+        self.episode = int(state["episode"])

@@ -1,0 +1,181 @@
+"""Seeds and gates as instructions: which kinds of modules there are rules for, and which of them can be written so.
+
+seed --> RULES[type(seed)]      built of layers in a row, or one of the modules below
+problem(module)                 why it has no rule: hosts in which it grows are run by PyTorch
+"""
+
+from collections.abc import Callable, Container, Mapping
+
+from torch import nn
+
+from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
+from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.layers import LayerScale, TanhScale
+from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Rows, expect
+from esper.tolaria.executors.native.layer_rules import (
+    Back,
+    Features,
+    Rule,
+    Weights,
+    activation,
+    chain,
+    convolution,
+    group_norm,
+    layer_scale,
+    linear,
+    mean_space,
+)
+
+
+def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """Layer by layer; what follows a normalization is done together with it."""
+    layers = [(layer, weights.of(name)) for name, layer in chain_of._modules.items()]  # also one that comes twice
+    steps: list[Callable[[Features], tuple[Features, Back]]] = []
+    while layers:
+        layer, own = layers.pop(0)
+        if isinstance(layer, nn.GroupNorm):
+            relu = bool(layers) and isinstance(layers[0][0], nn.ReLU)
+            if relu:
+                layers.pop(0)
+            scale = layers.pop(0)[1] if layers and isinstance(layers[0][0], LayerScale) else None
+            steps.append(lambda h, n=layer, w=own, r=relu, s=scale: group_norm(a, n, w, h, relu=r, scale=s))  # type: ignore[misc]
+        else:
+            steps.append(lambda h, m=layer, w=own: RULES[type(m)](a, m, w, h))  # type: ignore[misc]
+    return chain(a, x, *steps)
+
+
+def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """A factor per channel from the means of all; nothing upstream learns from it."""
+    factor, back_factor = chain(
+        a,
+        x,
+        lambda h: mean_space(a, h),
+        lambda h: linear(a, module.squeeze, weights.of("squeeze"), h),
+        lambda h: activation(Activation.SILU)(a, module.act, weights, h),
+        lambda h: linear(a, module.excite, weights.of("excite"), h),
+        lambda h: activation(Activation.TANH)(a, module, weights, h),
+    )
+    expect("factors of a channel attention", factor.channels, x.channels)
+    y, sizes = x.like(a.rows(x.rows.size)), (x.channels, x.space)
+    a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
+    if not a.learns:
+        a.release(factor.rows)
+
+    def back(g: Rows, wanted: bool) -> None:
+        assert not wanted, "an isolated seed sends nothing upstream"
+        into = a.rows(x.channels)
+        a.emit(Operation.MODULATE_BACK, x.rows, g, into, sizes=sizes)
+        a.release(g, y.rows)
+        back_factor(into, False)
+
+    return y, back
+
+
+def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """A step from the features towards their normalized selves; nothing upstream learns from it."""
+    z, back_norm = group_norm(a, module.norm, weights.of("norm"), x)
+    y, sizes, gain = x.like(a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
+    strength = gain.value("strength")
+    a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
+    if not a.learns:
+        a.release(z.rows)
+
+    def back(g: Rows, wanted: bool) -> None:
+        assert not wanted, "an isolated seed sends nothing upstream"
+        a.emit(Operation.SHIFT_BACK, strength, z.rows, x.rows, g, gain.grad("strength"), sizes=sizes)
+        a.release(y.rows)
+        back_norm(g, False)
+
+    return y, back
+
+
+def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> tuple[Features, Back]:
+    """One number in (0, 1) per example."""
+    return chain(
+        a,
+        x,
+        lambda h: mean_space(a, h),
+        lambda h: linear(a, module.hidden, weights.of("hidden"), h),
+        lambda h: activation(Activation.SILU)(a, module.act, weights, h),
+        lambda h: linear(a, module.out, weights.of("out"), h),
+        lambda h: activation(Activation.SIGMOID)(a, module, weights, h),
+    )
+
+
+RULES: Mapping[type[nn.Module], Rule] = {
+    nn.Conv2d: convolution,
+    nn.GroupNorm: group_norm,
+    nn.ReLU: activation(Activation.RELU),
+    nn.SiLU: activation(Activation.SILU),
+    nn.Tanh: activation(Activation.TANH),
+    nn.Sigmoid: activation(Activation.SIGMOID),
+    LayerScale: layer_scale,
+    nn.Sequential: sequential,
+    ChannelAttention: attention,
+    NormShift: norm_shift,
+    GateNetwork: gate,
+}
+"""Every kind of seed, and of layer in a sequence, that there is a rule for."""
+
+_PARTS: Mapping[type[nn.Module], Mapping[str, type[nn.Module]]] = {
+    ChannelAttention: {"squeeze": nn.Linear, "act": nn.SiLU, "excite": nn.Linear},
+    NormShift: {"norm": nn.GroupNorm, "gain": TanhScale},
+    GateNetwork: {"hidden": nn.Linear, "act": nn.SiLU, "out": nn.Linear},
+}
+"""What the modules are made of that have a rule as a whole."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def problem(module: nn.Module) -> str | None:
+    """Why a seed cannot be written as instructions; None where it can."""
+    return altered(module, {*RULES, nn.Linear, TanhScale}) or _unknown(module)
+
+
+def altered(module: nn.Module, kinds: Container[type[nn.Module]]) -> str | None:
+    """What a module or one in it does that the types in `kinds` do not tell; None: nothing.
+
+    Types are compared exactly, so a subclass, or a layer with a parametrization, is none of them.
+    """
+    for path, layer in module.named_modules(remove_duplicate=False):
+        name = f"{path or 'it'} ({type(layer).__name__})"
+        if type(layer) not in kinds:
+            return f"there is no rule for {name}"
+        if any(getattr(layer, hooks) for hooks in _HOOKS):
+            return f"{name} has hooks"
+        if "forward" in vars(layer):
+            return f"{name} has a forward pass of its own"
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    tied = sorted({*names} - {name for name, _ in module.named_parameters()})
+    return f"{tied[0]} is the same parameter as another" if tied else None
+
+
+def _unknown(module: nn.Module) -> str | None:
+    """What there is no rule for in a module of unaltered layers."""
+    kind = type(module)
+    parts = {name: type(part) for name, part in module.named_children()}
+    if isinstance(module, nn.Sequential):
+        inside = [f"{type(m).__name__} as a part" if type(m) in _PARTS else _unknown(m) for m in module]
+        return next(filter(None, inside), None) if inside else "it has no layers"
+    if kind in _PARTS and parts != _PARTS[kind]:
+        return f"{kind.__name__} is not made of {', '.join(_PARTS[kind])}"
+    if isinstance(module, NormShift):
+        return _unknown(module.norm)
+    if isinstance(module, nn.Conv2d) and not _plain(module):
+        return f"there is no rule for {module}"
+    if isinstance(module, nn.GroupNorm) and module.weight is None:
+        return "there is no rule for group norms without weights"
+    return None if kind in RULES else f"there is no rule for {kind.__name__} as a seed or in a sequence"
+
+
+def _plain(conv: nn.Conv2d) -> bool:
+    """A convolution that keeps the size of the image and has all or no channels in common."""
+    kernel = conv.kernel_size[0]
+    depthwise = conv.groups == conv.in_channels == conv.out_channels and conv.bias is None
+    return (
+        conv.kernel_size in ((1, 1), (3, 3))
+        and conv.stride == (1, 1)
+        and conv.dilation == (1, 1)
+        and conv.padding == (kernel // 2, kernel // 2)
+        and conv.padding_mode == "zeros"
+        and (conv.groups == 1 or depthwise)
+    )

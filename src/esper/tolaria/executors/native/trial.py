@@ -1,0 +1,154 @@
+"""A kind of module is run as instructions beside PyTorch once, before anything is computed with them.
+
+Both get the same random weights and features, in float64, so that what differs is no rounding. What they do not agree
+on is no error: the module has no rule then, and hosts in which it grows are run by PyTorch.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.parameters.flat_layout import FlatLayout, buffer_layout, parameter_layout
+from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, ShapeError
+from esper.tolaria.executors.native.layer_rules import Features, Rule, Weights
+from esper.tolaria.executors.native.library import stride_of
+from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+from esper.tolaria.executors.native.seed_rules import RULES
+
+_SHAPES = ((3, 5, 4), (17, 1, 1))
+"""Examples, height and width: rows that are not full, a map that is not square, and a single position."""
+_CLOSE = 1e-8
+_IMAGES, _VALUES, _GRADS, _BUFFERS, _ONES, _GRAD_OUT, _OUT, _GRAD_IN = range(NUM_WORKING, NUM_WORKING + 8)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Output [B, C, H, W], gradients of the input (None: not wanted) and of the row of weights (None: no backward)."""
+
+    y: Tensor
+    grad_input: Tensor | None
+    grad_weights: Tensor | None
+
+
+def disagreement(module: nn.Module, channels: int) -> str | None:
+    """What a seed or gate gives otherwise as instructions than in PyTorch, for features of so many channels.
+
+    None where outputs in train and eval mode and all gradients agree, and where the output of a seed has the shape of
+    its input.
+    """
+    generator = torch.Generator().manual_seed(0)
+    layout, rule = parameter_layout(module), RULES[type(module)]
+    for batch, height, width in _SHAPES:
+        row = torch.randn(layout.total, generator=generator, dtype=torch.float64) * 0.5 + 0.1
+        x = torch.randn(batch, channels, height, width, generator=generator, dtype=torch.float64)
+        for learns in (True, False):
+            try:
+                want = by_torch(module, layout, row, x, learns=learns)
+            except (RuntimeError, ValueError) as error:
+                return f"PyTorch refuses features {tuple(x.shape)}: {error}"
+            if not isinstance(module, GateNetwork) and want.y.shape != x.shape:
+                return f"it makes {tuple(want.y.shape)} of features {tuple(x.shape)}"
+            try:
+                found = by_instructions(rule, module, layout, row, x, learns=learns)
+            except ShapeError as error:
+                return str(error)
+            if not _same(found.y, want.y):
+                return f"its output is another than in PyTorch {'while it trains' if learns else 'in evaluation mode'}"
+            if not _same(found.grad_weights, want.grad_weights):
+                return "its gradients are others than in PyTorch"
+    return None
+
+
+def by_torch(
+    module: nn.Module, layout: FlatLayout, row: Tensor, x: Tensor, *, learns: bool = True, wanted: bool = False
+) -> Outcome:
+    """A module with these weights in PyTorch; the gradient of its output is `_grad_like` it.
+
+    Raises:
+        ValueError: it writes into its input.
+    """
+    twin = copy.deepcopy(module).double().train(learns)
+    row, leaf = row.clone().requires_grad_(learns), x.clone().requires_grad_(learns)
+    given = leaf.clone()
+    y: Tensor = torch.func.functional_call(twin, layout.unpack(row), (given,))
+    if not torch.equal(given, x):
+        raise ValueError("it writes into its input")
+    if not learns:
+        return Outcome(y, None, None)
+    grad_row, grad_x = torch.autograd.grad(y, (row, leaf), _grad_like(y), materialize_grads=True)
+    return Outcome(y.detach(), grad_x if wanted else None, grad_row)
+
+
+def by_instructions(
+    rule: Rule,
+    module: nn.Module,
+    layout: FlatLayout,
+    row: Tensor,
+    x: Tensor,
+    *,
+    learns: bool = True,
+    wanted: bool = False,
+    buffers: Tensor | None = None,
+) -> Outcome:
+    """The same by the machine; running statistics in `buffers` are moved.
+
+    Raises:
+        ShapeError: layers do not fit each other.
+    """
+    batch, channels, height, width = x.shape
+    kept = buffer_layout(module)
+    a = Assembler(learns=learns)
+    h = Features(a.rows(x[0].numel()), channels, height, width)
+    a.emit(Operation.TRANSPOSE, Place(_IMAGES, 0), h.rows, sizes=(h.rows.size,))
+    y, back = rule(a, module, Weights(layout, _VALUES, _GRADS if learns else None, kept, _BUFFERS), h)
+    one = Place(_ONES, 0)  # a factor of one copies rows from one space to another
+    a.emit(Operation.SCALE, one, y.rows, Place(_OUT, 0), sizes=(1, y.rows.size))
+    if learns:
+        g = a.rows(y.rows.size)
+        a.emit(Operation.SCALE, one, Place(_GRAD_OUT, 0), g, sizes=(1, g.size))
+        into = back(g, wanted)
+        if into is not None:
+            a.emit(Operation.SCALE, one, into, Place(_GRAD_IN, 0), sizes=(1, into.size))
+    out, grad_in = (torch.zeros(f.rows.size, stride_of(batch), dtype=x.dtype) for f in (y, h))
+    grad_out = _grad_like(torch.empty(batch, *y.shape, dtype=x.dtype))
+    grad_row = torch.full_like(row, torch.nan).masked_fill_(layout.padding_mask, 0.0)
+    tensors = {
+        _IMAGES: x.contiguous(), _VALUES: row, _GRADS: grad_row,
+        _BUFFERS: torch.zeros(0) if buffers is None else buffers,
+        _ONES: torch.ones(1, dtype=x.dtype), _GRAD_OUT: _rows_of(grad_out), _OUT: out, _GRAD_IN: grad_in,
+    }  # fmt: skip
+    spaces = Spaces(1, NUM_WORKING + len(tensors))
+    for space, tensor in tensors.items():
+        spaces.share(space, tensor)
+    Machine(dtype=x.dtype).run(Batchwork.of([a.program()], np.zeros(1, dtype=np.int64)), spaces, batch)
+    grad_x = _examples_of(grad_in, x.shape) if learns and wanted else None
+    return Outcome(_examples_of(out, (batch, *y.shape)), grad_x, grad_row if learns else None)
+
+
+def _grad_like(y: Tensor) -> Tensor:
+    """Some gradient of an output: no two neighbours are equal."""
+    return torch.linspace(-1.0, 1.0, 101, dtype=y.dtype).repeat(-(-y.numel() // 101))[: y.numel()].view(y.shape)
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """[B, ...] -> rows of lanes [rows, stride], zero beyond the examples."""
+    rows = torch.zeros(x[0].numel(), stride_of(len(x)), dtype=x.dtype)
+    rows[:, : len(x)] = x.flatten(1).t()
+    return rows
+
+
+def _examples_of(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Rows of lanes -> [B, ...]; NaN where lanes beyond the examples are not zero."""
+    batch = shape[0]
+    x = rows[:, :batch].t().reshape(shape)
+    return torch.full_like(x, torch.nan) if rows[:, batch:].any() else x
+
+
+def _same(found: Tensor | None, want: Tensor | None) -> bool:
+    if found is None or want is None:
+        return found is want
+    return found.shape == want.shape and torch.allclose(found, want, rtol=_CLOSE, atol=_CLOSE)

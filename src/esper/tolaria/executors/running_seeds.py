@@ -1,0 +1,190 @@
+"""What runs in each slot of each host during a pass, worked out from the structure before the pass begins."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from torch import Tensor
+
+from esper.kasmina.blending import blend
+from esper.kasmina.parameters.dropout import Draws, draw_for
+from esper.kasmina.parameters.flat_layout import Template
+from esper.kasmina.parameters.population import Population
+from esper.kasmina.parameters.slab import Working
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tolaria.executors.protocol import Structure
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A skeleton, the row it runs on, and the dropout masks that it draws."""
+
+    template: Template
+    params: Tensor
+    buffers: Tensor
+    draws: Draws | None = None
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """Run on `h`; binding is one split of the row."""
+        self.template.bind(self.params, self.buffers)
+        draw_for(self.template.dropouts, self.draws)
+        return self.template(h)
+
+
+@final
+@dataclass(frozen=True)
+class RunningSeed:
+    """One seed of one host in one pass.
+
+    `hidden` seeds learn by a straight-through gradient and are not heard; `isolated` ones send no gradient upstream
+    through their input.
+    """
+
+    seed: Bound
+    gate: Bound | None
+    algorithm: Algorithm
+    alpha: Tensor
+    hidden: bool
+    isolated: bool
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The rows of seed and gate that learn."""
+        for bound in (self.seed, self.gate):
+            if bound is not None and bound.params.requires_grad:
+                yield bound.params
+
+    def train(self, h: Tensor) -> Tensor:
+        """Features after the slot, in a train pass."""
+        x = h.detach() if self.isolated else h
+        return self._blended(h, x, None if self.hidden else self.alpha)
+
+    def listen(self, h: Tensor) -> Tensor:
+        """Features with the seed's correction at its present alpha."""
+        return self._blended(h, h, self.alpha)
+
+    def _blended(self, h: Tensor, x: Tensor, alpha: Tensor | None) -> Tensor:
+        gate = self.gate(x) if self.gate is not None else None
+        return blend(h, self.seed(x), self.algorithm, alpha, gate)
+
+
+SlotsOfHost = dict[str, RunningSeed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRows:
+    """Which seeds and gates a pass trains: hosts and slots of each row, and the compact copies that are trained."""
+
+    seed_host: np.ndarray
+    seed_slot: np.ndarray
+    gate_of: np.ndarray
+    """Row among the trained seeds of each trained gate."""
+    seeds: Working
+    gates: Working
+
+
+def trained_mask(structure: Structure) -> np.ndarray:
+    """[N, S]: seeds that learn in the next train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
+    learns = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+    learning: np.ndarray = np.isin(structure.stage, learns) & (structure.alpha_mode != AlphaMode.DOWN)
+    return learning
+
+
+def isolated_mask(population: Population, structure: Structure) -> np.ndarray:
+    """[N, S]: seeds that send no gradient into the host: all of a CNN, and everywhere those that are not active."""
+    isolated: np.ndarray = (structure.alpha <= 0.0) | (population.topology is Topology.CNN)
+    return isolated
+
+
+_JOINS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
+
+
+def join_order(structure: Structure) -> np.ndarray:
+    """[N, S]: how a seed joins its host, as a rank: ADD, MULTIPLY, GATE, each hidden first and then heard."""
+    way = np.select([structure.algorithm == Algorithm.MULTIPLY, structure.algorithm == Algorithm.GATE], [1, 2], 0)
+    ranks: np.ndarray = 2 * way + (structure.alpha > 0.0)
+    return ranks
+
+
+def join_of_rank(rank: int) -> tuple[Algorithm, bool]:
+    """The algorithm of a rank, and whether it is heard."""
+    return _JOINS[rank // 2], bool(rank % 2)
+
+
+def begin_training(population: Population, structure: Structure) -> TrainedRows:
+    """Copy the rows that will be trained; only as wide as the widest of them.
+
+    Seeds that run alike come one after another: by slot, blueprint, isolation, how they join the host, and host.
+    """
+    hosts, slots = np.nonzero(trained_mask(structure))
+    isolated, how = isolated_mask(population, structure), join_order(structure)
+    by_seed = (values[hosts, slots] for values in (how, isolated, structure.blueprint))
+    order = np.lexsort((hosts, *by_seed, slots))
+    hosts, slots = hosts[order], slots[order]
+    flat = hosts * population.num_slots + slots
+    gated = (structure.algorithm == Algorithm.GATE) & structure.has_gate
+    gate_of = np.flatnonzero(gated[hosts, slots])
+    channels = [population.points[s].channels for s in slots]
+    blueprints = structure.blueprint[hosts, slots].tolist()
+    seed_kinds = [population.seed_kinds[c, b] for c, b in zip(channels, blueprints, strict=True)]
+    gate_kinds = [population.gate_kinds[channels[i]] for i in gate_of]
+    seed_widths = [kind.template.parameters.total for kind in seed_kinds]
+    gate_widths = [kind.template.parameters.total for kind in gate_kinds]
+    return TrainedRows(
+        seed_host=hosts,
+        seed_slot=slots,
+        gate_of=gate_of,
+        seeds=population.seeds.begin(population.index(flat), seed_widths),
+        gates=population.gates.begin(population.index(flat[gate_of]), gate_widths),
+    )
+
+
+def finish_training(population: Population, rows: TrainedRows) -> None:
+    """Write what was trained back."""
+    population.seeds.finish(rows.seeds)
+    population.gates.finish(rows.gates)
+
+
+def running_seeds(
+    population: Population, structure: Structure, alpha: Tensor, rows: TrainedRows | None
+) -> list[SlotsOfHost]:
+    """The seeds of each host that a pass must run; in a train pass (`rows` given) the trained ones run on copies.
+
+    `alpha` [N, S] is the device's; a slot whose seed is neither heard nor learning is left out.
+    """
+    leaf: dict[tuple[int, int], Tensor] = {}
+    gate_leaf: dict[tuple[int, int], Tensor] = {}
+    if rows is not None:
+        places = list(zip(rows.seed_host.tolist(), rows.seed_slot.tolist(), strict=True))
+        leaf = dict(zip(places, rows.seeds.leaves, strict=True))
+        gate_leaf = {places[i]: row for i, row in zip(rows.gate_of.tolist(), rows.gates.leaves, strict=True)}
+    heard, isolated = structure.alpha > 0.0, isolated_mask(population, structure)
+    runs = heard if rows is None else heard | trained_mask(structure)
+    hosts: list[SlotsOfHost] = [{} for _ in range(population.num_envs)]
+    for n, s in zip(*np.nonzero(runs), strict=True):
+        point = population.points[s]
+        kind = population.seed_kinds[point.channels, int(structure.blueprint[n, s])]
+        algorithm = Algorithm(int(structure.algorithm[n, s]))
+        flat = n * population.num_slots + s
+        gate = None
+        if algorithm is Algorithm.GATE:
+            gate_kind = population.gate_kinds[point.channels]
+            row = gate_leaf.get((n, s), population.gates.params[flat])
+            gate = _bound(gate_kind.template, row, population.gates.buffers[flat])
+        row, buffers = leaf.get((n, s), population.seeds.params[flat]), population.seeds.buffers[flat]
+        draws = population.draws(slice(n, n + 1), int(s)) if kind.template.dropouts else None
+        hosts[n][point.slot_id] = RunningSeed(
+            seed=_bound(kind.template, row, buffers, draws),
+            gate=gate,
+            algorithm=algorithm,
+            alpha=alpha[n, s],
+            hidden=not heard[n, s],
+            isolated=bool(isolated[n, s]),
+        )
+    return hosts
+
+
+def _bound(template: Template, params: Tensor, buffers: Tensor, draws: Draws | None = None) -> Bound:
+    """The row, cut to what this kind of module uses; a leaf has that length already."""
+    used = params if params.requires_grad else params[: template.parameters.total]
+    return Bound(template, used, buffers[: template.buffers.total], draws)

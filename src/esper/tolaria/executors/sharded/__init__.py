@@ -1,0 +1,1 @@
+"""Hosts shared by processes of one machine."""

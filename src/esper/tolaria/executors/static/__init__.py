@@ -1,0 +1,1 @@
+"""Every blueprint in every slot under masks (experimental)."""

@@ -1,0 +1,1 @@
+"""Hosts one after another: the reference."""

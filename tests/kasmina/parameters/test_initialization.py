@@ -1,0 +1,149 @@
+"""Initialization as data: bounds, constants, and independence of who else is drawn."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
+from esper.kasmina.parameters.flat_layout import parameter_layout
+from esper.kasmina.parameters.initialization import (
+    InitTable,
+    build_twice,
+    deterministic_build,
+    fresh,
+    fresh_rows,
+    init_table,
+)
+from esper.leyline.errors import ConfigError
+from esper.leyline.random import Stream
+
+
+class Mixed(nn.Module):
+    """Everything that a parameter can start from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3)
+        self.depthwise = nn.Conv2d(6, 6, 3, groups=6, bias=False)
+        self.linear = nn.Linear(9, 5)
+        self.out = nn.Linear(5, 5)
+        self.norm = nn.GroupNorm(1, 5)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.wide = nn.Linear(3, 2, bias=False)
+        nn.init.uniform_(self.wide.weight, 1.0, 4.0)
+        self.silent = nn.Linear(3, 3)
+        nn.init.zeros_(self.silent.weight)
+        nn.init.constant_(self.silent.bias, 0.5)
+        self.other = nn.Parameter(torch.full((3,), 0.01))
+        self.halved = nn.Linear(3, 4, bias=False)
+        with torch.no_grad():
+            self.halved.weight.mul_(0.5)
+        self.table = nn.Embedding(3, 2, padding_idx=0)
+        self.noise = nn.Parameter(torch.randn(7))
+
+
+BIRTH = {"out.weight": 0.0, "other": 0.25}
+INTERVALS = {  # centre and bound
+    "conv.weight": (0, 1 / 6), "conv.bias": (0, 1 / 6), "depthwise.weight": (0, 1 / 3), "linear.weight": (0, 1 / 3),
+    "linear.bias": (0, 1 / 3), "out.bias": (0, 1 / math.sqrt(5)), "attention.in_proj_weight": (0, 0.5),
+    "attention.out_proj.weight": (0, 1 / math.sqrt(6)), "wide.weight": (2.5, 1.5),
+}  # fmt: skip
+CONSTANTS = {
+    "out.weight": 0.0, "other": 0.25, "norm.weight": 1.0, "norm.bias": 0.0, "attention.in_proj_bias": 0.0,
+    "attention.out_proj.bias": 0.0, "silent.weight": 0.0, "silent.bias": 0.5,
+}  # fmt: skip
+REBUILT = {"halved.weight", "table.weight", "noise"}
+
+
+def mixed_table() -> tuple[nn.Module, InitTable]:
+    module = deterministic_build(Mixed)
+    return module, init_table(build_twice(Mixed), parameter_layout(module), BIRTH)
+
+
+def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_set():
+    module, table = mixed_table()
+    layout = parameter_layout(module)
+    starts = INTERVALS | {name: (value, 0) for name, value in CONSTANTS.items()} | dict.fromkeys(REBUILT, (0, 0))
+    assert starts.keys() == {spec.name for spec in layout.tensors}
+    found = zip(layout.unpack(table.centre).items(), layout.unpack(table.bound).values(), strict=True)
+    for (name, centre), bound in found:
+        torch.testing.assert_close(centre, torch.full_like(centre, starts[name][0]), msg=name)
+        torch.testing.assert_close(bound, torch.full_like(bound, starts[name][1]), msg=name)
+    rebuilt = layout.unpack(table.rebuilt.float())
+    assert {name for name, mask in rebuilt.items() if mask.all()} == REBUILT
+    assert not any(mask.any() for name, mask in rebuilt.items() if name not in REBUILT)
+
+
+def test_a_word_becomes_a_weight_by_centre_plus_bound_times_two_u_minus_one():
+    never = torch.zeros(3, dtype=torch.bool)
+    table = InitTable(bound=torch.tensor([2.0, 0.0, 1.0]), centre=torch.tensor([0.0, 7.0, 10.0]), rebuilt=never)
+    words = torch.tensor([[0, 0, 2**31], [2**32 - 1, 5, 3 * 2**30]])
+    # u = 0, -, 1/2 and 1 - 2^-24, -, 3/4
+    expected = torch.tensor([[-2.0, 7.0, 10.0], [2.0 * (1 - 2.0**-23), 7.0, 10.5]])
+    assert torch.equal(fresh(table, words), expected)
+
+
+def test_drawn_weights_fill_their_interval_evenly_and_padding_stays_zero():
+    module, table = mixed_table()
+    layout = parameter_layout(module)
+    rows = fresh_rows(table, 3, Stream.SEED_INIT, torch.arange(200), t=4, slot=2)
+    weight = layout.unpack(rows)["conv.weight"].flatten() * 6  # 200 * 216 numbers in [-1, 1)
+    assert weight.min() >= -1
+    assert weight.max() < 1
+    assert abs(float(weight.mean())) < 0.01  # standard error 0.003
+    assert abs(float(weight.var()) - 1 / 3) < 0.01
+    assert torch.equal(rows[:, layout.padding_mask], torch.zeros(200, int(layout.padding_mask.sum())))
+    assert torch.equal(layout.unpack(rows)["other"], torch.full((200, 3), 0.25))
+
+
+def test_the_weights_of_a_host_do_not_depend_on_the_others():
+    _, table = mixed_table()
+    hosts = torch.tensor([5, 0, 11])
+    together = fresh_rows(table, 3, Stream.SEED_INIT, hosts, episode=2, t=4, slot=1)
+    for i, host in enumerate(hosts):
+        assert torch.equal(together[i], fresh_rows(table, 3, Stream.SEED_INIT, host[None], episode=2, t=4, slot=1)[0])
+    per_host = torch.tensor([1, 1, 2])
+    mixed_slots = fresh_rows(table, 3, Stream.SEED_INIT, hosts, episode=2, t=4, slot=per_host)
+    assert torch.equal(mixed_slots[:2], together[:2])
+    assert not torch.equal(mixed_slots[2], together[2])
+
+
+@pytest.mark.parametrize(
+    "change", [{"run_seed": 4}, {"stream": Stream.HOST_INIT}, {"episode": 1}, {"t": 5}, {"slot": 1}]
+)
+def test_every_part_of_the_key_gives_other_weights(change):
+    _, table = mixed_table()
+    base = {"run_seed": 3, "stream": Stream.SEED_INIT, "episode": 0, "t": 4, "slot": 0}
+    hosts = torch.arange(2)
+    assert not torch.equal(fresh_rows(table, host=hosts, **base), fresh_rows(table, host=hosts, **(base | change)))
+
+
+def test_building_is_deterministic_and_leaves_the_global_generator_alone():
+    torch.manual_seed(99)
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    first = deterministic_build(Mixed)
+    assert torch.equal(torch.rand(3), expected)
+    second = deterministic_build(Mixed)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
+    spec = CNNHostSpec(in_channels=3, base=8, blocks=2, kernel=3, pools=2, classes=10)
+    builds = build_twice(lambda: CNNHost(spec, ["r0c0"], image_size=(32, 32)))
+    layout = parameter_layout(builds.module)
+    bounds = layout.unpack(init_table(builds, layout, {}).bound)
+    largest = {name: float(bound.max()) for name, bound in bounds.items()}
+    assert largest == pytest.approx({
+        "blocks.0.conv.weight": 1 / math.sqrt(27), "blocks.0.norm.weight": 0, "blocks.0.norm.bias": 0,
+        "blocks.1.conv.weight": 1 / math.sqrt(72), "blocks.1.norm.weight": 0, "blocks.1.norm.bias": 0,
+        "head.weight": 0.25, "head.bias": 0.25,
+    })  # fmt: skip
+
+
+def test_a_birth_name_that_does_not_exist_is_refused():
+    builds = build_twice(lambda: nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=r"birth names '0.wieght'.*did you mean '0.weight'"):
+        init_table(builds, parameter_layout(builds.module), {"0.wieght": 0.0})

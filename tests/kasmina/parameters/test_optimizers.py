@@ -1,0 +1,181 @@
+"""Optimizers on slabs, against the optimizers of torch row by row."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from esper.kasmina.parameters.optimizers import (
+    AdamWState,
+    OptimizerSpec,
+    SGDState,
+    clip_factor,
+    host_decay_mask,
+    init_state,
+    step_rows,
+)
+from esper.leyline.errors import ConfigError
+from esper.leyline.tensor_dataclass import named_tensors
+
+ROWS, LENGTH, STEPS = 3, 32, 8
+MATRIX = torch.arange(LENGTH) < 20
+KINDS = ("sgd", "adamw")
+
+
+def draw(seed: int) -> torch.Tensor:
+    return torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed))
+
+
+def torch_twin(spec: OptimizerSpec, row: torch.Tensor, lr: float, decayed: bool) -> torch.optim.Optimizer:
+    """torch's own optimizer of one row; the first 20 elements stand for a matrix."""
+    matrix, rest = nn.Parameter(row[:20].clone()), nn.Parameter(row[20:].clone())
+    if spec.kind == "sgd":
+        decay = spec.sgd_weight_decay if decayed else 0.0
+        return torch.optim.SGD([matrix, rest], lr=lr, momentum=spec.momentum, weight_decay=decay)
+    groups = [{"params": [matrix], "weight_decay": spec.adamw_weight_decay if decayed else 0.0},
+              {"params": [rest], "weight_decay": 0.0}]  # fmt: skip
+    return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps)
+
+
+def step_twin(twin: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Tensor:
+    matrix, rest = (p for group in twin.param_groups for p in group["params"])
+    matrix.grad, rest.grad = gradient[:20].clone(), gradient[20:].clone()
+    twin.step()
+    return torch.cat((matrix.detach(), rest.detach()))
+
+
+@pytest.mark.parametrize("decayed", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_move_as_under_the_optimizer_of_torch(kind, decayed):
+    spec = OptimizerSpec(kind=kind)
+    params = draw(0)
+    twins = [torch_twin(spec, row, 0.02, decayed) for row in params]
+    state = init_state(spec, params)
+    mask = host_decay_mask(spec, MATRIX) if decayed else None
+    for step in range(STEPS):
+        gradient = draw(step + 1) * 10.0 ** (step % 3 - 1)
+        expected = torch.stack([step_twin(t, g) for t, g in zip(twins, gradient, strict=True)])
+        step_rows(spec, params, gradient.clone(), state, 0.02, mask)
+        torch.testing.assert_close(params, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_idle_rows_keep_every_bit_even_with_gradients_that_are_no_numbers(kind):
+    spec = OptimizerSpec(kind=kind)
+    params = draw(0)
+    params[1, 0] = -0.0
+    state = init_state(spec, params)
+    mask = host_decay_mask(spec, MATRIX)
+    step_rows(spec, params, draw(1), state, 0.02, mask)
+    before = {name: value.clone() for name, value in (("params", params), *named_tensors(state))}
+    gradient = draw(2)
+    gradient[1] = float("nan")
+    step_rows(spec, params, gradient, state, 0.02, mask, torch.tensor([True, False, True]))
+    for name, value in (("params", params), *named_tensors(state)):
+        old = before[name]
+        bits = torch.int32 if value.is_floating_point() else value.dtype
+        assert torch.equal(value[1].view(bits), old[1].view(bits)), name
+        assert value.isfinite().all(), name
+        assert not torch.equal(value[0], old[0]), name
+        assert not torch.equal(value[2], old[2]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_rests_goes_on_as_if_the_step_had_not_been(kind):
+    """Row 0 skips the second of three steps and must equal a row that took the first and third only."""
+    spec = OptimizerSpec(kind=kind)
+    params, alone = draw(0), draw(0)[:1]
+    state, state_alone = init_state(spec, params), init_state(spec, alone)
+    for step in range(3):
+        active = torch.tensor([step != 1, True, True])
+        step_rows(spec, params, draw(step + 1), state, 0.02, None, active)
+        if step != 1:
+            step_rows(spec, alone, draw(step + 1)[:1], state_alone, 0.02)
+    assert torch.equal(params[:1], alone)
+
+
+def test_sgd_takes_its_first_two_steps_as_worked_out_by_hand():
+    spec = OptimizerSpec(momentum=0.9)
+    params, state = torch.ones(1, 1), init_state(spec, torch.ones(1, 1))
+    step_rows(spec, params, torch.tensor([[2.0]]), state, 0.1)
+    torch.testing.assert_close(params, torch.tensor([[0.8]]))  # momentum 2
+    step_rows(spec, params, torch.tensor([[1.0]]), state, 0.1)
+    torch.testing.assert_close(params, torch.tensor([[0.52]]))  # momentum 0.9 * 2 + 1 = 2.8
+
+
+def test_adamw_takes_a_first_step_of_the_learning_rate_after_its_decay():
+    spec = OptimizerSpec(kind="adamw", adamw_weight_decay=0.5)
+    params, state = torch.tensor([[2.0, 2.0]]), init_state(spec, torch.zeros(1, 2))
+    step_rows(spec, params, torch.tensor([[3.0, -3.0]]), state, 0.1, torch.tensor([True, False]))
+    # decay: 2 * (1 - 0.1 * 0.5) = 1.9; step: 0.1 * sign of the gradient
+    torch.testing.assert_close(params, torch.tensor([[1.8, 2.1]]))
+
+
+def test_padding_without_gradient_stays_zero():
+    for kind in KINDS:
+        spec = OptimizerSpec(kind=kind)
+        params, gradient = draw(0), draw(1)
+        params[:, 20:], gradient[:, 20:] = 0.0, 0.0
+        state = init_state(spec, params)
+        for _ in range(3):
+            step_rows(spec, params, gradient.clone(), state, 0.02, torch.ones(LENGTH, dtype=torch.bool))
+        assert params[:, 20:].count_nonzero() == 0
+        assert params.isfinite().all()
+
+
+@pytest.mark.parametrize("max_norm", [1e-6, 0.5, 1.0, 1e3])
+def test_each_row_is_clipped_by_its_own_norm_as_torch_does(max_norm):
+    gradient = draw(3) * torch.tensor([[1e-6], [1.0], [100.0]])
+    expected = gradient.clone()
+    for row in expected:
+        parameter = nn.Parameter(torch.zeros(LENGTH))
+        parameter.grad = row
+        nn.utils.clip_grad_norm_([parameter], max_norm)
+    clipped = gradient * clip_factor(gradient.norm(dim=1), max_norm)[:, None]
+    torch.testing.assert_close(clipped, expected, rtol=1e-5, atol=0.0)
+
+
+def test_small_norms_are_left_alone_and_a_norm_of_three_millionths_is_clipped_to_a_quarter_of_one():
+    norms = torch.tensor([0.0, 3e-6, 1.0])
+    # 1e-6 / (3e-6 + 1e-6) = 0.25
+    torch.testing.assert_close(clip_factor(norms, 1e-6), torch.tensor([1.0, 0.25, 1e-6]))
+
+
+def test_the_state_has_the_shape_of_the_rows_and_starts_at_zero():
+    like = torch.ones(2, 3, 5)
+    sgd, adamw = init_state(OptimizerSpec(), like), init_state(OptimizerSpec(kind="adamw"), like)
+    assert isinstance(sgd, SGDState)
+    assert isinstance(adamw, AdamWState)
+    assert {name: tuple(v.shape) for name, v in named_tensors(sgd)} == {"momentum": (2, 3, 5)}
+    assert {name: tuple(v.shape) for name, v in named_tensors(adamw)} == {
+        "exp_avg": (2, 3, 5),
+        "exp_avg_sq": (2, 3, 5),
+        "steps": (2, 3),
+    }
+    assert all(v.count_nonzero() == 0 for state in (sgd, adamw) for _, v in named_tensors(state))
+
+
+def test_sgd_decays_everything_and_adamw_matrices_alone():
+    assert host_decay_mask(OptimizerSpec(), MATRIX).all()
+    assert torch.equal(host_decay_mask(OptimizerSpec(kind="adamw"), MATRIX), MATRIX)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_lr": math.nan}, "host_lr is nan"),
+        ({"seed_lr": math.inf}, "seed_lr is inf"),
+        ({"host_lr": 0.0}, "host_lr is 0.0"),
+        ({"grad_clip": -1.0}, "grad_clip"),
+        ({"eps": 0.0}, "eps"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"momentum": math.nan}, "momentum"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\]"),
+        ({"sgd_weight_decay": -1e-4}, "sgd_weight_decay"),
+        ({"adamw_weight_decay": math.nan}, "adamw_weight_decay"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimizerSpec(**changes)

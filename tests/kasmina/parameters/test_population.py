@@ -1,0 +1,272 @@
+"""The population: who is born with which weights, what remains of a seed, and what a snapshot brings back."""
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.leyline.errors import CheckpointError
+from esper.leyline.random import Stream, to_uniform, words
+from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.tensor_dataclass import named_tensors
+from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population, same_tree
+
+CONV_LIGHT, ATTENTION, NORM = 1, 2, 3
+EPISODE, T = 2, 4
+S = len(SLOTS)
+
+
+def mask(n, *places):
+    """[N, S] with the places (host, slot) set."""
+    found = np.zeros((n, S), dtype=np.bool_)
+    for host, slot in places:
+        found[host, slot] = True
+    return found
+
+
+def born(of, places, blueprint=CONV_LIGHT, *, gated=False, t=T):
+    """Germinate one blueprint in the places (host, slot)."""
+    here = mask(of.num_envs, *places)
+    of.germinate(here, np.full(here.shape, blueprint), here & gated, EPISODE, t)
+
+
+def copies(of):
+    return {name: x.clone() for name, x in of.state_dict().items()}
+
+
+@pytest.fixture
+def hosts():
+    of = population(3)
+    of.reset(EPISODE)
+    return of
+
+
+def test_the_weights_of_a_host_are_the_draws_of_its_own_number_and_episode(hosts):
+    kind = hosts.host_kind
+    length = kind.template.parameters.total
+    drawn = words(5, Stream.HOST_INIT, torch.tensor([[2]]), episode=EPISODE, block=torch.arange(-(-length // 4))[None])
+    u = to_uniform(drawn.reshape(-1)[:length])
+    assert torch.equal(hosts.host.params[2], kind.start.table.centre + kind.start.table.bound * (2.0 * u - 1.0))
+    assert not torch.equal(hosts.host.params[0], hosts.host.params[1])
+    before = hosts.host.params.clone()
+    hosts.reset(EPISODE + 1)
+    assert not torch.equal(hosts.host.params, before)
+    hosts.reset(EPISODE)
+    assert torch.equal(hosts.host.params, before)
+
+
+def test_new_hosts_start_with_fresh_statistics_and_empty_slots(hosts):
+    born(hosts, [(0, 0), (2, 1)], gated=True)
+    hosts.keep_hosts(np.array([True, True, True]))
+    for name, tensor in hosts.state_dict().items():
+        if name.endswith("buffers") or "momentum" in name:
+            tensor.add_(3.0)
+    hosts.reset(EPISODE)
+    for name, tensor in hosts.state_dict().items():
+        if name.startswith(("seeds", "gates", "kept_seeds", "kept_gates")) or "momentum" in name:
+            assert not tensor.any(), name
+    statistics = hosts.host_kind.template.buffers.unpack(hosts.host.buffers)
+    assert all(bool((x == (1.0 if name.endswith("var") else 0.0)).all()) for name, x in statistics.items())
+
+
+@pytest.mark.parametrize("blueprint", [CONV_LIGHT, ATTENTION])
+def test_a_seed_depends_on_its_host_slot_and_step_alone(hosts, blueprint):
+    born(hosts, [(1, 1)], blueprint, gated=True)
+    alone = (hosts.seeds.params[1 * S + 1].clone(), hosts.gates.params[1 * S + 1].clone())
+    hosts.reset(EPISODE)
+    # the same birth among others: other hosts, other slots, other blueprints, another order of births
+    born(hosts, [(2, 0), (0, 2)], NORM, gated=True)
+    born(hosts, [(0, 1), (1, 1), (2, 1), (1, 0)], blueprint, gated=True)
+    assert torch.equal(hosts.seeds.params[1 * S + 1], alone[0])
+    assert torch.equal(hosts.gates.params[1 * S + 1], alone[1])
+
+
+@pytest.mark.parametrize("other", [{"place": (0, 1)}, {"place": (1, 2)}, {"t": T + 1}])
+def test_another_host_slot_or_step_draws_another_seed(hosts, other):
+    place, t = other.get("place", (1, 0)), other.get("t", T)
+    born(hosts, [(1, 0)])
+    first = hosts.seeds.params[1 * S].clone()
+    born(hosts, [place], t=t)
+    row = hosts.seeds.params[place[0] * S + place[1]]
+    weights = slice(0, 36)  # the first drawn values of any convolution; r0c0 and r1c0 have equal channels
+    assert not torch.equal(row[weights], first[weights])
+
+
+def test_a_gate_shares_no_numbers_with_its_seed(hosts):
+    born(hosts, [(0, 0)], gated=True)
+    kinds = (hosts.seed_kinds[CHANNELS["r0c0"], CONV_LIGHT], hosts.gate_kinds[CHANNELS["r0c0"]])
+    uniforms = []
+    for kind, slab in zip(kinds, (hosts.seeds, hosts.gates), strict=True):
+        row, bound = slab.params[0, : kind.template.parameters.total], kind.start.table.bound
+        uniforms.append(((row / bound + 1.0) / 2.0)[bound > 0])
+    of_seed, of_gate = uniforms
+    assert len(of_gate) > 40
+    assert bool(((of_seed[:, None] - of_gate).abs() > 1e-6).all())
+
+
+def test_many_hosts_are_populations_of_one_host_each():
+    together = population(4)
+    together.reset(EPISODE)
+    places = [(0, 0), (1, 2), (3, 1), (3, 0)]
+    born(together, places, gated=True)
+    for n in range(4):
+        alone = population(1, host_offset=n)
+        alone.reset(EPISODE)
+        born(alone, [(0, slot) for host, slot in places if host == n], gated=True)
+        for name, tensor in alone.state_dict().items():
+            size = 1 if "host" in name else S
+            assert torch.equal(tensor, together.state_dict()[name][n * size : (n + 1) * size]), name
+
+
+@pytest.mark.parametrize("optimizer", [None, adamw()])
+def test_a_release_leaves_no_weights_and_no_optimizer_state(optimizer):
+    hosts = population(2) if optimizer is None else population(2, optimizer=optimizer)
+    hosts.reset(EPISODE)
+    born(hosts, [(0, 0), (1, 1)], gated=True)
+    for name, tensor in hosts.state_dict().items():
+        if not name.startswith("kept") and not name.endswith(("params", "buffers")):
+            tensor.fill_(7)
+    before = copies(hosts)
+    hosts.release(mask(2, (0, 0)))
+    gone = 0
+    for name, tensor in hosts.state_dict().items():
+        if name.startswith(("seeds", "gates")):
+            assert not tensor[gone].any(), name
+            assert torch.equal(tensor[1:], before[name][1:]), name
+        else:
+            assert torch.equal(tensor, before[name]), name
+
+
+def test_a_birth_in_a_used_slot_starts_without_momentum_and_without_old_weights(hosts):
+    born(hosts, [(0, 1)], 7)  # conv_heavy, the widest
+    hosts.seeds.optimizer.momentum[1] = 4.0
+    born(hosts, [(0, 1)], NORM)
+    used = hosts.seed_kinds[CHANNELS["r0c1"], NORM].template.parameters.total
+    assert not hosts.seeds.optimizer.momentum[1].any()
+    assert not hosts.seeds.params[1, used:].any()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_optimizers(kind):
+    hosts = population(3, optimizer=SGD if kind == "sgd" else adamw())
+    hosts.reset(EPISODE)
+    born(hosts, [(0, 0), (1, 0), (1, 2)], gated=True)
+    hosts.host.buffers.add_(0.5)
+    kept = copies(hosts)
+    hosts.keep_hosts(np.array([False, True, False]))
+    for slab in (hosts.host, hosts.seeds, hosts.gates):
+        slab.params.add_(1.0)
+        slab.buffers.add_(2.0)
+        for _, tensor in named_tensors(slab.optimizer):
+            tensor.fill_(3)
+    moved = copies(hosts)
+    stage = np.full((3, S), int(SeedStage.DORMANT))
+    stage[0, 0] = stage[1, 0] = SeedStage.FOSSILIZED
+    stage[1, 2] = SeedStage.PRUNED  # a growing seed of the host in panic; its release comes next
+    hosts.restore(np.array([False, True, False]), stage)
+    now, row = hosts.state_dict(), 1 * S + 0
+    for part, back in (("host", 1), ("seeds", row), ("gates", row)):
+        for name in ("params", "buffers"):
+            assert torch.equal(now[f"{part}.{name}"][back], kept[f"{part}.{name}"][back]), (part, name)
+        others = [i for i in range(len(now[f"{part}.params"])) if i != back]
+        state = [name.removeprefix(f"{part}.") for name in now if name.startswith(f"{part}.")]
+        assert {*state} == {"params", "buffers"} | (
+            {"momentum"} if kind == "sgd" else {"exp_avg", "exp_avg_sq", "steps"}
+        )
+        for name in state:
+            if name not in ("params", "buffers"):
+                assert not now[f"{part}.{name}"][back].any(), (part, name)
+            assert torch.equal(now[f"{part}.{name}"][others], moved[f"{part}.{name}"][others]), (part, name)
+
+
+def test_the_first_snapshot_is_the_newborn_host(hosts):
+    start = hosts.host.params.clone()
+    hosts.host.params.add_(1.0)
+    hosts.restore(np.array([True, False, True]), np.full((3, S), int(SeedStage.DORMANT)))
+    assert torch.equal(hosts.host.params[[0, 2]], start[[0, 2]])
+    assert torch.equal(hosts.host.params[1], start[1] + 1.0)
+
+
+def test_a_single_seed_joins_an_older_snapshot_without_its_host(hosts):
+    born(hosts, [(0, 0), (0, 1)])
+    hosts.keep_seeds(mask(3, (0, 1)))
+    start, seed = hosts.host.params[0].clone(), hosts.seeds.params[1].clone()
+    hosts.host.params.add_(1.0)
+    hosts.seeds.params.add_(1.0)
+    stage = np.full((3, S), int(SeedStage.DORMANT))
+    stage[0, 1] = SeedStage.FOSSILIZED
+    hosts.restore(np.array([True, False, False]), stage)
+    assert torch.equal(hosts.seeds.params[1], seed)
+    assert torch.equal(hosts.host.params[0], start)
+
+
+def test_a_population_is_stored_and_loaded_to_the_bit(hosts):
+    born(hosts, [(0, 0), (2, 1)], gated=True)
+    hosts.keep_hosts(np.array([True, False, True]))
+    hosts.seeds.optimizer.momentum.fill_(0.3)
+    other = population(3)
+    other.load_state_dict(copies(hosts))
+    assert same_tree(other.state_dict(), hosts.state_dict())
+
+
+def test_a_population_of_another_size_is_refused(hosts):
+    with pytest.raises(CheckpointError, match="population"):
+        population(2).load_state_dict(copies(hosts))
+
+
+class _Shift(nn.Module):
+    """h -> scale * h + shift, one number per channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+        self.shift = nn.Parameter(torch.full((channels,), 5.0))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.scale[:, None, None] + self.shift[:, None, None]
+
+
+class _ShiftBlueprint(AbstractBlueprint):
+    name = "test_shift"
+    topology = Topology.CNN
+    birth = MappingProxyType({"scale": 0.0})
+
+    def build(self, channels: int) -> nn.Module:
+        return _Shift(channels)
+
+
+@pytest.fixture
+def shift() -> Iterator[int]:
+    index = registry.register(_ShiftBlueprint())
+    yield index
+    registry.unregister("test_shift")
+
+
+def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
+    hosts = population(2)
+    hosts.reset(EPISODE)
+    assert hosts.costs().seed_params[:, shift].tolist() == [2 * CHANNELS[slot] for slot in SLOTS]
+    assert bool(hosts.costs().selectable[shift])
+    born(hosts, [(1, 0)], shift)
+    layout = hosts.seed_kinds[4, shift].template.parameters
+    grown = layout.unpack(hosts.seeds.params[S, : layout.total])
+    assert grown["scale"].tolist() == [0.0] * 4  # as `birth` says
+    assert grown["shift"].tolist() == [5.0] * 4  # as the module is built
+    hosts.release(mask(2, (1, 0)))
+    assert not hosts.seeds.params.any()
+
+
+def test_the_costs_are_those_of_the_networks_that_are_built(hosts):
+    costs = hosts.costs()
+    for s, slot in enumerate(SLOTS):
+        for index in registry.selectable(Topology.CNN):
+            module = registry.blueprint_at(index, Topology.CNN).build(CHANNELS[slot])
+            assert costs.seed_params[s, index] == sum(p.numel() for p in module.parameters())
+    assert costs.selectable.nonzero().flatten().tolist() == list(registry.selectable(Topology.CNN))
+    assert costs.gate_params.device == CPU
+    assert costs.gate_params.tolist() == [4 * 8 + 16 + 1, 8 * 8 + 16 + 1, 4 * 8 + 16 + 1]

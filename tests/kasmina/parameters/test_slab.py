@@ -1,0 +1,108 @@
+"""A slab: rows that are written, trained, kept and cleared without touching each other."""
+
+import pytest
+import torch
+
+from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.parameters.slab import Slab
+
+CPU = torch.device("cpu")
+SGD, ADAMW = OptimizerSpec(kind="sgd"), OptimizerSpec(kind="adamw")
+ROWS, PARAMS, BUFFERS = 4, 6, 3
+
+
+def filled(spec=SGD, *, trained=True):
+    """Every element holds its own number, optimizer state too."""
+    slab = Slab((ROWS, PARAMS, BUFFERS), spec, CPU, trained=trained)
+    for k, tensor in enumerate(slab.tensors().values(), start=1):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * k)
+    return slab
+
+
+def copies(slab):
+    return {name: tensor.clone() for name, tensor in slab.tensors().items()}
+
+
+def rows(*numbers):
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("spec", [SGD, ADAMW])
+def test_a_new_module_leaves_nothing_of_the_one_before_it(spec):
+    slab = filled(spec)
+    slab.write(rows(2), torch.full((1, 4), 9.0), torch.full((1, 1), 8.0))
+    assert slab.params[2].tolist() == [9.0, 9.0, 9.0, 9.0, 0.0, 0.0]
+    assert slab.buffers[2].tolist() == [8.0, 0.0, 0.0]
+    for name, tensor in slab.tensors().items():
+        if name not in ("params", "buffers"):
+            assert not tensor[2].any(), name
+
+
+@pytest.mark.parametrize("spec", [SGD, ADAMW])
+def test_clearing_rows_empties_them_and_no_others(spec):
+    slab = filled(spec)
+    before = copies(slab)
+    slab.clear(rows(0, 3))
+    for name, tensor in slab.tensors().items():
+        assert not tensor[[0, 3]].any(), name
+        assert torch.equal(tensor[[1, 2]], before[name][[1, 2]]), name
+
+
+def test_forgetting_the_optimizer_keeps_weights_and_buffers():
+    slab = filled(ADAMW)
+    before = copies(slab)
+    slab.forget_optimizer(rows(1))
+    assert torch.equal(slab.params, before["params"])
+    assert torch.equal(slab.buffers, before["buffers"])
+    assert {name: bool(x[1].any()) for name, x in slab.tensors().items() if name not in ("params", "buffers")} == {
+        "exp_avg": False, "exp_avg_sq": False, "steps": False,
+    }  # fmt: skip
+
+
+def test_rows_are_copied_from_another_slab_without_its_optimizer():
+    source, target = filled(), Slab((ROWS, PARAMS, BUFFERS), SGD, CPU)
+    target.copy_rows(source, rows(1, 2))
+    assert torch.equal(target.params[1:3], source.params[1:3])
+    assert torch.equal(target.buffers[1:3], source.buffers[1:3])
+    assert not target.params[[0, 3]].any()
+    assert not target.optimizer.momentum.any()
+
+
+def test_a_slab_that_is_only_kept_holds_no_optimizer_state():
+    slab = filled(ADAMW, trained=False)
+    assert {name: x.numel() for name, x in slab.tensors().items() if name.startswith("exp")} == {
+        "exp_avg": 0, "exp_avg_sq": 0,
+    }  # fmt: skip
+
+
+def test_the_gradient_of_a_leaf_arrives_in_the_slab_of_gradients():
+    working = filled().begin(rows(3, 1), [6, 4])
+    (working.leaves[0] * 2.0).sum().backward()
+    (working.leaves[1] * 5.0).sum().backward()
+    assert working.grad.tolist() == [[2.0] * 6, [5.0] * 4 + [0.0] * 2]
+
+
+def test_training_a_copy_changes_the_slab_when_it_is_finished_and_not_before():
+    slab = filled(ADAMW)
+    before = copies(slab)
+    working = slab.begin(rows(3, 1), [3, 5])
+    assert working.params.shape == (2, 5)
+    working.params.add_(0.5)
+    working.optimizer.exp_avg.add_(0.25)
+    working.optimizer.steps.add_(1)
+    assert all(torch.equal(slab.tensors()[name], value) for name, value in before.items())
+    slab.finish(working)
+    assert torch.equal(slab.params[[3, 1], :5], before["params"][[3, 1], :5] + 0.5)
+    assert torch.equal(slab.params[[3, 1], 5], before["params"][[3, 1], 5])
+    assert torch.equal(slab.optimizer.exp_avg[[3, 1], :5], before["exp_avg"][[3, 1], :5] + 0.25)
+    assert torch.equal(slab.optimizer.steps, before["steps"] + torch.tensor([0, 1, 0, 1]))
+    assert torch.equal(slab.params[[0, 2]], before["params"][[0, 2]])
+
+
+def test_no_rows_are_trained_without_complaint():
+    slab = filled()
+    before = copies(slab)
+    working = slab.begin(rows(), [])
+    assert working.params.shape == (0, 0)
+    slab.finish(working)
+    assert all(torch.equal(slab.tensors()[name], value) for name, value in before.items())

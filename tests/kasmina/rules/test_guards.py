@@ -1,0 +1,230 @@
+"""Guards: `legal` against an independent scalar function, and row by row by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from driver import CPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scalar_rules import legal as scalar_legal
+from scalar_step import slot_dicts
+
+import esper.kasmina
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.guards import advance_active_seed, legal_ops, resolve_target_slot
+from esper.kasmina.rules.slot_fields import empty_slots
+from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.errors import ConfigError
+from esper.leyline.tensor_dataclass import replace
+
+STAGES = [1, 2, 3, 4, 6, 7, 8, 9, 10]
+Op = LifecycleOp
+
+
+def slots_of(stage, mode=None, age=None):
+    """Slots with the given stages, modes (HOLD) and ages (100), nested lists [N, S]."""
+    stage = torch.as_tensor(stage)
+    mode = torch.zeros_like(stage) if mode is None else torch.as_tensor(mode)
+    age = torch.full_like(stage, 100) if age is None else torch.as_tensor(age)
+    return replace(empty_slots(*stage.shape, CPU), stage=stage, alpha_mode=mode, age=age)
+
+
+def random_slots(seed, num_envs, num_slots):
+    """Any stage with any mode and age, reachable or not."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_envs, num_slots)
+    return slots_of(
+        torch.tensor(STAGES)[torch.randint(len(STAGES), shape, generator=generator)],
+        torch.randint(3, shape, generator=generator),
+        torch.randint(9, shape, generator=generator),
+    )
+
+
+def legal_by_twin(slots, config):
+    return torch.tensor([scalar_legal(host, config) for host in slot_dicts(slots)])
+
+
+SWITCHES = [
+    LifecycleConfig(),
+    LifecycleConfig(sequential=False),
+    LifecycleConfig(max_seeds=0),
+    LifecycleConfig(max_seeds=0, sequential=False),
+    *[LifecycleConfig(max_seeds=k, sequential=False) for k in (1, 2, 3, 4, 5)],
+    *[LifecycleConfig(min_prune_age=k) for k in (0, 1, 8)],
+    *[
+        LifecycleConfig(auto_g1=bool(k & 1), auto_g2=bool(k & 2), auto_g3=bool(k & 4), gate_mode="strict")
+        for k in range(8)
+    ],
+]
+
+
+@pytest.mark.parametrize("config", SWITCHES)
+def test_legal_is_what_an_independent_scalar_function_says(config):
+    slots = random_slots(seed=3, num_envs=256, num_slots=4)
+    assert torch.equal(legal_ops(slots, config), legal_by_twin(slots, config))
+
+
+configs = st.builds(
+    LifecycleConfig,
+    max_seeds=st.one_of(st.none(), st.integers(0, 5)),
+    sequential=st.booleans(),
+    min_prune_age=st.integers(0, 8),
+    auto_g1=st.booleans(),
+    auto_g2=st.booleans(),
+    auto_g3=st.booleans(),
+)
+slot_cells = st.tuples(st.sampled_from(STAGES), st.integers(0, 2), st.integers(0, 9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5).flatmap(lambda s: st.lists(slot_cells, min_size=s, max_size=s)), configs)
+def test_legal_of_any_host_under_any_switches_is_what_the_scalar_function_says(cells, config):
+    stage, mode, age = zip(*cells, strict=True)
+    slots = slots_of([stage], [mode], [age])
+    assert torch.equal(legal_ops(slots, config), legal_by_twin(slots, config))
+
+
+def legal_set(slots, config, slot=0):
+    """Names of the ops that are legal on one slot of the first host."""
+    return {op.name for op in Op if legal_ops(slots, config)[0, op, slot]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "expected"),
+    [
+        (1, 0, {"WAIT", "GERMINATE"}),
+        (2, 0, {"WAIT", "PRUNE"}),
+        (3, 0, {"WAIT", "PRUNE"}),
+        (4, 0, {"WAIT", "SET_ALPHA_TARGET", "PRUNE"}),
+        (4, 1, {"WAIT"}),
+        (4, 2, {"WAIT"}),
+        (6, 0, {"WAIT", "SET_ALPHA_TARGET", "PRUNE", "FOSSILIZE"}),
+        (7, 0, {"WAIT"}),
+        (8, 0, {"WAIT"}),
+        (9, 0, {"WAIT"}),
+        (10, 0, {"WAIT"}),
+    ],
+)
+def test_a_single_slot_with_automatic_gates_may_do_what_its_stage_allows(stage, mode, expected):
+    assert legal_set(slots_of([[stage]], [[mode]]), LifecycleConfig()) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "legal"), [(2, 0, True), (3, 0, True), (4, 0, True), (4, 1, True), (4, 2, False), (6, 0, False)]
+)
+def test_advance_is_legal_where_the_gate_is_manual_and_alpha_does_not_fall(stage, mode, legal):
+    manual = LifecycleConfig(auto_g1=False, auto_g2=False, auto_g3=False)
+    assert ("ADVANCE" in legal_set(slots_of([[stage]], [[mode]]), manual)) == legal
+
+
+@pytest.mark.parametrize("gate", [1, 2, 3])
+def test_advance_is_legal_only_for_the_gates_that_are_manual(gate):
+    config = LifecycleConfig(**{f"auto_g{gate}": False})
+    advancing = [stage for stage in STAGES if "ADVANCE" in legal_set(slots_of([[stage]]), config)]
+    assert advancing == [gate + 1]
+
+
+def test_prune_waits_for_the_age_limit():
+    slots = slots_of([[3], [3], [3]], age=[[4], [5], [6]])
+    assert legal_ops(slots, LifecycleConfig())[:, Op.PRUNE, 0].tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sequential_growth_is_blocked_by_young_and_cooling_slots_only(stage):
+    blocked = stage in (2, 3, 8, 9, 10)
+    slots = slots_of([[stage, 1]])
+    assert ("GERMINATE" in legal_set(slots, LifecycleConfig(), slot=1)) == (not blocked)
+    assert "GERMINATE" in legal_set(slots, LifecycleConfig(sequential=False), slot=1)
+
+
+def test_a_host_owns_at_most_max_seeds_live_seeds_fossils_included():
+    slots = slots_of([[7, 6, 1], [7, 8, 1], [4, 1, 1]])
+    two = LifecycleConfig(max_seeds=2, sequential=False)
+    assert legal_ops(slots, two)[:, Op.GERMINATE].tolist() == [
+        [False, False, False],
+        [False, False, True],
+        [False, True, True],
+    ]
+    unlimited = LifecycleConfig(max_seeds=0, sequential=False)
+    assert legal_ops(slots, unlimited)[:, Op.GERMINATE].any(dim=1).tolist() == [True, True, True]
+
+
+def test_a_slot_of_a_stage_that_does_not_exist_may_not_be_operated():
+    for stage in (0, 5):
+        legal = legal_ops(slots_of([[stage, 7]]), LifecycleConfig(auto_g1=False, auto_g2=False, auto_g3=False))
+        assert not legal[0, 1:, 0].any()
+
+
+def test_asking_what_is_legal_twice_gives_the_same_answer_in_separate_memory():
+    slots = random_slots(seed=5, num_envs=16, num_slots=1)
+    first, second = legal_ops(slots, LifecycleConfig()), legal_ops(slots, LifecycleConfig())
+    assert torch.equal(first, second)
+    first.fill_(True)
+    assert torch.equal(second, legal_ops(slots, LifecycleConfig()))
+
+
+def test_the_target_is_the_slot_head_and_valid_is_the_op_on_that_slot():
+    legal = torch.zeros(3, 6, 2, dtype=torch.bool)
+    legal[:, Op.WAIT] = True
+    legal[1, Op.PRUNE, 1] = True
+    actions = torch.zeros(3, 8, dtype=torch.int64)
+    actions[:, Head.SLOT] = torch.tensor([1, 1, 0])
+    actions[:, Head.OP] = torch.tensor([Op.WAIT, Op.PRUNE, Op.PRUNE])
+    target, valid = resolve_target_slot(actions, legal, has_gate=torch.zeros(3, 2, dtype=torch.bool))
+    assert target.tolist() == [1, 1, 0]
+    assert valid.tolist() == [True, True, False]
+
+
+def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
+    cases = [  # op, style, gate in the target slot, gate in the other slot, valid
+        (Op.SET_ALPHA_TARGET, 3, True, False, True),
+        (Op.SET_ALPHA_TARGET, 3, False, True, False),
+        (Op.SET_ALPHA_TARGET, 1, False, False, True),
+        (Op.GERMINATE, 3, False, False, True),
+    ]
+    actions = torch.zeros(4, 8, dtype=torch.int64)
+    actions[:, Head.OP], actions[:, Head.STYLE] = torch.tensor([case[:2] for case in cases]).t()
+    has_gate = torch.tensor([case[2:4] for case in cases])
+    _, valid = resolve_target_slot(actions, torch.ones(4, 6, 2, dtype=torch.bool), has_gate)
+    assert valid.tolist() == [case[4] for case in cases]
+
+
+def test_a_request_to_advance_marks_the_target_of_the_hosts_that_ask():
+    asked = advance_active_seed(slots_of([[3, 3], [3, 3]]), torch.tensor([1, 0]), torch.tensor([True, False]))
+    assert asked.tolist() == [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize("rule", ["min_prune_age", "sequential", "max_seeds"])
+def test_the_legality_rules_are_written_in_one_place(rule):
+    root = Path(esper.kasmina.__file__).parent
+    readers = {path.name for path in root.rglob("*.py") if f"config.{rule}" in path.read_text(encoding="utf-8")}
+    assert readers == {"guards.py"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_prune_age": -1},
+        {"embargo_epochs": -1},
+        {"min_training_epochs": 0},
+        {"min_blending_epochs": 0},
+        {"max_seeds": -1},
+        {"g2_health": float("nan")},
+        {"g5_contribution": float("inf")},
+        {"interaction_limit": 5},
+        {"shapley_limit": 7},
+    ],
+)
+def test_rules_that_cannot_be_are_rejected_at_birth(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        LifecycleConfig(**wrong)
+
+
+def test_the_default_rules_are_those_of_the_manual():
+    rules = LifecycleConfig()
+    assert (rules.max_seeds, rules.sequential, rules.min_prune_age, rules.embargo_epochs) == (None, True, 5, 5)
+    assert (rules.interaction_limit, rules.shapley_limit, rules.gate_mode) == (4, 6, "permissive")
+    assert (rules.auto_g1, rules.auto_g2, rules.auto_g3) == (True, True, True)
+    assert (rules.min_training_epochs, rules.min_blending_epochs) == (10, 10)
+    assert (rules.g2_health, rules.g2_improvement, rules.g2_ratio, rules.g5_contribution) == (0.7, 0.5, 0.10, 1.0)

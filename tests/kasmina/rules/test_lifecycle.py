@@ -1,0 +1,280 @@
+"""Transitions, operations, and the whole rulebook against its scalar twin, over random episodes."""
+
+import pytest
+import torch
+from driver import HOST_PARAMS, Driver, action, actions, everybody, measured, random_episode, seed_costs
+from episodes import HOSTS, LENGTH, MANUAL, RULES, SEEDS, SLOTS, differing, episode, every_rulebook, execute, same
+from scalar_rules import gate_5, new_host, tick_slot
+from scalar_step import cost_dict, measurement_dicts, slot_dicts
+from scalar_step import step as scalar_step
+
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.stages import LEGAL_TRANSITIONS
+from esper.leyline.tensor_dataclass import named_tensors, row
+
+Op = LifecycleOp
+DORMANT, GERMINATED, TRAINING, BLENDING, HOLDING, FOSSILIZED, PRUNED, EMBARGOED, RESETTING = 1, 2, 3, 4, 6, 7, 8, 9, 10
+FOLLOWS = {
+    DORMANT: {GERMINATED},
+    GERMINATED: {TRAINING, PRUNED},
+    TRAINING: {BLENDING, PRUNED},
+    BLENDING: {HOLDING, PRUNED},
+    HOLDING: {FOSSILIZED, BLENDING, PRUNED},
+    FOSSILIZED: set(),
+    PRUNED: {EMBARGOED},
+    EMBARGOED: {RESETTING},
+    RESETTING: {DORMANT},
+}
+PAIRS = {(a, b) for a, successors in FOLLOWS.items() for b in successors}
+
+
+# -- transitions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", range(11))
+def test_of_all_pairs_of_stages_the_table_knows_those_that_exist(source):
+    allowed = {target for target in range(11) if (source, target) in LEGAL_TRANSITIONS}
+    assert allowed == FOLLOWS.get(source, set())
+
+
+def moves(step):
+    """(from, to) of each single transition of a step: rollback, then op, then tick; [N, S] each, equal where none."""
+    pruned = torch.where(step.rolled_back, PRUNED, step.began.stage)
+    assert torch.equal(pruned, step.slots.stage)
+    assert torch.equal(step.ops.transitions.from_stage, step.slots.stage)
+    assert torch.equal(step.ops.transitions.to_stage, step.ticks.transitions.from_stage)
+    assert torch.equal(step.ticks.transitions.to_stage, step.after.stage)
+    yield step.began.stage, pruned, step.rolled_back
+    for part in (step.ops.transitions, step.ticks.transitions):
+        yield part.from_stage, part.to_stage, part.cause > 0
+
+
+@every_rulebook
+def test_only_transitions_that_exist_ever_happen_and_each_has_a_cause(name):
+    for step in episode(name):
+        for source, target, caused in moves(step):
+            happened = torch.stack((source, target), dim=-1)[caused].tolist()
+            assert {tuple(pair) for pair in happened} <= PAIRS
+            assert torch.equal(source != target, caused)
+
+
+def test_every_transition_that_exists_does_happen():
+    seen = set()
+    for name in RULES:
+        for step in episode(name):
+            for source, target, caused in moves(step):
+                seen |= {tuple(pair) for pair in torch.stack((source, target), dim=-1)[caused].unique(dim=0).tolist()}
+    assert seen == PAIRS
+
+
+def test_each_transition_has_the_cause_that_makes_it():
+    causes = {}
+    for name in RULES:
+        for step in episode(name):
+            for part in (step.ops.transitions, step.ticks.transitions):
+                told = torch.stack((part.from_stage, part.to_stage, part.cause), dim=-1)[part.cause > 0]
+                for source, target, cause in told.unique(dim=0).tolist():
+                    causes.setdefault((source, target), set()).add(cause)
+    op, auto, advance, scheduled, cooldown = range(1, 6)
+    assert causes == {
+        (DORMANT, GERMINATED): {op},
+        (GERMINATED, TRAINING): {auto, advance},
+        (GERMINATED, PRUNED): {op},
+        (TRAINING, BLENDING): {auto, advance},
+        (TRAINING, PRUNED): {op},
+        (BLENDING, HOLDING): {auto, advance},
+        (BLENDING, PRUNED): {op, scheduled},
+        (HOLDING, FOSSILIZED): {op},
+        (HOLDING, BLENDING): {op},
+        (HOLDING, PRUNED): {op},
+        (PRUNED, EMBARGOED): {cooldown},
+        (EMBARGOED, RESETTING): {cooldown},
+        (RESETTING, DORMANT): {cooldown},
+    }
+
+
+@every_rulebook
+def test_a_transition_keeps_the_stage_and_the_clock_that_it_ends(name):
+    for step in episode(name):
+        moved = (step.ticks.transitions.cause > 0) & (step.after.stage != DORMANT)
+        passed_by_op = moved & (step.ops.transitions.cause > 0)
+        plain = moved & ~passed_by_op & ~step.rolled_back
+        assert torch.equal(step.after.prev_stage[plain], step.slots.stage[plain])
+        assert torch.equal(step.after.prev_epochs[plain], step.slots.epochs_in_stage[plain])
+        twice = passed_by_op | (moved & step.rolled_back)
+        assert torch.equal(step.after.prev_stage[twice], step.ticks.transitions.from_stage[twice])
+        assert not step.after.prev_epochs[twice].any()
+        assert not step.after.epochs_in_stage[moved].any()
+        val_acc = step.hosts.val_acc[:, None].expand_as(moved)
+        assert same(step.after.acc_at_stage_start[moved], val_acc[moved])
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+EXPECTED = {  # what becomes of the stage in phase "op" where the op is legal and not refused
+    Op.GERMINATE: lambda s, ticks, target: GERMINATED,
+    Op.SET_ALPHA_TARGET: lambda s, ticks, target: BLENDING if s["stage"] == BLENDING or target < 1.0 else HOLDING,
+    Op.PRUNE: lambda s, ticks, target: PRUNED if ticks == 0 or s["alpha"] == 0.0 else BLENDING,
+    Op.FOSSILIZE: lambda s, ticks, target: FOSSILIZED,
+    Op.ADVANCE: lambda s, ticks, target: s["stage"],
+    Op.WAIT: lambda s, ticks, target: s["stage"],
+}
+
+
+@pytest.mark.parametrize("op", list(Op))
+@every_rulebook
+def test_every_legal_op_executes_or_is_refused_by_its_gate_and_every_illegal_one_is_a_wait(name, op):
+    config, step = RULES[name], episode(name)[-2]
+    for slot, speed, target in ((0, 0, 2), (1, 2, 0), (2, 1, 2)):
+        chosen = everybody(HOSTS, action(op, slot=slot, alpha_speed=speed, alpha_target=target))
+        slots, hosts, ops, _, success, effective = execute(step, chosen, config)
+        legal = step.legal[:, op, slot]
+        for n, twins in enumerate(slot_dicts(step.slots)):
+            refused = op == Op.FOSSILIZE and gate_5(twins[slot], step.t, config) != 0
+            if op == Op.ADVANCE:
+                epochs, val_acc = twins[slot]["epochs_in_stage"] + 1, step.hosts.val_acc[n].item()
+                refused = tick_slot(dict(twins[slot]), epochs, True, val_acc, config) is None
+            took_effect = bool(legal[n]) and not bool(refused)
+            assert success[n].item() == took_effect
+            assert effective[n].item() == (op if took_effect else Op.WAIT)
+            if took_effect:
+                ticks, share = (0, 3, 5, 8)[speed], (0.5, 0.7, 1.0)[target]
+                assert slots.stage[n, slot].item() == EXPECTED[op](twins[slot], ticks, share)
+            assert ops.requested[n, slot].item() == (op == Op.ADVANCE and bool(legal[n]))
+        idle = ~success if op != Op.ADVANCE else torch.ones_like(success)
+        for before, now in ((step.slots, slots), (step.hosts, hosts)):
+            for field, value in named_tensors(now):
+                assert same(value[idle], getattr(before, field)[idle]), field
+        others = [s for s in range(SLOTS) if s != slot]
+        for field, value in named_tensors(slots):
+            assert same(value[:, others], getattr(step.slots, field)[:, others]), field
+
+
+@every_rulebook
+def test_the_random_states_offer_every_op_both_legally_and_illegally(name):
+    legal = torch.stack([step.legal for step in episode(name)])
+    manual = not (RULES[name].auto_g1 and RULES[name].auto_g2 and RULES[name].auto_g3)
+    for op in Op:
+        assert legal[:, :, op].any().item() == (op != Op.ADVANCE or manual)
+        assert legal[:, :, op].all().item() == (op == Op.WAIT)
+
+
+@every_rulebook
+def test_the_effective_op_is_the_sampled_one_where_it_took_effect_and_wait_elsewhere(name):
+    for step in episode(name):
+        op = step.actions[:, Head.OP]
+        assert torch.equal(step.effective, torch.where(step.success, op, int(Op.WAIT)))
+        assert torch.equal(step.hosts_after.last_success, step.success)
+        assert torch.equal(step.hosts_after.last_op, torch.where(step.panic, int(Op.WAIT), op))
+        target_legal = step.legal[torch.arange(HOSTS), op, step.actions[:, Head.SLOT]]
+        assert not (step.success & (~target_legal | step.panic)).any()
+
+
+@every_rulebook
+def test_counters_count_what_happened(name):
+    steps = episode(name)
+    totals = torch.zeros(4, HOSTS, dtype=torch.int64)
+    for step in steps:
+        worthy = step.ops.fossilized & (step.slots.contribution >= 1.0)
+        gone = step.ops.released | step.ticks.released
+        for k, what in enumerate((step.ops.germinated, gone, step.ops.fossilized, worthy)):
+            totals[k] += what.sum(dim=1)
+        hosts = step.hosts_after
+        told = (hosts.n_germinated, hosts.n_pruned, hosts.n_fossilized, hosts.n_contributing)
+        assert torch.equal(torch.stack(told), totals)
+        assert not step.ticks.auto_pruned.any()
+    assert (totals > 0).any(dim=1).all()
+
+
+def test_a_useless_seed_on_a_host_that_improves_is_held_but_never_pays():
+    def useless(t, slots):
+        return measured(t, slots, contribution=torch.where(slots.alpha > 0.0, 0.0, float("nan")))
+
+    strict = LifecycleConfig(gate_mode="strict", min_training_epochs=1, min_blending_epochs=1)
+    script = {1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE), 7: action(Op.FOSSILIZE)}
+    steps = Driver(1, 1, strict, useless).run(script, until=7)
+    assert steps[-1].slots.stage.item() == HOLDING
+    assert [step.success.item() for step in steps[5:]] == [False, False]
+    assert steps[-1].ticks.readings.failed_checks.item() == 256
+    assert steps[-1].slots.contribution.item() == 0.0
+
+
+def test_a_seed_that_contributes_one_point_exactly_is_counted_as_contributing():
+    strict = LifecycleConfig(gate_mode="strict", min_training_epochs=1, min_blending_epochs=1)
+
+    def contributes(t, slots):
+        worth = torch.tensor([[1.0], [1.0 - 2.0**-24], [0.5]])
+        return measured(t, slots, contribution=torch.where(slots.alpha > 0.0, worth, float("nan")))
+
+    for config, kept in ((LifecycleConfig(min_training_epochs=1), [1, 1, 1]), (strict, [1, 0, 0])):
+        driver = Driver(3, 1, config, contributes)
+        driver.run({1: action(Op.GERMINATE, tempo=0), 6: action(Op.FOSSILIZE)}, until=6)
+        assert driver.hosts.n_fossilized.tolist() == kept
+        assert driver.hosts.n_contributing.tolist() == [1, 0, 0]
+
+
+def test_asking_a_seed_without_a_gate_network_for_a_gated_style_is_refused_and_changes_nothing():
+    # gated and not, HOLDING from the tick of 5; asked in 6 to stay at full weight, or to go down to half
+    born = actions(*(action(Op.GERMINATE, tempo=0, style=style) for style in (3, 0, 3, 0)))
+    asked = actions(*(action(Op.SET_ALPHA_TARGET, style=3, alpha_target=target) for target in (2, 2, 0, 0)))
+    for switched in (False, True):  # a gated seed may leave its gate and come back to it
+        driver = Driver(4, 1, LifecycleConfig(min_training_epochs=1))
+        script = {1: born, 7: asked}
+        if switched:
+            script[6] = action(Op.SET_ALPHA_TARGET, style=1)
+        *_, before, step = driver.run(script, until=7)
+        other = [2] * 4 if switched else [3, 1, 3, 1]
+        assert before.after.algorithm[:, 0].tolist() == other
+        assert step.after.algorithm[:, 0].tolist() == [3, other[1], 3, other[3]]
+        assert step.success.tolist() == [True, False, True, False]
+        assert step.effective.tolist() == [int(Op.SET_ALPHA_TARGET), 0] * 2
+        assert step.after.stage[:, 0].tolist() == [HOLDING, HOLDING, BLENDING, HOLDING]
+
+
+@every_rulebook
+def test_serials_number_the_seeds_of_a_host(name):
+    for step in episode(name):
+        born = step.ops.germinated
+        count = step.hosts.n_germinated[:, None].expand_as(born)
+        assert torch.equal(step.after.serial[born], count[born])
+        kept = ~born & (step.after.stage != DORMANT)
+        assert torch.equal(step.after.serial[kept], step.began.serial[kept])
+
+
+# -- the scalar twin --------------------------------------------------------------------------------------------------
+
+
+def assert_equal_to_twins(slots, hosts, twins, t):
+    """Field by field; floats up to single precision."""
+    for name, value in named_tensors(slots):
+        want = torch.tensor([[slot[name] for slot in twin["slots"]] for twin in twins], dtype=value.dtype)
+        torch.testing.assert_close(
+            value, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{t} {n} {m}"
+        )
+    for name, value in named_tensors(hosts):
+        want = torch.tensor([twin[name] for twin in twins], dtype=value.dtype)
+        torch.testing.assert_close(
+            value, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{t} {n} {m}"
+        )
+
+
+@every_rulebook
+def test_the_batched_rules_are_their_scalar_twin_host_by_host_over_whole_episodes(name):
+    config, costs = RULES[name], cost_dict(seed_costs(SLOTS))
+    twins = [new_host(SLOTS, HOST_PARAMS) for _ in range(HOSTS)]
+    for step in episode(name):
+        seen, panic, chosen = measurement_dicts(step.seen), step.panic.tolist(), step.actions.tolist()
+        told = [scalar_step(twin, seen[n], chosen[n], step.t, panic[n], costs, config) for n, twin in enumerate(twins)]
+        assert step.success.tolist() == [success for success, _ in told]
+        assert step.effective.tolist() == [effective for _, effective in told]
+        assert_equal_to_twins(step.after, step.hosts_after, twins, step.t)
+
+
+@pytest.mark.parametrize("host", [0, 7])
+def test_a_host_alone_lives_as_it_does_among_others(host):
+    alone = random_episode(SEEDS["manual"], HOSTS, SLOTS, LENGTH, MANUAL, hosts=slice(host, host + 1))
+    for one, many in zip(alone, episode("manual"), strict=True):
+        for mine, theirs in ((one.after, many.after), (one.hosts_after, many.hosts_after)):
+            assert differing(row(theirs, host), mine) == set()
+        assert torch.equal(one.effective, many.effective[host : host + 1])

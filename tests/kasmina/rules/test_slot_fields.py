@@ -1,0 +1,119 @@
+"""Empty values, and writing many fields under one mask."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from driver import CPU, HOST_PARAMS, random_episode
+from scalar_rules import EMPTY_SLOT, NEW_HOST, ON_RELEASE
+
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.slot_fields import EMPTY, empty_slots, new_hosts, release, require_known_stages, select, vacate
+from esper.leyline.errors import CheckpointError
+from esper.leyline.messages import HostState, SlotState
+from esper.leyline.tensor_dataclass import named_tensors, replace
+
+FIELDS = [field.name for field in dataclasses.fields(SlotState)]
+
+
+def same(a, b):
+    """Equal values, NaN equal to NaN."""
+    return torch.allclose(a.double(), b.double(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@functools.cache
+def full_slots():
+    """Slots in the middle of their lives, with every field filled somewhere."""
+    config = LifecycleConfig(min_training_epochs=1, min_prune_age=1, embargo_epochs=1, sequential=False)
+    return random_episode(seed=4, num_hosts=48, num_slots=3, length=12, config=config, panics=False)[-1].after
+
+
+def every_other(slots):
+    return (torch.arange(slots.stage.numel()) % 2 == 0).reshape(slots.stage.shape)
+
+
+def test_every_field_of_a_slot_has_an_empty_value():
+    assert set(EMPTY) == set(FIELDS) == set(EMPTY_SLOT)
+
+
+def test_new_slots_are_dormant_and_nothing_is_known_of_them():
+    slots = empty_slots(2, 3, CPU)
+    for name in FIELDS:
+        value = getattr(slots, name)
+        assert value.shape == (2, 3), name
+        assert same(value, torch.full((2, 3), float(EMPTY_SLOT[name]))), name
+
+
+def test_integers_are_indices_flags_are_bool_and_measurements_are_float():
+    slots = empty_slots(1, 1, CPU)
+    kinds = {bool: torch.bool, int: torch.int64, float: torch.float32}
+    for name in FIELDS:
+        assert getattr(slots, name).dtype == kinds[type(EMPTY_SLOT[name])], name
+
+
+def test_new_hosts_know_nothing_but_the_size_of_their_network():
+    hosts = new_hosts(3, HOST_PARAMS, CPU)
+    assert hosts.host_params.tolist() == [HOST_PARAMS] * 3
+    for field in dataclasses.fields(HostState):
+        if field.name != "host_params":
+            want = torch.tensor(NEW_HOST[field.name], dtype=torch.float64).expand(getattr(hosts, field.name).shape)
+            assert same(getattr(hosts, field.name), want), field.name
+
+
+def test_no_two_fields_share_memory():
+    for rec in (empty_slots(2, 2, CPU), new_hosts(2, HOST_PARAMS, CPU)):
+        addresses = [value.data_ptr() for _, value in named_tensors(rec)]
+        assert len(set(addresses)) == len(addresses)
+
+
+def test_the_episode_that_these_tests_use_fills_every_field():
+    slots = full_slots()
+    plain = empty_slots(*slots.stage.shape, CPU)
+    still_empty = {name for name in FIELDS if same(getattr(slots, name), getattr(plain, name))}
+    assert still_empty == set()
+
+
+@pytest.mark.parametrize(("forget", "emptied"), [(release, set(ON_RELEASE)), (vacate, set(FIELDS))])
+def test_release_forgets_the_module_and_vacate_forgets_everything_where_the_mask_is_set(forget, emptied):
+    slots = full_slots()
+    where = every_other(slots)
+    got = forget(slots, where)
+    for name in FIELDS:
+        old, new = getattr(slots, name), getattr(got, name)
+        want = torch.where(where, torch.tensor(EMPTY_SLOT[name], dtype=old.dtype), old) if name in emptied else old
+        assert new.dtype == old.dtype, name
+        assert same(new, want), name
+
+
+def test_select_replaces_the_named_fields_under_the_mask_only():
+    slots = full_slots()
+    where = every_other(slots)
+    per_host = torch.arange(slots.stage.shape[0], dtype=torch.float32)[:, None]
+    got = select(where, {"alpha": per_host, "age": 7, "has_gate": where}, slots)
+    assert same(got.alpha, torch.where(where, per_host, slots.alpha))
+    assert same(got.age, torch.where(where, 7, slots.age))
+    assert same(got.has_gate, where | slots.has_gate)
+    for name in set(FIELDS) - {"alpha", "age", "has_gate"}:
+        assert getattr(got, name) is getattr(slots, name)
+
+
+def test_writing_under_a_mask_leaves_the_state_that_came_in_as_it_was():
+    slots = full_slots()
+    before = {name: getattr(slots, name).clone() for name in FIELDS}
+    everywhere = torch.ones_like(slots.has_gate)
+    for _ in range(2):
+        release(slots, everywhere)
+        vacate(slots, everywhere)
+        select(everywhere, {"age": 0}, slots)
+    assert all(same(getattr(slots, name), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("stage", [0, 5, 11, -1])
+def test_a_state_from_outside_with_an_unknown_stage_is_refused(stage):
+    slots = empty_slots(2, 3, torch.device("cpu"))
+    require_known_stages(slots)
+    strange = slots.stage.clone()
+    strange[1, 2] = stage
+    with pytest.raises(CheckpointError, match=rf"\[{stage}\]"):
+        require_known_stages(replace(slots, stage=strange))

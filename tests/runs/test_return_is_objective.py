@@ -1,0 +1,102 @@
+"""In mode `objective` the learner is paid the objective of the network that is kept, whatever was rolled back."""
+
+import math
+from dataclasses import replace as data_replace
+from itertools import product
+
+import pytest
+import torch
+
+from esper.leyline.actions import Head, LifecycleOp
+from esper.leyline.tensor_dataclass import replace
+from esper.simic.agent.advantages import compute_gae, discounted_returns
+from esper.simic.agent.normalizers import masked_moments, scale_rewards
+from esper.simic.agent.policy_step import Decision, PolicyInputs
+from esper.runs.build import engine_of, learner_of
+from esper.runs.presets import resolve
+from esper.tasks.null import Fault, NullSpec
+from esper.tasks.presets import NULL
+from esper.tasks.registry import register_task
+from tiny import CPU
+
+E, GAMMA = 11, 0.995
+STEPS = (1, 2, 3, 5, 8, 9, 10, 11)
+PATTERNS = [
+    [t in STEPS and falls[STEPS.index(t)] for t in range(1, E + 1)] for falls in product((False, True), repeat=8)
+]
+"""Every way to be rolled back in these steps: one host for each."""
+FAULTS = [Fault(n, t, math.nan) for n, falls in enumerate(PATTERNS) for t in STEPS if falls[t - 1]]
+register_task(data_replace(NULL, name="every_rollback", script=NullSpec(sigma=1.0, faults=tuple(FAULTS))))
+
+
+def keeping(decide):
+    """Decisions that germinate in slot 0 when they may, and fossilize it when they may."""
+
+    def decided(inputs: PolicyInputs, deterministic: bool) -> Decision:
+        decision, op = decide(inputs, deterministic), torch.zeros(len(PATTERNS), dtype=torch.int64)
+        for wanted in (LifecycleOp.GERMINATE, LifecycleOp.FOSSILIZE):
+            op[inputs.legal[:, wanted, 0]] = wanted
+        actions = decision.act.actions.clone()
+        actions[:, Head.OP], actions[:, Head.SLOT], actions[:, Head.TEMPO] = op, 0, 0
+        return replace(decision, act=replace(decision.act, actions=actions))
+
+    return decided
+
+
+@pytest.fixture(scope="module")
+def finished():
+    """The learner after an episode of all hosts, and J of what is kept of each, worked out here."""
+    lenient = {"min_training_epochs": 1, "min_blending_epochs": 1, "embargo_epochs": 0, "g5_contribution": -100.0}
+    small = {"feature_width": 64, "hidden_width": 64}
+    config = resolve(
+        {"task": "every_rollback", "num_envs": len(PATTERNS), "episode_length": E, "compile": "off", "ppo": small,
+         "lifecycle": lenient | {"g2_health": 0.0, "g2_improvement": -100.0, "g2_ratio": 0.0}}
+    )  # fmt: skip
+    engine = engine_of(config, None, CPU)
+    client = learner_of(config, engine.spec)
+    client._decide = keeping(client._decide)
+    engine.reset(client, 0)
+    engine.rollout(client)
+    kept = engine.kept_network()
+    worth = [
+        accuracy / 100 - 0.03 * math.log(1 + grown / max(host, 200))
+        for accuracy, grown, host in zip(
+            kept.accuracy.tolist(), kept.fossil_params.tolist(), kept.host_params.tolist(), strict=True
+        )
+    ]
+    return client.buffer, torch.tensor(worth, dtype=torch.float64), kept
+
+
+def test_the_discounted_return_of_the_learner_is_the_objective_for_every_pattern_of_rollbacks(finished):
+    buffer, worth, kept = finished
+    slabs = buffer.slabs
+    assert (~slabs.valid).tolist() == PATTERNS
+    fossilized = slabs.effective_op == LifecycleOp.FOSSILIZE
+    assert fossilized[:, -1].any()
+    assert (kept.fossil_params > 0)[~slabs.valid[:, -1]].any()
+    accumulated = discounted_returns(slabs.rewards, slabs.terminal, slabs.truncated, slabs.valid, GAMMA)
+    scale = masked_moments(accumulated, slabs.valid).var.sqrt()
+    discount = GAMMA ** torch.arange(E, dtype=torch.float64)
+    learned = (scale_rewards(slabs.rewards, scale).double() * discount).sum(1) * scale
+    torch.testing.assert_close(learned, GAMMA ** (E - 1) * worth, atol=2e-6, rtol=0)
+    apart = worth[:, None] - worth
+    assert ((learned[:, None] - learned).sign() == apart.sign())[apart.abs() > 1e-5].all()
+
+
+def test_every_decision_is_credited_with_the_end_across_all_rollbacks_after_it(finished):
+    # without a critic and with an unbroken trace the advantage is what is still to come: gamma^(E - t) * J - Phi_{t-1}
+    buffer, worth, _ = finished
+    slabs, none = buffer.slabs, torch.zeros_like(buffer.slabs.values)
+    found = compute_gae(slabs.rewards, none, none, slabs.terminal, slabs.truncated, slabs.valid, GAMMA, 1.0)
+    begins = slabs.valid & torch.cat((torch.ones_like(slabs.valid[:, :1]), ~slabs.valid[:, :-1]), dim=1)  # Phi is 0
+    want = worth[:, None] * GAMMA ** torch.arange(E - 1, -1, -1)
+    assert begins.sum() > 500
+    torch.testing.assert_close(found[begins].double(), want[begins], atol=2e-6, rtol=0)
+
+
+def test_an_episode_has_one_end_and_as_many_fresh_recurrent_states_as_rollbacks(finished):
+    slabs = finished[0].slabs
+    ends = [max(t for t in range(E) if not falls[t]) for falls in PATTERNS]
+    assert slabs.terminal.nonzero().tolist() == [[n, end] for n, end in enumerate(ends)]
+    assert torch.equal(slabs.reset[:, 1:], ~slabs.valid[:, :-1])
+    finished[0].validate()

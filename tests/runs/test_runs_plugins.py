@@ -1,0 +1,181 @@
+"""Code of the user: found, imported once, and named with its line where it fails."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import small_runs
+from esper.leyline.errors import ConfigError
+from esper.simic.rewards import reward_names
+from esper.runs.plugins import load_plugins
+from esper.runs.presets import recorded, resolve
+from esper.runs.values import read_toml
+
+FRUGAL = """
+from esper.simic.rewards import RewardConfig, make_reward, register_reward
+
+@register_reward("{name}", time_limit="truncate", fossils_as_players=True)
+def build(config: RewardConfig):
+    return make_reward("sparse", RewardConfig(mode="sparse", param_penalty_weight=config.param_penalty_weight))
+"""
+
+
+def plugin(folder: Path, name: str, content: str) -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("x = 1\n\ndef f():\n    return x / 0\n\nf()\n", "in line 4 of {path}: ZeroDivisionError: division by zero"),
+        ("def f(:\n", "in line 1 of {path}: SyntaxError"),
+        ("import no_such_module\n", "in line 1 of {path}: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit(3)\n", "SystemExit: 3"),
+        ("raise ValueError('two\\nlines')\n", "ValueError: two lines"),
+        ("import json\njson.loads('x')\n", "in line 2 of {path}: JSONDecodeError"),
+        (
+            "from esper.simic.rewards import register_reward\nregister_reward('sparse')\n"
+            "in line 2 of {path}: RegistryError: a reward named 'sparse' is registered already",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_is_named_with_the_line(tmp_path: Path, content: str, said: str) -> None:
+    path = plugin(tmp_path, "broken", content)
+    with pytest.raises(ConfigError) as caught:
+        load_plugins([str(path)])
+    assert said.format(path=path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError):  # and again: half a module is not taken for a whole one
+        load_plugins([str(path)])
+
+
+def test_plugins_that_are_missing_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no plugin .*nowhere\.py"):
+        load_plugins([str(tmp_path / "nowhere.py")])
+    with pytest.raises(ConfigError, match=r"there is no plugin module 'no_such_package\.inner'"):
+        load_plugins(["no_such_package.inner"])
+
+
+def test_a_file_is_imported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = plugin(tmp_path, "once", "print('imported')\n")
+    load_plugins([str(path), str(path)])
+    load_plugins([str(path)])
+    assert capsys.readouterr().out == "imported\n"
+
+
+def test_two_files_of_one_name_are_two_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        load_plugins([str(plugin(tmp_path / folder, "same", f"print('{folder}')\n"))])
+    assert capsys.readouterr().out == "a\nb\n"
+
+
+def test_a_module_of_the_working_directory_can_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin(tmp_path, "growth_of_mine", "print('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    load_plugins(["growth_of_mine"])
+    assert capsys.readouterr().out == "imported\n"
+
+
+def test_a_registered_reward_is_chosen_by_name_like_a_built_in_one(tmp_path: Path) -> None:
+    path = plugin(tmp_path, "frugal", FRUGAL.format(name="frugal"))
+    config = resolve({"task": "null", "plugins": [str(path)], "reward": {"mode": "frugal"}})
+    assert "frugal" in reward_names()
+    assert config.reward_name == config.custom_reward == "frugal"
+    assert config.plugins == (str(path),)
+    assert config.engine().time_limit == "truncate"  # what the reward asks for, not the mode beneath it
+    assert config.lifecycle.fossils_as_players
+
+
+def test_naming_a_built_in_reward_takes_a_registered_one_back(tmp_path: Path) -> None:
+    path = plugin(tmp_path, "thrifty", FRUGAL.format(name="thrifty"))
+    file = tmp_path / "run.toml"
+    file.write_text('task = "null"\nplugins = ["thrifty.py"]\n[reward]\nmode = "thrifty"\nparam_penalty_weight = 0.5\n')
+    assert resolve({}, file).reward_name == "thrifty"
+    assert resolve({}, file).reward.param_penalty_weight == 0.5
+    assert resolve({}, file).plugins == (str(path),)
+    assert resolve({"reward": {"mode": "shaped"}}, file).reward_name == "shaped"
+
+
+def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp_path: Path) -> None:
+    path = plugin(tmp_path, "sparing", FRUGAL.format(name="sparing"))
+    run = tmp_path / "run"
+    with small_runs.interrupted_at(1, 3):
+        assert small_runs.train(run, "null", 1, "--plugins", str(path), "--reward", "sparing") == 130
+    assert recorded(read_toml(run / "config.toml"), trust=True).reward_name == "sparing"
+    assert small_runs.resume(run, "--plugins", str(path)) == 0
+    assert small_runs.summary(run)["reward"] == "sparing"
+    assert small_runs.main(["evaluate", str(run), "wait_only", "--num-envs", "2", "--trust"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "module"])
+def test_code_that_a_run_directory_names_is_executed_only_where_the_command_line_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = tmp_path / "run"
+    assert small_runs.train(run, "null", 1) == 0
+    mine = plugin(tmp_path, f"planted_{kind}", "print('executed')\n")
+    other = plugin(tmp_path, f"other_{kind}", "print('executed')\n")
+    names = (str(mine), "./" + mine.name, str(other)) if kind == "file" else (mine.stem, mine.stem, other.stem)
+    planted, same, another = names
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("plugins = []", f'plugins = ["{planted}"]'))
+    assert planted in config.read_text()
+    before = small_runs.contents(run)
+    commands = (["train", "--resume", "run", "--rounds", "2"], ["evaluate", "run", "wait_only", "--num-envs", "1"])
+    commands = (*commands, ["train", "--config", "run/config.toml", "--run-dir", "again"])
+    for command in commands:
+        assert small_runs.main(command) == 2
+        out, err = capfd.readouterr()
+        assert "executed" not in out
+        assert f"names code that would be executed: {planted}. " in err
+        assert f"--plugins {planted}" in err
+        assert "--trust" in err
+    for command in commands[:2]:
+        assert small_runs.main([*command, "--plugins", another]) == 2
+        assert f"{another} is no plugin of the run, which names {planted}" in capfd.readouterr().err
+    assert small_runs.contents(run) == before
+    for allowed in (["--trust"], ["--plugins", same]):
+        assert small_runs.main([*commands[1], *allowed]) == 0
+    assert capfd.readouterr().out.count("executed") == 1  # a plugin is imported once in a process
+    assert small_runs.main([*commands[2], "--trust"]) == 0
+
+
+def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path: Path) -> None:
+    path = plugin(
+        tmp_path,
+        "own_task",
+        "from dataclasses import replace\n"
+        "from torch import nn\n"
+        "import tiny\n"
+        "from esper.kasmina.blueprints import AbstractBlueprint, register\n"
+        "from esper.leyline.stages import Topology\n"
+        "from esper.tasks import register_task\n"
+        "class Pointwise(AbstractBlueprint):\n"
+        "    name, topology, birth = 'pointwise_of_a_plugin', Topology.CNN, {'weight': 0.0}\n"
+        "    def build(self, channels):\n"
+        "        return nn.Conv2d(channels, channels, 1, bias=False)\n"
+        "register(Pointwise())\n"
+        "register_task(tiny.task(name='task_of_a_plugin'))\n",
+    )
+    from esper.kasmina.blueprints import registry
+
+    run = tmp_path / "run"
+    arguments = ["--task", "task_of_a_plugin", "--plugins", str(path), "--run-dir", str(run), *small_runs.FAST]
+    try:
+        assert small_runs.main(["train", "--rounds", "1", "--num-envs", "2", "--episode-length", "3", *arguments]) == 0
+        started = small_runs.records(run)["events.jsonl"][0]
+        assert started["blueprints"][-1] == "pointwise_of_a_plugin"
+        assert started["head_sizes"][1] == 14
+    finally:
+        registry.unregister("pointwise_of_a_plugin")
+    # without the blueprint the controller has another shape
+    assert small_runs.resume(run, "--rounds", "2") == 2

@@ -1,0 +1,89 @@
+"""Which of several values wins, and what presets say."""
+
+from pathlib import Path
+
+import pytest
+
+from esper.leyline.errors import ConfigError
+from esper.runs.presets import PRESETS, resolve
+from esper.tasks.registry import task_by_name
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_task_and_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('task = "null"\nrounds = 7\nepisode_length = 11\n[ppo]\nlr = 0.1\nclip = 0.3\n')
+    config = resolve({"episode_length": 13, "ppo": {"lr": 0.2}}, file)
+    assert (config.rounds, config.episode_length) == (7, 13)
+    assert (config.ppo.lr, config.ppo.clip) == (0.2, 0.3)
+    assert config.num_envs == 16  # of the preset
+    assert config.lifecycle.min_training_epochs == task_by_name("null").min_training_epochs
+
+
+def test_the_published_values() -> None:
+    small, paper = resolve({"preset": "small"}), resolve({"preset": "paper"})
+    assert (small.rounds, small.num_envs, small.reward.mode) == (100, 16, "objective")
+    assert (small.ppo.hidden_width, small.ppo.epochs, small.ppo.minibatches, small.ppo.lr) == (128, 4, 4, 5e-4)
+    assert (small.ppo.gae_lambda, small.ppo.grad_norm) == (0.95, 1.0)
+    assert (paper.rounds, paper.num_envs, paper.reward.mode) == (200, 12, "objective")
+    assert (paper.ppo.hidden_width, paper.ppo.epochs, paper.ppo.minibatches, paper.ppo.lr) == (512, 1, 1, 3e-4)
+    assert (paper.ppo.gae_lambda, paper.ppo.grad_norm) == (0.98, 5.0)
+    assert (paper.ppo.entropy_start, paper.ppo.entropy_end) == (0.05, 0.01)
+    for config in (small, paper):
+        assert (config.ppo.gamma, config.ppo.clip, config.ppo.target_kl) == (0.995, 0.2, 0.015)
+        assert (config.ppo.value_start, config.ppo.value_end, config.ppo.value_warmup) == (0.05, 0.5, 10)
+        assert config.optimizer.grad_clip == 1.0
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_schedules_do_not_depend_on_how_many_rounds_are_asked_for(preset: str) -> None:
+    """Else a run that is extended later would differ from one that was that long from the start."""
+    short, long = resolve({"preset": preset, "rounds": 2}), resolve({"preset": preset, "rounds": 4})
+    assert short.schedule_rounds == long.schedule_rounds == PRESETS[preset]()["rounds"]
+
+
+def test_a_task_decides_what_belongs_to_it() -> None:
+    config, task = resolve({"task": "digits"}), task_by_name("digits")
+    assert config.episode_length == task.episode_length
+    assert config.slots == task.enabled
+    assert config.optimizer == task.optimizer
+    assert config.task_spec().batch_train == task.batch_train
+
+
+def test_mode_loss_gets_the_constants_of_the_task() -> None:
+    config, task = resolve({"task": "digits", "reward": {"mode": "loss"}}), task_by_name("digits")
+    assert config.reward.loss.target_loss == task.target_loss
+    assert config.reward.loss.typical_loss_delta_std == task.typical_loss_delta_std
+
+
+def test_a_reward_that_pays_by_fossils_has_them_measured() -> None:
+    assert resolve({"reward": {"mode": "basic_plus"}}).lifecycle.fossils_as_players
+    assert not resolve({"reward": {"mode": "basic"}}).lifecycle.fossils_as_players
+
+
+def test_paths_of_a_file_are_relative_to_it_and_those_of_the_command_line_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "settings" / "run.toml"
+    file.write_text('data_dir = "data"\n')
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve({}, file).data_dir == str(tmp_path / "settings" / "data")
+    assert resolve({"data_dir": "data"}, file).data_dir == str(tmp_path / "elsewhere" / "data")
+
+
+def test_the_environment_names_the_data_folder_of_tasks_that_need_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESPER_DATA", str(tmp_path))
+    assert resolve({"task": "fashion_mnist"}).data_dir == str(tmp_path)
+    assert resolve({"task": "fashion_mnist", "data_dir": "/other"}).data_dir == "/other"
+    assert resolve({"task": "digits"}).data_dir == ""
+    assert resolve({"task": "digits"}).data_path() == tmp_path
+    monkeypatch.delenv("ESPER_DATA")
+    assert resolve({"task": "digits"}).data_path() is None
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read"):
+        resolve({}, tmp_path / "nowhere.toml")

@@ -1,0 +1,191 @@
+"""What steps leave behind, told one by one or several together."""
+
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_training_events import SPEC, moves
+from test_training_report import WEIGHTS, step
+
+import small_runs
+from esper.leyline.messages import SlotState
+from esper.leyline.stages import Cause, SeedStage
+from esper.runs.records import LONGEST, MOST_STEPS, Records
+from esper.telemetry import hub as hubs
+from esper.telemetry.hub import Hub, register_listener
+from esper.telemetry.run_directory import RunDirectory
+from esper.tolaria.executors.scripted import ScriptedExecutor
+
+GERMINATED = moves((1, 0, SeedStage.DORMANT, SeedStage.GERMINATED, Cause.OP))
+
+
+class Notebook:
+    """Writes everything down."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, dict[str, Any]]] = []
+
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self.taken.append((kind, dict(fields)))
+
+
+@pytest.fixture
+def nobody_registered() -> Iterator[None]:
+    """No listener but what a test registers itself."""
+    before = dict(hubs._FACTORIES)
+    hubs._FACTORIES.clear()
+    yield
+    hubs._FACTORIES.clear()
+    hubs._FACTORIES.update(before)
+
+
+class Bench:
+    """Records on a clock of its own."""
+
+    def __init__(self, path: Path, terms: tuple[str, ...] | None = None) -> None:
+        self.now = 100.0
+        self.notebook = Notebook()
+        self.directory = RunDirectory.create(path, {}, steps=terms is not None)
+        self.records = Records(
+            self.directory, Hub({"notebook": self.notebook}), SPEC, WEIGHTS, terms, clock=lambda: self.now
+        )
+
+    def steps(self, *numbers: int, seconds: float = 0.001, **changes: object) -> None:
+        for t in numbers:
+            self.now += seconds
+            self.records.step(step(t=t, **changes))
+
+    def told(self) -> list[tuple[str, int]]:
+        return [(kind, fields["t"]) for kind, fields in self.notebook.taken]
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_steps_are_recorded_when_there_are_enough_of_them(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "run")
+    bench.steps(*range(1, MOST_STEPS))
+    assert bench.told() == []
+    bench.steps(MOST_STEPS)
+    assert bench.told() == [("step", t) for t in range(1, MOST_STEPS + 1)]
+    bench.directory.close()
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_a_slow_step_does_not_wait_for_others(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "run")
+    bench.steps(1)
+    bench.steps(2, seconds=LONGEST / 2)
+    assert bench.told() == []
+    bench.steps(3, seconds=LONGEST / 2)
+    assert bench.told() == [("step", 1), ("step", 2), ("step", 3)]
+    bench.directory.close()
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
+    heard = Notebook()
+    register_listener("heard")(lambda path: heard)
+    directory = RunDirectory.create(tmp_path / "run", {})
+    hub = Hub({})
+    hub.add_registered(tmp_path)
+    records = Records(directory, hub, SPEC, WEIGHTS, None)
+    for t in (1, 2):
+        records.step(step(t=t))
+        assert [fields["t"] for _, fields in heard.taken] == list(range(1, t + 1))
+    directory.close()
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_seconds_count_from_the_beginning_of_the_round_to_each_step(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "run")
+    bench.now = 107.0
+    bench.records.begin()
+    bench.steps(1, 2, seconds=0.0625)
+    bench.records.flush()
+    assert [fields["seconds"] for _, fields in bench.notebook.taken] == [0.0625, 0.125]
+    bench.directory.close()
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_listeners_hear_the_events_of_a_step_and_then_the_step(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "run", terms=("potential", "rent"))
+    bench.steps(1)
+    bench.steps(2, op_moves=GERMINATED)
+    bench.steps(3)
+    bench.records.write_events([{"kind": "alarm", "t": 3}])
+    told = [("step", 1), ("stage_changed", 2), ("step", 2), ("step", 3), ("alarm", 3)]
+    assert bench.told() == told
+    bench.directory.close()
+    path = tmp_path / "run"
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["t"]) for event in events] == [found for found in told if found[0] != "step"]
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["t"], line["host"]) for line in lines] == [(t, host) for t in (1, 2, 3) for host in (10, 11)]
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_steps_of_two_rounds_are_not_told_together(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "run")
+    bench.steps(7, 8)
+    bench.steps(1, episode=1)
+    assert bench.told() == [("step", 7), ("step", 8)]
+    bench.records.flush()
+    _, fields = bench.notebook.taken[-1]
+    assert (fields["round"], fields["env_steps"], fields["ops"]["WAIT"]) == (2, 2, 1)
+    bench.records.flush()
+    assert len(bench.notebook.taken) == 3  # nothing is told twice
+    bench.directory.close()
+
+
+@pytest.mark.usefixtures("nobody_registered")
+@pytest.mark.parametrize("kind", ["null", "tiny"])
+def test_a_run_records_the_same_whether_its_steps_are_told_together_or_alone(tmp_path: Path, kind: str) -> None:
+    more = ("--set", "record_steps=true")
+    assert small_runs.train(tmp_path / "together", kind, 2, *more) == 0
+    register_listener("heard")(lambda path: Notebook())
+    assert small_runs.train(tmp_path / "alone", kind, 2, *more) == 0
+    assert small_runs.records(tmp_path / "together") == small_runs.records(tmp_path / "alone")
+    steps = [(tmp_path / name / "steps.jsonl").read_bytes() for name in ("together", "alone")]
+    assert steps[0] == steps[1]
+    assert steps[0].count(b"\n") == 2 * (24 if kind == "null" else 12)
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_the_steps_before_a_failure_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    assert small_runs.train(tmp_path / "whole", "null", 1) == 0
+
+    def failing(self: object, t: int, slots: object, coalitions: object) -> object:
+        if t == 6:
+            raise ZeroDivisionError("a host that cannot be measured")
+        return measured(self, t, slots, coalitions)
+
+    measured = ScriptedExecutor.evaluate
+    monkeypatch.setattr(ScriptedExecutor, "evaluate", failing)
+    with pytest.raises(ZeroDivisionError):
+        small_runs.train(path, "null", 1)
+    whole = small_runs.records(tmp_path / "whole")["events.jsonl"]
+    assert small_runs.records(path)["events.jsonl"] == [event for event in whole if event["t"] <= 5]
+
+
+@pytest.mark.usefixtures("nobody_registered")
+def test_a_run_that_is_interrupted_among_steps_that_wait_goes_on_with_the_same_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    assert small_runs.train(whole, "null", 2) == 0
+    trained, steps = ScriptedExecutor.train_epoch, iter(range(16 + 3))
+
+    def interrupted(self: ScriptedExecutor, t: int, slots: SlotState) -> object:
+        if next(steps, None) == 8 + 4:
+            signal.raise_signal(signal.SIGINT)
+        return trained(self, t, slots)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScriptedExecutor, "train_epoch", interrupted)
+        assert small_runs.train(path, "null", 2) == 130
+    assert max(event["t"] for event in small_runs.records(path)["events.jsonl"] if event["round"] == 2) == 5
+    assert small_runs.resume(path) == 0
+    assert small_runs.records(path) == small_runs.records(whole)

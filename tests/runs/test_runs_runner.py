@@ -1,0 +1,364 @@
+"""A run: complete, interrupted, continued. A continued run is compared with one that was never interrupted."""
+
+import json
+import shutil
+import signal
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import small_runs
+from esper.leyline.errors import CheckpointError
+from esper.runs import build
+from esper.runs import runner as runner_module
+from esper.runs.build import assemble, device_of
+from esper.runs.checkpoint import checkpoints, load
+from small_runs import contents, interrupted_at, records, resume, summary, train
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One uninterrupted run of three rounds of each kind."""
+    folder = tmp_path_factory.mktemp("whole")
+    for kind in small_runs.OPTIONS:
+        assert train(folder / kind, kind) == 0
+    return {kind: folder / kind for kind in small_runs.OPTIONS}
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert records(found) == records(expected)
+    assert summary(found) == summary(expected)
+    trends = [load(checkpoints(path / "checkpoints")[0]).header.trend for path in (found, expected)]
+    assert trends[0] == trends[1]  # what the best policy will be judged by
+
+
+def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole: dict[str, Path]) -> None:
+    names = {path.name for path in whole["null"].iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints"}
+    assert [path.name for path in checkpoints(whole["null"] / "checkpoints")] == [
+        "round-00003",
+        "round-00002",
+        "round-00001",
+    ]
+    assert [line["round"] for line in records(whole["null"])["metrics.jsonl"]] == [1, 2, 3]
+
+
+def test_the_small_runs_are_worth_comparing(whole: dict[str, Path]) -> None:
+    """Seeds are born, blended, lost and kept, and a host is rolled back: a resume has all of it to restore."""
+    events = [event for path in whole.values() for event in records(path)["events.jsonl"]]
+    assert {"TRAINING", "BLENDING", "PRUNED"} <= {event["to"] for event in events if event["kind"] == "stage_changed"}
+    assert any(event["kind"] == "rollback" for event in events)
+
+
+def test_a_summary_says_what_the_run_came_to(whole: dict[str, Path]) -> None:
+    found = json.loads((whole["tiny"] / "summary.json").read_text())
+    assert found["env_steps"] == 3 * 2 * 6
+    assert found["host_reads_per_step"] == 1.0
+    assert found["rounds"] == 3
+    assert found["task"] == "tiny"
+    assert found["reward"] == "objective"
+    assert found["dropped_records"] == 0
+    assert found["env_steps_per_second"] == pytest.approx(36 / (found["rollout_seconds"] + found["update_seconds"]))
+    assert len(found["state_digest"]) == 64
+
+
+@pytest.mark.parametrize("kind", ["null", "tiny"])
+def test_two_equal_runs_are_equal(whole: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    assert train(tmp_path / "again", kind) == 0
+    assert_same_run(tmp_path / "again", whole[kind])
+
+
+def test_a_run_in_two_processes_is_that_of_one(whole: dict[str, Path]) -> None:
+    assert summary(whole["shared"]) == summary(whole["streamed"])
+    shared, streamed = (records(whole[kind]) for kind in ("shared", "streamed"))
+    for events in (shared["events.jsonl"], streamed["events.jsonl"]):
+        del events[0]["config_sha256"]
+    assert shared == streamed
+    kept, expected = (tomllib.loads((whole[kind] / "config.toml").read_text()) for kind in ("shared", "streamed"))
+    assert kept == expected | {"workers": 2}
+
+
+def test_another_seed_gives_another_state(whole: dict[str, Path], tmp_path: Path) -> None:
+    assert train(tmp_path / "other", "null", 3, "--seed", "1") == 0
+    assert summary(tmp_path / "other")["state_digest"] != summary(whole["null"])["state_digest"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        *(("null", (1, 5)), ("null", (2, 3)), ("tiny", (1, 1)), ("tiny", (2, 3))),
+        ("streamed", (2, 2)),
+        pytest.param("shared", (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(
+    whole: dict[str, Path], tmp_path: Path, kind: str, step: tuple[int, int]
+) -> None:
+    path = tmp_path / "run"
+    with interrupted_at(*step):
+        assert train(path, kind) == 130
+    assert not (path / "summary.json").exists()
+    assert resume(path) == 0
+    assert_same_run(path, whole[kind])
+
+
+def test_a_run_may_be_interrupted_again_and_again(whole: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with interrupted_at(1, 1), interrupted_at(1, 4), interrupted_at(2, 5), interrupted_at(3, 1):
+        assert [train(path, "tiny"), resume(path), resume(path), resume(path)] == [130] * 4
+        assert resume(path) == 0
+    assert_same_run(path, whole["tiny"])
+
+
+def test_an_interruption_in_the_last_step_of_a_round_ends_it_after_the_update(
+    whole: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    with interrupted_at(2, 8):
+        assert train(path) == 130
+    assert [path.name for path in checkpoints(path / "checkpoints")] == ["round-00002", "round-00001"]
+    assert resume(path) == 0
+    assert_same_run(path, whole["null"])
+
+
+def test_an_interruption_in_the_very_last_step_changes_nothing(whole: dict[str, Path], tmp_path: Path) -> None:
+    with interrupted_at(3, 8):
+        assert train(tmp_path / "run") == 0
+    assert_same_run(tmp_path / "run", whole["null"])
+    assert checkpoints(tmp_path / "run/checkpoints")[0].name == "round-00003"
+
+
+@pytest.mark.parametrize("kind", ["null", "tiny"])
+def test_a_run_that_is_extended_equals_one_that_was_that_long_from_the_start(
+    whole: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "run"
+    assert train(path, kind, 1) == 0
+    assert resume(path, "--rounds", "3") == 0
+    assert_same_run(path, whole[kind])
+
+
+def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_remains(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    with interrupted_at(2, 3, signal.SIGINT, signal.SIGTERM):
+        assert train(path) == 130
+    out, err = capfd.readouterr()
+    assert "once more ends it at once" in err
+    assert "ended at once" in out
+    assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00001"]
+    assert resume(path) == 0
+    assert_same_run(path, whole["null"])
+
+
+def test_signal_handlers_are_as_before_after_a_run(whole: dict[str, Path], tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert train(tmp_path / "run", "null", 1) == 0
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def damaged(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    with interrupted_at(3, 5):
+        assert train(path) == 130
+    damaged(checkpoints(path / "checkpoints")[0] / "state.safetensors")
+    with interrupted_at(3, 1):
+        assert resume(path) == 130
+    out, err = capfd.readouterr()
+    assert "round-00002-step-0006/state.safetensors does not match its checksum" in err
+    assert "Using round-00002 instead" in err
+    assert "continuing after 2 of 3 rounds\n" in out
+    assert max(event["t"] for event in records(path)["events.jsonl"] if event["round"] == 3) <= 2  # the rest was cut
+    assert checkpoints(path / "checkpoints")[0].name == "round-00002-step-0002"
+    assert resume(path) == 0
+    assert "checksum" not in capfd.readouterr().err
+    assert_same_run(path, whole["null"])
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_left_as_it_is(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole["null"], path)
+    for checkpoint in checkpoints(path / "checkpoints"):
+        damaged(checkpoint / "state.safetensors")
+    before = contents(path)
+    assert resume(path, "--rounds", "4") == 2
+    assert "no checkpoint in" in capfd.readouterr().err
+    assert contents(path) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    shutil.copy(whole["null"] / "config.toml", path)
+    (path / "events.jsonl").write_text('{"kind": "half a li')
+    (path / "checkpoints" / ".draft-round-00001").mkdir(parents=True)
+    assert resume(path) == 0
+    assert_same_run(path, whole["null"])
+    assert not list((path / "checkpoints").glob(".draft*"))
+
+
+def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_summary_gets_it(
+    whole: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole["tiny"], path)
+    (path / "summary.json").unlink()
+    assert resume(path) == 0
+    assert_same_run(path, whole["tiny"])
+
+
+def test_records_behind_the_checkpoint_are_cut_off_even_if_half_a_line_was_written(
+    whole: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    with interrupted_at(2, 4):
+        assert train(path) == 130
+    for name in small_runs.RECORDS:
+        with (path / name).open("a") as file:
+            file.write('{"kind": "stage_changed", "rou')
+    assert resume(path) == 0
+    assert_same_run(path, whole["null"])
+
+
+def test_a_complete_run_has_nothing_to_resume(whole: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    before = contents(whole["null"])
+    assert resume(whole["null"]) == 2
+    assert resume(whole["null"], "--rounds", "2") == 2
+    assert "has done 3 rounds and 3 are asked for" in capfd.readouterr().err
+    assert contents(whole["null"]) == before
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    assert train(path, "null", 1, "--num-envs", "4") == 0
+    for checkpoint in checkpoints(whole["null"] / "checkpoints"):
+        shutil.copytree(checkpoint, path / "checkpoints" / checkpoint.name, dirs_exist_ok=True)
+    before = contents(path)
+    assert resume(path, "--rounds", "9") == 2
+    assert "num_envs is 4" in capfd.readouterr().err
+    assert contents(path) == before
+
+
+def test_state_of_another_shape_under_a_fitting_header_is_refused(whole: dict[str, Path]) -> None:
+    from esper.runs.presets import recorded
+    from esper.runs.values import read_toml
+
+    config = recorded(read_toml(whole["null"] / "config.toml") | {"num_envs": 4})
+    parts = assemble(config, device_of(config))
+    checkpoint = load(checkpoints(whole["null"] / "checkpoints")[0])
+    with pytest.raises(CheckpointError, match="num_envs = 3, but this run has 4"):
+        runner_module.restore(parts.engine, parts.client, checkpoint, parts.shape)
+    with pytest.raises(CheckpointError):
+        runner_module.restore(parts.engine, parts.client, checkpoint, checkpoint.header.shape)
+
+
+def test_settings_that_were_changed_in_the_run_directory_are_refused(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole["null"], path)
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.0005", "lr = 0.5"))
+    assert resume(path, "--rounds", "4") == 2
+    assert "ppo.lr is 0.5 in config.toml, but the run was made with 0.0005" in capfd.readouterr().err
+
+
+def test_checkpoints_come_as_often_as_they_are_asked_for(whole: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert train(path, "null", 3, "--checkpoint-every", "2") == 0
+    assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00003", "round-00002"]
+    assert_same_run(path, whole["null"])
+
+
+def test_a_run_directory_that_is_being_written_is_refused(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from esper.telemetry.run_directory import RunDirectory
+
+    path = tmp_path / "run"
+    with interrupted_at(2, 4):
+        assert train(path) == 130
+    with RunDirectory.reopen(path):
+        before = contents(path)
+        assert resume(path) == 2
+        assert "being written by another process" in capfd.readouterr().err
+        assert contents(path) == before
+
+
+def test_a_run_whose_checkpoints_are_missing_or_lie_elsewhere_is_refused_and_left_as_it_is(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole["null"], path)
+    shutil.move(path / "checkpoints", tmp_path / "aside")
+    before = contents(tmp_path)
+    for more in ((), ("--rounds", "9")):
+        assert resume(path, *more) == 2
+        assert "has records but no checkpoint to continue from; put its checkpoints back" in capfd.readouterr().err
+    (path / "checkpoints").symlink_to(tmp_path / "aside")
+    assert resume(path, "--rounds", "9") == 2
+    assert "checkpoints is not a folder of the run itself" in capfd.readouterr().err
+    (path / "checkpoints").unlink()
+    assert contents(tmp_path) == before
+
+
+def executor_of(run: Path) -> str:
+    found: str = tomllib.loads((run / "config.toml").read_text())["executor"]
+    return found
+
+
+def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
+    whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tomllib.loads((whole["null"] / "config.toml").read_text())["compile"] == "off", "on a CPU"
+    assert {kind: executor_of(path) for kind, path in whole.items()} == {
+        "null": "auto",  # no networks, nothing to choose
+        "tiny": "native",
+        "streamed": "streamed",
+        "shared": "streamed",
+    }
+    with interrupted_at(2, 3):
+        assert train(tmp_path / "run", "tiny") == 130
+    assert "executor: native (C++ compiled for this processor)" in capfd.readouterr().out
+    monkeypatch.setattr("esper.tolaria.executors.choice._NATIVE_BYTES", 0)  # a later version has another rule
+    assert resume(tmp_path / "run") == 0
+    assert "executor: native\n" in capfd.readouterr().out
+    assert_same_run(tmp_path / "run", whole["tiny"])
+
+
+def test_a_run_is_the_same_whether_its_executor_was_named_or_chosen(whole: dict[str, Path], tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "tiny", 3, "--executor", "native") == 0
+    assert_same_run(tmp_path / "run", whole["tiny"])
+    assert contents(tmp_path / "run")["config.toml"] == contents(whole["tiny"])["config.toml"]
+
+
+def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
+    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
+    path = tmp_path / "run"
+    monkeypatch.setattr(build, "assemble", lambda config, device: replace(assemble(config, device), config=config))
+    with interrupted_at(2, 3):
+        assert train(path, "tiny") == 130
+    monkeypatch.undo()
+    assert executor_of(path) == "auto"
+    with interrupted_at(3, 2):
+        assert resume(path) == 130
+    assert resume(path) == 0
+    assert executor_of(path) == "auto"
+    assert summary(path) == summary(whole["tiny"])

@@ -1,0 +1,209 @@
+"""What a network must feel of its seeds, and a measurement must leave alone, whoever runs it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.static.executor import StaticExecutor
+from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from plain import PlainTraining, assert_close
+from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
+
+S = SeedStage
+ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
+WRAP = {
+    "streamed": StreamedExecutor,
+    "fused": lambda data: FusedExecutor(data, measures_together=True),
+    "native": NativeExecutor,
+    "static": StaticExecutor,
+}
+
+every_executor = pytest.mark.parametrize("executor", list(WRAP))
+every_algorithm = pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
+
+
+def bench_of(executor: str, num_envs: int = 1) -> Bench:
+    bench = Bench(num_envs)
+    bench.executor = WRAP[executor](bench.executor.data)
+    return bench
+
+
+def grown_bench(executor: str) -> Bench:
+    return with_players(bench_of(executor, 2))
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@every_algorithm
+@pytest.mark.parametrize(
+    ("executor", "family"),
+    [*((name, Topology.CNN) for name in WRAP), *((name, Topology.TRANSFORMER) for name in ("streamed", "fused"))],
+)
+def test_hosts_learn_to_the_bit_as_if_their_hidden_seeds_were_not_there(executor, family, algorithm):
+    alone, grown = bench_of(executor, 2), bench_of(executor, 2)
+    for bench in (alone, grown):
+        bench.population.topology = family
+    grown.grow("r0c0", "conv_small", S.TRAINING, algorithm=algorithm)
+    grown.grow("r1c0", "conv_heavy", S.BLENDING, alpha=0.0, algorithm=algorithm, hosts=[1])
+    born = [grown.seed_params("r0c0", 0), grown.seed_params("r0c0", 1), grown.seed_params("r1c0", 1)]
+    for bench in (alone, grown):
+        bench.train(2)
+    for host in (0, 1):
+        for name, value in alone.host_params(host).items():
+            assert bit_equal(grown.host_params(host)[name], value), (host, name)
+    now = [grown.seed_params("r0c0", 0), grown.seed_params("r0c0", 1), grown.seed_params("r1c0", 1)]
+    for before, after in zip(born, now, strict=True):
+        assert all(not torch.equal(after[name], x) for name, x in before.items())
+
+
+@every_algorithm
+@every_executor
+def test_below_a_fossil_every_parameter_of_host_and_seeds_gets_a_gradient(executor, algorithm):
+    bench = bench_of(executor)
+    bench.grow("r0c1", "conv_heavy", S.FOSSILIZED, alpha=1.0, algorithm=algorithm)  # the last slot of the network
+    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=algorithm)
+    bench.grow("r1c0", "conv_light", S.TRAINING, algorithm=algorithm)
+    bench.train()  # the last layer of a gate or a seed may be zero at birth
+    host, seeds = bench.host_params(), {slot: bench.seed_params(slot) for slot in SLOTS}
+    gates = {slot: bench.gate_params(slot) for slot in SLOTS}
+    for slab in (bench.population.host, bench.population.seeds, bench.population.gates):
+        slab.optimizer.momentum.zero_()  # so that only the gradients of this pass move anything
+    bench.train()
+    for name, before in host.items():
+        if "running" not in name:  # without a gradient only the decay would act: a factor near 1
+            assert not torch.allclose(bench.host_params()[name], before, rtol=1e-3, atol=0.0), name
+    for slot in SLOTS:
+        for name, before in seeds[slot].items():
+            assert not torch.equal(bench.seed_params(slot)[name], before), (slot, name)
+        if algorithm is GATE:
+            for name, before in gates[slot].items():
+                assert not torch.equal(bench.gate_params(slot)[name], before), (slot, name)
+
+
+@every_algorithm
+@every_executor
+def test_under_a_falling_seed_the_host_trains_as_plain_pytorch_with_that_seed_fixed(executor, algorithm):
+    bench = bench_of(executor)
+    bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.6, algorithm=algorithm)
+    bench.set("r1c0", alpha_mode=int(AlphaMode.DOWN))
+    born = bench.seed_params("r1c0")
+    plain = PlainTraining(bench, frozen=("r1c0",))
+    bench.train()
+    plain.epoch(1)
+    assert_close(bench.host_params(), plain.model.give())
+    assert same_tree(bench.seed_params("r1c0"), born)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def plain_logits(bench: Bench, host: int, on: np.ndarray) -> torch.Tensor:
+    """Logits of one coalition by one pass of a plain network over the whole validation split."""
+    model = PlainTraining(bench, host).model
+    model.grown = {slot: grown for slot, grown in model.grown.items() if on[SLOTS.index(slot)]}
+    with torch.no_grad():
+        return model.eval()(bench.data.val.x)
+
+
+@every_executor
+def test_every_coalition_counts_what_a_separate_pass_counts(executor):
+    bench = grown_bench(executor)
+    found, told = bench.measure(shapley=True)
+    for host in range(2):
+        for k in found.valid[host].nonzero().flatten().tolist():
+            logits = plain_logits(bench, host, found.sets[host, k].numpy())
+            hits = int((logits.argmax(dim=1) == bench.data.val.y).sum())
+            assert told.accuracy[host, k].item() == pytest.approx(100.0 * hits / len(bench.data.val.y)), (host, k)
+            if k == 0:
+                loss = torch.nn.functional.cross_entropy(logits, bench.data.val.y)
+                assert told.loss[host].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert len(set(told.accuracy[found.valid].tolist())) > 3
+
+
+class Answers(TorchFunctionMode):
+    """Keeps the logits that answers are taken from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.argmax and args[0].is_floating_point():
+            self.seen.append(args[0].clone())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("executor", ["streamed", "fused", "static"])  # native keeps no logits: tests/kasmina/native
+def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
+    bench = bench_of(executor)
+    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "conv_light", S.BLENDING, alpha=0.6, algorithm=MULTIPLY)
+    bench.grow("r0c1", "conv_heavy", S.BLENDING, alpha=0.3, algorithm=GATE)
+    bench.train()
+    bench.population.seeds.params.mul_(6.0)
+    found = bench.coalitions()
+    bench.executor.settle(bench.structure(found))
+    with Answers() as answers:
+        bench.executor.evaluate(bench.t, bench.slots, found)
+    # [states, batch, classes] in some order of axes and states; all eight subsets of three players are asked for
+    first = answers.seen[0]
+    states = first if executor == "streamed" else first.reshape(VAL_BATCH, 8, -1).transpose(0, 1)
+    assert states.shape == (8, VAL_BATCH, 3)
+    matched = []
+    for k in range(8):
+        want = plain_logits(bench, 0, found.sets[0, k].numpy())[:VAL_BATCH]
+        apart = (states - want).abs().amax(dim=(1, 2)) / want.abs().max()
+        assert apart.min() <= 1e-6, k
+        matched.append(int(apart.argmin()))
+    assert sorted(matched) == list(range(8))
+
+
+@pytest.mark.parametrize("executor", ["fused", "static"])
+def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatch):
+    bench = grown_bench(executor)
+    found, whole = bench.measure(shapley=True)
+    tested = bench.executor.committed_accuracy("test", bench.slots)
+    monkeypatch.setattr(f"esper.tolaria.executors.{executor}._CHUNK_FLOATS", 1)
+    with Answers() as answers:
+        pieces = bench.executor.evaluate(bench.t, bench.slots, found)
+    assert len(answers.seen) >= len(bench.data.val.y)
+    assert torch.equal(pieces.accuracy[found.valid], whole.accuracy[found.valid])
+    torch.testing.assert_close(pieces.loss, whole.loss)
+    assert torch.equal(bench.executor.committed_accuracy("test", bench.slots), tested)
+
+
+@every_executor
+def test_measuring_leaves_every_tensor_and_every_generator_alone(executor):
+    bench = grown_bench(executor)
+    before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
+    slabs = [f"population.{part}.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")]
+    assert before.keys() >= {*slabs}
+    splits = [bench.data.split(name) for name in ("train", "val", "test")]
+    data = [x.clone() for split in splits for x in (split.x, split.y)]
+    # that of Python is no witness: the type checks of these tests draw from it
+    of_numpy, of_torch = np.random.get_state(legacy=False)["state"], torch.random.get_rng_state()
+    bench.measure(shapley=True)
+    bench.executor.committed_accuracy("test", bench.slots)
+    assert same_tree(bench.executor.state_dict(), before)
+    assert all(bit_equal(a, b) for a, b in zip([x for s in splits for x in (s.x, s.y)], data, strict=True))
+    now = np.random.get_state(legacy=False)["state"]
+    assert (now["key"].tobytes(), now["pos"]) == (of_numpy["key"].tobytes(), of_numpy["pos"])
+    assert torch.equal(torch.random.get_rng_state(), of_torch)
+
+
+@every_executor
+def test_whether_hosts_were_measured_makes_no_difference_to_their_training(executor):
+    measured, straight = grown_bench(executor), grown_bench(executor)
+    measured.measure(shapley=True)
+    measured.executor.settle(measured.structure())
+    straight.executor.settle(straight.structure())
+    measured.train()
+    straight.train()
+    assert same_tree(measured.executor.state_dict(), straight.executor.state_dict())

@@ -1,0 +1,130 @@
+"""The fused executor gives what the streamed one gives: losses, gradients, weights, measurements, whole runs."""
+
+import against_streamed
+import numpy as np
+import pytest
+import torch
+from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tolaria.executors.choice import prefers_fused
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused.prefixes import buckets
+from esper.tolaria.prefixes import plan_prefixes
+from tiny import Bench, engine
+
+
+def compare(grow, **settings):
+    """Fused against streamed."""
+    against_streamed.compare(lambda data: FusedExecutor(data, measures_together=True), grow, **settings)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
+@pytest.mark.parametrize(("stage", "alpha"), CONDITIONS)
+@pytest.mark.parametrize("blueprint", ALL)
+def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
+    compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1)
+
+
+def test_different_seeds_in_different_hosts_do_not_meet():
+    compare(grow_different_seeds, num_envs=5)
+
+
+def test_active_seeds_send_gradients_into_a_host_whose_family_lets_them_and_hidden_ones_of_their_kind_none():
+    def grow(bench):
+        bench.population.topology = Topology.TRANSFORMER
+        bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0, hosts=[0, 4])
+        bench.grow("r0c1", "conv_light", SeedStage.TRAINING, hosts=[1, 5])
+        bench.grow("r0c1", "conv_light", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[2])
+        bench.grow("r0c1", "conv_light", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE, hosts=[3, 6])
+
+    def fused(data):
+        data.population.topology = Topology.CNN  # the family of its blueprints
+        executor = FusedExecutor(data)
+        data.population.topology = Topology.TRANSFORMER
+        return executor
+
+    against_streamed.compare(fused, grow, num_envs=7)
+    below = []  # first layers of hosts with an active seed further up, in either family
+    for family in (Topology.CNN, Topology.TRANSFORMER):
+        bench = Bench(1)
+        bench.population.topology = family
+        bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0)
+        bench.train()
+        below.append(bench.host_params()["blocks.0.conv.weight"])
+    assert not torch.equal(*below)
+
+
+def test_a_frozen_seed_keeps_its_weights_while_the_others_of_its_kind_learn():
+    def grow(bench):
+        bench.grow("r0c0", "conv_small", SeedStage.BLENDING, alpha=0.5)
+        bench.set("r0c0", hosts=[1], alpha_mode=int(AlphaMode.DOWN))
+
+    compare(grow)
+
+
+def test_one_host_alone_is_the_same_as_among_many():
+    def grow(bench):
+        bench.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0)
+
+    alone, many = Bench(1), Bench(6)
+    for bench in (alone, many):
+        grow(bench)
+        FusedExecutor(bench.executor.data, measures_together=True).train_epoch(1, bench.slots)
+    torch.testing.assert_close(many.population.host.params[:1], alone.population.host.params, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(many.population.seeds.params[1:2], alone.population.seeds.params[1:2])
+
+
+def test_measuring_in_small_pieces_changes_no_count(monkeypatch):
+    bench = Bench(3)
+    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
+    found = bench.coalitions()
+    bench.executor.settle(bench.structure(found))
+    fused = FusedExecutor(bench.executor.data, measures_together=True)
+    whole = fused.evaluate(1, bench.slots, found)
+    monkeypatch.setattr("esper.tolaria.executors.fused.executor._CHUNK_FLOATS", 1)
+    pieces = fused.evaluate(1, bench.slots, found)
+    assert torch.equal(whole.accuracy[found.valid], pieces.accuracy[found.valid])
+
+
+def test_hosts_that_part_differently_travel_in_one_bucket_and_arrive_where_they_should():
+    sets = [np.array([[True, False], [False, False]]), np.array([[False, True], [False, False]])]
+    plans = [plan_prefixes(rows, (0, 1)) for rows in sets]
+    (bucket,) = buckets(plans, (0, 1))
+    assert bucket.hosts.tolist() == [0, 1]
+    assert bucket.steps[0].common() is None
+    # host 0 parts at slot 0, host 1 at slot 1; each walk ends in the set of its coalition
+    for host, rows in enumerate(sets):
+        states = [frozenset()]
+        for slot, step in sorted(bucket.steps.items()):
+            pairs = zip(step.parent[:, host], step.on[:, host], strict=True)
+            states = [states[p] | {slot} if on else states[p] for p, on in pairs]
+        reached = [states[s] for s in plans[host].state_of_coalition]
+        assert reached == [frozenset(np.flatnonzero(row).tolist()) for row in rows]
+
+
+def test_a_whole_run_goes_the_same_way_fused_and_streamed():
+    compare_whole_runs("fused")
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "fused"),
+    [
+        (8, "cpu", True),
+        (16, "cpu", True),
+        (17, "cpu", False),
+        (28, "cpu", False),
+        (28, "cuda", True),
+        (32, "cuda", True),
+    ],
+)
+def test_small_images_run_fused_on_a_cpu_and_all_images_on_a_gpu(size, device, fused):
+    assert prefers_fused((size, size), device) is fused
+
+
+def test_an_unknown_host_layer_is_refused_by_name_of_the_way_out(monkeypatch):
+    monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
+    with pytest.raises(ConfigError, match="streamed"):
+        engine(2, 4, executor="fused")

@@ -1,0 +1,315 @@
+"""The native executor gives what the streamed one gives up to rounding, and gives each host the bits it has alone."""
+
+import re
+
+import against_streamed
+import pytest
+import torch
+from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds, whole_run
+from torch import nn
+
+from esper.kasmina.blueprints import registry
+from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.parameters.population import Population
+from esper.kasmina.rules.slot_fields import empty_slots
+from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.tasks.datasets import Dataset, Split
+from esper.tolaria.amp import LossScaler
+from esper.tolaria.executors import choice
+from esper.tolaria.executors.choice import native_problem, network_executor, prefers_native
+from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.native.library import cached_library
+from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from tiny import BATCH, CPU, HOST, SGD, SLOTS, VAL_BATCH, Bench, adamw, dataset, engine, same_tree, task
+
+
+class Own(AbstractBlueprint):
+    """A user's own."""
+
+    topology = Topology.CNN
+    birth = {}  # noqa: RUF012
+
+    def __init__(self, name, build):
+        self.name, self.build = name, build
+
+    def build(self, channels: int) -> nn.Module:
+        raise AssertionError("replaced")
+
+    def num_params(self, channels: int) -> int:
+        return sum(p.numel() for p in self.build(channels).parameters())
+
+
+def fern(channels):
+    """Of layers that there are rules for, one of which comes twice."""
+    act = nn.SiLU()
+    return nn.Sequential(nn.Conv2d(channels, 3, 1), act, nn.Conv2d(3, 3, 1), act, nn.Conv2d(3, channels, 3, padding=1))
+
+
+def moss(channels):
+    return nn.Sequential(nn.Conv2d(channels, channels, 1), nn.GELU())
+
+
+def hooked(channels):
+    layer = nn.Conv2d(channels, channels, 1)
+    layer.register_forward_hook(lambda layer, given, y: y.sin())
+    return nn.Sequential(layer)
+
+
+def tied(channels):
+    module = nn.Sequential(nn.Conv2d(channels, channels, 1), nn.Tanh(), nn.Conv2d(channels, channels, 1))
+    module[2].weight = module[0].weight
+    return module
+
+
+OWN = {
+    fern: None,
+    moss: r"no rule for 1 \(GELU\)",
+    hooked: r"0 \(Conv2d\) has hooks",
+    tied: "2.weight is the same parameter",
+}
+"""What is built, and why it has no rule."""
+
+
+@pytest.fixture
+def own():
+    """Registers a blueprint until the end of the test."""
+    names = []
+
+    def register(build):
+        registry.register(Own(build.__name__, build))
+        names.append(build.__name__)
+        return build.__name__
+
+    yield register
+    for name in reversed(names):
+        registry.unregister(name)
+
+
+def compare(grow, **settings):
+    """Native against streamed."""
+    against_streamed.compare(NativeExecutor, grow, **settings)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
+@pytest.mark.parametrize(("stage", "alpha"), CONDITIONS)
+@pytest.mark.parametrize("blueprint", ALL)
+def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
+    compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1, num_envs=2)
+
+
+def test_different_seeds_in_different_hosts_do_not_meet():
+    compare(grow_different_seeds, num_envs=5)
+
+
+def test_an_optimizer_with_two_moments():
+    compare(grow_different_seeds, num_envs=5, optimizer=adamw())
+
+
+def test_a_frozen_seed_keeps_its_weights_while_the_others_of_its_kind_learn():
+    def grow(bench):
+        bench.grow("r0c0", "conv_small", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE)
+        bench.set("r0c0", hosts=[1], alpha_mode=int(AlphaMode.DOWN))
+
+    compare(grow)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_host_has_the_bits_it_has_alone_whatever_its_neighbours_and_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone, many = Bench(1), Bench(33)
+        many_native, alone_native = NativeExecutor(many.executor.data), NativeExecutor(alone.executor.data)
+    finally:
+        torch.set_num_threads(before)
+    alone.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0)
+    many.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0, hosts=[0, *range(5, 33)])
+    many.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.3, hosts=list(range(1, 33)))
+    told = [native.train_epoch(1, bench.slots) for native, bench in ((alone_native, alone), (many_native, many))]
+    assert torch.equal(told[1].loss[:1], told[0].loss)
+    assert torch.equal(many.population.host.params[:1], alone.population.host.params)
+    assert torch.equal(many.population.host.buffers[:1], alone.population.host.buffers)
+    assert torch.equal(many.population.seeds.params[:3], alone.population.seeds.params)
+
+
+def test_a_host_that_is_not_a_number_any_more_disturbs_nobody():
+    well, ill = Bench(3), Bench(3)
+    for bench in (well, ill):
+        bench.grow("r0c0", "depthwise", SeedStage.BLENDING, alpha=0.5)
+    ill.population.host.params[1] = torch.nan
+    ill.population.seeds.params[ill.seed_row("r0c0", 1)] = torch.inf
+    for bench in (well, ill):
+        native = NativeExecutor(bench.executor.data)
+        native.train_epoch(1, bench.slots)
+        found = bench.coalitions()
+        bench.executor.settle(bench.structure(found))
+        bench.told = native.evaluate(1, bench.slots, found)
+    assert torch.equal(ill.population.host.params[[0, 2]], well.population.host.params[[0, 2]])
+    assert torch.equal(ill.told.loss[[0, 2]], well.told.loss[[0, 2]])
+    assert ill.told.loss[1].isnan()
+
+
+@pytest.mark.parametrize(("build", "reason"), OWN.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_blueprint_of_the_users_own_grows_too(own, build, reason):
+    name = own(build)
+
+    def grow(bench):
+        bench.grow("r0c0", name, SeedStage.BLENDING, alpha=0.5, hosts=[1], algorithm=Algorithm.GATE)
+        bench.grow("r1c0", "conv_light", SeedStage.TRAINING, hosts=[0, 1])
+
+    compare(grow, num_envs=3)
+    refused = NativeExecutor(Bench(1).executor.data).refused
+    assert refused.keys() == ({name} if reason else set())
+    assert reason is None or re.search(reason, refused[name])
+
+
+def test_a_last_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch():
+    images = dataset(train=BATCH + 1, val=VAL_BATCH + 1)
+    small = {name: Split(images.split(name).x[..., :2, :2], images.split(name).y) for name in ("train", "val", "test")}
+    data = Dataset(identity={"name": "small"}, **small, num_classes=3)
+    for executor in ("streamed", "native"):
+        host = CNNHost(HOST, ("r0c1",), image_size=(2, 2))
+        population = Population(host, SGD, num_envs=2, run_seed=5, device=CPU)
+        hosts = HostData(population, data, batch_train=BATCH, batch_val=VAL_BATCH, scaler=LossScaler(None, 2, CPU))
+        wrapped = StreamedExecutor(hosts) if executor == "streamed" else NativeExecutor(hosts)
+        wrapped.reset(0)
+        slots = empty_slots(2, 1, CPU)
+        wrapped.committed_accuracy("test", slots)  # running statistics need no batch
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            wrapped.train_epoch(1, slots)
+
+
+def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one(own):
+    name = own(moss)
+    streamed, other = Bench(2), Bench(2)
+    for bench in (streamed, other):
+        bench.grow("r0c0", name, SeedStage.BLENDING, alpha=0.5)
+    told = NativeExecutor(other.executor.data).train_epoch(1, other.slots)
+    assert torch.equal(told.loss, streamed.executor.train_epoch(1, streamed.slots).loss)
+    assert same_tree(other.population.state_dict(), streamed.population.state_dict())
+
+
+def test_a_host_that_was_altered_has_no_rule():
+    bench = Bench(1)
+    bench.population.host_module.head.register_forward_hook(lambda layer, given, y: 2 * y)
+    with pytest.raises(ConfigError, match=r"the host has no rule in compiled C\+\+ \(head \(Linear\) has hooks\); set"):
+        NativeExecutor(bench.executor.data)
+
+
+def test_measuring_in_parts_changes_no_count(monkeypatch):
+    bench = Bench(3)
+    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
+    found = bench.coalitions()
+    bench.executor.settle(bench.structure(found))
+    native = NativeExecutor(bench.executor.data)
+    whole = native.evaluate(1, bench.slots, found)
+    monkeypatch.setattr("esper.tolaria.executors.native.executor._EXAMPLES", 3)
+    pieces = native.evaluate(1, bench.slots, found)
+    assert torch.equal(whole.accuracy, pieces.accuracy)
+    torch.testing.assert_close(whole.loss, pieces.loss)
+
+
+def test_a_program_is_written_once_for_each_structure():
+    bench = Bench(4)
+    bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 2])
+    native = NativeExecutor(bench.executor.data)
+    for t in (1, 2):
+        native.train_epoch(t, bench.slots)
+    for kept in (native._programs._training.cache_info(), native._stepping._program.cache_info()):
+        assert (kept.misses, kept.hits) == (2, 6)
+        assert kept.maxsize is not None  # a long run meets more structures than memory could hold
+
+
+def test_a_whole_run_goes_the_same_way_natively_and_streamed():
+    compare_whole_runs("native")
+
+
+def test_a_run_repeats_itself_to_the_bit():
+    assert same_tree(whole_run("native")[2], whole_run("native")[2])
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_label_without_a_class_is_refused(split, wrong):
+    data = dataset()
+    getattr(data, split).y[5] = wrong
+    with pytest.raises(
+        DataError, match=rf"the {split} split has labels from -?\d to \d, but the host knows .* 0 to 2; correct"
+    ):
+        NativeExecutor(Bench(1, data=data).executor.data)
+
+
+def test_labels_of_the_test_split_are_looked_at_when_it_is_run():
+    data = dataset()
+    data.test.y[5] = 3
+    native = NativeExecutor(Bench(1, data=data).executor.data)
+    with pytest.raises(DataError, match="the test split has labels from 0 to 3"):
+        native.committed_accuracy("test", empty_slots(1, len(SLOTS), CPU))
+
+
+# -- which executor is taken ------------------------------------------------------------------------------------------
+
+
+def taken(**config):
+    return engine(2, 4, **config).config.executor
+
+
+def test_auto_runs_small_hosts_natively_where_there_is_a_compiler(monkeypatch):
+    assert taken(executor="auto") == "native"
+    monkeypatch.setattr(choice, "compiler", lambda: None)
+    assert taken(executor="auto") == "fused"
+
+
+def test_auto_does_not_run_natively_what_cannot_be():
+    assert taken(executor="auto", amp="bf16") == "fused"
+    assert taken(executor="auto", graph="static") == "fused"
+
+
+def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
+    assert prefers_native(HOST, (6, 6), 16, "off", CPU)
+    # 4 channels of 64 x 64 numbers of 4 bytes, for 128 examples: 8 MiB
+    assert prefers_native(HOST, (64, 64), 128, "off", CPU)
+    assert not prefers_native(HOST, (64, 64), 129, "off", CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"amp": "bf16"}, "amp is 'bf16', and compiled C"),
+        ({"graph": "static"}, "executor is 'native', which runs them"),
+    ],
+)
+def test_native_is_refused_where_it_cannot_be_with_the_way_out(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        engine(2, 4, executor="native", **settings)
+
+
+def test_native_is_refused_on_a_gpu():
+    assert "compiled C++ runs on a CPU; use executor 'fused'" in native_problem("off", torch.device("cuda:0"))
+    config = engine(2, 4, executor="native").config
+    with pytest.raises(ConfigError, match="the device is meta"):
+        network_executor(config, task(), dataset().to(torch.device("meta")), torch.device("meta"))
+
+
+@pytest.fixture
+def broken_compiler(tmp_path, monkeypatch):
+    """A compiler that is there and fails."""
+    path = tmp_path / "c++"
+    path.write_text("#!/bin/sh\necho 'error: no space left' >&2; exit 1\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    cached_library.cache_clear()
+
+
+def test_native_without_a_working_compiler_says_what_the_compiler_said(broken_compiler):
+    with pytest.raises(ConfigError, match=r"could not compile .* \(error: no space left\); install one"):
+        engine(2, 4, executor="native")
+
+
+def test_auto_says_that_the_compiler_fails_and_takes_another(broken_compiler):
+    with pytest.warns(UserWarning, match=r"hosts are run by PyTorch, which is slower: .*no space left"):
+        assert taken(executor="auto") == "fused"

@@ -1,0 +1,64 @@
+"""The library of kernels; how it is compiled and kept is tested in tests/cpp."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from esper.tolaria.executors.native.assembler import INSTRUCTION, Operation
+from esper.tolaria.executors.native.library import Library, cached_library, stride_of
+
+SANITIZED = "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+
+
+def test_a_process_loads_it_once():
+    assert cached_library() is cached_library()
+
+
+def test_both_sides_know_the_same_operations_and_instructions():
+    assert isinstance(cached_library(), Library)  # its constructor compares names and size
+    assert [operation.value for operation in Operation] == list(range(len(Operation)))
+    assert INSTRUCTION.itemsize == 192
+    assert INSTRUCTION.fields["offset"][1] % ctypes.sizeof(ctypes.c_int64) == 0
+
+
+@pytest.mark.parametrize(("lanes", "stride"), [(1, 16), (16, 16), (17, 32), (64, 64), (360, 368)])
+def test_rows_are_filled_up_to_a_multiple_of_sixteen(lanes, stride):
+    assert stride_of(lanes) == stride
+
+
+def runtime(name):
+    """A library of g++, which has to be loaded before Python."""
+    return subprocess.run(
+        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("tests", "some"),
+    [
+        (["machine", "networks", "optimizer", "rules"], ""),
+        (["executor"], "different or moments or frozen or last_batch"),
+    ],
+)
+def test_layers_and_whole_hosts_stay_within_their_memory_and_do_nothing_undefined(tests, some):
+    preloaded = [runtime("libasan.so"), runtime("libstdc++.so")]  # the second, or exceptions of PyTorch end the process
+    if not Path(preloaded[0]).is_absolute():
+        pytest.skip("g++ has no address sanitizer here")
+    files = [f"tests/tolaria/executors/test_native_{name}.py" for name in tests]
+    sanitized = {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", some, *files],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, **sanitized, "CXX": "g++", "ESPER_CXXFLAGS": SANITIZED},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,0 +1,128 @@
+"""Working memory, threads and addresses of the native executor."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows
+from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+
+SPACE = 2
+
+
+def doubling(rows: int) -> Program:
+    """Images [lanes, rows] in space 2 are written as rows, and doubled into space 3."""
+    a = Assembler(learns=False)
+    h = a.rows(rows)
+    a.emit(Operation.TRANSPOSE, Place(SPACE, 0), h, sizes=(rows,))
+    a.emit(Operation.SCALE, Place(SPACE + 2, 0), h, Place(SPACE + 1, 0), sizes=(rows, 1))
+    return a.program()
+
+
+def run(machine: Machine, programs: list[Program], which: list[int], x: torch.Tensor) -> torch.Tensor:
+    """x [H, lanes, rows] -> [H, rows, 32]."""
+    hosts, lanes, rows = x.shape
+    out, two = torch.zeros(hosts, rows, 32), torch.full((hosts, rows), 2.0)
+    spaces = Spaces(hosts, SPACE + 3)
+    for k, tensor in enumerate((x, out, two)):
+        spaces.rows(SPACE + k, tensor)
+    machine.run(Batchwork.of(programs, np.array(which)), spaces, lanes)
+    return out
+
+
+def test_each_host_runs_its_own_program_on_its_own_memory():
+    x = torch.arange(3 * 20 * 4.0).view(3, 20, 4)
+    out = run(Machine(), [doubling(4), doubling(2)], [0, 1, 0], x)
+    assert torch.equal(out[0, :, :20], 2 * x[0].t())
+    assert torch.equal(out[1, 0, :10], 2 * x[1].flatten()[:20:2])  # to it, an image is two numbers
+    assert torch.equal(out[2, :, :20], 2 * x[2].t())
+    assert not out[[0, 2], :, 20:].any()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_threads_share_the_hosts_and_change_nothing(threads):
+    x = torch.randn(5, 20, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        run(Machine(threads=threads), [doubling(4)], [0] * 5, x), run(Machine(), [doubling(4)], [0] * 5, x)
+    )
+
+
+def test_fewer_examples_after_more_leave_nothing_behind():
+    machine, x = Machine(), torch.ones(1, 20, 4)
+    run(machine, [doubling(4)], [0], x)
+    assert not run(machine, [doubling(4)], [0], x[:, :17].contiguous())[..., 17:].any()
+
+
+def test_spaces_are_rows_of_tensors_or_one_tensor_for_all():
+    x, spaces = torch.zeros(4, 3), Spaces(4, 3)
+    spaces.rows(0, x)
+    spaces.rows(1, x, rows=np.array([2, 0]), hosts=np.array([3, 1]))
+    spaces.share(2, x)
+    rows = [x[i].data_ptr() for i in range(4)]
+    assert spaces.begin.tolist() == [
+        [rows[0], 0, rows[0]], [rows[1], rows[0], rows[0]], [rows[2], 0, rows[0]], [rows[3], rows[2], rows[0]],
+    ]  # fmt: skip
+    assert spaces.size.tolist() == [[12, 0, 48], [12, 12, 48], [12, 0, 48], [12, 12, 48]]
+    assert spaces.of(np.array([3])).begin.tolist() == spaces.begin[3:].tolist()
+
+
+def last_of(program, **fields):
+    """The program with other fields in its last instruction."""
+    for name, value in fields.items():
+        program.code[name][-1] = value
+    return program
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        last_of(doubling(4), operation=999),
+        last_of(doubling(4), operation=-1),
+        last_of(doubling(4), space=[SPACE + 2, 0, SPACE + 3, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), space=[SPACE + 2, -2, SPACE + 1, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), size=[5, 1, 0, 0, 0, 0]),
+        last_of(doubling(4), size=[4, 2, 0, 0, 0, 0]),
+        last_of(doubling(4), offset=[1, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), offset=[0, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+        last_of(doubling(4), offset=[0, 0, -1, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_an_instruction_that_does_not_fit_its_memory_is_not_carried_out(program):
+    with pytest.raises(IndexError, match=r"instruction 1, .*, does not fit the memory that it was given"):
+        run(Machine(), [program], [0], torch.ones(1, 20, 4))
+
+
+def test_rows_that_were_released_are_used_again():
+    a = Assembler(learns=True)
+    first, second, third = a.rows(4), a.rows(2), a.rows(3)
+    a.release(second)
+    assert a.rows(1) == Rows(4, 1)
+    a.release(first)
+    assert a.rows(5) == Rows(9, 5)  # the holes are of four and of one
+    a.release(Rows(4, 1), third)
+    assert a.rows(9) == Rows(0, 9)  # which have grown together
+    assert a.program().rows == 14
+
+
+def test_rows_that_are_released_twice_are_noticed():
+    a = Assembler(learns=True)
+    rows = a.rows(4)
+    a.release(rows)
+    with pytest.raises(AssertionError, match="released twice"):
+        a.release(rows)
+
+
+@given(st.lists(st.one_of(st.integers(1, 9), st.integers(-9, -1)), max_size=60))
+def test_rows_in_use_never_overlap(wishes):
+    """A positive number asks for so many rows, a negative one releases one of those in use."""
+    a, used = Assembler(learns=True), []
+    for wish in wishes:
+        if wish > 0:
+            used.append(a.rows(wish))
+        elif used:
+            a.release(used.pop(-wish % len(used)))
+        taken = [row for rows in used for row in range(rows.first, rows.first + rows.size)]
+        assert len(set(taken)) == len(taken)
+        assert max(taken, default=-1) < a.program().rows or not taken

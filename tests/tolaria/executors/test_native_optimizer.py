@@ -1,0 +1,115 @@
+"""The native optimizer step is that of `kasmina.parameters.optimizers`, row by row, clipped as the executors clip."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_bench import DOUBLE
+
+from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_rows
+from esper.leyline.tensor_dataclass import named_tensors, tree_map
+from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+from esper.tolaria.executors.native.optimizer_programs import (
+    DECAY,
+    HOST,
+    LearningSlot,
+    Part,
+    num_step_spaces,
+    row_space,
+    seed_row,
+    stepping_program,
+)
+
+SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
+ADAMW = replace(SGD, kind="adamw")
+HOST_SIZE, SEED_SIZE, GATE_SIZE = 40, 21, 9
+
+
+class Row:
+    """Weights, gradient and moments, beside a copy that the slow twin steps."""
+
+    def __init__(self, spec, size, generator, scale):
+        self.weights = torch.randn(1, size, generator=generator, dtype=DOUBLE)
+        self.gradient = torch.randn(1, size, generator=generator, dtype=DOUBLE) * scale
+        self.state = init_state(spec, self.weights)
+        for _, moment in named_tensors(self.state):
+            moment += 3 if moment.dtype == torch.int64 else torch.rand(moment.shape, generator=generator, dtype=DOUBLE)
+        self.twin = self.weights.clone(), self.gradient.clone(), tree_map(torch.clone, self.state)
+
+    def place(self, spaces, row):
+        tensors = [self.weights, self.gradient, *(moment for _, moment in named_tensors(self.state))]
+        for part, tensor in zip(Part, tensors, strict=False):
+            spaces.share(row_space(row, part), tensor)
+
+    def step_twin(self, spec, factor, lr, decay):
+        weights, gradient, state = self.twin
+        step_rows(spec, weights, gradient * factor, state, lr, decay)
+
+    def check(self):  # the twin rounds its decay to float32
+        weights, _, state = self.twin
+        torch.testing.assert_close(self.weights, weights, rtol=1e-7, atol=1e-7)
+        for (name, ours), (_, theirs) in zip(named_tensors(self.state), named_tensors(state), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("spec", [SGD, ADAMW], ids=["sgd", "adamw"])
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([1e-9, 0.01, 1.0, 1e4]),
+    st.lists(st.booleans(), min_size=2, max_size=2),
+    st.booleans(),
+)
+def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, learns, gated):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(HOST_SIZE) % 3 > 0
+    decay = mask.to(DOUBLE)
+    host = Row(spec, HOST_SIZE, generator, scale)
+    spaces = Spaces(1, num_step_spaces(2))
+    spaces.share(DECAY, decay)
+    host.place(spaces, HOST)
+    together = [([host], spec.host_lr, mask)]
+    slots = []
+    for s in range(2):
+        if learns[s]:
+            rows = [Row(spec, SEED_SIZE, generator, scale)] + [Row(spec, GATE_SIZE, generator, scale)] * gated
+            for k, row in enumerate(rows):
+                row.place(spaces, seed_row(s) + k)
+            together.append((rows, spec.seed_lr, None))
+            slots.append(LearningSlot(s, SEED_SIZE, GATE_SIZE if gated else None))
+    program = stepping_program(spec, HOST_SIZE, tuple(slots))
+    Machine(dtype=DOUBLE).run(Batchwork.of([program], np.zeros(1, dtype=np.int64)), spaces, 1)
+    for rows, rate, decayed in together:
+        norm = torch.cat([row.twin[1] for row in rows], dim=1).norm()
+        for row in rows:
+            row.step_twin(spec, (spec.grad_clip / (norm + 1e-6)).clamp(max=1.0), rate, decayed)
+            row.check()
+
+
+@pytest.mark.parametrize("spec", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
+    row = Row(spec, HOST_SIZE, torch.Generator().manual_seed(0), 1.0)
+    row.gradient[0, 7] = bad
+    spaces = Spaces(1, num_step_spaces(0))
+    decay = torch.ones(HOST_SIZE, dtype=DOUBLE)
+    spaces.share(DECAY, decay)
+    row.place(spaces, HOST)
+    Machine(dtype=DOUBLE).run(
+        Batchwork.of([stepping_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), spaces, 1
+    )
+    assert row.weights[0, 7].isnan()
+
+
+def test_a_step_leaves_the_rows_of_a_batch_alone():
+    machine, x = Machine(), torch.zeros(1, 1)
+    machine._memory[0].rows = torch.ones(64)
+    spaces = Spaces(1, num_step_spaces(0))
+    for part in (Part.WEIGHTS, Part.GRADIENT, Part.FIRST):
+        spaces.share(row_space(HOST, part), x)
+    spaces.share(DECAY, x)
+    machine.run(Batchwork.of([stepping_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), spaces, 1)
+    assert machine._memory[0].rows.all()

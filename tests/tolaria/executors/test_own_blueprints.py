@@ -1,0 +1,219 @@
+"""Blueprints of users: what they draw is keyed, what mixes examples is run apart, and what cannot be run is refused."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_streamed import compare
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import AbstractBlueprint, registry
+from esper.kasmina.parameters.dropout import Moment
+from esper.kasmina.parameters.stacked_layers import lower_layers, vmapped
+from esper.kasmina.parameters.stacking_trial import way_to_stack
+from esper.leyline.errors import ConfigError, StackingError
+from esper.leyline.stages import SeedStage, Topology
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.static.executor import StaticExecutor
+from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from tiny import Bench, bit_equal, engine, same_tree
+
+TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING
+
+
+class Own(AbstractBlueprint):
+    name = "own"
+    topology = Topology.CNN
+
+    def __init__(self, build: Callable[[int], nn.Module]) -> None:
+        self._build = build
+
+    def build(self, channels: int) -> nn.Module:
+        return self._build(channels)
+
+
+@contextmanager
+def registered(build: Callable[[int], nn.Module]) -> Iterator[None]:
+    registry.register(Own(build))
+    try:
+        yield
+    finally:
+        registry.unregister("own")
+
+
+class Scaled(nn.Module):
+    """A convolution, and a factor per channel in a parameter that no rule for layers knows."""
+
+    def __init__(self, channels: int, *layers: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.layers = nn.Conv2d(channels, channels, 1), nn.Sequential(*layers)
+        self.factor = nn.Parameter(torch.full((channels,), 0.5))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layers(self.conv(h)) * self.factor[:, None, None]
+
+
+class Centred(nn.Module):
+    """In training its outputs have mean zero over the batch, so examples of hosts must not meet."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, h: Tensor) -> Tensor:
+        y = self.conv(h)
+        return y - y.mean(dim=0) if self.training else y
+
+
+class Functional(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.function(h)
+
+
+class Looked(nn.Module):
+    """Everything that differs between two builds, beside what does not."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, channels, padding_idx=0)
+        self.noise = nn.Parameter(torch.randn(channels))
+        self.conv = nn.Conv2d(channels, channels, 1)
+        nn.init.constant_(self.conv.bias, 0.125)
+        self.register_buffer("mixing", torch.rand(channels))
+
+    def forward(self, h: Tensor) -> Tensor:
+        words = self.table(torch.arange(3, device=h.device)).sum(dim=0)
+        return self.conv(h) * (words + self.noise + self.mixing)[:, None, None]
+
+
+def dropping(channels: int) -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.5), nn.Conv2d(channels, channels, 1), nn.Dropout2d(0.3))
+
+
+def dropping_unknown(channels: int) -> nn.Module:
+    return Scaled(channels, nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.2))
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def trained(num_envs: int, seed: int = 0, **settings: int) -> Bench:
+    """Two epochs with a seed that drops, while the global generator is somewhere."""
+    bench = Bench(num_envs, **settings)
+    bench.grow("r0c0", "own", HOLDING, alpha=1.0)
+    bench.grow("r0c1", "own", TRAINING)
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(seed)
+        before = torch.get_rng_state()
+        bench.train(2)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert bench.population.moment == Moment(run_seed=5, episode=3, t=2)
+    return bench
+
+
+def test_dropout_depends_neither_on_the_global_generator_nor_on_the_other_hosts():
+    with registered(dropping):
+        several, again, alone = trained(3), trained(3, seed=1), trained(1, host_offset=2)
+        assert same_tree(several.executor.state_dict(), again.executor.state_dict())
+        assert bit_equal(several.population.seeds.params[6:], alone.population.seeds.params)
+        assert bit_equal(several.population.host.params[2:], alone.population.host.params)
+
+
+@pytest.mark.parametrize(
+    ("build", "executor"),
+    [
+        (dropping, NativeExecutor),
+        (dropping, FusedExecutor),
+        (dropping_unknown, FusedExecutor),
+        (dropping_unknown, StaticExecutor),
+    ],
+)
+def test_hosts_that_run_together_drop_what_they_drop_alone(build, executor):
+    def grow(bench: Bench) -> None:
+        bench.grow("r0c0", "own", HOLDING, alpha=1.0, hosts=[0, 2])
+        bench.grow("r0c1", "own", TRAINING, hosts=[1])
+        bench.grow("r0c1", "conv_light", TRAINING, hosts=[2])
+
+    with registered(build):
+        compare(executor, grow)
+
+
+# -- initial values ---------------------------------------------------------------------------------------------------
+
+
+def newborns(num_envs: int, **settings: int) -> list[dict[str, Tensor]]:
+    """Parameters, and the buffer, of a seed in each host."""
+    bench = Bench(num_envs, **settings)
+    bench.grow("r1c0", "own")
+    buffers = [bench.population.seeds.buffers[bench.seed_row("r1c0", n), :4] for n in range(num_envs)]
+    return [{"mixing": buffers[n], **bench.seed_params("r1c0", n)} for n in range(num_envs)]
+
+
+def test_every_host_and_every_run_draws_its_own_parameters_and_keeps_what_the_author_set():
+    with registered(Looked):
+        hosts, other_run = newborns(3), newborns(1, run_seed=6)
+        (alone,) = newborns(1, host_offset=2)
+    assert same_tree(alone, hosts[2])
+    assert all(torch.equal(host["conv.bias"], torch.full((4,), 0.125)) for host in hosts)
+    assert not any(host["table.weight"][0].any() for host in hosts)
+    for name in ("table.weight", "noise", "conv.weight", "mixing"):
+        values = [host[name][..., -1].sum().item() for host in (*hosts, *other_run)]
+        assert len(set(values)) == 4, name
+
+
+def test_seeds_that_are_built_anew_train_the_same_way_in_all_hosts_at_once():
+    with registered(Looked):
+        compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0))
+        with pytest.raises(ConfigError, match="blueprint 'own' is built anew for each newborn"):
+            StaticExecutor(Bench(1).executor.data)
+
+
+# -- what mixes examples ----------------------------------------------------------------------------------------------
+
+
+def test_what_mixes_examples_in_training_or_in_the_gradient_alone_is_found_and_run_apart():
+    example, conv = torch.zeros(1, 4, 3, 3), nn.Conv2d(4, 4, 1)
+    assert way_to_stack("own", nn.Sequential(conv, nn.ReLU()), example) is lower_layers
+    assert way_to_stack("own", Centred(conv), example) is vmapped
+    leaning = nn.Sequential(conv, Functional(lambda y: y + (y.mean(dim=0) - y.mean(dim=0).detach())))
+    assert way_to_stack("own", leaning, example) is vmapped
+    with registered(lambda channels: Centred(nn.Conv2d(channels, channels, 1))):
+        compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0), epochs=1)
+
+
+def test_what_cannot_be_run_for_many_hosts_at_once_is_refused_or_run_host_by_host():
+    with registered(lambda channels: Centred(nn.ReLU())):
+        with pytest.raises(StackingError, match=r"blueprint 'own' gives other results .* use executor 'streamed'"):
+            FusedExecutor(Bench(2).executor.data)
+        with pytest.warns(UserWarning, match="run one after another, which is slower: blueprint 'own'"):
+            run = engine(2, 4, executor="auto", amp="bf16")
+        assert type(run.executor) is StreamedExecutor
+
+
+# -- what cannot grow -------------------------------------------------------------------------------------------------
+
+
+class Shuffled(nn.Conv2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, 1)
+        self.register_buffer("order", torch.randperm(1000))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda c: Functional(lambda h: F.dropout(h, 0.5)), "'own' draws from the global random generator"),
+        (lambda c: nn.Conv2d(c, 1, 1), r"'own' makes \(2, 1, .* of features \(2, "),
+        (Shuffled, "buffer 'order' of Shuffled is torch.int64 and random"),
+    ],
+)
+def test_a_blueprint_that_no_host_could_grow_is_refused_before_the_run(build, message):
+    with registered(build), pytest.raises(ConfigError, match=message):
+        Bench(1)

@@ -1,0 +1,109 @@
+"""The streamed executor measures: every coalition as a pass of its own would, and without leaving a trace."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from esper.leyline.stages import Algorithm, SeedStage
+from esper.tolaria.executors.streamed import executor as streamed
+from plain import PlainTraining
+from tiny import EXECUTION_ORDER, SLOTS, Bench, dataset, same_tree, with_players
+
+S = SeedStage
+MULTIPLY, GATE = Algorithm.MULTIPLY, Algorithm.GATE
+
+
+def grown_bench() -> Bench:
+    return with_players(Bench(2))
+
+
+@torch.no_grad()
+def plain_measure(bench: Bench, host: int, on: np.ndarray, split: str = "val") -> tuple[float, float]:
+    """Accuracy and loss of one coalition by one pass of a plain network over the whole split."""
+    model = PlainTraining(bench, host).model
+    model.grown = {slot: grown for slot, grown in model.grown.items() if on[SLOTS.index(slot)]}
+    model.eval()
+    data = bench.data.split(split)
+    logits = model(data.x)
+    accuracy = 100.0 * (logits.argmax(dim=1) == data.y).float().mean().item()
+    return accuracy, F.cross_entropy(logits, data.y).item()
+
+
+@pytest.mark.parametrize("shapley", [False, True])
+def test_every_coalition_is_what_a_separate_pass_measures(shapley):
+    bench = grown_bench()
+    coalitions, told = bench.measure(shapley=shapley)
+    checked = 0
+    for host, k in itertools.product(range(2), range(coalitions.sets.shape[1])):
+        if coalitions.valid[host, k]:
+            accuracy, loss = plain_measure(bench, host, coalitions.sets[host, k].numpy())
+            assert told.accuracy[host, k].item() == pytest.approx(accuracy), (host, k)
+            if k == 0:
+                assert told.loss[host].item() == pytest.approx(loss, rel=1e-5)
+            checked += 1
+    assert checked == (16 if shapley else 12)  # all 8 subsets of host 0; 4 of host 1, whose fossil is background
+    assert len(set(told.accuracy[coalitions.valid].tolist())) > 3  # the coalitions do differ
+
+
+def test_the_order_of_slots_in_the_network_is_not_that_of_actions():
+    bench = Bench(1)
+    assert tuple(bench.population.host_module.execution_order()) == EXECUTION_ORDER
+    assert [point.slot_id for point in bench.population.points] == list(SLOTS)
+
+
+def test_chunks_do_not_change_what_is_measured(monkeypatch):
+    bench = grown_bench()
+    sets, want = bench.measure()
+    monkeypatch.setattr(streamed, "MAX_EXAMPLES", 9)
+    _, found = bench.measure()
+    assert torch.equal(found.accuracy[sets.valid], want.accuracy[sets.valid])
+    torch.testing.assert_close(found.loss, want.loss)
+
+
+def test_measuring_changes_no_tensor():
+    bench = grown_bench()
+    before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
+    random_before = torch.random.get_rng_state()
+    bench.measure(shapley=True)
+    bench.executor.committed_accuracy("test", bench.slots)
+    assert same_tree(bench.executor.state_dict(), before)
+    assert torch.equal(torch.random.get_rng_state(), random_before)
+
+
+def test_training_after_measuring_updates_batch_statistics_again():
+    measured, straight = grown_bench(), grown_bench()
+    measured.measure()
+    measured.train()
+    straight.train()
+    assert same_tree(measured.host_params(), straight.host_params())
+
+
+def test_the_test_split_is_measured_with_fossils_alone():
+    bench = grown_bench()
+    found = bench.executor.committed_accuracy("test", bench.slots)
+    for host, on in enumerate(([False] * 3, [True, False, False])):
+        assert found[host].item() == pytest.approx(plain_measure(bench, host, np.array(on), "test")[0])
+
+
+def test_all_correct_is_one_hundred_and_not_a_rounding_more():
+    data = dataset(train=45, val=45)  # 45 * (100 / 45) is above 100 in float32
+    for split in (data.train, data.val):
+        split.y.zero_()
+    bench = Bench(1, data=data)
+    told = bench.train(6)
+    _, measured = bench.measure()
+    assert told.acc.item() == 100.0
+    assert measured.accuracy[0, 0].item() == 100.0
+
+
+def test_an_executor_is_stored_and_loaded_to_the_bit():
+    bench, other = grown_bench(), Bench(2)
+    other.executor.load_state_dict({name: x.clone() for name, x in bench.executor.state_dict().items()})
+    other.slots = bench.slots
+    other.t = bench.t
+    other.executor.settle(other.structure())
+    assert same_tree(vars(other.train()), vars(bench.train()))
+    assert same_tree(other.executor.state_dict(), bench.executor.state_dict())

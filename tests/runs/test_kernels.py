@@ -7,11 +7,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.simic.agent.policy_step import PolicyStep, blank_inputs
-from esper.simic.client import SimicClient
-from esper.simic.compilation import graphs_compiled
-from esper.runs import build
-from esper.runs import kernels
+from esper.runs import build, kernels
 from esper.runs.build import engine_of, learner_of
 from esper.runs.kernels import (
     phase_form,
@@ -19,6 +15,9 @@ from esper.runs.kernels import (
     reward_form,
 )
 from esper.runs.presets import resolve
+from esper.simic.agent.policy_step import PolicyStep, blank_inputs
+from esper.simic.client import SimicClient
+from esper.simic.compilation import graphs_compiled
 from esper.tolaria.capture import Captured
 from esper.tolaria.control_plane import as_it_is
 from esper.tolaria.engine import VectorizedEngine

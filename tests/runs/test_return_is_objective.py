@@ -9,11 +9,11 @@ import torch
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
+from esper.runs.build import engine_of, learner_of
+from esper.runs.presets import resolve
 from esper.simic.agent.advantages import compute_gae, discounted_returns
 from esper.simic.agent.normalizers import masked_moments, scale_rewards
 from esper.simic.agent.policy_step import Decision, PolicyInputs
-from esper.runs.build import engine_of, learner_of
-from esper.runs.presets import resolve
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tasks.registry import register_task

@@ -7,10 +7,10 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
-from esper.simic.rewards import ObjectiveReward, RewardConfig, make_reward, register_reward
-from esper.simic.rewards.objective import Potentials
 from esper.runs.build import engine_of, reward_of
 from esper.runs.presets import resolve
+from esper.simic.rewards import ObjectiveReward, RewardConfig, make_reward, register_reward
+from esper.simic.rewards.objective import Potentials
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from test_training_report import NAN, WEIGHTS, stats
+from test_runs_report import NAN, WEIGHTS, stats
 
 import small_runs
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError

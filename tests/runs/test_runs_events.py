@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_training_report import NAN, WEIGHTS, stats, step
+from test_runs_report import NAN, WEIGHTS, stats, step
 
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage, Topology

@@ -7,10 +7,10 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import ConfigError
-from esper.simic.rewards import reward_names
 from esper.runs.plugins import load_plugins
 from esper.runs.presets import recorded, resolve
 from esper.runs.values import read_toml
+from esper.simic.rewards import reward_names
 
 FRUGAL = """
 from esper.simic.rewards import RewardConfig, make_reward, register_reward
@@ -37,7 +37,7 @@ def plugin(folder: Path, name: str, content: str) -> Path:
         ("raise ValueError('two\\nlines')\n", "ValueError: two lines"),
         ("import json\njson.loads('x')\n", "in line 2 of {path}: JSONDecodeError"),
         (
-            "from esper.simic.rewards import register_reward\nregister_reward('sparse')\n"
+            "from esper.simic.rewards import register_reward\nregister_reward('sparse')\n",
             "in line 2 of {path}: RegistryError: a reward named 'sparse' is registered already",
         ),
     ],

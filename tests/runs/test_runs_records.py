@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_training_events import SPEC, moves
-from test_training_report import WEIGHTS, step
+from test_runs_events import SPEC, moves
+from test_runs_report import WEIGHTS, step
 
 import small_runs
 from esper.leyline.messages import SlotState

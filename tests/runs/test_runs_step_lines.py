@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_training_events import SPEC
-from test_training_report import step
+from test_runs_events import SPEC
+from test_runs_report import step
 
 import small_runs
 from esper.leyline.actions import LifecycleOp

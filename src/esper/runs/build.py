@@ -8,11 +8,6 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.simic.client import SimicClient
-from esper.simic.compilation import is_compiled
-from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
-from esper.simic.rewards.reward import AnyReward
-from esper.simic.scripted_client import ScriptedClient
 from esper.runs.config import RunConfig
 from esper.runs.identity import run_shape
 from esper.runs.kernels import (
@@ -22,6 +17,11 @@ from esper.runs.kernels import (
     reward_form,
 )
 from esper.runs.plugins import load_plugins
+from esper.simic.client import SimicClient
+from esper.simic.compilation import is_compiled
+from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
+from esper.simic.rewards.reward import AnyReward
+from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.datasets import Dataset

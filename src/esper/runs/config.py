@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from esper.kasmina.rules.config import LifecycleConfig
 from esper.kasmina.hosts.slots import enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import MAX_EPISODES
+from esper.runs.values import Values, plain
 from esper.simic.agent.config import PPOConfig
 from esper.simic.compilation import CompileChoice
 from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
-from esper.runs.values import Values, plain
 from esper.tasks.registry import TaskSpec, task_by_name
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.governor import GovernorConfig

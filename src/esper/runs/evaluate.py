@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.manifest import TopologyManifest, manifests
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.random import Stream, local_generator
-from esper.leyline.checkpoint_tree import below
-from esper.simic.rewards.config import RewardConfig
-from esper.simic.scripted_client import ScriptedClient
 from esper.runs.build import baseline_of, dataset_of, device_of, engine_of, learner_of, reward_of
 from esper.runs.checkpoint import BEST, Checkpoint, checkpoints, load, load_newest, require_same_shape
 from esper.runs.config import RunConfig
 from esper.runs.identity import run_shape
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
+from esper.simic.rewards.config import RewardConfig
+from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null

@@ -31,10 +31,10 @@ import torch
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
-from esper.simic.rewards.config import RewardConfig
 from esper.runs.alarms import alarms, flag_alarms
 from esper.runs.report import device_name, objective_of, shapley_of
 from esper.runs.trend import Trend
+from esper.simic.rewards.config import RewardConfig
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport
 

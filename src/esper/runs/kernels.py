@@ -22,10 +22,10 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
+from esper.runs.config import RunConfig
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards.compiled_rewards import Kernel
-from esper.runs.config import RunConfig
 from esper.tolaria.capture import Captured, capture, recorder_for
 from esper.tolaria.control_plane import PhaseForm, as_it_is
 from esper.tolaria.engine import VectorizedEngine

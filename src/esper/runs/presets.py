@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import ConfigError
-from esper.simic.agent.config import PPOConfig
-from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.runs.config import DATA_VARIABLE, RunConfig, task_values
 from esper.runs.plugins import is_file, load_plugins, not_among, require_trusted
 from esper.runs.values import Values, merge, parse, plain, read_toml, suggest
+from esper.simic.agent.config import PPOConfig
+from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name
 from esper.telemetry.run_directory import is_run

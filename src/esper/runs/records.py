@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from esper.leyline.protocols import EngineSpec
-from esper.simic.rewards.config import RewardConfig
 from esper.runs import events
 from esper.runs.report import RoundSoFar
 from esper.runs.step_lines import step_lines
+from esper.simic.rewards.config import RewardConfig
 from esper.telemetry.hub import Hub
 from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.state import StepReport

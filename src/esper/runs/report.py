@@ -10,10 +10,10 @@ import torch
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import HAS_MODULE, SeedStage
+from esper.runs.config import RunConfig
 from esper.simic.attribution.shapley import shapley_values
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective_value import objective_value
-from esper.runs.config import RunConfig
 from esper.tolaria.state import RolloutStats, StepReport
 
 

@@ -15,11 +15,9 @@ from typing import final
 
 from torch import Tensor
 
-from esper.leyline.protocols import StateTree
 from esper.leyline.checkpoint_tree import below, with_prefix
-from esper.simic.client import SimicClient
-from esper.runs import events
-from esper.runs import report
+from esper.leyline.protocols import StateTree
+from esper.runs import events, report
 from esper.runs.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.runs.config import RunConfig
 from esper.runs.identity import fingerprint
@@ -27,6 +25,7 @@ from esper.runs.records import Records
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
 from esper.runs.values import plain
+from esper.simic.client import SimicClient
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory

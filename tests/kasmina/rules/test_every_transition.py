@@ -12,7 +12,7 @@ from esper.kasmina.rules.lifecycle import apply_ops, tick
 from esper.kasmina.rules.rollback import memory_of, rollback
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import LEGAL_TRANSITIONS, AlphaMode
+from esper.leyline.stages import LEGAL_TRANSITIONS
 from esper.leyline.tensor_dataclass import replace
 
 Op = LifecycleOp
@@ -101,13 +101,13 @@ def test_no_ramp_is_ever_begun_while_another_one_runs(name, monkeypatch):
     begun, retarget = [], alpha.retarget
 
     def watched(slots, where, **ramp):
-        assert (slots.alpha_mode[where] == AlphaMode.HOLD).all()
+        alpha.require_hold(slots, where)
         begun.append(int(where.sum()))
         return retarget(slots, where, **ramp)
 
     monkeypatch.setattr(alpha, "retarget", watched)
     random_episode(21, 60, 3, 24, RULES[name])
-    assert sum(begun) > 30
+    assert sum(begun) > 20  # of those that an operation begins; the first ramp of a seed begins from HOLD in the tick
 
 
 def test_an_op_on_a_ramp_that_runs_leaves_the_ramp_as_it_is():

@@ -109,7 +109,7 @@ def writers(field):
 
 
 def test_only_the_tick_advances_the_clocks_and_others_only_reset_them():
-    assert writers("age") == {("tick", "computed"), ("_germinate", "0")}
+    assert writers("age") == {("tick", "computed")}
     assert writers("epochs_in_stage") == {("tick", "computed"), ("transition", "0")}
 
 

@@ -247,7 +247,7 @@ def tick(
     slots = replace(slots, age=slots.age + occupied, epochs_in_stage=torch.where(moved, slots.epochs_in_stage, epochs))
     slots = transition(slots, moved, to_stage, hosts.val_acc[:, None])
     slots = _enter_blending(slots, to_blending, hosts.val_acc)
-    slots = vacate(release(slots, effects.released | removed | dormant), dormant)
+    slots = vacate(release(slots, effects.released | removed), dormant)
     hosts = replace(hosts, n_pruned=hosts.n_pruned + removed.sum(dim=1))
 
     cause = advanced * int(Cause.AUTO) + (advanced & effects.requested) * (int(Cause.ADVANCE) - int(Cause.AUTO))

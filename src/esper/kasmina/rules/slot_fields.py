@@ -110,11 +110,10 @@ def _columns(names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -
 
 @lru_cache(maxsize=16)
 def _by_dtype(names: tuple[str, ...]) -> tuple[tuple[torch.dtype, tuple[str, ...]], ...]:
-    groups = ((d, tuple(n for n in names if EMPTY[n][0] is d)) for d in (_INT, _FLOAT, _BOOL))
-    return tuple((dtype, group) for dtype, group in groups if group)
+    return tuple((d, tuple(n for n in names if EMPTY[n][0] is d)) for d in (_INT, _FLOAT, _BOOL))
 
 
-_RELEASED_NAMES, _IDENTITY_NAMES = tuple(RELEASED), tuple(IDENTITY)
+_RELEASED_NAMES, _EMPTY_NAMES = tuple(RELEASED), tuple(EMPTY)
 
 
 def _fill_empty(slots: SlotState, where_NS: Tensor, names: tuple[str, ...]) -> SlotState:
@@ -136,8 +135,8 @@ def release(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
 
 
 def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
-    """The slot is DORMANT: of a slot that was released before, the rest takes its empty value too."""
-    return _fill_empty(slots, where, _IDENTITY_NAMES)
+    """The slot is DORMANT: every field takes its empty value."""
+    return _fill_empty(slots, where, _EMPTY_NAMES)
 
 
 def require_known_stages(slots: SlotState) -> None:

@@ -18,7 +18,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.checkpoint_tree import StateTree
 from esper.leyline.messages import SlotState
-from esper.leyline.stages import Algorithm, SeedStage, Topology
+from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace as changed
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split
@@ -65,7 +65,7 @@ def task_of(shape: Shape) -> TaskSpec:
     return TaskSpec(
         name=shape.name,
         description="Random images, for benchmarks.",
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=shape.channels, base=shape.base, blocks=3, kernel=3, pools=3, classes=CLASSES),
         load=lambda folder, seed: _random_images((shape.channels, shape.size, shape.size)),
         enabled=("r0c0", "r0c1", "r0c2"),
@@ -128,7 +128,7 @@ class GrownHosts:
         streamed.reset(0)
         slots, coalitions, structure = (grown if seeds else bare)(num_hosts, len(task.enabled))
         slots, coalitions = (tree_map(lambda x: x.to(device), rec) for rec in (slots, coalitions))
-        streamed.settle(structure)
+        streamed.apply_structure(structure)
         fused = FusedExecutor(streamed.data)
         fused.measures_together = True
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
@@ -145,10 +145,10 @@ class GrownHosts:
             executor.evaluate(1, self.slots, self.coalitions)
             return
         sets, valid = self.structure.sets[:, :1], self.structure.sets_valid[:, :1]
-        self.streamed.settle(replace(self.structure, sets=sets, sets_valid=valid))
+        self.streamed.apply_structure(replace(self.structure, sets=sets, sets_valid=valid))
         alone = changed(self.coalitions, sets=self.coalitions.sets[:, :1], valid=self.coalitions.valid[:, :1])
         executor.evaluate(1, self.slots, alone)
-        self.streamed.settle(self.structure)
+        self.streamed.apply_structure(self.structure)
 
     def state_bytes(self) -> int:
         """Bytes of the hosts in a checkpoint: weights, buffers, optimizers, snapshots."""
@@ -177,7 +177,7 @@ class SharedHosts:
         built = build_engine(config, task, shortened(task.load(None, 0), train, val), CPU).executor
         built.reset(0)
         slots, coalitions, structure = grown(num_hosts, len(task.enabled))
-        built.settle(structure)
+        built.apply_structure(structure)
         return cls(built, slots, coalitions)
 
     def step(self) -> None:
@@ -194,7 +194,7 @@ class SharedHosts:
 def grown(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Structure]:
     """A new active seed in each slot, and all distinct coalitions: 8 for three slots."""
     n, s = np.indices((num_hosts, num_slots))
-    choice = np.array(registry.selectable(Topology.CNN))
+    choice = np.array(registry.selectable(HostFamily.CNN))
     algorithm = np.array([Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])[(n + s) % 3]
     stage = np.array([SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED])[(n // 2 + s) % 3].astype(np.int64)
     alpha = np.where(stage == SeedStage.BLENDING, 0.5, 1.0).astype(np.float32)

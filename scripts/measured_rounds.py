@@ -25,7 +25,7 @@ from rich.console import Console
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 from esper.runs import events, report
 from esper.runs.build import assemble, device_of
 from esper.runs.config import RunConfig
@@ -65,7 +65,7 @@ CIFAR = register_task(
     TaskSpec(
         name="synthetic_cifar",
         description="Random 32x32 images in colour, for benchmarks.",
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=3, base=8, blocks=3, kernel=3, pools=3, classes=CLASSES),
         load=random_images((3, 32, 32), 256, 128),
         enabled=("r0c0", "r0c1", "r0c2"),
@@ -81,7 +81,7 @@ TINY = register_task(
     TaskSpec(
         name="synthetic_tiny",
         description="Random 8x8 images, for benchmarks.",
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, base=4, blocks=2, kernel=3, pools=1, classes=CLASSES),
         load=random_images((1, 8, 8), 32, 16),
         enabled=("r0c0", "r0c1", "r1c0"),

@@ -251,7 +251,7 @@ def with_networks(options: Options, hosts: int) -> list[Row]:
     with kept_arguments(OF_NETWORKS) as last:
         for _ in range(NETWORK_STEPS):
             engine.step(client)
-        engine.settle()
+        engine.apply_structure()
     coalitions = last[VALIDATION][0][3]
     parts = {VALIDATION: int(coalitions.valid.sum(dim=1).max())}
     calls = calls_again(OF_NETWORKS, last)

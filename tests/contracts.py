@@ -17,10 +17,10 @@ from esper.kasmina.rules.config import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import NUM_HEADS, Head, LifecycleOp
 from esper.leyline.errors import CheckpointError
-from esper.leyline.messages import Observation, RewardInputs, StepRecord
+from esper.leyline.messages import Observation, RewardInputs, StoredStep
 from esper.leyline.protocols import EngineSpec, PolicyProtocol, RewardProtocol, Sink
-from esper.leyline.stages import Topology
-from esper.leyline.tensor_dataclass import is_record, named_tensors, row
+from esper.leyline.stages import HostFamily
+from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, row
 from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import VectorizedEngine
@@ -36,7 +36,7 @@ Op = LifecycleOp
 def contract_spec(num_envs: int = N) -> EngineSpec:
     """The engine that policies and rewards are shown here."""
     return EngineSpec(
-        run_seed=3, num_envs=num_envs, slot_ids=SLOTS, episode_length=E, topology=Topology.CNN,
+        run_seed=3, num_envs=num_envs, slot_ids=SLOTS, episode_length=E, family=HostFamily.CNN,
         selectable=(1, 2, 3, 4, 5, 6, 7), min_training_epochs=1,
     )  # fmt: skip
 
@@ -63,12 +63,12 @@ def lively_episode() -> ToyClient:
 # -- PolicyProtocol -------------------------------------------------------------------------------------------------
 
 
-def _step(t: int, obs: Observation, policy: PolicyProtocol, valid: Tensor) -> StepRecord:
+def _step(t: int, obs: Observation, policy: PolicyProtocol, valid: Tensor) -> StoredStep:
     """Everything works, everything pays 0.5."""
     act = policy.act(obs)
     last = torch.full((N,), t == E) & valid
     bootstrap = policy.bootstrap(obs) * last if t == E else torch.zeros(N)
-    return StepRecord(
+    return StoredStep(
         t=t, obs=obs, act=act, effective_op=act.actions[:, Head.OP] * valid, reward=torch.full((N,), 0.5),
         terminal=torch.zeros(N, dtype=torch.bool), truncated=last, bootstrap_value=bootstrap, valid=valid,
     )  # fmt: skip
@@ -87,7 +87,7 @@ def _play(policy: PolicyProtocol, told: ToyClient, first: int = 1, last: int = E
     return actions
 
 
-def _check_decision(step: StepRecord, policy: PolicyProtocol) -> None:
+def _check_decision(step: StoredStep, policy: PolicyProtocol) -> None:
     act, obs, spec = step.act, step.obs, contract_spec()
     assert act.actions.shape == act.log_prob.shape == (N, NUM_HEADS)
     assert act.actions.dtype == torch.int64
@@ -106,15 +106,15 @@ def _check_decision(step: StepRecord, policy: PolicyProtocol) -> None:
 def check_policy(make: Callable[[EngineSpec], PolicyProtocol]) -> None:
     """A controller decides for all hosts at once, the same again from the same state, and restores to the bit."""
     spec, told = contract_spec(), lively_episode()
-    policy, twin = make(spec), make(spec)
+    policy, reference = make(spec), make(spec)
     assert isinstance(policy, PolicyProtocol)
     hidden = policy.initial_hidden(5)
     assert hidden.h.shape[1] == hidden.c.shape[1] == 5
     assert not hidden.h.any()
     assert not hidden.c.any()
-    for one in (policy, twin):
+    for one in (policy, reference):
         one.begin_rollout(2, spec.host_ids())
-    first, again = _play(policy, told, last=6), _play(twin, told, last=6)
+    first, again = _play(policy, told, last=6), _play(reference, told, last=6)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "the same episode was decided otherwise"
     _check_restore(policy, make(spec), told)
     metrics = policy.update()
@@ -182,7 +182,7 @@ def check_reward(reward: RewardProtocol[Any]) -> None:
 def _check_apart(reward: RewardProtocol[Any], inputs: RewardInputs, carried: Any, total: Tensor) -> None:
     """One host alone is paid as it is among the others."""
     for n in range(N):
-        state = row(carried, n) if is_record(carried) else carried[n : n + 1]
+        state = row(carried, n) if is_tensor_dataclass(carried) else carried[n : n + 1]
         alone, _ = reward.step(row(inputs, n), state)
         torch.testing.assert_close(alone.total, total[n : n + 1], equal_nan=True)
 
@@ -204,15 +204,15 @@ def _tensors(state: Any) -> dict[str, Tensor]:
 
 def check_executor(make: Callable[[], Executor], num_envs: int) -> None:
     """An executor trains all hosts, measures without a trace, starts anew by episode, and restores to the bit."""
-    executor, twin = make(), make()
+    executor, reference = make(), make()
     assert isinstance(executor, Executor)
     num_slots = executor.costs.seed_params.shape[0]
     slots = empty_slots(num_envs, num_slots, CPU)
     coalitions = enumerate_coalitions(slots.stage, slots.alpha > 0.0)
     executor.reset(1)
-    twin.reset(1)
+    reference.reset(1)
     for t in (1, 2, 3):
-        trained, trained_twin = executor.train_epoch(t, slots), twin.train_epoch(t, slots)
+        trained, trained_twin = executor.train_epoch(t, slots), reference.train_epoch(t, slots)
         assert same_tree(vars(trained), vars(trained_twin)), "the same episode went otherwise"
         assert trained.acc.shape == trained.loss.shape == (num_envs,)
         assert bool(((trained.acc >= 0.0) & (trained.acc <= 100.0)).all())
@@ -225,9 +225,9 @@ def check_executor(make: Callable[[], Executor], num_envs: int) -> None:
         assert bool(((main >= 0.0) & (main <= 100.0)).all())
         assert bool(measured.loss.isfinite().all())
         assert same_tree(executor.state_dict(), before), "measuring left a trace"
-        twin.evaluate(t, slots, coalitions)
-        for one in (executor, twin):
-            one.settle(dataclasses.replace(empty_structure(num_envs, num_slots), t=t))
+        reference.evaluate(t, slots, coalitions)
+        for one in (executor, reference):
+            one.apply_structure(dataclasses.replace(empty_structure(num_envs, num_slots), t=t))
     other = make()
     other.reset(1)
     other.load_state_dict({name: x.clone() for name, x in executor.state_dict().items()})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.leyline.random import Stream, permutation
-from esper.leyline.stages import Algorithm, Topology
+from esper.leyline.stages import Algorithm, HostFamily
 from tiny import BATCH, CHANNELS, CLASSES, SGD, SLOTS, Bench
 
 MULTIPLY, GATE = Algorithm.MULTIPLY, Algorithm.GATE
@@ -96,7 +96,7 @@ class PlainTraining:
         frozen: bool = False,
     ) -> None:
         """Put a seed with these weights into a slot, with an optimizer of its own."""
-        seed = registry.blueprint_at(blueprint, Topology.CNN).build(CHANNELS[slot])
+        seed = registry.blueprint_at(blueprint, HostFamily.CNN).build(CHANNELS[slot])
         seed.load_state_dict(weights)
         gate = None
         if gate_weights is not None:

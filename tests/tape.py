@@ -49,7 +49,7 @@ class _Writer(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """`esper.tolaria.capture.Recorder` for tests; counts what it was asked for."""
+    """`esper.tolaria.capture.CaptureBackend` for tests; counts what it was asked for."""
 
     def __init__(self) -> None:
         self.warmed = self.recorded = self.replayed = 0

@@ -18,7 +18,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.config import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.registry import TaskSpec
@@ -55,7 +55,7 @@ def dataset(train: int = 40, val: int = 30, test: int = 20) -> Dataset:
 def task(**changes: object) -> TaskSpec:
     """The tiny task; three epochs of training before a seed may blend."""
     fields: dict[str, object] = {
-        "name": "tiny", "description": "Random images.", "topology": Topology.CNN, "enabled": SLOTS,
+        "name": "tiny", "description": "Random images.", "family": HostFamily.CNN, "enabled": SLOTS,
         "episode_length": 12, "min_training_epochs": 1, "num_classes": CLASSES, "host": HOST,
         "load": lambda folder, seed: dataset(), "batch_train": BATCH, "batch_val": VAL_BATCH, "optimizer": SGD,
     }  # fmt: skip
@@ -139,7 +139,7 @@ class Bench:
         found = {"sets": sets.sets.cpu().numpy(), "sets_valid": sets.valid.cpu().numpy()}
         return Structure(**{"t": self.t, **fields, **none, **nobody, **found, **events})
 
-    def set(self, slot_id: str, hosts: object = slice(None), *, settle: bool = True, **fields: object) -> None:
+    def set(self, slot_id: str, hosts: object = slice(None), *, apply_structure: bool = True, **fields: object) -> None:
         """Write slot fields of some hosts."""
         s = SLOTS.index(slot_id)
         changes = {}
@@ -147,8 +147,8 @@ class Bench:
             changes[name] = getattr(self.slots, name).clone()
             changes[name][hosts, s] = value
         self.slots = replace(self.slots, **changes)
-        if settle:
-            self.executor.settle(self.structure())
+        if apply_structure:
+            self.executor.apply_structure(self.structure())
 
     def marked(self, slot_id: str, hosts: object = slice(None)) -> np.ndarray:
         """[N, S]: this slot of these hosts."""
@@ -169,10 +169,10 @@ class Bench:
         """Germinate a seed in step `self.t` and put it into `stage` at once."""
         index = registry.names().index(blueprint)
         self.set(
-            slot_id, hosts, settle=False, stage=int(stage), blueprint=index, algorithm=int(algorithm), alpha=alpha,
-            has_gate=algorithm is Algorithm.GATE, alpha_mode=int(AlphaMode.HOLD),
+            slot_id, hosts, apply_structure=False, stage=int(stage), blueprint=index, algorithm=int(algorithm),
+            alpha=alpha, has_gate=algorithm is Algorithm.GATE, alpha_mode=int(AlphaMode.HOLD),
         )  # fmt: skip
-        self.executor.settle(self.structure(germinated=self.marked(slot_id, hosts)))
+        self.executor.apply_structure(self.structure(germinated=self.marked(slot_id, hosts)))
 
     def train(self, epochs: int = 1) -> TrainPass:
         for _ in range(epochs):
@@ -182,7 +182,7 @@ class Bench:
 
     def measure(self, **rules: object) -> tuple[Coalitions, ValidationPass]:
         found = self.coalitions(**rules)
-        self.executor.settle(self.structure(found))
+        self.executor.apply_structure(self.structure(found))
         return found, self.executor.evaluate(self.t, self.slots, found)
 
     def seed_row(self, slot_id: str, host: int = 0) -> int:

@@ -21,10 +21,10 @@ from esper.leyline.messages import (
     RewardInputs,
     RewardOutput,
     SlotState,
-    StepRecord,
+    StoredStep,
 )
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import (
     EvaluationSplit,
@@ -49,7 +49,7 @@ def script(num_envs: int, length: int, plan: Mapping[int, object]) -> Int[Tensor
     return actions
 
 
-@record
+@tensor_dataclass
 class Carry:
     """What the toy reward remembers: the steps of this segment, and whether anything was paid."""
 
@@ -115,7 +115,7 @@ class ToyClient:
         self.calls.append("begin_rollout")
         self.episode, self.hosts = episode, hosts
         self.hidden = self.initial_hidden(len(hosts))
-        self.steps: list[StepRecord] = []
+        self.steps: list[StoredStep] = []
         self.inputs: list[RewardInputs] = []
         self.rollbacks: list[tuple[Bool[Tensor, " N"], Float[Tensor, " N"]]] = []
         self.bootstraps: list[Observation] = []
@@ -133,7 +133,7 @@ class ToyClient:
             features=torch.nan_to_num(seen),
         )
 
-    def store(self, step: StepRecord) -> None:
+    def store(self, step: StoredStep) -> None:
         self.calls.append("store")
         self.steps.append(step)
         self.hidden = replace(self.hidden, h=self.hidden.h * step.valid[:, None])
@@ -215,8 +215,8 @@ class ToyExecutor:
         self.passes.zero_()
         self.structures.clear()
 
-    def settle(self, structure: Structure) -> None:
-        self.calls.append("settle")
+    def apply_structure(self, structure: Structure) -> None:
+        self.calls.append("apply_structure")
         self.structures.append(structure)
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
@@ -254,11 +254,15 @@ class WithFaults:
     def __init__(self, executor: Executor, faults: Mapping[int, Mapping[int, float]]) -> None:
         self.executor, self.faults = executor, faults
         self.costs, self.host_params = executor.costs, executor.host_params
-        self.reset, self.settle, self.train_epoch = executor.reset, executor.settle, executor.train_epoch
+        self.reset, self.apply_structure, self.train_epoch = (
+            executor.reset,
+            executor.apply_structure,
+            executor.train_epoch,
+        )
         self.committed_accuracy = executor.committed_accuracy
         self.state_dict, self.load_state_dict = executor.state_dict, executor.load_state_dict
         if isinstance(executor, StaticGraph):
-            self.settle_on_device = executor.settle_on_device
+            self.apply_changes = executor.apply_changes
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         told = self.executor.evaluate(t, slots, coalitions)

@@ -22,14 +22,14 @@ from esper.runs.config import RunConfig
 from esper.runs.presets import resolve
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
-from esper.tolaria.capture import Recorder
+from esper.tolaria.capture import CaptureBackend
 from esper.tolaria.control_plane import ControlPlane
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
 from tiny import Bench
 
-MakeRecorder = Callable[[], Recorder]
+MakeRecorder = Callable[[], CaptureBackend]
 STEPS = 8
 NULL = {
     "task": "null", "num_envs": 6, "episode_length": STEPS, "reward": {"mode": "shaped"},
@@ -138,7 +138,11 @@ def assert_close(got: object, want: object, atol: float) -> None:
 
 
 def trained(
-    device: torch.device, kind: str, dtype: torch.dtype | None = None, recorder: Recorder | None = None, epochs: int = 2
+    device: torch.device,
+    kind: str,
+    dtype: torch.dtype | None = None,
+    recorder: CaptureBackend | None = None,
+    epochs: int = 2,
 ) -> tuple[list[TrainPass], Tensor, Bench]:
     """Mixed seeds for some epochs: what was told, accuracies of all coalitions afterwards."""
     bench = Bench(3, device=device, scaler_dtype=dtype)
@@ -148,7 +152,7 @@ def trained(
     bench.grow("r0c1", "norm", SeedStage.TRAINING, algorithm=Algorithm.MULTIPLY, hosts=[1])
     told = [executor.train_epoch(t, bench.slots) for t in range(1, epochs + 1)]
     found = bench.coalitions()
-    executor.settle(bench.structure(found))
+    executor.apply_structure(bench.structure(found))
     return told, executor.evaluate(epochs, bench.slots, found).loss, bench
 
 
@@ -203,7 +207,7 @@ def check_captured_run(device: torch.device, make_recorder: MakeRecorder) -> Non
             while engine.t < STEPS:
                 engine.step(client)
                 seen.append(engine.state.hosts.val_loss.clone())
-            engine.settle()
+            engine.apply_structure()
             client.update()
         losses.append(seen)
     assert all(bool(x.isfinite().all()) for x in losses[1])

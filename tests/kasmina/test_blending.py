@@ -11,7 +11,7 @@ from torch import nn
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import GateNetwork, blueprint_by_name
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.stages import Algorithm, Topology
+from esper.leyline.stages import Algorithm, HostFamily
 
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 GATE_VALUE = 0.25
@@ -27,7 +27,7 @@ def random_image(seed: int, batch: int = 3, channels: int = 4) -> torch.Tensor:
 
 
 def conv_seed(channels: int = 4) -> nn.Module:
-    return deterministic_build(lambda: blueprint_by_name("conv_light", Topology.CNN).build(channels))
+    return deterministic_build(lambda: blueprint_by_name("conv_light", HostFamily.CNN).build(channels))
 
 
 def hidden(h, seed, algorithm, gate=None):
@@ -153,8 +153,8 @@ def test_a_training_seed_learns_as_if_it_were_heard_at_full_weight(algorithm):
     h, pull, seed, gate = random_image(7), random_image(8), conv_seed(), gate_network()
     weights = [*seed.parameters(), *(gate.parameters() if algorithm is Algorithm.GATE else ())]
     quiet = torch.autograd.grad((hidden(h, seed, algorithm, gate) * pull).sum(), weights)
-    heard = torch.autograd.grad((blend(h, seed(h), algorithm, torch.tensor(1.0), gate(h)) * pull).sum(), weights)
-    for a, b in zip(quiet, heard, strict=True):
+    active = torch.autograd.grad((blend(h, seed(h), algorithm, torch.tensor(1.0), gate(h)) * pull).sum(), weights)
+    for a, b in zip(quiet, active, strict=True):
         torch.testing.assert_close(a, b)
         assert a.count_nonzero() > 0
 

@@ -27,7 +27,7 @@ from esper.kasmina.parameters.initialization import build_twice, deterministic_b
 from esper.leyline.actions import STYLE_ALGORITHM
 from esper.leyline.errors import RegistryError
 from esper.leyline.random import Stream
-from esper.leyline.stages import Algorithm, Topology
+from esper.leyline.stages import Algorithm, HostFamily
 
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
 WIDTHS = (2, 4, 8, 16, 32, 64, 128)
@@ -53,7 +53,7 @@ def newborn(build: Callable[[], nn.Module], birth: dict[str, float], seed: int =
 
 
 def new_seed(name: str, channels: int) -> tuple[Template, Tensor]:
-    blueprint = blueprint_by_name(name, Topology.CNN)
+    blueprint = blueprint_by_name(name, HostFamily.CNN)
     return newborn(lambda: blueprint.build(channels), dict(blueprint.birth))
 
 
@@ -66,13 +66,13 @@ NO_BUFFERS = torch.zeros(0)
 
 @pytest.mark.parametrize("name", CNN_NAMES)
 def test_the_formula_gives_the_tabulated_number_of_parameters(name):
-    blueprint = blueprint_by_name(name, Topology.CNN)
+    blueprint = blueprint_by_name(name, HostFamily.CNN)
     assert tuple(blueprint.num_params(c) for c in (8, 16, 32, 64)) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", CNN_NAMES)
 def test_the_formula_counts_what_is_built_at_every_width(name):
-    blueprint = blueprint_by_name(name, Topology.CNN)
+    blueprint = blueprint_by_name(name, HostFamily.CNN)
     for channels in (1, *WIDTHS, 24, 48, 100):
         assert blueprint.num_params(channels) == sum(p.numel() for p in blueprint.build(channels).parameters())
     assert blueprint.num_params(6) == AbstractBlueprint.num_params(blueprint, 6)
@@ -80,7 +80,7 @@ def test_the_formula_counts_what_is_built_at_every_width(name):
 
 @pytest.mark.parametrize("name", CNN_NAMES)
 def test_build_already_has_the_constants_that_birth_declares(name):
-    blueprint = blueprint_by_name(name, Topology.CNN)
+    blueprint = blueprint_by_name(name, HostFamily.CNN)
     built = blueprint.build(8)
     for parameter, value in blueprint.birth.items():
         torch.testing.assert_close(
@@ -101,12 +101,12 @@ def test_a_newborn_keeps_the_shape_and_is_nearly_silent(name, channels, size):
     assert delta.abs().max() <= 0.1 * max(1.0, float(h.abs().max()))
 
 
-@pytest.mark.parametrize("heard", [False, True], ids=["straight-through", "half-blended"])
+@pytest.mark.parametrize("active", [False, True], ids=["straight-through", "half-blended"])
 @pytest.mark.parametrize("algorithm", sorted(set(STYLE_ALGORITHM)), ids=lambda a: a.name)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("channels", WIDTHS)
 @pytest.mark.parametrize("name", CNN_NAMES)
-def test_every_parameter_has_a_gradient_within_two_training_steps(name, channels, size, algorithm, heard):
+def test_every_parameter_has_a_gradient_within_two_training_steps(name, channels, size, algorithm, active):
     seed, seed_row = new_seed(name, channels)
     gate, gate_row = newborn(lambda: GateNetwork(channels), {}, seed=1)
     h, pull = features(channels, size), features(channels, size).flip(0)
@@ -114,7 +114,7 @@ def test_every_parameter_has_a_gradient_within_two_training_steps(name, channels
     for _ in range(2):
         seed.bind(seed_row, NO_BUFFERS)
         gate.bind(gate_row, NO_BUFFERS)
-        if heard:
+        if active:
             y = blend(h, seed(h), algorithm, torch.tensor(0.5), gate(h))
         else:
             y = blend(h, seed(h.detach()), algorithm, None, gate(h.detach()))
@@ -162,7 +162,7 @@ def test_groups_divide_the_channels_and_hold_sixteen_or_all_of_them(channels):
 
 
 def test_conv_light_is_scaled_relu_of_the_normalized_convolution():
-    seed = blueprint_by_name("conv_light", Topology.CNN).build(2)
+    seed = blueprint_by_name("conv_light", HostFamily.CNN).build(2)
     with torch.no_grad():
         seed.conv.weight.zero_()
         seed.conv.weight[:, :, 1, 1] = torch.eye(2)  # the convolution copies its input
@@ -175,7 +175,7 @@ def test_conv_light_is_scaled_relu_of_the_normalized_convolution():
 
 
 def test_attention_multiplies_each_channel_by_a_bounded_factor():
-    seed = blueprint_by_name("attention", Topology.CNN).build(4)  # hidden width 1
+    seed = blueprint_by_name("attention", HostFamily.CNN).build(4)  # hidden width 1
     with torch.no_grad():
         seed.squeeze.weight.copy_(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
         seed.excite.weight.copy_(torch.tensor([[1.0], [0.0], [-100.0], [0.0]]))
@@ -186,7 +186,7 @@ def test_attention_multiplies_each_channel_by_a_bounded_factor():
 
 
 def test_norm_moves_towards_the_normalized_features():
-    seed = blueprint_by_name("norm", Topology.CNN).build(2)
+    seed = blueprint_by_name("norm", HostFamily.CNN).build(2)
     with torch.no_grad():
         seed.gain.strength.fill_(100.0)  # tanh = 1: all the way
     h = torch.tensor([3.0, 7.0]).view(1, 2, 1, 1)
@@ -212,7 +212,7 @@ class Doubling(AbstractBlueprint):
     """A user's own blueprint; its batch norm has buffers that are updated in place."""
 
     name = "doubling"
-    topology = Topology.CNN
+    family = HostFamily.CNN
 
     def build(self, channels: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels))
@@ -227,41 +227,41 @@ def doubling():
 
 
 def test_built_in_indices_are_fixed():
-    assert selectable(Topology.CNN)[:7] == (1, 2, 3, 4, 5, 6, 7)
+    assert selectable(HostFamily.CNN)[:7] == (1, 2, 3, 4, 5, 6, 7)
     assert names()[:8] == ("noop", *CNN_NAMES)
     assert names()[8:13] == ("lora", "lora_large", "mlp_small", "mlp", "flex_attention")
     assert num_blueprints() >= 13
     for index, name in enumerate(CNN_NAMES, start=1):
-        assert blueprint_at(index, Topology.CNN) is blueprint_by_name(name, Topology.CNN)
+        assert blueprint_at(index, HostFamily.CNN) is blueprint_by_name(name, HostFamily.CNN)
 
 
 def test_a_users_blueprint_gets_the_next_index_and_disappears_again(doubling):
     index = num_blueprints() - 1
     assert index >= 13
-    assert blueprint_at(index, Topology.CNN) is doubling
-    assert index in selectable(Topology.CNN)
-    assert index not in selectable(Topology.TRANSFORMER)
+    assert blueprint_at(index, HostFamily.CNN) is doubling
+    assert index in selectable(HostFamily.CNN)
+    assert index not in selectable(HostFamily.TRANSFORMER)
     assert doubling.num_params(3) == 9 + 3 + 6
     unregister("doubling")
     assert num_blueprints() == index
-    assert index not in selectable(Topology.CNN)
+    assert index not in selectable(HostFamily.CNN)
     assert register(doubling) == index
 
 
 def test_registering_the_same_object_again_changes_nothing(doubling):
     before = num_blueprints()
     assert register(doubling) == before - 1
-    conv_light = blueprint_by_name("conv_light", Topology.CNN)
+    conv_light = blueprint_by_name("conv_light", HostFamily.CNN)
     assert register(conv_light) == 1
     assert num_blueprints() == before
 
 
 def test_a_second_topology_shares_the_index_of_its_name(doubling):
-    twin = Doubling()
-    twin.topology = Topology.TRANSFORMER
-    assert register(twin) == num_blueprints() - 1
-    assert blueprint_by_name("doubling", Topology.TRANSFORMER) is twin
-    assert blueprint_by_name("doubling", Topology.CNN) is doubling
+    reference = Doubling()
+    reference.family = HostFamily.TRANSFORMER
+    assert register(reference) == num_blueprints() - 1
+    assert blueprint_by_name("doubling", HostFamily.TRANSFORMER) is reference
+    assert blueprint_by_name("doubling", HostFamily.CNN) is doubling
 
 
 def test_a_name_that_is_taken_is_refused(doubling):
@@ -280,7 +280,7 @@ def test_nameless_or_misplaced_blueprints_are_refused():
     with pytest.raises(RegistryError, match="identifier"):
         register(nameless)
     homeless = Doubling()
-    homeless.topology = None
+    homeless.family = None
     with pytest.raises(RegistryError, match="no topology"):
         register(homeless)
 
@@ -297,12 +297,12 @@ def test_only_the_last_registration_can_be_taken_back(doubling):
 
 def test_unknown_blueprints_are_answered_with_the_nearest():
     with pytest.raises(RegistryError, match="did you mean 'depthwise'"):
-        blueprint_by_name("deepwise", Topology.CNN)
+        blueprint_by_name("deepwise", HostFamily.CNN)
     with pytest.raises(RegistryError, match="no blueprint 'lora' for cnn"):
-        blueprint_by_name("lora", Topology.CNN)
+        blueprint_by_name("lora", HostFamily.CNN)
     for index in (0, 8, -1, 999):
         with pytest.raises(RegistryError, match=r"1, 2, 3, 4, 5, 6, 7"):
-            blueprint_at(index, Topology.CNN)
+            blueprint_at(index, HostFamily.CNN)
 
 
 def test_a_users_batch_norm_keeps_one_set_of_statistics_per_host(doubling):

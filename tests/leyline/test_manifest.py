@@ -4,26 +4,26 @@ import numpy as np
 import pytest
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.manifest import GrownSlot, TopologyManifest, manifests, planting_of
+from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests, planting_of
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.stages import Algorithm, SeedStage, Topology
+from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 
 SPEC = EngineSpec(
     run_seed=0,
     num_envs=2,
     slot_ids=("r0c0", "r0c1"),
     episode_length=8,
-    topology=Topology.CNN,
+    family=HostFamily.CNN,
     selectable=(1, 2),
     blueprint_names=("noop", "conv_light", "attention"),
 )
-GROWN = TopologyManifest((GrownSlot("r0c1", "attention", "GATE"),))
+GROWN = GrowthManifest((GrownSlot("r0c1", "attention", "GATE"),))
 
 
 def test_permanent_seeds_alone_are_listed_and_planted_where_they_were() -> None:
     stage = np.array([[SeedStage.HOLDING, SeedStage.FOSSILIZED], [SeedStage.DORMANT, SeedStage.BLENDING]])
     found = manifests(stage, np.array([[1, 2], [-1, 1]]), np.array([[Algorithm.ADD, Algorithm.GATE], [0, 1]]), SPEC)
-    assert found == (GROWN, TopologyManifest())
+    assert found == (GROWN, GrowthManifest())
     blueprint, algorithm = planting_of(found, SPEC)
     assert blueprint.tolist() == [[-1, 2], [-1, -1]]
     assert algorithm.tolist() == [[0, int(Algorithm.GATE)], [0, 0]]
@@ -32,20 +32,20 @@ def test_permanent_seeds_alone_are_listed_and_planted_where_they_were() -> None:
 def test_a_structure_survives_being_written_and_has_the_digest_of_its_list() -> None:
     # printf '[{"algorithm":"GATE","blueprint":"attention","slot":"r0c1"}]' | sha256sum
     assert GROWN.sha256 == "35fd2fbc618e9795508a89a2f235cd5b2010b9e1d5b957b77839ec9522cfc75b"
-    assert TopologyManifest.of(GROWN.tree()) == GROWN
+    assert GrowthManifest.of(GROWN.tree()) == GROWN
 
 
 def test_a_structure_that_was_changed_is_refused() -> None:
     tree = GROWN.tree()
     tree["slots"][0]["blueprint"] = "conv_light"
     with pytest.raises(ConfigError, match="it was changed after it was written"):
-        TopologyManifest.of(tree)
+        GrowthManifest.of(tree)
 
 
 @pytest.mark.parametrize("tree", [{}, {"slots": []}, {"slots": [{"slot": "r0c0"}], "sha256": ""}, {"slots": 3}])
 def test_something_else_is_refused(tree: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="is no structure of a host"):
-        TopologyManifest.of(tree)
+        GrowthManifest.of(tree)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_something_else_is_refused(tree: dict[str, object]) -> None:
 )
 def test_what_a_run_does_not_know_is_refused_by_name(seed: GrownSlot, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        planting_of((TopologyManifest((seed,)), TopologyManifest()), SPEC)
+        planting_of((GrowthManifest((seed,)), GrowthManifest()), SPEC)
 
 
 def test_two_seeds_in_a_slot_and_too_few_hosts_are_refused() -> None:
     with pytest.raises(ConfigError, match="names slot 'r0c1' twice"):
-        planting_of((TopologyManifest(GROWN.slots * 2), TopologyManifest()), SPEC)
+        planting_of((GrowthManifest(GROWN.slots * 2), GrowthManifest()), SPEC)
     with pytest.raises(ConfigError, match="structures of 1 hosts for 2"):
         planting_of((GROWN,), SPEC)

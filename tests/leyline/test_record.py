@@ -5,15 +5,24 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from esper.leyline.tensor_dataclass import is_record, lift, named_tensors, record, replace, row, tree_map, where
+from esper.leyline.tensor_dataclass import (
+    is_tensor_dataclass,
+    lift,
+    named_tensors,
+    replace,
+    row,
+    tensor_dataclass,
+    tree_map,
+    where,
+)
 
 
-@record
+@tensor_dataclass
 class Inner:
     count: Int[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class Outer:
     t: int
     x: Float[Tensor, "N 2"]
@@ -67,9 +76,9 @@ def test_replace_goes_through_a_constructor_that_checks():
 
 
 def test_only_instances_of_record_classes_are_records():
-    assert is_record(outer())
-    assert not is_record(Outer)
-    assert not is_record(torch.zeros(2))
+    assert is_tensor_dataclass(outer())
+    assert not is_tensor_dataclass(Outer)
+    assert not is_tensor_dataclass(torch.zeros(2))
 
 
 def test_tree_map_reaches_nested_records_and_keeps_static_values():

@@ -7,7 +7,7 @@ import torch
 
 from esper.leyline.messages import Hidden
 from esper.leyline.pytree import flatten, unflatten
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 
 class Pair(NamedTuple):
@@ -15,7 +15,7 @@ class Pair(NamedTuple):
     right: object
 
 
-@record
+@tensor_dataclass
 class Either:
     a: object
     b: object

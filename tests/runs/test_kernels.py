@@ -19,7 +19,7 @@ from esper.simic.agent.policy_step import PolicyStep, blank_inputs
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
 from esper.tolaria.capture import Captured
-from esper.tolaria.control_plane import as_it_is
+from esper.tolaria.control_plane import eager
 from esper.tolaria.engine import VectorizedEngine
 from tape import TapeRecorder
 
@@ -52,7 +52,7 @@ def test_auto_is_eager_on_a_cpu():
     engine, client = parts()
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
     assert policy_form(chosen, engine.spec)(step) is step
-    assert phase_form(chosen, CPU) is as_it_is
+    assert phase_form(chosen, CPU) is eager
     assert reward_form(chosen, engine.spec) is None
 
 
@@ -106,7 +106,7 @@ def test_a_new_number_of_hosts_or_another_way_to_decide_is_a_recording_of_its_ow
         got, want = replayed(inputs, deterministic), step(inputs, deterministic)
         for (name, a), (_, b) in zip(named_tensors(got), named_tensors(want), strict=True):
             assert torch.equal(a, b), name
-    assert replayed.num_recordings == 3
+    assert replayed.num_captures == 3
 
 
 @pytest.mark.compiled

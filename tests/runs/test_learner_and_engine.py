@@ -203,18 +203,18 @@ def test_permuting_the_hosts_permutes_what_the_learner_stores():
 
 
 @pytest.fixture(scope="module", params=["null", "tiny"])
-def heard(request, tmp_path_factory):
+def active(request, tmp_path_factory):
     """One of the small runs, recorded as usual."""
-    path = tmp_path_factory.mktemp("heard") / request.param
+    path = tmp_path_factory.mktemp("active") / request.param
     torch.manual_seed(1)
     np.random.seed(1)
     assert small_runs.train(path, request.param, 2) == 0
     return path
 
 
-def test_a_run_of_which_nobody_hears_comes_to_the_same_state_whatever_the_generators_of_the_process_hold(heard):
+def test_a_run_of_which_nobody_hears_comes_to_the_same_state_whatever_the_generators_of_the_process_hold(active):
     # no runner: no listener, no record, no file; and generators in another state, which stays as it is
-    chosen = recorded(read_toml(heard / "config.toml"))
+    chosen = recorded(read_toml(active / "config.toml"))
     torch.manual_seed(2)
     np.random.seed(2)
     random.seed(2)
@@ -227,4 +227,4 @@ def test_a_run_of_which_nobody_hears_comes_to_the_same_state_whatever_the_genera
     assert np.random.get_state()[1].tolist() == before[1]
     population = with_prefix("population", parts.engine.executor.state_dict())
     found = state_digest({**with_prefix("policy", parts.client.state_dict()), **population})
-    assert found == small_runs.summary(heard)["state_digest"]
+    assert found == small_runs.summary(active)["state_digest"]

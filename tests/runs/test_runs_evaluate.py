@@ -14,7 +14,7 @@ from test_runs_report import NAN, WEIGHTS, stats
 
 import small_runs
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
-from esper.leyline.manifest import TopologyManifest
+from esper.leyline.manifest import GrowthManifest
 from esper.runs.checkpoint import checkpoints, load, state_digest
 from esper.runs.evaluate import (
     Difference,
@@ -276,7 +276,7 @@ def test_static_final_has_the_structure_of_the_controller_it_is_named_with_from_
     assert rows["static_final"]["growth"] == rows["fixed_schedule_fill"]["growth"] > 1.0
     assert rows["static_final"]["committed"] > rows["wait_only"]["committed"]
     for structure in source:
-        TopologyManifest.of(structure)
+        GrowthManifest.of(structure)
 
 
 def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
@@ -297,7 +297,7 @@ def test_static_final_of_a_controller_that_kept_nothing_is_wait_only_to_the_bit(
         config, [("idle", idle), baseline("static_final", config), baseline("wait_only", config)],
         run_seed=3, num_envs=3,
     )  # fmt: skip
-    assert found[0].grown == (TopologyManifest(),) * 3
+    assert found[0].grown == (GrowthManifest(),) * 3
     _, static, waits = found
     assert (static.name, waits.name) == ("static_final", "wait_only")
     assert np.array_equal(static.test_acc, waits.test_acc)

@@ -5,7 +5,7 @@ import pytest
 from test_runs_report import NAN, WEIGHTS, stats, step
 
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.stages import Cause, SeedStage, Topology
+from esper.leyline.stages import Cause, HostFamily, SeedStage
 from esper.runs.alarms import Alarm, alarms
 from esper.runs.events import round_events, run_started, step_events
 from esper.runs.trend import Trend
@@ -16,7 +16,7 @@ SPEC = EngineSpec(
     num_envs=2,
     slot_ids=("r0c0", "r0c1"),
     episode_length=8,
-    topology=Topology.CNN,
+    family=HostFamily.CNN,
     selectable=(1, 2),
     blueprint_names=("noop", "conv_light", "attention"),
     host_offset=10,

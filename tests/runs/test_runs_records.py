@@ -85,15 +85,15 @@ def test_a_slow_step_does_not_wait_for_others(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nobody_registered")
 def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
-    heard = Notebook()
-    register_listener("heard")(lambda path: heard)
+    active = Notebook()
+    register_listener("active")(lambda path: active)
     directory = RunDirectory.create(tmp_path / "run", {})
     hub = Hub({})
     hub.add_registered(tmp_path)
     records = Records(directory, hub, SPEC, WEIGHTS, None)
     for t in (1, 2):
         records.step(step(t=t))
-        assert [fields["t"] for _, fields in heard.taken] == list(range(1, t + 1))
+        assert [fields["t"] for _, fields in active.taken] == list(range(1, t + 1))
     directory.close()
 
 
@@ -144,7 +144,7 @@ def test_steps_of_two_rounds_are_not_told_together(tmp_path: Path) -> None:
 def test_a_run_records_the_same_whether_its_steps_are_told_together_or_alone(tmp_path: Path, kind: str) -> None:
     more = ("--set", "record_steps=true")
     assert small_runs.train(tmp_path / "together", kind, 2, *more) == 0
-    register_listener("heard")(lambda path: Notebook())
+    register_listener("active")(lambda path: Notebook())
     assert small_runs.train(tmp_path / "alone", kind, 2, *more) == 0
     assert small_runs.records(tmp_path / "together") == small_runs.records(tmp_path / "alone")
     steps = [(tmp_path / name / "steps.jsonl").read_bytes() for name in ("together", "alone")]

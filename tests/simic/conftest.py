@@ -14,10 +14,10 @@ from esper.leyline.messages import (
     RewardInputs,
     RewardOutput,
     SlotState,
-    StepRecord,
+    StoredStep,
 )
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.stages import HostFamily, SeedStage
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.client import SimicClient
 from esper.tamiyo.network import TamiyoNetwork, initialize
@@ -114,7 +114,7 @@ class ToyEngine:
             truncated = ~panic & (t == self.steps)
             bootstrap = client.bootstrap(self.observation(t + 1)) if t == self.steps else torch.zeros(n)
             client.store(
-                StepRecord(
+                StoredStep(
                     t=t,
                     obs=obs,
                     act=act,
@@ -146,7 +146,7 @@ def new_client(
         num_envs=len(hosts),
         slot_ids=("r0c0", "r0c1"),
         episode_length=steps,
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         selectable=(1, 2, 3),
     )
     ppo = PPOConfig(**{"feature_width": width, "hidden_width": width, "minibatches": 2} | config)

@@ -5,9 +5,9 @@ from typing import get_type_hints
 
 import torch
 
-from esper.leyline.messages import HostState, Observation, SlotState, StepRecord
+from esper.leyline.messages import HostState, Observation, SlotState, StoredStep
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.stages import HostFamily, SeedStage
 
 BOOLS = {"has_gate", "grad_vanishing", "grad_exploding", "last_success", "stabilized"}
 SLOT_FLOATS = {
@@ -58,11 +58,11 @@ def legal_only(num_envs: int, num_slots: int, *pairs: tuple[int, int]) -> torch.
 
 def step(
     obs: Observation, act, effective_op: torch.Tensor | None = None, valid: torch.Tensor | None = None
-) -> StepRecord:
+) -> StoredStep:
     """What the engine stores; unless told otherwise every op took effect."""
     n = obs.num_envs
     never, zero = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
-    return StepRecord(
+    return StoredStep(
         t=obs.t,
         obs=obs,
         act=act,
@@ -82,10 +82,10 @@ def engine_spec(num_envs: int = 1, num_slots: int = 3, **changes) -> EngineSpec:
         num_envs=num_envs,
         slot_ids=tuple(f"r0c{i}" for i in range(num_slots)),
         episode_length=60,
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         selectable=(1, 2, 3, 4, 5, 6, 7),
     )
     return dataclasses.replace(spec, **changes)
 
 
-TRANSFORMER = {"topology": Topology.TRANSFORMER, "selectable": (2, 3, 8, 9, 10, 11, 12)}
+TRANSFORMER = {"family": HostFamily.TRANSFORMER, "selectable": (2, 3, 8, 9, 10, 11, 12)}

@@ -42,10 +42,10 @@ def test_an_unknown_baseline_suggests_the_nearest_one():
         make_baseline("heuristics", engine_spec())
 
 
-@pytest.mark.parametrize("topology", [{}, TRANSFORMER])
+@pytest.mark.parametrize("family", [{}, TRANSFORMER])
 @pytest.mark.parametrize("name", BASELINES)
-def test_every_baseline_answers_like_any_controller_and_learns_nothing(name, topology):
-    policy = make_baseline(name, engine_spec(num_envs=4, **topology))
+def test_every_baseline_answers_like_any_controller_and_learns_nothing(name, family):
+    policy = make_baseline(name, engine_spec(num_envs=4, **family))
     policy.begin_rollout(1, torch.arange(4))
     obs = observation(1, legal_only(4, 3, (GERMINATE, 0), (GERMINATE, 2)))
     result = policy.act(obs)
@@ -121,9 +121,9 @@ def allowed(op: int, slot: int, has_gate: list[bool], selectable: tuple[int, ...
     return values
 
 
-@pytest.mark.parametrize("topology", [{}, TRANSFORMER])
-def test_random_actions_are_legal_in_every_head(topology):
-    spec = engine_spec(num_envs=400, **topology)
+@pytest.mark.parametrize("family", [{}, TRANSFORMER])
+def test_random_actions_are_legal_in_every_head(family):
+    spec = engine_spec(num_envs=400, **family)
     policy = make_baseline("random", spec)
     for seed in range(3):
         legal, has_gate = random_legal(400, seed)

@@ -102,18 +102,18 @@ def random_observation(t: int, n: int, gen: torch.Generator) -> Observation:
 def test_the_batched_rules_agree_with_the_rules_of_one_host(seed):
     n, gen = 48, torch.Generator().manual_seed(seed)
     policy = make_baseline("heuristic", engine_spec(num_envs=n))
-    twins, seen = [ScalarHeuristic() for _ in range(n)], set()
+    references, seen = [ScalarHeuristic() for _ in range(n)], set()
     for t in range(1, 40):
         obs = random_observation(t, n, gen)
         act = policy.act(obs)
         actions = act.actions.tolist()
-        assert actions == [twin.decide(obs, i, m=10) for i, twin in enumerate(twins)]
+        assert actions == [reference.decide(obs, i, m=10) for i, reference in enumerate(references)]
         refused, valid = torch.rand(n, generator=gen) < 0.1, torch.rand(n, generator=gen) < 0.9
         effective = act.actions[:, Head.OP] * ~refused
         policy.store(step(obs, act, effective_op=effective, valid=valid))
-        for i, twin in enumerate(twins):
+        for i, reference in enumerate(references):
             victim = obs.slots.blueprint[i, actions[i][Head.SLOT]].item()
-            twin.remember(actions[i], effective[i].item(), bool(valid[i]), victim, t)
+            reference.remember(actions[i], effective[i].item(), bool(valid[i]), victim, t)
         seen |= {action[Head.OP] for action in actions}
     assert seen == {WAIT, GERMINATE, PRUNE, FOSSILIZE, ADVANCE}
 

@@ -159,14 +159,14 @@ def test_the_bar_stays_in_sight_in_a_long_run(width: int, height: int) -> None:
 
 
 def test_a_console_whose_reader_left_goes_silent() -> None:
-    class Closed(io.StringIO):
+    class CloseOutput(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
         def fileno(self) -> int:
             raise io.UnsupportedOperation
 
-    console = RunConsole(file=Closed())
+    console = RunConsole(file=CloseOutput())
     console._silence = lambda: None  # type: ignore[method-assign] -- the stream of the test itself stays open
     console.say("nobody reads this")
     assert console.quiet

@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Hidden
 from esper.tolaria import capture as module
-from esper.tolaria.capture import Captured, Programs, Recorder, capture, recorder_for
+from esper.tolaria.capture import CaptureBackend, Captured, Programs, capture, capture_backend_for
 from tape import TapeRecorder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -26,7 +26,7 @@ def recurrent(x: Tensor, hidden: Hidden, *, scale: Tensor | None = None) -> tupl
 
 
 def test_the_tape_satisfies_the_protocol():
-    assert isinstance(TapeRecorder(), Recorder)
+    assert isinstance(TapeRecorder(), CaptureBackend)
 
 
 def test_every_call_gives_the_answer_of_the_function():
@@ -41,7 +41,7 @@ def test_every_call_gives_the_answer_of_the_function():
         assert torch.equal(mine.h, its.h)
         assert torch.equal(mine.c, its.c)
     assert (tape.warmed, tape.recorded, tape.replayed) == (1, 1, 4)
-    assert replayed.num_recordings == 1
+    assert replayed.num_captures == 1
 
 
 def test_an_answer_that_is_kept_does_not_change_with_the_next_call():
@@ -109,7 +109,7 @@ def test_each_form_of_arguments_has_a_recording_of_its_own(other):
     replayed, tape = captured(double)
     for given in [{"x": torch.ones(2)}, other] * 3:
         assert torch.equal(replayed(**given), double(**given))
-    assert replayed.num_recordings == tape.recorded == 2
+    assert replayed.num_captures == tape.recorded == 2
     assert tape.warmed == 2
 
 
@@ -185,8 +185,8 @@ def test_programs_of_one_structure_have_the_same_shapes():
 
 def test_only_a_cuda_device_records_and_only_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(module, "CudaRecorder", lambda device: TapeRecorder())
-    assert recorder_for("off", CPU) is None
-    assert recorder_for("off", CUDA) is None
-    assert recorder_for("on", CUDA) is not None
+    assert capture_backend_for("off", CPU) is None
+    assert capture_backend_for("off", CUDA) is None
+    assert capture_backend_for("on", CUDA) is not None
     with pytest.raises(ConfigError, match=r"capture is 'on', but the run is on cpu.*leave capture out"):
-        recorder_for("on", CPU)
+        capture_backend_for("on", CPU)

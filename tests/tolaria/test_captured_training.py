@@ -15,7 +15,9 @@ from toys import ToyClient, action, script
 S, GATE = SeedStage, Algorithm.GATE
 
 
-def twins(num_envs: int = 3, **settings: object) -> tuple[Bench, FusedExecutor, Bench, FusedExecutor, TapeRecorder]:
+def references(
+    num_envs: int = 3, **settings: object
+) -> tuple[Bench, FusedExecutor, Bench, FusedExecutor, TapeRecorder]:
     """Two equal benches: one run as it is, one replayed."""
     eager, replayed, tape = Bench(num_envs, **settings), Bench(num_envs, **settings), TapeRecorder()
     return (
@@ -38,7 +40,7 @@ def train_both(found: tuple, t: int) -> None:
 
 @pytest.mark.parametrize("optimizer", [tiny.SGD, adamw()], ids=["sgd", "adamw"])
 def test_every_epoch_of_a_changing_population_is_that_of_the_eager_executor(optimizer):
-    found = twins(optimizer=optimizer)
+    found = references(optimizer=optimizer)
     eager, _, replayed, _, tape = found
     train_both(found, 1)
     for bench in (eager, replayed):
@@ -64,7 +66,7 @@ def test_every_epoch_of_a_changing_population_is_that_of_the_eager_executor(opti
 
 
 def test_a_structure_that_returns_is_replayed_with_the_weights_of_now():
-    found = twins(2)
+    found = references(2)
     eager, _, replayed, _, tape = found
     for t in (1, 2):
         train_both(found, t)
@@ -79,7 +81,7 @@ def test_a_structure_that_returns_is_replayed_with_the_weights_of_now():
 
 
 def test_a_frozen_seed_is_replayed_with_the_weights_it_has_learned_meanwhile():
-    found = twins(2)
+    found = references(2)
     eager, _, replayed, _, tape = found
     falling = {"stage": int(S.BLENDING), "alpha": 0.5, "alpha_mode": int(AlphaMode.DOWN)}
     for bench in (eager, replayed):
@@ -97,7 +99,7 @@ def test_a_frozen_seed_is_replayed_with_the_weights_it_has_learned_meanwhile():
 
 
 def test_half_precision_is_replayed_with_its_loss_scales():
-    found = twins(2, scaler_dtype=torch.bfloat16)
+    found = references(2, scaler_dtype=torch.bfloat16)
     for bench in (found[0], found[2]):
         bench.executor.data.scaler.enabled = True
         bench.executor.data.scaler.scale.copy_(torch.tensor([4.0, torch.inf]))
@@ -119,12 +121,12 @@ def test_whatever_changes_the_operations_of_a_pass_is_in_the_key():
         {"algorithm": int(Algorithm.MULTIPLY)},
         {"algorithm": int(GATE), "has_gate": True},
     ):
-        bench.set("r0c0", 1, settle=False, **change)
+        bench.set("r0c0", 1, apply_structure=False, **change)
         keys.append(structure_key(bench.structure()))
     assert len(set(keys)) == len(keys)
-    bench.set("r0c0", 1, settle=False, alpha=0.7)
+    bench.set("r0c0", 1, apply_structure=False, alpha=0.7)
     assert structure_key(bench.structure()) == keys[-1]
-    bench.set("r1c0", 1, settle=False, blueprint=3)  # of an empty slot
+    bench.set("r1c0", 1, apply_structure=False, blueprint=3)  # of an empty slot
     assert structure_key(bench.structure()) == keys[-1]
 
 

@@ -17,7 +17,7 @@ HEARD = {4, 6, 7}
 
 def sets_by_name(stages, audible, *, interaction_limit=4, fossils_as_players=False, shapley=False, shapley_limit=6):
     """Every named set of one host in evaluation order, with Python sets: {name: set}."""
-    members = {s for s, (stage, heard) in enumerate(zip(stages, audible, strict=True)) if stage in HEARD and heard}
+    members = {s for s, (stage, active) in enumerate(zip(stages, audible, strict=True)) if stage in HEARD and active}
     fossils = {s for s in members if stages[s] == SeedStage.FOSSILIZED}
     players = members if fossils_as_players else members - fossils
     rest = members - players
@@ -68,7 +68,7 @@ def populations(draw):
             max_size=4,
         )
     )
-    heard = draw(
+    active = draw(
         st.lists(
             st.lists(st.booleans(), min_size=num_slots, max_size=num_slots), min_size=len(rows), max_size=len(rows)
         )
@@ -79,15 +79,15 @@ def populations(draw):
         "shapley": draw(st.booleans()),
         "shapley_limit": draw(st.integers(0, 6)),
     }
-    return rows, heard, options
+    return rows, active, options
 
 
 @settings(deadline=None, max_examples=150)
 @given(populations())
 def test_every_named_set_agrees_with_python_sets(population):
-    stages, heard, options = population
-    found = enumerate_coalitions(torch.tensor(stages), torch.tensor(heard), **options)
-    for host, (stage, audible) in enumerate(zip(stages, heard, strict=True)):
+    stages, active, options = population
+    found = enumerate_coalitions(torch.tensor(stages), torch.tensor(active), **options)
+    for host, (stage, audible) in enumerate(zip(stages, active, strict=True)):
         distinct, numbers = expected(sets_by_name(stage, audible, **options))
         assert read_names(found, host) == numbers
         valid = found.valid[host].tolist()
@@ -113,10 +113,10 @@ def test_number_of_coalitions_by_number_of_players(players, count, fossils):
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 5, 6, 7])
 def test_the_width_is_that_of_the_host_with_most_coalitions(num_slots, interaction_limit, shapley, fossils_as_players):
     every = torch.cartesian_prod(*[torch.tensor([1, 6, 7])] * num_slots).reshape(-1, num_slots)
-    heard = torch.ones_like(every, dtype=torch.bool)
+    active = torch.ones_like(every, dtype=torch.bool)
     found = enumerate_coalitions(
         every,
-        heard,
+        active,
         interaction_limit=interaction_limit,
         shapley=shapley,
         fossils_as_players=fossils_as_players,
@@ -166,10 +166,10 @@ def test_a_fossil_is_background_unless_it_plays():
 
 
 def test_a_host_of_many_slots_is_encoded_without_collisions():
-    stage, heard = torch.ones(1, 120, dtype=torch.int64), torch.ones(1, 120, dtype=torch.bool)
+    stage, active = torch.ones(1, 120, dtype=torch.int64), torch.ones(1, 120, dtype=torch.bool)
     for slot in (0, 51, 52, 53, 104, 119):
         stage[0, slot] = 6
-    found = enumerate_coalitions(stage, heard)
+    found = enumerate_coalitions(stage, active)
     sets = {tuple(on) for on in found.sets[0][found.valid[0]].tolist()}
     assert len(sets) == found.valid.sum().item() == 6 + 2
 
@@ -228,17 +228,17 @@ def test_too_many_seeds_for_shapley_measure_no_subset():
 def test_a_host_has_the_same_coalitions_alone_and_among_others(shapley):
     generator = torch.Generator().manual_seed(3)
     stage = torch.tensor(STAGES)[torch.randint(0, len(STAGES), (9, 5), generator=generator)]
-    heard = torch.rand(9, 5, generator=generator) < 0.8
-    together = enumerate_coalitions(stage, heard, shapley=shapley)
+    active = torch.rand(9, 5, generator=generator) < 0.8
+    together = enumerate_coalitions(stage, active, shapley=shapley)
     for host in range(9):
-        alone = enumerate_coalitions(stage[host : host + 1], heard[host : host + 1], shapley=shapley)
+        alone = enumerate_coalitions(stage[host : host + 1], active[host : host + 1], shapley=shapley)
         for (name, a), (_, b) in zip(named_tensors(row(together, host)), named_tensors(alone), strict=True):
             assert torch.equal(a, b), name
 
 
 def test_nothing_is_read_back_from_the_device():
-    stage, heard = hosts([6, 4, 7], [1, 6, 6])
+    stage, active = hosts([6, 4, 7], [1, 6, 6])
     with HostReadCounter() as reads:
-        found = enumerate_coalitions(stage, heard, shapley=True)
+        found = enumerate_coalitions(stage, active, shapley=True)
         derive(found, torch.zeros(found.valid.shape))
     assert reads.unintended == []

@@ -7,7 +7,7 @@ import tiny
 from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.stages import HostFamily, SeedStage
 from esper.simic.attribution.shapley import shapley_values
 from esper.tasks.null import host_accuracy
 from esper.tasks.registry import task_by_name
@@ -28,7 +28,7 @@ def toy_engine(num_envs=2, num_slots=3, episode_length=4, *, losses=None, calls=
     settings = {"num_envs": num_envs, "episode_length": episode_length, "slots": slots, "lifecycle": QUICK}
     config = EngineConfig(**{**settings, **config})
     spec = EngineSpec(
-        run_seed=0, num_envs=num_envs, slot_ids=slots, episode_length=episode_length, topology=Topology.CNN,
+        run_seed=0, num_envs=num_envs, slot_ids=slots, episode_length=episode_length, family=HostFamily.CNN,
         selectable=tuple(range(1, 13)), min_training_epochs=1,
     )  # fmt: skip
     executor = ToyExecutor(num_envs, num_slots, losses=losses, calls=calls)
@@ -64,7 +64,16 @@ def test_the_phases_of_a_step_come_in_their_order():
     last = [*first[:-1], "bootstrap", "store"]
     calls.clear()
     engine.rollout(client)
-    assert calls == [*first, "settle", "report 1", *last, "settle", "report 2", "committed_accuracy val", "finish"]
+    assert calls == [
+        *first,
+        "apply_structure",
+        "report 1",
+        *last,
+        "apply_structure",
+        "report 2",
+        "committed_accuracy val",
+        "finish",
+    ]
 
 
 def test_a_round_is_an_episode_and_one_update():
@@ -217,15 +226,15 @@ def test_a_listener_changes_no_number_and_its_error_surfaces_after_the_step():
         raise RuntimeError(f"step {report.t}")
 
     engine = toy_engine(2, 2, 6, on_step=broken)
-    client, heard = ToyClient(engine.spec, plan), []
+    client, active = ToyClient(engine.spec, plan), []
     engine.reset(client, 0)
     for _ in range(20):
         try:
             stats = engine.rollout(client)
             break
         except RuntimeError as error:
-            heard.append(str(error))
-    assert heard == [f"step {t}" for t in range(1, 7)]
+            active.append(str(error))
+    assert active == [f"step {t}" for t in range(1, 7)]
     assert [s.reward.tolist() for s in client.steps] == [s.reward.tolist() for s in silent.steps]
     assert observed(client, "stage") == observed(silent, "stage")
     assert stats.returns.tolist() == silent_stats.returns.tolist()
@@ -318,8 +327,8 @@ def test_waiting_is_what_a_script_without_actions_does():
 def test_shapley_values_add_up_to_what_all_seeds_together_are_worth():
     plan = {1: action(Op.GERMINATE, slot=0, tempo=0), 3: action(Op.GERMINATE, slot=1, tempo=0, blueprint=5)}
     _, stats = run(null_engine(1, 14), script(1, 14, plan))
-    accuracy, heard = torch.from_numpy(stats.subset_acc), torch.from_numpy(stats.alpha > 0.0)
-    assert heard.tolist() == [[True, True, False]]
-    values = shapley_values(accuracy, heard)
+    accuracy, active = torch.from_numpy(stats.subset_acc), torch.from_numpy(stats.alpha > 0.0)
+    assert active.tolist() == [[True, True, False]]
+    values = shapley_values(accuracy, active)
     assert values.nansum().item() == pytest.approx(accuracy[0, 3].item() - accuracy[0, 0].item())
     assert stats.val_acc.item() == pytest.approx(accuracy[0, 3].item())

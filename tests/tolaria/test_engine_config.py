@@ -7,7 +7,7 @@ import tiny
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.presets import NULL
 from esper.tolaria.build import build_engine, load_dataset
@@ -60,7 +60,7 @@ def test_an_engine_tells_controllers_what_it_is():
     assert spec.slot_ids == tiny.SLOTS
     assert spec.auto_gates == (True, False, True)
     assert spec.min_training_epochs == 1
-    assert spec.selectable == registry.selectable(Topology.CNN)
+    assert spec.selectable == registry.selectable(HostFamily.CNN)
     assert spec.blueprint_names == registry.names()
 
 

@@ -49,7 +49,7 @@ def run(num_envs, *, first=0, order=None, of=None):
     for _ in range(LENGTH):
         engine.step(client)
         states.append({name: x for name, x in named_tensors(engine.state)})
-    engine.settle()
+    engine.apply_structure()
     tree = {name: x for name, x in engine.executor.state_dict().items() if x.dim() == 2}
     return states, tree
 

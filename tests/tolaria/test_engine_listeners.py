@@ -25,17 +25,17 @@ class BrokenError(Exception):
     """What a listener raises that cannot do its work."""
 
 
-def deaf(heard):
+def deaf(active):
     return None
 
 
-def quiet(heard):
-    return heard.append
+def quiet(active):
+    return active.append
 
 
-def meddling(heard):
+def meddling(active):
     def listen(report):
-        heard.append(report.t)
+        active.append(report.t)
         for value in vars(report).values():
             if hasattr(value, "fill"):
                 with pytest.raises(ValueError, match="read-only"):
@@ -44,21 +44,21 @@ def meddling(heard):
     return listen
 
 
-def failing(heard):
+def failing(active):
     def listen(report):
-        heard.append(report.t)
+        active.append(report.t)
         raise BrokenError(f"step {report.t}")
 
     return listen
 
 
 @functools.cache
-def episode(executor, listener, learns):
+def episode(executor, listener, trainable):
     """State of engine and client after an episode and its update, and what they told."""
-    heard = []
-    engine = tiny.engine(2, LENGTH, on_step=listener(heard), rules={"sequential": False}, **HOW[executor])
+    active = []
+    engine = tiny.engine(2, LENGTH, on_step=listener(active), rules={"sequential": False}, **HOW[executor])
     engine.timer.enabled = listener is not deaf
-    client = learner(engine.spec) if learns else ToyClient(engine.spec, script(2, LENGTH, PLAN))
+    client = learner(engine.spec) if trainable else ToyClient(engine.spec, script(2, LENGTH, PLAN))
     engine.reset(client, 0)
     stats = None
     while stats is None:
@@ -67,18 +67,18 @@ def episode(executor, listener, learns):
         except BrokenError:
             continue
     told = {name: str(value) for name, value in vars(stats).items() if name != "cost"}
-    assert len(heard) == (0 if listener is deaf else LENGTH)
+    assert len(active) == (0 if listener is deaf else LENGTH)
     return engine.state_dict(), told, str(client.update()), client.state_dict()
 
 
 @pytest.mark.parametrize("listener", [quiet, meddling, failing])
 @pytest.mark.parametrize(
-    ("executor", "learns"),
+    ("executor", "trainable"),
     [("scripted", True), ("streamed", True), ("streamed", False), ("fused", False), ("static", False)],
 )
-def test_a_run_that_is_listened_to_comes_to_the_same_as_one_that_is_not(executor, learns, listener):
-    state, *told, policy = episode(executor, deaf, learns)
-    found, *told_too, its_policy = episode(executor, listener, learns)
+def test_a_run_that_is_listened_to_comes_to_the_same_as_one_that_is_not(executor, trainable, listener):
+    state, *told, policy = episode(executor, deaf, trainable)
+    found, *told_too, its_policy = episode(executor, listener, trainable)
     assert same_tree(found, state)
     assert same_tree(its_policy, policy)
     assert told_too == told

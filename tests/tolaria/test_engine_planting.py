@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.manifest import GrownSlot, TopologyManifest, manifests
+from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests
 from esper.leyline.stages import AlphaMode, SeedStage
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
@@ -12,13 +12,13 @@ from esper.tasks.registry import task_by_name
 from tiny import SLOTS, engine, same_tree
 from toys import ToyClient, ToyReward, script
 
-NOTHING = TopologyManifest()
-TWO = TopologyManifest((GrownSlot("r0c0", "conv_light", "ADD"), GrownSlot("r1c0", "norm", "GATE")))
+NOTHING = GrowthManifest()
+TWO = GrowthManifest((GrownSlot("r0c0", "conv_light", "ADD"), GrownSlot("r1c0", "norm", "GATE")))
 LENGTH = 4
 S = SeedStage
 
 
-def planted(*grown: TopologyManifest, **settings: object):
+def planted(*grown: GrowthManifest, **settings: object):
     """An engine after `reset` and `plant`, and who waits on it."""
     built = engine(len(grown), LENGTH, **settings)
     client = ToyClient(built.spec, script(len(grown), LENGTH, {}))
@@ -60,7 +60,7 @@ def test_a_planted_seed_is_heard_learns_from_the_first_step_and_stays(executor: 
     assert not torch.equal(drawn[0, 0], drawn[1, 0])  # each host draws its own weights
     assert not bool(drawn[:, 1].any())
     built.step(client)
-    built.settle()
+    built.apply_structure()
     learned = (seeds.params != born).any(dim=1).view(2, -1)
     assert learned.tolist() == [[True, False, True]] * 2
     stats = built.rollout(client)
@@ -90,8 +90,8 @@ def test_planted_weights_are_those_of_step_zero_and_not_of_a_germination() -> No
 def test_a_rollback_before_the_first_snapshot_of_the_run_keeps_what_was_planted() -> None:
     built, _ = planted(TWO)
     population = built.executor.population
-    assert torch.equal(population.kept_seeds.params, population.seeds.params)
-    assert torch.equal(population.kept_gates.params, population.gates.params)
+    assert torch.equal(population.seeds_snapshot.params, population.seeds.params)
+    assert torch.equal(population.gates_snapshot.params, population.gates.params)
 
 
 def test_an_empty_structure_is_a_host_that_waits_to_the_bit() -> None:
@@ -125,7 +125,7 @@ def test_the_baseline_with_nothing_to_plant_is_the_one_that_waits_to_the_bit_in_
 
 def test_a_scripted_host_can_be_planted_too() -> None:
     task = task_by_name("null")
-    some = TopologyManifest(tuple(GrownSlot(slot, "conv_light", "ADD") for slot in task.enabled[:2]))
+    some = GrowthManifest(tuple(GrownSlot(slot, "conv_light", "ADD") for slot in task.enabled[:2]))
     both = {}
     for name, grown in (("planted", some), ("empty", NOTHING)):
         built, client = planted(grown, of=task)

@@ -35,7 +35,7 @@ def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(stage, t, spe
     engine.reset(client, 0)
 
     def remains(host: int) -> dict[str, bool]:
-        engine.settle()
+        engine.apply_structure()
         row = host * 3 + 1
         slabs = {"seeds": engine.executor.population.seeds, "gates": engine.executor.population.gates}
         return {f"{k}.{name}": bool(x[row].any()) for k, slab in slabs.items() for name, x in slab.tensors().items()}

@@ -52,17 +52,17 @@ def busy(num_envs, length):
 
 
 @pytest.mark.parametrize(
-    ("executor", "num_envs", "learns"),
+    ("executor", "num_envs", "trainable"),
     [
         *(("scripted", 2, True), ("scripted", 64, False), ("scripted", 64, True)),
         *(("streamed", 1, False), ("fused", 3, False), ("native", 3, False), ("streamed", 1, True)),
         pytest.param("streamed", 5, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(executor, num_envs, learns):
+def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(executor, num_envs, trainable):
     length = 9
     engine = tiny.engine(num_envs, length, **EXECUTORS[executor])
-    client = learner(engine.spec) if learns else ToyClient(engine.spec, busy(num_envs, length))
+    client = learner(engine.spec) if trainable else ToyClient(engine.spec, busy(num_envs, length))
     with HostReadCounter() as start:
         engine.reset(client, 0)
     assert (start.intended, start.unintended) == (0, [])
@@ -76,7 +76,7 @@ def test_a_control_step_reads_the_device_once_however_many_hosts_there_are(execu
     assert stats.cost.reads == 0
     with HostReadCounter() as learning:
         client.update()
-    assert (learning.intended, learning.unintended) == (int(learns), [])
+    assert (learning.intended, learning.unintended) == (int(trainable), [])
 
 
 @pytest.mark.parametrize("num_slots", [1, 6])
@@ -221,7 +221,7 @@ def test_when_the_read_of_a_step_is_waited_for_changes_no_number():
         for _ in range(length):
             engine.step(client)
             if at_once:
-                engine.settle()
+                engine.apply_structure()
         stats = engine.rollout(client)
         told.append((engine.state_dict(), stats.returns.tolist(), [report.actions.tolist() for report in reports]))
     assert same_tree(told[0][0], told[1][0])

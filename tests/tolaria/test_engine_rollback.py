@@ -159,7 +159,7 @@ def trained_run(faults, plan, length, watch=(), executor="streamed"):
     for t in range(1, length + 1):
         engine.step(client)
         if t in watch:
-            engine.settle()
+            engine.apply_structure()
             seen[t] = {name: x.clone() for name, x in inner.executor.population.state_dict().items()}
     return engine, client, seen
 
@@ -192,7 +192,7 @@ def test_a_rollback_restores_host_and_fossil_to_the_bit_and_destroys_the_growing
         assert not after[name].any(), name
     assert bool(broken["host.momentum"].any() & broken["seeds.momentum"][0].any())
     # the next pass trains host and fossil again
-    engine.settle()
+    engine.apply_structure()
     now = rows_of(engine.executor.executor.population.state_dict(), 1)
     assert not torch.equal(now["host.params"], after["host.params"])
     assert not torch.equal(now["seeds.params"][0], after["seeds.params"][0])

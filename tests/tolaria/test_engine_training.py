@@ -10,7 +10,7 @@ import tiny
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, SeedStage, Topology
+from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tasks.datasets import Dataset, Split
@@ -35,19 +35,19 @@ class Watched:
 
     def step(self):
         self.engine.step(self.client)
-        self.engine.settle()
+        self.engine.apply_structure()
         self.bench.slots = self.engine.state.slots
         return self.client.steps[-1].obs
 
 
 def test_waiting_is_plain_training():
-    run, twin = Watched(4, {}), PlainTraining(Bench(1))
+    run, reference = Watched(4, {}), PlainTraining(Bench(1))
     for t in range(1, 5):
         seen = run.step()
-        twin.epoch(t)
-        assert seen.hosts.val_acc.item() == pytest.approx(twin.accuracy(), abs=1e-3)
-        assert seen.hosts.train_loss.item() == pytest.approx(twin.loss / twin.examples, abs=1e-4)
-    assert_close(run.bench.host_params(), twin.model.give())
+        reference.epoch(t)
+        assert seen.hosts.val_acc.item() == pytest.approx(reference.accuracy(), abs=1e-3)
+        assert seen.hosts.train_loss.item() == pytest.approx(reference.loss / reference.examples, abs=1e-4)
+    assert_close(run.bench.host_params(), reference.model.give())
 
 
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
@@ -56,20 +56,22 @@ def test_the_baseline_that_waits_is_plain_training_of_every_host(executor):
     run = tiny.engine(hosts, steps, executor=executor)
     client = ScriptedClient(make_baseline("wait_only", run.spec), ToyReward())
     run.reset(client, EPISODE)
-    twins, bench = [PlainTraining(Bench(hosts), n) for n in range(hosts)], Bench(hosts)
+    references, bench = [PlainTraining(Bench(hosts), n) for n in range(hosts)], Bench(hosts)
     for t in range(1, steps + 1):
         run.step(client)
-        run.settle()
-        for twin in twins:
-            twin.epoch(t)
-        found, seen = run.state.hosts, [twin.accuracy() for twin in twins]
+        run.apply_structure()
+        for reference in references:
+            reference.epoch(t)
+        found, seen = run.state.hosts, [reference.accuracy() for reference in references]
         assert found.val_acc.tolist() == pytest.approx(seen, abs=1e-3), t
         assert found.committed_acc.tolist() == pytest.approx(seen, abs=1e-3), t
-        assert found.train_loss.tolist() == pytest.approx([x.loss / x.examples for x in twins], abs=1e-4), t
-        assert found.train_acc.tolist() == pytest.approx([100 * x.correct / x.examples for x in twins], abs=1e-3), t
+        assert found.train_loss.tolist() == pytest.approx([x.loss / x.examples for x in references], abs=1e-4), t
+        assert found.train_acc.tolist() == pytest.approx(
+            [100 * r.correct / r.examples for r in references], abs=1e-3
+        ), t
     bench.population = run.executor.population
-    for n, twin in enumerate(twins):
-        assert_close(bench.host_params(n), twin.model.give())
+    for n, reference in enumerate(references):
+        assert_close(bench.host_params(n), reference.model.give())
     assert not run.state.slots.params.any()
 
 
@@ -78,21 +80,21 @@ def test_a_whole_life_is_plain_training_of_a_network_that_grows(algorithm):
     # born in 1; hidden in the passes 2 and 3; a third, two thirds and all of it heard; permanent from 7 on
     style = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 3}[algorithm]
     plan = {1: action(Op.GERMINATE, slot=2, blueprint=1, style=style, **LIVE), 6: action(Op.FOSSILIZE, slot=2)}
-    run, twin = Watched(8, plan), PlainTraining(Bench(1))
-    heard = {4: 1 / 3, 5: 2 / 3, 6: 1.0, 7: 1.0, 8: 1.0}
+    run, reference = Watched(8, plan), PlainTraining(Bench(1))
+    active = {4: 1 / 3, 5: 2 / 3, 6: 1.0, 7: 1.0, 8: 1.0}
     for t in range(1, 9):
-        if t in heard:
-            seed, gate, _, _ = twin.model.grown["r1c0"]
-            twin.model.grown["r1c0"] = (seed, gate, algorithm, heard[t])
+        if t in active:
+            seed, gate, _, _ = reference.model.grown["r1c0"]
+            reference.model.grown["r1c0"] = (seed, gate, algorithm, active[t])
         seen = run.step()
-        twin.epoch(t)
-        assert seen.hosts.val_acc.item() == pytest.approx(twin.accuracy(), abs=1e-3), t
+        reference.epoch(t)
+        assert seen.hosts.val_acc.item() == pytest.approx(reference.accuracy(), abs=1e-3), t
         if t == 1:
             gate = run.bench.gate_params("r1c0") if algorithm is Algorithm.GATE else None
-            twin.grow("r1c0", 1, algorithm, None, run.bench.seed_params("r1c0"), gate)
+            reference.grow("r1c0", 1, algorithm, None, run.bench.seed_params("r1c0"), gate)
     assert run.engine.state.slots.stage[0, 2] == S.FOSSILIZED
-    assert_close(run.bench.host_params(), twin.model.give(), rtol=1e-3, atol=1e-4)
-    assert_close(run.bench.seed_params("r1c0"), dict(twin.seeds["r1c0"].named_parameters()), rtol=1e-3, atol=1e-4)
+    assert_close(run.bench.host_params(), reference.model.give(), rtol=1e-3, atol=1e-4)
+    assert_close(run.bench.seed_params("r1c0"), dict(reference.seeds["r1c0"].named_parameters()), rtol=1e-3, atol=1e-4)
 
 
 HOW = {"streamed": {}, "fused": {"executor": "fused"}, "static": {"executor": "fused", "graph": "static"}}
@@ -144,7 +146,7 @@ class Mute(nn.Module):
 
 class MuteBlueprint(AbstractBlueprint):
     name = "test_mute"
-    topology = Topology.CNN
+    family = HostFamily.CNN
 
     def build(self, channels: int) -> nn.Module:
         return Mute(channels)

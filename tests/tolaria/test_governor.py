@@ -183,20 +183,20 @@ def test_many_hosts_agree_with_one_host_at_a_time(seed):
     num_hosts, steps = 16, 60
     kinds = torch.tensor([0.2, 1.0, 2.3, 40.0, math.nan])
     weights = torch.tensor([0.5, 0.1, 0.05, 0.32, 0.03])
-    twins = [ScalarGovernor() for _ in range(num_hosts)]
+    references = [ScalarGovernor() for _ in range(num_hosts)]
     state, seen = initial(num_hosts, CPU), set()
     for t in range(steps):
         # ten quiet steps first, because a past full of anomalies would make everything look normal
         kind = torch.multinomial(weights if t >= 10 else weights[:2], num_hosts, replacement=True, generator=generator)
         loss = kinds[kind] * (1 + 0.1 * torch.rand(num_hosts, generator=generator))
         state, verdict = check(state, loss)
-        want = [twin.check(value) for twin, value in zip(twins, loss.tolist(), strict=True)]
+        want = [reference.check(value) for reference, value in zip(references, loss.tolist(), strict=True)]
         assert verdict.reason.tolist() == want
-        assert state.strikes.tolist() == [twin.strikes for twin in twins]
-        assert state.count.tolist() == [len(twin.losses) for twin in twins]
+        assert state.strikes.tolist() == [reference.strikes for reference in references]
+        assert state.count.tolist() == [len(reference.losses) for reference in references]
         state = after_rollback(state, verdict.panic)
-        for twin, reason in zip(twins, want, strict=True):
-            twin.strikes = 0 if reason else twin.strikes
+        for reference, reason in zip(references, want, strict=True):
+            reference.strikes = 0 if reason else reference.strikes
         seen |= set(want)
     assert seen == set(PanicReason)
 

@@ -26,7 +26,7 @@ HOW = {
     "streamed": {},
     "fused": {"executor": "fused"},
     "native": {"executor": "native"},
-    "static": {"executor": "fused", "topology": "static"},
+    "static": {"executor": "fused", "graph": "static"},
     "shared": {"workers": 2},
 }
 

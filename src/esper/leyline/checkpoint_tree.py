@@ -6,7 +6,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
-from esper.leyline.tensor_dataclass import is_record, named_tensors, replace
+from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, replace
 
 R = TypeVar("R")
 StateTree = dict[str, Tensor]
@@ -39,14 +39,14 @@ def below(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(f"{prefix}."): value for name, value in tree.items() if name.startswith(f"{prefix}.")}
 
 
-def record_tree(rec: object) -> dict[str, Tensor]:
+def tensors_by_name(rec: object) -> dict[str, Tensor]:
     """The tensors of a record by dotted path."""
     return dict(named_tensors(rec))
 
 
 def restored(rec: R, tree: Mapping[str, Tensor], owner: str) -> R:
     """`rec` with the tensors of `tree`, which must have the same names and shapes; raises CheckpointError."""
-    check_same_shapes(tree, record_tree(rec), owner)
+    check_same_shapes(tree, tensors_by_name(rec), owner)
     return _filled(rec, tree)
 
 
@@ -55,7 +55,7 @@ def _filled(rec: R, tree: Mapping[str, Tensor]) -> R:
     for name, value in vars(rec).items():
         if isinstance(value, Tensor):
             changes[name] = tree[name].to(value.device).clone()
-        elif is_record(value):
+        elif is_tensor_dataclass(value):
             changes[name] = _filled(value, below(name, tree))
     return replace(rec, **changes)
 

@@ -28,7 +28,7 @@ class GrownSlot:
 
 
 @dataclass(frozen=True)
-class TopologyManifest:
+class GrowthManifest:
     """The permanent seeds of one host."""
 
     slots: tuple[GrownSlot, ...] = ()
@@ -44,7 +44,7 @@ class TopologyManifest:
         return {"slots": [asdict(grown) for grown in self.slots], "sha256": self.sha256}
 
     @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> "TopologyManifest":
+    def of(cls, tree: Mapping[str, Any]) -> "GrowthManifest":
         """What `tree` gave; raises ConfigError where it was changed since, or is none."""
         try:
             manifest = cls(tuple(GrownSlot(**row) for row in tree["slots"]))
@@ -64,11 +64,11 @@ class TopologyManifest:
 
 def manifests(
     stage: np.ndarray, blueprint: np.ndarray, algorithm: np.ndarray, spec: EngineSpec
-) -> tuple[TopologyManifest, ...]:
+) -> tuple[GrowthManifest, ...]:
     """What each host came to, from its slots [N, S] at the end of an episode."""
     names = {int(a): a.name for a in Algorithm}
     return tuple(
-        TopologyManifest(
+        GrowthManifest(
             tuple(
                 GrownSlot(spec.slot_ids[s], spec.blueprint_names[blueprint[n, s]], names[int(algorithm[n, s])])
                 for s in range(spec.num_slots)
@@ -79,7 +79,7 @@ def manifests(
     )
 
 
-def planting_of(grown: Sequence[TopologyManifest], spec: EngineSpec) -> tuple[np.ndarray, np.ndarray]:
+def planting_of(grown: Sequence[GrowthManifest], spec: EngineSpec) -> tuple[np.ndarray, np.ndarray]:
     """Blueprint [N, S], -1 where nothing grows, and algorithm [N, S] of one structure per host.
 
     Raises:

@@ -8,10 +8,10 @@ plausible default. Percentages are points (0-100). All integers are int64, becau
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 
-@record
+@tensor_dataclass
 class SlotState:
     """The slots of N hosts, side by side; one row = one host.
 
@@ -58,7 +58,7 @@ class SlotState:
     grad_ratio_ema: Float[Tensor, "N S"]
 
 
-@record
+@tensor_dataclass
 class HostState:
     """What is known of each host as a whole."""
 
@@ -86,7 +86,7 @@ class HostState:
     segment: Int[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class Measurements:
     """What one train pass and one validation pass told; NaN = not measured in this step.
 
@@ -110,7 +110,7 @@ class Measurements:
     subset_acc: Float[Tensor, "N J"]
 
 
-@record
+@tensor_dataclass
 class Observation:
     """All that a controller may look at in step `t`: the states after ingest, and what is legal."""
 
@@ -136,7 +136,7 @@ class Observation:
         return self.legal.shape[2]
 
 
-@record
+@tensor_dataclass
 class Hidden:
     """Recurrent state of a controller; width 0 for controllers without memory."""
 
@@ -144,7 +144,7 @@ class Hidden:
     c: Float[Tensor, "L N H"]
 
 
-@record
+@tensor_dataclass
 class ActResult:
     """A controller's answer for all hosts, e.g. actions=[[1, 1, 2, 1, 2, 0, 0, 1], ...] (order of `HEADS`).
 
@@ -160,7 +160,7 @@ class ActResult:
     features: Float[Tensor, "N D"]
 
 
-@record
+@tensor_dataclass
 class Transitions:
     """Which slots changed their stage, one transition per slot at most; `cause` 0 where nothing happened."""
 
@@ -169,7 +169,7 @@ class Transitions:
     cause: Int[Tensor, "N S"]
 
 
-@record
+@tensor_dataclass
 class GateReadings:
     """Result of the gate that was asked for each slot; `gate` 0 where none was (1, 2, 3 or 5 otherwise)."""
 
@@ -179,7 +179,7 @@ class GateReadings:
     failed_checks: Int[Tensor, "N S"]
 
 
-@record
+@tensor_dataclass
 class RewardInputs:
     """Everything a reward may know of one step: the state *before* the op, and what became of the op.
 
@@ -198,7 +198,7 @@ class RewardInputs:
     auto_pruned: Int[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class RewardOutput:
     """What one step pays. `total` is the sum of `breakdown` over its named terms (`RewardProtocol.terms`)."""
 
@@ -207,7 +207,7 @@ class RewardOutput:
     flags: Bool[Tensor, "N 2"]
 
 
-@record
+@tensor_dataclass
 class KeptNetwork:
     """What an episode leaves: each host with its fossilized seeds and nothing else, measured after the last step.
 
@@ -219,8 +219,8 @@ class KeptNetwork:
     host_params: Int[Tensor, " N"]
 
 
-@record
-class StepRecord:
+@tensor_dataclass
+class StoredStep:
     """One control step as the learner stores it; `t` counts from 1.
 
     `effective_op` is the sampled op where it took effect and WAIT elsewhere. `valid` is False for hosts that were

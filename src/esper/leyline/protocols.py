@@ -20,9 +20,9 @@ from esper.leyline.messages import (
     Observation,
     RewardInputs,
     RewardOutput,
-    StepRecord,
+    StoredStep,
 )
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 
 StateTree = dict[str, Tensor]
 """A flat tree of tensors with dotted names: what checkpoints store."""
@@ -46,7 +46,7 @@ class EngineSpec:
     num_envs: int
     slot_ids: tuple[str, ...]
     episode_length: int
-    topology: Topology
+    family: HostFamily
     selectable: tuple[int, ...]
     num_blueprints: int = NUM_BUILTIN_BLUEPRINTS
     min_training_epochs: int = 10
@@ -86,7 +86,7 @@ class PolicyProtocol(Protocol):
         """Decide for all hosts in step `obs.t`; carries the recurrent state forward."""
         ...
 
-    def store(self, step: StepRecord) -> None:
+    def store(self, step: StoredStep) -> None:
         """Remember one step; the recurrent state of hosts with `valid` False becomes zero. No host read."""
         ...
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from esper.leyline.tensor_dataclass import is_record, rebuilt
+from esper.leyline.tensor_dataclass import is_tensor_dataclass, rebuilt
 
 Form = Hashable
 
@@ -68,7 +68,7 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
     if value is None or isinstance(value, bool | str):
         return _Plain(type(value), value)
     kind: Any = type(value)
-    if is_record(value):
+    if is_tensor_dataclass(value):
         fields, flat = _fields(kind)
         values = fields(value)
         if _TENSORS.issuperset(map(type, values)):  # most records; there are two hundred tensors in a control step

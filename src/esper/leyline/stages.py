@@ -103,7 +103,7 @@ class Cause(IntEnum):
     ROLLBACK = 6
 
 
-class Topology(IntEnum):
+class HostFamily(IntEnum):
     """Family of host networks; decides which blueprints fit and which seeds are isolated."""
 
     CNN = 0

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
-def record(cls: type[R]) -> type[R]:
+def tensor_dataclass(cls: type[R]) -> type[R]:
     """Make `cls` a record: frozen, keyword-only, without `==`."""
     made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
     _PLAIN_INITS.add(made.__init__)
@@ -50,7 +50,7 @@ def rebuilt(cls: type[R], names: Iterable[str], values: Iterable[Any]) -> R:
     return made
 
 
-def is_record(value: object) -> bool:
+def is_tensor_dataclass(value: object) -> bool:
     """Whether `value` is an instance of a record class."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -61,7 +61,7 @@ def tree_map(f: Callable[..., Tensor], rec: R, *others: R) -> R:
     for name, value in vars(rec).items():
         if isinstance(value, Tensor):
             changes[name] = f(value, *[getattr(other, name) for other in others])
-        elif is_record(value):
+        elif is_tensor_dataclass(value):
             changes[name] = tree_map(f, value, *[getattr(other, name) for other in others])
     return replace(rec, **changes)
 
@@ -72,7 +72,7 @@ def named_tensors(rec: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
         value = getattr(rec, field.name)
         if isinstance(value, Tensor):
             yield prefix + field.name, value
-        elif is_record(value):
+        elif is_tensor_dataclass(value):
             yield from named_tensors(value, f"{prefix}{field.name}.")
 
 
@@ -93,7 +93,7 @@ def where(mask: Tensor, yes: R, no: R) -> R:
     groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
     chosen: dict[str, Any] = {}
     for name, value in vars(yes).items():
-        if is_record(value):
+        if is_tensor_dataclass(value):
             chosen[name] = where(mask, value, getattr(no, name))
         elif value is not getattr(no, name):
             groups.setdefault((value.shape, value.dtype), []).append(name)

@@ -153,5 +153,5 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         compile="on" if is_compiled(config.compile, device) else "off",
     )
     learner = learner_of(config, engine.spec)
-    engine.rehearse(len(learner.terms))
+    engine.warm_up(len(learner.terms))
     return Parts(taken, engine, learner, shape)

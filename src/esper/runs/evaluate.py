@@ -12,7 +12,7 @@ import torch
 
 from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.leyline.manifest import TopologyManifest, manifests
+from esper.leyline.manifest import GrowthManifest, manifests
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.random import Stream, local_generator
 from esper.runs.build import baseline_of, dataset_of, device_of, engine_of, learner_of, reward_of
@@ -52,7 +52,7 @@ class Outcome:
     name: str
     stats: RolloutStats
     test_acc: np.ndarray
-    grown: tuple[TopologyManifest, ...] = ()
+    grown: tuple[GrowthManifest, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Row:
         growth: (host + fossilized parameters) / host parameters. ops: effective operations of all hosts, by name.
         shaped_return: undiscounted sum of rewards; a diagnostic, which ranks nothing.
         hosts: the numbers of every single host, in the order of the hosts, for statistics of one's own.
-        structures: what each host came to, as `TopologyManifest.tree`.
+        structures: what each host came to, as `GrowthManifest.tree`.
     """
 
     name: str

@@ -11,7 +11,7 @@
                   of a batch of all hosts
 
 All forms of a function give the same answer, and the eager one stays importable. Compiling and recording happen here,
-before the first step; `graphs_compiled` and `Captured.num_recordings` tell whether it happened again later. What
+before the first step; `graphs_compiled` and `Captured.num_captures` tell whether it happened again later. What
 `compile` and `capture` mean on a device is decided in `simic/compilation.py` and `tolaria/capture.py`.
 """
 
@@ -26,8 +26,8 @@ from esper.runs.config import RunConfig
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards.compiled_rewards import Kernel
-from esper.tolaria.capture import Captured, capture, recorder_for
-from esper.tolaria.control_plane import PhaseForm, as_it_is
+from esper.tolaria.capture import Captured, capture, capture_backend_for
+from esper.tolaria.control_plane import PhaseForm, eager
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.scripted import ScriptedExecutor
@@ -46,7 +46,7 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
     Raises:
         ConfigError: it was asked for and cannot be, here or when it is made.
     """
-    recorder = recorder_for(config.capture, spec.device)
+    recorder = capture_backend_for(config.capture, spec.device)
 
     def made(step: PolicyStep) -> PolicyFunction:
         decide: PolicyFunction = step
@@ -64,7 +64,7 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
 def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
     """What makes the pure phases of a control step: eager, or compiled in the first reset of the engine."""
     compiled = is_compiled(config.compile, device)
-    return partial(CompiledStep, name="a phase of the control step") if compiled else as_it_is
+    return partial(CompiledStep, name="a phase of the control step") if compiled else eager
 
 
 def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel] | None:
@@ -74,7 +74,7 @@ def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kerne
         ConfigError: capture was asked for on a device that cannot.
     """
     compiled = is_compiled(config.compile, spec.device)
-    recorder = recorder_for(config.capture, spec.device)
+    recorder = capture_backend_for(config.capture, spec.device)
     if not compiled and recorder is None:
         return None
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.checkpoint_tree import below, check_same_shapes, with_prefix
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StepRecord
+from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StoredStep
 from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.adam import AdamState
 from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
@@ -30,7 +30,7 @@ from esper.tamiyo.features import feature_dim, observe
 from esper.tamiyo.network import TamiyoNetwork
 
 
-@record
+@tensor_dataclass
 class _Seen:
     """What `act` saw in step `t`, kept until `store` writes it."""
 
@@ -143,7 +143,7 @@ class SimicClient:
         return decision.act
 
     @torch.no_grad()
-    def store(self, step: StepRecord) -> None:
+    def store(self, step: StoredStep) -> None:
         """Write column `step.t - 1`; hosts that were rolled back start their next step from a zero state."""
         assert self._seen is not None, "act() comes before store()"
         assert self._seen.t == step.t, "store() takes the step that act() just decided"

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StepRecord
+from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StoredStep
 from esper.leyline.protocols import PolicyProtocol, RewardProtocol, StateTree
 
 
@@ -29,7 +29,7 @@ class ScriptedClient:
         """See `PolicyProtocol`."""
         return self.policy.act(obs, deterministic=deterministic)
 
-    def store(self, step: StepRecord) -> None:
+    def store(self, step: StoredStep) -> None:
         """See `PolicyProtocol`."""
         self.policy.store(step)
 

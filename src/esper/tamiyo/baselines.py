@@ -19,10 +19,10 @@ from torch import Tensor
 
 from esper.leyline.actions import HEADS, NUM_HEADS, Head, LifecycleOp, Style
 from esper.leyline.errors import RegistryError, nearest
-from esper.leyline.messages import Observation, StepRecord
+from esper.leyline.messages import Observation, StoredStep
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.random import Stream, uniform
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedule, Remaining, Schedule, fill, single
 from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, canonical_actions
@@ -47,13 +47,13 @@ class WaitOnly:
         del memory
         return self._wait.expand(obs.num_envs, -1).clone()
 
-    def remember(self, memory: NoMemory, step: StepRecord) -> NoMemory:
+    def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
         """Nothing."""
         del step
         return memory
 
 
-@record
+@tensor_dataclass
 class Draws:
     """Which numbers are drawn: the global number of each host, and the episode."""
 
@@ -90,7 +90,7 @@ class UniformRandom:
         actions[:, Head.SLOT], actions[:, Head.OP] = slot_N, op_N
         return actions
 
-    def remember(self, memory: Draws, step: StepRecord) -> Draws:
+    def remember(self, memory: Draws, step: StoredStep) -> Draws:
         """Nothing: draws are keyed by the step."""
         del step
         return memory

@@ -21,7 +21,7 @@ from torch import Tensor
 from esper.leyline.actions import NUM_OPS, LifecycleOp
 from esper.leyline.messages import HostState, Observation, SlotState
 from esper.leyline.stages import NUM_STAGE_CLASSES, NUM_STAGE_VALUES, STAGE_CLASS, AlphaMode, SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 HISTORY = 5
 FRESHNESS_DECAY = 0.995
@@ -187,7 +187,7 @@ def _slot_columns(slots: SlotState, t: int | Tensor) -> tuple[Tensor, ...]:
     )
 
 
-@record
+@tensor_dataclass
 class _Scale:
     """Unit and range of the columns of a block."""
 
@@ -201,7 +201,7 @@ class _Scale:
         return raw.div_(self.unit).clamp_(self.low, self.high)
 
 
-@record
+@tensor_dataclass
 class _Tables:
     """Constants of one run on a device; `stage` holds the occupied flag, the stage, and the three host counts."""
 

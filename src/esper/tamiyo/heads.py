@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import Head, head_sizes
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.masks import (
     HeadTables,
     available_masks,
@@ -43,7 +43,7 @@ Logits = tuple[Float[Tensor, "*R _"], ...]
 """One tensor per head, in the order of `HEADS`."""
 
 
-@record
+@tensor_dataclass
 class SampledHeads:
     """A decision and the log-probability of each of its parts."""
 
@@ -51,7 +51,7 @@ class SampledHeads:
     log_prob: Float[Tensor, "*R 8"]
 
 
-@record
+@tensor_dataclass
 class HeadsOutput:
     """A decision under the current policy.
 
@@ -144,7 +144,7 @@ def check_logits(logits: Logits) -> Bool[Tensor, ""]:
     return torch.cat(logits, dim=-1).isfinite().all()
 
 
-@record
+@tensor_dataclass
 class Layout:
     """How the values of some heads lie one after another; sums over a head are matrix products.
 
@@ -166,7 +166,7 @@ class Layout:
         return columns
 
 
-@record
+@tensor_dataclass
 class _Relative:
     """Logits minus `top`, the largest of their head, cut to [-80, 0]; their exponentials, 0 where masked; the sum."""
 
@@ -176,7 +176,7 @@ class _Relative:
     total: Float[Tensor, "H R"]
 
 
-@record
+@tensor_dataclass
 class _Decision:
     """Actions, the masks they were drawn under, and the logits under these masks."""
 

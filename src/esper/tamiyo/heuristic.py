@@ -20,10 +20,10 @@ from torch import Tensor
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import Observation, StepRecord
+from esper.leyline.messages import Observation, StoredStep
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.stages import GROWING, AlphaMode, SeedStage, Topology, stages_mask
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.stages import GROWING, AlphaMode, HostFamily, SeedStage, stages_mask
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.scripted import canonical_actions, op_is_legal
 
 PLATEAU_EPOCHS = 3
@@ -37,15 +37,15 @@ GATE_PATIENCE = 3  # multiples of min_training_epochs after which a seed that it
 FULL = 1.0 - 1e-6
 
 ROTATION = {
-    Topology.CNN: (1, 7, 2, 3, 4),  # conv_light, conv_heavy, attention, norm, depthwise
-    Topology.TRANSFORMER: (8, 10, 2, 3, 9),  # lora, mlp_small, attention, norm, lora_large
+    HostFamily.CNN: (1, 7, 2, 3, 4),  # conv_light, conv_heavy, attention, norm, depthwise
+    HostFamily.TRANSFORMER: (8, 10, 2, 3, 9),  # lora, mlp_small, attention, norm, lora_large
 }
 
 _NEVER = -(2**20)
 _O, _S = LifecycleOp, SeedStage
 
 
-@record
+@tensor_dataclass
 class HeuristicMemory:
     """What each host has tried: step of the last prune, prunes of each blueprint, next place in the rotation."""
 
@@ -54,7 +54,7 @@ class HeuristicMemory:
     rotation: Int[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class Candidate:
     """The first growing slot of each host; where there is none, `exists` is False and `slot` says nothing."""
 
@@ -71,10 +71,10 @@ class Heuristic:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        rotation = [index for index in ROTATION[spec.topology] if index in spec.selectable]
+        rotation = [index for index in ROTATION[spec.family] if index in spec.selectable]
         if not rotation:
             raise ConfigError(
-                f"the heuristic grows blueprints {', '.join(map(str, ROTATION[spec.topology]))} but this run allows "
+                f"the heuristic grows blueprints {', '.join(map(str, ROTATION[spec.family]))} but this run allows "
                 f"{', '.join(map(str, spec.selectable))}; allow one of them or use another controller."
             )
         self._num_blueprints = spec.num_blueprints
@@ -107,7 +107,7 @@ class Heuristic:
         actions[:, Head.BLUEPRINT] = self._next_blueprint(memory) * (op_N == _O.GERMINATE)
         return actions
 
-    def remember(self, memory: HeuristicMemory, step: StepRecord) -> HeuristicMemory:
+    def remember(self, memory: HeuristicMemory, step: StoredStep) -> HeuristicMemory:
         """Count the prunes that took effect and move the rotation behind the blueprint that was grown."""
         slot_N1 = step.act.actions[:, Head.SLOT, None]
         pruned_N = step.valid & (step.effective_op == _O.PRUNE)

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import HEADS, NUM_OPS, RELEVANCE, Head, LifecycleOp, Style, head_sizes
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 
 def relevance(op: Int[Tensor, "*R"]) -> Bool[Tensor, "*R 8"]:
@@ -97,7 +97,7 @@ def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor, tables: "H
     return mask
 
 
-@record
+@tensor_dataclass
 class HeadTables:
     """Constants of one layout of the heads.
 

@@ -29,7 +29,7 @@ from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, local_generator
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.features import feature_dim
 from esper.tamiyo.recurrence import lstm_cell, lstm_sequence
 
@@ -45,7 +45,7 @@ WIDTH_MULTIPLE = 8
 """The value head narrows the recurrent width to an eighth."""
 
 
-@record
+@tensor_dataclass
 class NetworkOutput:
     """One decision's worth of numbers: logits of each head `[N, size]` in the order of `HEADS`, value, next state."""
 

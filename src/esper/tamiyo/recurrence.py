@@ -99,9 +99,9 @@ class _Sequence(torch.autograd.Function):
         """Gradients of the gates' inputs, of the first state, and of the recurrent weight."""
         gates, keep, h_before, c_before, bent, weight = ctx.saved_tensors
         steps, hosts, width = bent.shape
-        slopes = torch.empty_like(gates)
-        inner, outer = slopes[..., : 3 * width].unflatten(-1, (3, width)), slopes[..., 3 * width :]
-        given = (grad.transpose(0, 1), slopes, inner, outer, keep)
+        grads = torch.empty_like(gates)
+        inner, outer = grads[..., : 3 * width].unflatten(-1, (3, width)), grads[..., 3 * width :]
+        given = (grad.transpose(0, 1), grads, inner, outer, keep)
         dh_before, dc = gates.new_zeros(2, hosts, width).unbind()
         of_weight, kept = torch.zeros_like(weight), keep[0]  # which multiplies zeros in the last step
         block = max(1, _BLOCK // (hosts * width))
@@ -116,8 +116,8 @@ class _Sequence(torch.autograd.Function):
                 torch.mul(dh, of_output, out=da_outer)
                 torch.mul(dc[:, None], of_gates, out=da_inner)
                 dc, dh_before, kept = dc * carried, da @ weight, kept_here
-            of_weight.addmm_(slopes[here].flatten(0, 1).t(), h_before[here].flatten(0, 1))
-        return slopes.transpose(0, 1), dh_before * kept, dc, None, of_weight
+            of_weight.addmm_(grads[here].flatten(0, 1).t(), h_before[here].flatten(0, 1))
+        return grads.transpose(0, 1), dh_before * kept, dc, None, of_weight
 
 
 def _factors(gates: Tensor, c_before: Tensor, bent: Tensor, keep: Tensor) -> tuple[Tensor, ...]:

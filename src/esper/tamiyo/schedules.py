@@ -23,14 +23,14 @@ from torch import Tensor
 
 from esper.leyline.actions import HEAD_NAMES, NUM_HEADS, TEMPO_TICKS, Head, LifecycleOp, Style
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import Observation, StepRecord
+from esper.leyline.messages import Observation, StoredStep
 from esper.leyline.protocols import EngineSpec
-from esper.leyline.stages import Topology
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.stages import HostFamily
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tamiyo.scripted import canonical_action
 
 NORM, CONV_LIGHT, MLP_SMALL = 3, 1, 10  # indices in the blueprint head
-FILL_BLUEPRINT = {Topology.CNN: CONV_LIGHT, Topology.TRANSFORMER: MLP_SMALL}
+FILL_BLUEPRINT = {HostFamily.CNN: CONV_LIGHT, HostFamily.TRANSFORMER: MLP_SMALL}
 STANDARD = 1
 
 
@@ -109,7 +109,7 @@ def single(spec: EngineSpec) -> Schedule:
 
 def fill(spec: EngineSpec) -> Schedule:
     """A light seed in every slot, one after the other, each fossilized at its first legal step."""
-    cycle, blueprint = spec.min_training_epochs + 1, FILL_BLUEPRINT[spec.topology]
+    cycle, blueprint = spec.min_training_epochs + 1, FILL_BLUEPRINT[spec.family]
     grown = [_grow(spec, i, blueprint, germination=1 + i * cycle) for i in range(spec.num_slots)]
     entries = sorted(
         (entry for pair in grown for entry in pair),
@@ -126,7 +126,7 @@ def _grow(spec: EngineSpec, slot: int, blueprint: int, *, germination: int) -> t
     )
 
 
-@record
+@tensor_dataclass
 class Remaining:
     """Which rows each host has not executed yet; ADVANCE and WAIT rows remain for ever."""
 
@@ -166,7 +166,7 @@ class FixedSchedule:
         """The first row that can be executed."""
         return self._actions[self._first(obs, memory)]
 
-    def remember(self, memory: Remaining, step: StepRecord) -> Remaining:
+    def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
         """Without the entry that was executed."""
         row_N = self._first(step.obs, memory)
         executed_N = step.valid & (step.effective_op == self._op[row_N])

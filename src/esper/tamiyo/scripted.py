@@ -17,15 +17,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
-from esper.leyline.checkpoint_tree import record_tree, restored
-from esper.leyline.messages import ActResult, Hidden, Observation, StepRecord
+from esper.leyline.checkpoint_tree import restored, tensors_by_name
+from esper.leyline.messages import ActResult, Hidden, Observation, StoredStep
 from esper.leyline.protocols import EngineSpec, StateTree
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 M = TypeVar("M")
 
 
-@record
+@tensor_dataclass
 class NoMemory:
     """The memory of scripts that need none."""
 
@@ -42,7 +42,7 @@ class Script(Protocol[M]):
         """The actions of this step; each must be legal."""
         ...
 
-    def remember(self, memory: M, step: StepRecord) -> M:
+    def remember(self, memory: M, step: StoredStep) -> M:
         """Memory after a step."""
         ...
 
@@ -81,7 +81,7 @@ class ScriptedPolicy(Generic[M]):
         del deterministic
         return replace(self._blank, actions=self.script.decide(obs, self._memory))
 
-    def store(self, step: StepRecord) -> None:
+    def store(self, step: StoredStep) -> None:
         """Let the script know what happened."""
         self._memory = self.script.remember(self._memory, step)
 
@@ -99,7 +99,7 @@ class ScriptedPolicy(Generic[M]):
 
     def state_dict(self) -> StateTree:
         """The script's memory."""
-        return record_tree(self._memory)
+        return tensors_by_name(self._memory)
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore what `state_dict` gave.

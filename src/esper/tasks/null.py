@@ -25,7 +25,7 @@ from esper.leyline.actions import CANONICAL_ACTION, NUM_BUILTIN_BLUEPRINTS, TEMP
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import Stream, to_normal, words
 from esper.leyline.stages import HAS_MODULE, AlphaMode, SeedStage, stages_mask
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 NUM_CLASSES = 10
 TIME_CONSTANT = 10.0
@@ -106,7 +106,7 @@ class NullSpec:
         return replace(self, quality=tuple(values))
 
 
-@record
+@tensor_dataclass
 class Tables:
     """The constants as lookup tables on a device. `params` are those of the seed without its gate."""
 

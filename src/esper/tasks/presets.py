@@ -2,7 +2,7 @@
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import digits, fashion_mnist
 from esper.tasks.null import NullSpec
 from esper.tasks.registry import TaskSpec, register_task
@@ -11,7 +11,7 @@ DIGITS = register_task(
     TaskSpec(
         name="digits",
         description="8x8 digits; the host mixes no neighbouring pixels, so that growth shows within seconds.",
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, base=8, blocks=2, kernel=1, pools=1, classes=10),
         load=digits.load,
         enabled=("r0c0", "r0c1", "r1c0"),
@@ -30,7 +30,7 @@ FASHION_MNIST = register_task(
     TaskSpec(
         name="fashion_mnist",
         description="28x28 pictures of clothes; a small but capable host.",
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, base=4, blocks=3, kernel=3, pools=3, classes=10),
         load=fashion_mnist.load,
         needs_data_dir=True,
@@ -48,7 +48,7 @@ NULL = register_task(
     TaskSpec(
         name="null",
         description="Scripted dynamics with a known best policy; no networks, thousands of hosts.",
-        topology=Topology.CNN,
+        family=HostFamily.CNN,
         script=NullSpec(),
         enabled=("r0c0", "r0c1", "r0c2"),
         num_classes=10,

@@ -9,7 +9,7 @@ from esper.kasmina.hosts.slots import enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.random import MAX_EPISODE_LENGTH
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset
 from esper.tasks.null import NullSpec
 
@@ -36,7 +36,7 @@ class TaskSpec:
 
     name: str
     description: str
-    topology: Topology
+    family: HostFamily
     enabled: tuple[str, ...]
     episode_length: int
     min_training_epochs: int

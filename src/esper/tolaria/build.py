@@ -14,7 +14,7 @@ from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import chosen_amp
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.control_plane import PhaseForm, as_it_is
+from esper.tolaria.control_plane import PhaseForm, eager
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
@@ -41,7 +41,7 @@ def build_engine(
     *,
     on_step: StepListener | None = None,
     prepare: Callable[[], None] = _nothing,
-    form: PhaseForm = as_it_is,
+    form: PhaseForm = eager,
 ) -> VectorizedEngine:
     """N hosts of `task`, ready for `train`. `dataset` is what `load_dataset` gave for it.
 
@@ -59,8 +59,8 @@ def build_engine(
         num_envs=config.num_envs,
         slot_ids=config.slots,
         episode_length=config.episode_length,
-        topology=task.topology,
-        selectable=tuple(i for i in registry.selectable(task.topology) if i < num_blueprints),
+        family=task.family,
+        selectable=tuple(i for i in registry.selectable(task.family) if i < num_blueprints),
         num_blueprints=num_blueprints,
         blueprint_names=registry.names(),
         min_training_epochs=rules.min_training_epochs,

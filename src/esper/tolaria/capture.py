@@ -11,7 +11,7 @@ once, so it may change such memory; what it remembers from call to call in Pytho
 step to step is an argument and an answer, and the answer is a copy: the next replay does not touch it.
 
 None of this has been proven on a GPU, so a run asks for it with `experimental = true`; `tests/gpu` is what has to pass
-there. How recording and replaying are done is behind `Recorder`, so that everything else is tested on the CPU.
+there. How recording and replaying are done is behind `CaptureBackend`, so that everything else is tested on the CPU.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ P = TypeVar("P", bound="Program")
 
 
 @runtime_checkable
-class Recorder(Protocol):
+class CaptureBackend(Protocol):
     """How a function without arguments is recorded."""
 
     def warm(self, run: Callable[[], T]) -> T:
@@ -95,14 +95,14 @@ class Captured:
         ConfigError: the function cannot be recorded.
     """
 
-    def __init__(self, function: Callable[..., Any], recorder: Recorder, *, name: str) -> None:
+    def __init__(self, function: Callable[..., Any], recorder: CaptureBackend, *, name: str) -> None:
         self.function, self.name = function, name
         self._recorder = recorder
         self._warmed: set[Hashable] = set()
         self._recordings: dict[Hashable, _Recording] = {}
 
     @property
-    def num_recordings(self) -> int:
+    def num_captures(self) -> int:
         """Forms recorded so far; after a warm-up the number must not grow."""
         return len(self._recordings)
 
@@ -135,7 +135,7 @@ class Captured:
         return _Recording(inputs, replay, [x.detach() for x in outputs], answer_form)
 
 
-def capture(function: Callable[..., Any], *examples: Any, recorder: Recorder, name: str) -> Captured:  # noqa: ANN401
+def capture(function: Callable[..., Any], *examples: Any, recorder: CaptureBackend, name: str) -> Captured:  # noqa: ANN401
     """`function` recorded for arguments of the form of `examples`, with which it is called; so it must be pure."""
     captured = Captured(function, recorder, name=name)
     captured(*examples)
@@ -179,7 +179,7 @@ class Programs(Generic[P]):
         return kept
 
 
-def recorder_for(choice: CaptureChoice, device: torch.device) -> Recorder | None:
+def capture_backend_for(choice: CaptureChoice, device: torch.device) -> CaptureBackend | None:
     """How functions are recorded on this device; None where they are run eagerly.
 
     Raises:

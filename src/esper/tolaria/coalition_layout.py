@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 _BITS_PER_WORD = 52
 """Slots that one float64 encodes exactly; sets of more slots take several words."""
@@ -50,7 +50,7 @@ _Row = tuple[frozenset[int], int, int]
 """One named set: the ranks that are on, and the least and the greatest number of players that ask for it."""
 
 
-@record
+@tensor_dataclass
 class Table:
     """Named sets by rank: `on[r, m]` is the player of rank r in set m? `asked[p, m]` is it asked for with p players?"""
 
@@ -58,7 +58,7 @@ class Table:
     asked: Tensor
 
 
-@record
+@tensor_dataclass
 class Layout:
     """The numbering of names for S slots, in evaluation order.
 

@@ -33,13 +33,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
-from esper.leyline.tensor_dataclass import record, tree_map
+from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
 from esper.tolaria.coalition_layout import Layout, Rules, layout_of, most_coalitions, numbers, word_weights
 from esper.tolaria.prefixes import PrefixPlan as PrefixPlan
 from esper.tolaria.prefixes import plan_prefixes as plan_prefixes
 
 
-@record
+@tensor_dataclass
 class Coalitions:
     """The distinct sets of each host, and where each named set is found among them.
 
@@ -73,7 +73,7 @@ class Named(NamedTuple):
     subset: Tensor  # [N, J]
 
 
-@record
+@tensor_dataclass
 class CoalitionMetrics:
     """What the accuracies of coalitions tell, in percentage points; NaN where it was not evaluated."""
 

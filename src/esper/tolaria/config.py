@@ -36,7 +36,7 @@ class EngineConfig:
             GPU and static graphs stay in one process. The config of a built engine names how many there are.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" bf16 on a GPU
             that supports it. The config of a built engine names the one that was taken.
-        capture: whether the training of a batch is recorded and replayed, see `capture.recorder_for`.
+        capture: whether the training of a batch is recorded and replayed, see `capture.capture_backend_for`.
     """
 
     run_seed: int = 0

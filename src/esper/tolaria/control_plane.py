@@ -4,7 +4,7 @@
     eager     called as they are: some 700 operators
     compiled  three graphs (`runs/kernels.py` makes them)
 
-All forms give the same answers. `rehearse` calls each phase once with every form of arguments that a step will have, so
+All forms give the same answers. `warm_up` calls each phase once with every form of arguments that a step will have, so
 that what is compiled is compiled before the first step.
 """
 
@@ -20,7 +20,7 @@ from esper.leyline.tensor_dataclass import blank
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
-from esper.tolaria.phases import Closed, Executed, Seen, act, close, see
+from esper.tolaria.phases import CloseOutput, ExecuteOutput, ObserveOutput, act, close, see
 from esper.tolaria.reading import Chosen
 from esper.tolaria.state import ParallelEnvState
 
@@ -28,7 +28,7 @@ PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What makes the form of a phase that a run has chosen."""
 
 
-def as_it_is(phase: Callable[..., Any]) -> Callable[..., Any]:
+def eager(phase: Callable[..., Any]) -> Callable[..., Any]:
     """Eager."""
     return phase
 
@@ -37,12 +37,12 @@ def as_it_is(phase: Callable[..., Any]) -> Callable[..., Any]:
 class ControlPlane:
     """The phases with the rules of an engine, all in one form; what is not eager raises ConfigError where it fails."""
 
-    def __init__(self, config: EngineConfig, costs: SeedCosts, form: PhaseForm = as_it_is) -> None:
-        self.see: Callable[..., tuple[Seen, Measurements]] = form(partial(see, config=config))
-        self.act: Callable[..., Executed] = form(partial(act, costs=costs, config=config))
-        self.close: Callable[..., Closed] = form(partial(close, config=config))
+    def __init__(self, config: EngineConfig, costs: SeedCosts, form: PhaseForm = eager) -> None:
+        self.see: Callable[..., tuple[ObserveOutput, Measurements]] = form(partial(see, config=config))
+        self.act: Callable[..., ExecuteOutput] = form(partial(act, costs=costs, config=config))
+        self.close: Callable[..., CloseOutput] = form(partial(close, config=config))
 
-    def rehearse(self, state: ParallelEnvState, coalitions: Iterable[Coalitions], num_terms: int) -> None:
+    def warm_up(self, state: ParallelEnvState, coalitions: Iterable[Coalitions], num_terms: int) -> None:
         """Call each phase on hosts that do nothing, for each form of `coalitions`; the answers are forgotten.
 
         `state` is any that the engine could be in, but without what the reward carries; the reward has `num_terms`.

@@ -22,9 +22,9 @@ from torch import Tensor
 from esper.kasmina.rules.planting import planted
 from esper.kasmina.rules.rollback import memory_of
 from esper.kasmina.rules.slot_fields import require_known_stages
-from esper.leyline.checkpoint_tree import below, record_tree, restored, with_prefix
+from esper.leyline.checkpoint_tree import below, restored, tensors_by_name, with_prefix
 from esper.leyline.errors import CheckpointError
-from esper.leyline.manifest import TopologyManifest, planting_of
+from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.messages import KeptNetwork
 from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
 from esper.leyline.stages import SeedStage
@@ -32,7 +32,7 @@ from esper.leyline.tensor_dataclass import replace
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.control_plane import ControlPlane, PhaseForm, as_it_is
+from esper.tolaria.control_plane import ControlPlane, PhaseForm, eager
 from esper.tolaria.executors.protocol import Executor, StaticGraph
 from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
@@ -50,9 +50,9 @@ class VectorizedEngine:
         spec: what controllers are told of this engine.
         on_step: called with the report of each step, when the next one begins; with a static graph when the episode
             ends or the engine is settled, with the reports of all steps since, in order. It changes nothing; an
-            exception of it surfaces from `step`, `settle` or `rollout` after the step was settled, so that the engine
-            could go on.
-        form: makes the form of the pure phases of a step; see `rehearse`.
+            exception of it surfaces from `step`, `apply_structure` or `rollout` after the structure was applied, so that the
+            engine could go on.
+        form: makes the form of the pure phases of a step; see `warm_up`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class VectorizedEngine:
         spec: EngineSpec,
         *,
         on_step: StepListener | None = None,
-        form: PhaseForm = as_it_is,
+        form: PhaseForm = eager,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
         self.on_step = on_step
@@ -77,7 +77,7 @@ class VectorizedEngine:
         self._unread: list[tuple[int, Packed]] = []
         self._reports: deque[StepReport] = deque()
         self._plane = ControlPlane(config, executor.costs, form)
-        self._rehearsed = form is as_it_is
+        self._warmed_up = form is eager
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
 
     @property
@@ -94,31 +94,31 @@ class VectorizedEngine:
         self.episode, self.t, self._pending = episode, 0, None
         self._unread.clear()
         self._reports.clear()
-        self.rehearse(len(client.terms))
+        self.warm_up(len(client.terms))
         self.executor.reset(episode)
         carried = client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device)
         self._state = self._fresh(carried)
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
 
-    def rehearse(self, num_terms: int) -> None:
+    def warm_up(self, num_terms: int) -> None:
         """Compile what is to be compiled, once; the first `reset` does it otherwise. `num_terms` are the reward's.
 
         Raises:
             ConfigError: something cannot be compiled.
         """
-        if not self._rehearsed:
+        if not self._warmed_up:
             fresh = self._fresh(None)
             several = [self._enumerate(fresh, t) for t in (1, self.spec.episode_length)]
-            self._plane.rehearse(fresh, several, num_terms)
-            self._rehearsed = True
+            self._plane.warm_up(fresh, several, num_terms)
+            self._warmed_up = True
 
     def _fresh(self, carried: Any) -> ParallelEnvState:  # noqa: ANN401 -- whatever the client's reward carries
         spec = self.spec
         guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
         return initial_state(spec.num_envs, spec.num_slots, self.executor.host_params, guards, carried, spec.device)
 
-    def plant(self, grown: Sequence[TopologyManifest]) -> None:
+    def plant(self, grown: Sequence[GrowthManifest]) -> None:
         """Between `reset` and the first step: each host has its structure from the start, with fresh weights.
 
         Raises:
@@ -132,7 +132,7 @@ class VectorizedEngine:
         self._coalitions = self._enumerate(self._state, 1)
         now = reading.structure_now(0, self._state, self._coalitions)
         everyone = np.ones(self.spec.num_envs, dtype=np.bool_)
-        self.executor.settle(data_replace(now, germinated=kinds[0] >= 0, snapshot=everyone))
+        self.executor.apply_structure(data_replace(now, germinated=kinds[0] >= 0, snapshot=everyone))
 
     def rollout(
         self, client: ClientProtocol, *, should_stop: Callable[[], bool] = lambda: False
@@ -146,7 +146,7 @@ class VectorizedEngine:
         while self.t < self.spec.episode_length:
             self.step(client)
             if should_stop() and self.t < self.spec.episode_length:
-                self.settle()
+                self.apply_structure()
                 return None
         kept = self.kept_network()
         client.finish(kept)
@@ -187,7 +187,7 @@ class VectorizedEngine:
     def step(self, client: ClientProtocol) -> None:
         """One control step of all hosts."""
         if self._by_mask is None:
-            self.settle()
+            self.apply_structure()
         assert self.t < self.spec.episode_length, "the episode is over; reset() begins the next one"
         self.t += 1
         t, config, state, coalitions = self.t, self.config, self.state, self._coalitions
@@ -208,7 +208,7 @@ class VectorizedEngine:
         with self.timer.span("act"):
             done = self._plane.act(seen, decided.actions, now)
         with self.timer.span("pay"):
-            paid, carried = phases.pay_and_store(client, state.reward, obs, decided, seen, measured, done, config)
+            paid, carried = phases.reward_and_store(client, state.reward, obs, decided, seen, measured, done, config)
         with self.timer.span("close"):
             closed = self._plane.close(seen.judged, done, reading.chosen(decided), paid, now)
         self._state = replace(closed.state, reward=carried)
@@ -216,20 +216,20 @@ class VectorizedEngine:
         if self._by_mask is None:
             self._pending = reading.start(closed.told, self._coalitions)
             return
-        with self.timer.span("settle"):
-            self._by_mask.settle_on_device(phases.changes(t, seen, done, closed), self._state.slots)
+        with self.timer.span("apply_structure"):
+            self._by_mask.apply_changes(phases.changes(t, seen, done, closed), self._state.slots)
         if self.on_step is not None:
             self._unread.append((t, Packed(*closed.told)))
 
-    def settle(self) -> None:
+    def apply_structure(self) -> None:
         """Wait for the read of the last step, operate on the parameters accordingly, and report the step.
 
         With a static graph one read brings the reports of all steps since the last call.
         """
         if self._pending is not None:
             arrays, self._pending = self._pending.wait(), None
-            with self.timer.span("settle"):
-                self.executor.settle(reading.structure(self.t, arrays))
+            with self.timer.span("apply_structure"):
+                self.executor.apply_structure(reading.structure(self.t, arrays))
             if self.on_step is not None:
                 self._reports.append(reading.step_report(self.episode, self.t, arrays))
         if self._unread:
@@ -247,7 +247,7 @@ class VectorizedEngine:
 
     def kept_network(self) -> KeptNetwork:
         """What the episode leaves of each host, measured once all that the last step decided is carried out."""
-        self.settle()
+        self.apply_structure()
         slots = self.state.slots
         fossils = slots.stage == SeedStage.FOSSILIZED
         with self.timer.span("measure"):
@@ -260,7 +260,7 @@ class VectorizedEngine:
 
     def test(self) -> Tensor:
         """Test accuracy [N] (pp) of the network that is kept of each host; for the end of a run."""
-        self.settle()
+        self.apply_structure()
         return self.executor.committed_accuracy("test", self.state.slots)
 
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
@@ -279,10 +279,10 @@ class VectorizedEngine:
 
     def state_dict(self) -> StateTree:
         """The engine in the middle of an episode: control plane, executor, place in the episode; all copies."""
-        self.settle()
+        self.apply_structure()
         tree = {
             "place": torch.tensor([self.episode, self.t]),
-            **with_prefix("control", record_tree(self.state)),
+            **with_prefix("control", tensors_by_name(self.state)),
             **with_prefix("executor", self.executor.state_dict()),
         }
         # whoever owns the memory goes on writing into it, and loading begins with a reset
@@ -306,4 +306,4 @@ class VectorizedEngine:
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
         if self._by_mask is None:
-            self.executor.settle(reading.structure_now(t, self._state, self._coalitions))
+            self.executor.apply_structure(reading.structure_now(t, self._state, self._coalitions))

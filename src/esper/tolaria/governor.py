@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 
 class PanicReason(IntEnum):
@@ -76,7 +76,7 @@ class GovernorConfig:
 DEFAULT_CONFIG = GovernorConfig()
 
 
-@record
+@tensor_dataclass
 class GovernorState:
     """What is remembered of each host.
 
@@ -92,7 +92,7 @@ class GovernorState:
     strikes: Int[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class GovernorVerdict:
     """What the governor says of one step.
 

@@ -22,9 +22,9 @@ from esper.kasmina.rules.guards import legal_ops
 from esper.kasmina.rules.ingest import ingest
 from esper.kasmina.rules.rollback import remember, rollback
 from esper.leyline.actions import Head
-from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StepRecord
+from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StoredStep
 from esper.leyline.protocols import ClientProtocol
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tolaria import governor, reading
 from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.config import EngineConfig
@@ -34,8 +34,8 @@ from esper.tolaria.reading import Chosen
 from esper.tolaria.state import ParallelEnvState, count_rollback, count_step
 
 
-@record
-class Seen:
+@tensor_dataclass
+class ObserveOutput:
     """After the measurements: the state that is shown, who went back, what is legal.
 
     `rolled_back` are the slots that a rollback pruned; a host that went back is not `healthy` in this step.
@@ -50,9 +50,9 @@ class Seen:
     legal: Bool[Tensor, "N 6 S"]
 
     @property
-    def judged(self) -> "Judged":
+    def judged(self) -> "ObserveVerdict":
         """What the end of the step needs of it, which is not the state."""
-        return Judged(
+        return ObserveVerdict(
             verdict=self.verdict,
             healthy=self.healthy,
             rolled_back=self.rolled_back,
@@ -60,9 +60,9 @@ class Seen:
         )
 
 
-@record
-class Judged:
-    """Who went back, and how much was measured: as in `Seen`."""
+@tensor_dataclass
+class ObserveVerdict:
+    """Who went back, and how much was measured: as in `ObserveOutput`."""
 
     verdict: GovernorVerdict
     healthy: Bool[Tensor, " N"]
@@ -70,8 +70,8 @@ class Judged:
     num_coalitions: Int[Tensor, " N"]
 
 
-@record
-class Executed:
+@tensor_dataclass
+class ExecuteOutput:
     """After the ops: the state, and what became of the actions."""
 
     state: ParallelEnvState
@@ -81,8 +81,8 @@ class Executed:
     effective_op: Int[Tensor, " N"]
 
 
-@record
-class Closed:
+@tensor_dataclass
+class CloseOutput:
     """After the step: the state, what joins the snapshots, what the host is told.
 
     `snapshot` are whole hosts [N], `keep` single new fossils [N, S] of hosts under suspicion; `told` are the tensors of
@@ -125,7 +125,7 @@ def see(
     t: Int[Tensor, ""],
     *,
     config: EngineConfig,
-) -> tuple[Seen, Measurements]:
+) -> tuple[ObserveOutput, Measurements]:
     """Judge each host's loss by its own history; hosts in panic go back to their snapshot, the others are told.
 
     `penalty` is what the last row of a host is paid if the host goes back now. Measurements are returned apart, because
@@ -143,7 +143,7 @@ def see(
         governor=governor.after_rollback(guards, panic),
         tally=count_rollback(state.tally, panic, penalty),
     )
-    seen = Seen(
+    seen = ObserveOutput(
         state=state,
         verdict=verdict,
         healthy=healthy,
@@ -160,13 +160,13 @@ def observation(state: ParallelEnvState, legal: Bool[Tensor, "N 6 S"], t: int, c
 
 
 def act(
-    seen: Seen,
+    seen: ObserveOutput,
     actions: Int[Tensor, "N 8"],
     t: Int[Tensor, ""],
     *,
     costs: lifecycle.SeedCosts,
     config: EngineConfig,
-) -> Executed:
+) -> ExecuteOutput:
     """Ops, tick and feedback; hosts that are not healthy execute nothing, but time passes for them too."""
     rules, before = config.lifecycle, seen.state
     slots, hosts, ops = lifecycle.apply_ops(
@@ -175,17 +175,17 @@ def act(
     slots, hosts, ticks = lifecycle.tick(slots, hosts, ops, seen.rolled_back, rules)
     hosts, success, effective = lifecycle.feedback(hosts, actions, ops, ticks, seen.healthy)
     state = replace(before, slots=slots, hosts=hosts)
-    return Executed(state=state, ops=ops, ticks=ticks, success=success, effective_op=effective)
+    return ExecuteOutput(state=state, ops=ops, ticks=ticks, success=success, effective_op=effective)
 
 
-def pay_and_store(
+def reward_and_store(
     client: ClientProtocol,
     carried: Any,  # noqa: ANN401 -- whatever the client's reward carries
     obs: Observation,
     decided: ActResult,
-    seen: Seen,
+    seen: ObserveOutput,
     measured: Measurements,
-    done: Executed,
+    done: ExecuteOutput,
     config: EngineConfig,
 ) -> tuple[RewardOutput, Any]:
     """Reward of the step from the state before the op; the transition goes to the client."""
@@ -210,7 +210,7 @@ def pay_and_store(
         after = observation(done.state, legal_ops(done.state.slots, config.lifecycle), obs.t, config)
         bootstrap = torch.where(healthy, client.bootstrap(after), nothing)
     client.store(
-        StepRecord(
+        StoredStep(
             t=obs.t,
             obs=obs,
             act=decided,
@@ -226,14 +226,14 @@ def pay_and_store(
 
 
 def close(
-    seen: Judged,
-    done: Executed,
+    seen: ObserveVerdict,
+    done: ExecuteOutput,
     chosen: Chosen,
     paid: RewardOutput,
     t: Int[Tensor, ""],
     *,
     config: EngineConfig,
-) -> Closed:
+) -> CloseOutput:
     """Count the step, choose who is kept as a snapshot now, alone or as a new fossil, and gather what is told."""
     guards, verdict, fossilized = done.state.governor, seen.verdict, done.ops.fossilized
     any_fossil = fossilized.any(dim=1)
@@ -257,10 +257,10 @@ def close(
         snapshot=snapshot,
         keep=keep,
     )
-    return Closed(state=state, snapshot=snapshot, keep=keep, told=reading.told(ended))
+    return CloseOutput(state=state, snapshot=snapshot, keep=keep, told=reading.told(ended))
 
 
-def changes(t: int, seen: Seen, done: Executed, closed: Closed) -> Changes:
+def changes(t: int, seen: ObserveOutput, done: ExecuteOutput, closed: CloseOutput) -> Changes:
     """What the executor must do after step `t`, as masks on the device; nothing is read."""
     return Changes(
         t=t,

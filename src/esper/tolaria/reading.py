@@ -13,7 +13,7 @@ from torch import Tensor
 from esper.kasmina.rules.lifecycle import OpEffects, TickEffects
 from esper.leyline.actions import Head
 from esper.leyline.messages import ActResult, KeptNetwork, RewardOutput
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.governor import GovernorVerdict
@@ -21,7 +21,7 @@ from esper.tolaria.runtime import Arrays, Packed, PendingRead, host_read, read_p
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport
 
 
-@record
+@tensor_dataclass
 class Chosen:
     """What the host is told of a decision."""
 
@@ -35,7 +35,7 @@ def chosen(act: ActResult) -> Chosen:
     return Chosen(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP])
 
 
-@record
+@tensor_dataclass
 class Ended:
     """Everything of a step that ended from which the host is told something."""
 

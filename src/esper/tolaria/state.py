@@ -13,11 +13,11 @@ from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import NUM_OPS, Head
 from esper.leyline.messages import HostState, RewardOutput, SlotState
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tolaria.governor import GovernorState
 
 
-@record
+@tensor_dataclass
 class Tally:
     """Sums over the steps of an episode, kept on the device until its report.
 
@@ -34,7 +34,7 @@ class Tally:
     replaced: Bool[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class ParallelEnvState:
     """The control plane of N hosts after `t` steps; parameters live in the executor."""
 

@@ -6,11 +6,11 @@ import torch
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters import masked_updates
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.stages import HostFamily, SeedStage
 from tiny import adamw, population, same_tree
 
 N, S = 5, 3
-KINDS = np.array(registry.selectable(Topology.CNN))
+KINDS = np.array(registry.selectable(HostFamily.CNN))
 
 
 def pair(optimizer):
@@ -84,11 +84,11 @@ def test_snapshots_are_kept_and_taken_back_alike(both):
     by_numbers, by_masks = both
     hosts, seeds, panicked = mask(2, N), mask(3, N, S), mask(4, N)
     stage = np.random.default_rng(5).choice([int(SeedStage.FOSSILIZED), int(SeedStage.TRAINING)], (N, S))
-    by_numbers.keep_hosts(hosts)
-    masked_updates.keep_hosts(by_masks, torch.from_numpy(hosts))
+    by_numbers.snapshot_hosts(hosts)
+    masked_updates.snapshot_hosts(by_masks, torch.from_numpy(hosts))
     assert same(by_numbers, by_masks)
-    by_numbers.keep_seeds(seeds)
-    masked_updates.keep_seeds(by_masks, torch.from_numpy(seeds))
+    by_numbers.snapshot_seeds(seeds)
+    masked_updates.snapshot_seeds(by_masks, torch.from_numpy(seeds))
     assert same(by_numbers, by_masks)
     for p in both:
         p.host.params.fill_(torch.nan)

@@ -38,10 +38,10 @@ def torch_twin(spec: OptimizerSpec, row: torch.Tensor, lr: float, decayed: bool)
     return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps)
 
 
-def step_twin(twin: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Tensor:
-    matrix, rest = (p for group in twin.param_groups for p in group["params"])
+def step_twin(reference: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Tensor:
+    matrix, rest = (p for group in reference.param_groups for p in group["params"])
     matrix.grad, rest.grad = gradient[:20].clone(), gradient[20:].clone()
-    twin.step()
+    reference.step()
     return torch.cat((matrix.detach(), rest.detach()))
 
 
@@ -50,12 +50,12 @@ def step_twin(twin: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Tens
 def test_rows_move_as_under_the_optimizer_of_torch(kind, decayed):
     spec = OptimizerSpec(kind=kind)
     params = draw(0)
-    twins = [torch_twin(spec, row, 0.02, decayed) for row in params]
+    references = [torch_twin(spec, row, 0.02, decayed) for row in params]
     state = init_state(spec, params)
     mask = host_decay_mask(spec, MATRIX) if decayed else None
     for step in range(STEPS):
         gradient = draw(step + 1) * 10.0 ** (step % 3 - 1)
-        expected = torch.stack([step_twin(t, g) for t, g in zip(twins, gradient, strict=True)])
+        expected = torch.stack([step_twin(t, g) for t, g in zip(references, gradient, strict=True)])
         step_rows(spec, params, gradient.clone(), state, 0.02, mask)
         torch.testing.assert_close(params, expected, atol=1e-6, rtol=1e-6)
 

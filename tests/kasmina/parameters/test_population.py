@@ -12,7 +12,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.errors import CheckpointError
 from esper.leyline.random import Stream, to_uniform, words
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.stages import HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from tiny import CHANNELS, CPU, SGD, SLOTS, adamw, population, same_tree
 
@@ -62,7 +62,7 @@ def test_the_weights_of_a_host_are_the_draws_of_its_own_number_and_episode(hosts
 
 def test_new_hosts_start_with_fresh_statistics_and_empty_slots(hosts):
     born(hosts, [(0, 0), (2, 1)], gated=True)
-    hosts.keep_hosts(np.array([True, True, True]))
+    hosts.snapshot_hosts(np.array([True, True, True]))
     for name, tensor in hosts.state_dict().items():
         if name.endswith("buffers") or "momentum" in name:
             tensor.add_(3.0)
@@ -158,7 +158,7 @@ def test_a_snapshot_brings_hosts_and_fossils_back_to_the_bit_and_forgets_their_o
     born(hosts, [(0, 0), (1, 0), (1, 2)], gated=True)
     hosts.host.buffers.add_(0.5)
     kept = copies(hosts)
-    hosts.keep_hosts(np.array([False, True, False]))
+    hosts.snapshot_hosts(np.array([False, True, False]))
     for slab in (hosts.host, hosts.seeds, hosts.gates):
         slab.params.add_(1.0)
         slab.buffers.add_(2.0)
@@ -194,7 +194,7 @@ def test_the_first_snapshot_is_the_newborn_host(hosts):
 
 def test_a_single_seed_joins_an_older_snapshot_without_its_host(hosts):
     born(hosts, [(0, 0), (0, 1)])
-    hosts.keep_seeds(mask(3, (0, 1)))
+    hosts.snapshot_seeds(mask(3, (0, 1)))
     start, seed = hosts.host.params[0].clone(), hosts.seeds.params[1].clone()
     hosts.host.params.add_(1.0)
     hosts.seeds.params.add_(1.0)
@@ -207,7 +207,7 @@ def test_a_single_seed_joins_an_older_snapshot_without_its_host(hosts):
 
 def test_a_population_is_stored_and_loaded_to_the_bit(hosts):
     born(hosts, [(0, 0), (2, 1)], gated=True)
-    hosts.keep_hosts(np.array([True, False, True]))
+    hosts.snapshot_hosts(np.array([True, False, True]))
     hosts.seeds.optimizer.momentum.fill_(0.3)
     other = population(3)
     other.load_state_dict(copies(hosts))
@@ -233,7 +233,7 @@ class _Shift(nn.Module):
 
 class _ShiftBlueprint(AbstractBlueprint):
     name = "test_shift"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = MappingProxyType({"scale": 0.0})
 
     def build(self, channels: int) -> nn.Module:
@@ -264,9 +264,9 @@ def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
 def test_the_costs_are_those_of_the_networks_that_are_built(hosts):
     costs = hosts.costs()
     for s, slot in enumerate(SLOTS):
-        for index in registry.selectable(Topology.CNN):
-            module = registry.blueprint_at(index, Topology.CNN).build(CHANNELS[slot])
+        for index in registry.selectable(HostFamily.CNN):
+            module = registry.blueprint_at(index, HostFamily.CNN).build(CHANNELS[slot])
             assert costs.seed_params[s, index] == sum(p.numel() for p in module.parameters())
-    assert costs.selectable.nonzero().flatten().tolist() == list(registry.selectable(Topology.CNN))
+    assert costs.selectable.nonzero().flatten().tolist() == list(registry.selectable(HostFamily.CNN))
     assert costs.gate_params.device == CPU
     assert costs.gate_params.tolist() == [4 * 8 + 16 + 1, 8 * 8 + 16 + 1, 4 * 8 + 16 + 1]

@@ -16,7 +16,7 @@ from esper.kasmina.rules.rollback import memory_of, remember, rollback
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.messages import HostState, Measurements, SlotState
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 CPU = torch.device("cpu")
 HOST_PARAMS = 1000
@@ -146,7 +146,7 @@ class RandomScript:
         return self._draw(t, 7) < 0.025
 
 
-@record
+@tensor_dataclass
 class Step:
     """What one control step did: the state at its begin, as observed, and after the tick."""
 

@@ -216,12 +216,14 @@ configs = st.builds(
 @given(st.lists(slot_rows, min_size=6, max_size=6), st.lists(st.integers(0, 5), min_size=6, max_size=6), configs)
 def test_gates_agree_with_their_scalar_twins(rows, epochs, config):
     slots = one_slot_each(rows)
-    twins = [slots_of_host[0] for slots_of_host in slot_dicts(slots)]
-    pairs = list(zip(twins, epochs, strict=True))
+    references = [slots_of_host[0] for slots_of_host in slot_dicts(slots)]
+    pairs = list(zip(references, epochs, strict=True))
     got = gate_2(slots, ints(epochs), torch.full((6,), 50.0), config)
-    assert failed(got) == [scalar_gate_2(twin, n, 50.0, config) for twin, n in pairs]
-    assert failed(gate_3(slots, ints(epochs), config)) == [scalar_gate_3(twin, n, config) for twin, n in pairs]
-    assert failed(gate_5(slots, 7, config)) == [scalar_gate_5(twin, 7, config) for twin in twins]
+    assert failed(got) == [scalar_gate_2(reference, n, 50.0, config) for reference, n in pairs]
+    assert failed(gate_3(slots, ints(epochs), config)) == [
+        scalar_gate_3(reference, n, config) for reference, n in pairs
+    ]
+    assert failed(gate_5(slots, 7, config)) == [scalar_gate_5(reference, 7, config) for reference in references]
 
 
 # -- gates where they are asked ---------------------------------------------------------------------------------------

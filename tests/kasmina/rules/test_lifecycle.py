@@ -130,17 +130,17 @@ def test_every_legal_op_executes_or_is_refused_by_its_gate_and_every_illegal_one
         chosen = everybody(HOSTS, action(op, slot=slot, alpha_speed=speed, alpha_target=target))
         slots, hosts, ops, _, success, effective = execute(step, chosen, config)
         legal = step.legal[:, op, slot]
-        for n, twins in enumerate(slot_dicts(step.slots)):
-            refused = op == Op.FOSSILIZE and gate_5(twins[slot], step.t, config) != 0
+        for n, references in enumerate(slot_dicts(step.slots)):
+            refused = op == Op.FOSSILIZE and gate_5(references[slot], step.t, config) != 0
             if op == Op.ADVANCE:
-                epochs, val_acc = twins[slot]["epochs_in_stage"] + 1, step.hosts.val_acc[n].item()
-                refused = tick_slot(dict(twins[slot]), epochs, True, val_acc, config) is None
+                epochs, val_acc = references[slot]["epochs_in_stage"] + 1, step.hosts.val_acc[n].item()
+                refused = tick_slot(dict(references[slot]), epochs, True, val_acc, config) is None
             took_effect = bool(legal[n]) and not bool(refused)
             assert success[n].item() == took_effect
             assert effective[n].item() == (op if took_effect else Op.WAIT)
             if took_effect:
                 ticks, share = (0, 3, 5, 8)[speed], (0.5, 0.7, 1.0)[target]
-                assert slots.stage[n, slot].item() == EXPECTED[op](twins[slot], ticks, share)
+                assert slots.stage[n, slot].item() == EXPECTED[op](references[slot], ticks, share)
             assert ops.requested[n, slot].item() == (op == Op.ADVANCE and bool(legal[n]))
         idle = ~success if op != Op.ADVANCE else torch.ones_like(success)
         for before, now in ((step.slots, slots), (step.hosts, hosts)):
@@ -245,15 +245,17 @@ def test_serials_number_the_seeds_of_a_host(name):
 # -- the scalar twin --------------------------------------------------------------------------------------------------
 
 
-def assert_equal_to_twins(slots, hosts, twins, t):
+def assert_equal_to_twins(slots, hosts, references, t):
     """Field by field; floats up to single precision."""
     for name, value in named_tensors(slots):
-        want = torch.tensor([[slot[name] for slot in twin["slots"]] for twin in twins], dtype=value.dtype)
+        want = torch.tensor(
+            [[slot[name] for slot in reference["slots"]] for reference in references], dtype=value.dtype
+        )
         torch.testing.assert_close(
             value, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{t} {n} {m}"
         )
     for name, value in named_tensors(hosts):
-        want = torch.tensor([twin[name] for twin in twins], dtype=value.dtype)
+        want = torch.tensor([reference[name] for reference in references], dtype=value.dtype)
         torch.testing.assert_close(
             value, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{t} {n} {m}"
         )
@@ -262,13 +264,16 @@ def assert_equal_to_twins(slots, hosts, twins, t):
 @every_rulebook
 def test_the_batched_rules_are_their_scalar_twin_host_by_host_over_whole_episodes(name):
     config, costs = RULES[name], cost_dict(seed_costs(SLOTS))
-    twins = [new_host(SLOTS, HOST_PARAMS) for _ in range(HOSTS)]
+    references = [new_host(SLOTS, HOST_PARAMS) for _ in range(HOSTS)]
     for step in episode(name):
         seen, panic, chosen = measurement_dicts(step.seen), step.panic.tolist(), step.actions.tolist()
-        told = [scalar_step(twin, seen[n], chosen[n], step.t, panic[n], costs, config) for n, twin in enumerate(twins)]
+        told = [
+            scalar_step(reference, seen[n], chosen[n], step.t, panic[n], costs, config)
+            for n, reference in enumerate(references)
+        ]
         assert step.success.tolist() == [success for success, _ in told]
         assert step.effective.tolist() == [effective for _, effective in told]
-        assert_equal_to_twins(step.after, step.hosts_after, twins, step.t)
+        assert_equal_to_twins(step.after, step.hosts_after, references, step.t)
 
 
 @pytest.mark.parametrize("host", [0, 7])

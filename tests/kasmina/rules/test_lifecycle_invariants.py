@@ -21,21 +21,21 @@ def test_the_invariants_of_a_slot_hold_in_every_observed_and_every_final_state(n
     for step in episode(name):
         for slots in (step.slots, step.after):
             stage, alpha, mode = slots.stage, slots.alpha, slots.alpha_mode
-            heard, arrived = torch.isin(stage, torch.tensor([4, 6, 7])), torch.isin(stage, torch.tensor([6, 7]))
+            active, arrived = torch.isin(stage, torch.tensor([4, 6, 7])), torch.isin(stage, torch.tensor([6, 7]))
             has_module = torch.isin(stage, torch.tensor([2, 3, 4, 6, 7]))
             assert torch.isin(stage, torch.tensor([1, 2, 3, 4, 6, 7, 8, 9, 10])).all()
             assert ((alpha >= 0.0) & (alpha <= 1.0)).all()
             assert (slots.alpha_done == slots.alpha_total)[mode == 0].all()
             assert (slots.alpha_done < slots.alpha_total)[mode != 0].all()
             assert ((alpha == 1.0) & (slots.alpha_target == 1.0) & (mode == 0))[arrived].all()
-            assert (alpha == 0.0)[~heard].all()
+            assert (alpha == 0.0)[~active].all()
             assert (stage == BLENDING)[mode != 0].all()
             assert ((slots.params > 0) == has_module).all()
             assert ((slots.alpha_curve > 0) == has_module).all()
             assert (slots.has_gate <= has_module).all()
             assert ((slots.serial >= 0) == (stage != DORMANT)).all()
             assert ((slots.blueprint > 0) == (stage != DORMANT)).all()
-            assert (torch.isnan(slots.acc_at_blending_start) == ~heard).all()
+            assert (torch.isnan(slots.acc_at_blending_start) == ~active).all()
             assert ((slots.contribution_step >= 0) == ~torch.isnan(slots.contribution)).all()
 
 

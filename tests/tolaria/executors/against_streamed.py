@@ -5,12 +5,12 @@ import torch
 
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import Algorithm, SeedStage, Topology
+from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from tiny import Bench, engine
 from toys import ToyClient, script
 
-ALL = [registry.blueprint_at(i, Topology.CNN).name for i in registry.selectable(Topology.CNN)]
+ALL = [registry.blueprint_at(i, HostFamily.CNN).name for i in registry.selectable(HostFamily.CNN)]
 CONDITIONS = [
     (SeedStage.TRAINING, 0.0),
     (SeedStage.BLENDING, 0.4),
@@ -35,7 +35,7 @@ def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
     for name, want in streamed.population.state_dict().items():
         torch.testing.assert_close(other.population.state_dict()[name], want, atol=2e-5, rtol=1e-3, msg=name)
     found, want = streamed.measure(fossils_as_players=True)
-    other.executor.settle(other.structure(found))
+    other.executor.apply_structure(other.structure(found))
     told = executor.evaluate(epochs, other.slots, found)
     torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
     torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.static.executor import StaticExecutor
@@ -44,12 +44,12 @@ def grown_bench(executor: str) -> Bench:
 @every_algorithm
 @pytest.mark.parametrize(
     ("executor", "family"),
-    [*((name, Topology.CNN) for name in WRAP), *((name, Topology.TRANSFORMER) for name in ("streamed", "fused"))],
+    [*((name, HostFamily.CNN) for name in WRAP), *((name, HostFamily.TRANSFORMER) for name in ("streamed", "fused"))],
 )
 def test_hosts_learn_to_the_bit_as_if_their_hidden_seeds_were_not_there(executor, family, algorithm):
     alone, grown = bench_of(executor, 2), bench_of(executor, 2)
     for bench in (alone, grown):
-        bench.population.topology = family
+        bench.population.family = family
     grown.grow("r0c0", "conv_small", S.TRAINING, algorithm=algorithm)
     grown.grow("r1c0", "conv_heavy", S.BLENDING, alpha=0.0, algorithm=algorithm, hosts=[1])
     born = [grown.seed_params("r0c0", 0), grown.seed_params("r0c0", 1), grown.seed_params("r1c0", 1)]
@@ -149,7 +149,7 @@ def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
     bench.train()
     bench.population.seeds.params.mul_(6.0)
     found = bench.coalitions()
-    bench.executor.settle(bench.structure(found))
+    bench.executor.apply_structure(bench.structure(found))
     with Answers() as answers:
         bench.executor.evaluate(bench.t, bench.slots, found)
     # [states, batch, classes] in some order of axes and states; all eight subsets of three players are asked for
@@ -202,8 +202,8 @@ def test_measuring_leaves_every_tensor_and_every_generator_alone(executor):
 def test_whether_hosts_were_measured_makes_no_difference_to_their_training(executor):
     measured, straight = grown_bench(executor), grown_bench(executor)
     measured.measure(shapley=True)
-    measured.executor.settle(measured.structure())
-    straight.executor.settle(straight.structure())
+    measured.executor.apply_structure(measured.structure())
+    straight.executor.apply_structure(straight.structure())
     measured.train()
     straight.train()
     assert same_tree(measured.executor.state_dict(), straight.executor.state_dict())

@@ -7,7 +7,7 @@ import torch
 from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.fused.prefixes import buckets
@@ -33,23 +33,23 @@ def test_different_seeds_in_different_hosts_do_not_meet():
 
 def test_active_seeds_send_gradients_into_a_host_whose_family_lets_them_and_hidden_ones_of_their_kind_none():
     def grow(bench):
-        bench.population.topology = Topology.TRANSFORMER
+        bench.population.family = HostFamily.TRANSFORMER
         bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0, hosts=[0, 4])
         bench.grow("r0c1", "conv_light", SeedStage.TRAINING, hosts=[1, 5])
         bench.grow("r0c1", "conv_light", SeedStage.TRAINING, algorithm=Algorithm.GATE, hosts=[2])
         bench.grow("r0c1", "conv_light", SeedStage.BLENDING, alpha=0.5, algorithm=Algorithm.GATE, hosts=[3, 6])
 
     def fused(data):
-        data.population.topology = Topology.CNN  # the family of its blueprints
+        data.population.family = HostFamily.CNN  # the family of its blueprints
         executor = FusedExecutor(data)
-        data.population.topology = Topology.TRANSFORMER
+        data.population.family = HostFamily.TRANSFORMER
         return executor
 
     against_streamed.compare(fused, grow, num_envs=7)
     below = []  # first layers of hosts with an active seed further up, in either family
-    for family in (Topology.CNN, Topology.TRANSFORMER):
+    for family in (HostFamily.CNN, HostFamily.TRANSFORMER):
         bench = Bench(1)
-        bench.population.topology = family
+        bench.population.family = family
         bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0)
         bench.train()
         below.append(bench.host_params()["blocks.0.conv.weight"])
@@ -81,7 +81,7 @@ def test_measuring_in_small_pieces_changes_no_count(monkeypatch):
     bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
     bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
     found = bench.coalitions()
-    bench.executor.settle(bench.structure(found))
+    bench.executor.apply_structure(bench.structure(found))
     fused = FusedExecutor(bench.executor.data, measures_together=True)
     whole = fused.evaluate(1, bench.slots, found)
     monkeypatch.setattr("esper.tolaria.executors.fused.executor._CHUNK_FLOATS", 1)

@@ -36,7 +36,7 @@ def test_measuring_changes_no_tensor_and_no_generator(together):
     bench.grow("r1c0", "conv_heavy", S.BLENDING, alpha=0.6, algorithm=GATE, hosts=[0, 2])
     executor.train_epoch(1, bench.slots)
     found = bench.coalitions(shapley=True)
-    executor.settle(bench.structure(found))
+    executor.apply_structure(bench.structure(found))
     before = {name: x.clone() for name, x in executor.state_dict().items()}
     generator = torch.random.get_rng_state()
     executor.evaluate(1, bench.slots, found)
@@ -53,7 +53,7 @@ def test_training_after_measuring_updates_batch_statistics_again(together):
         bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
         executor.train_epoch(1, bench.slots)
         found = bench.coalitions()
-        executor.settle(bench.structure(found))
+        executor.apply_structure(bench.structure(found))
         if measures:
             executor.evaluate(1, bench.slots, found)
         executor.train_epoch(2, bench.slots)
@@ -81,7 +81,7 @@ def test_on_a_cpu_hosts_are_measured_one_by_one_unless_told_otherwise():
         bench.grow("r1c0", "norm", S.FOSSILIZED, alpha=1.0)
         executor.train_epoch(1, bench.slots)
         found = bench.coalitions()
-        executor.settle(bench.structure(found))
+        executor.apply_structure(bench.structure(found))
         with LossesCounted() as counted:
             measured = executor.evaluate(1, bench.slots, found)
         told[together] = (
@@ -104,10 +104,10 @@ def test_a_falling_seed_is_frozen_to_the_bit_while_its_host_and_its_like_learn(a
     assert bool(frozen["seed.momentum"].any())
     for t, alpha in enumerate((0.8, 0.4), start=2):
         bench.set("r1c0", 0, stage=int(S.BLENDING), alpha=alpha, alpha_mode=int(AlphaMode.DOWN))
-        learns, host = rows(bench, other), bench.host_params(0)
+        trainable, host = rows(bench, other), bench.host_params(0)
         executor.train_epoch(t, bench.slots)
         assert same_tree(rows(bench, falling), frozen)
-        assert not torch.equal(rows(bench, other)["seed.params"], learns["seed.params"])
+        assert not torch.equal(rows(bench, other)["seed.params"], trainable["seed.params"])
         assert not same_tree(bench.host_params(0), host)
 
 
@@ -152,7 +152,7 @@ def test_features_in_another_memory_format_train_and_measure_to_the_same(executo
         bench.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5)
         runs.train_epoch(1, bench.slots)
         found = bench.coalitions()
-        runs.settle(bench.structure(found))
+        runs.apply_structure(bench.structure(found))
         told.append((runs.evaluate(1, bench.slots, found), runs.state_dict()))
     assert told[0][0].accuracy.tolist() == told[1][0].accuracy.tolist()
     for name, x in told[0][1].items():

@@ -14,7 +14,7 @@ from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.executors import choice
@@ -29,7 +29,7 @@ from tiny import BATCH, CPU, HOST, SGD, SLOTS, VAL_BATCH, Bench, adamw, dataset,
 class Own(AbstractBlueprint):
     """A user's own."""
 
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {}  # noqa: RUF012
 
     def __init__(self, name, build):
@@ -145,7 +145,7 @@ def test_a_host_that_is_not_a_number_any_more_disturbs_nobody():
         native = NativeExecutor(bench.executor.data)
         native.train_epoch(1, bench.slots)
         found = bench.coalitions()
-        bench.executor.settle(bench.structure(found))
+        bench.executor.apply_structure(bench.structure(found))
         bench.told = native.evaluate(1, bench.slots, found)
     assert torch.equal(ill.population.host.params[[0, 2]], well.population.host.params[[0, 2]])
     assert torch.equal(ill.told.loss[[0, 2]], well.told.loss[[0, 2]])
@@ -204,7 +204,7 @@ def test_measuring_in_parts_changes_no_count(monkeypatch):
     bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
     bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
     found = bench.coalitions()
-    bench.executor.settle(bench.structure(found))
+    bench.executor.apply_structure(bench.structure(found))
     native = NativeExecutor(bench.executor.data)
     whole = native.evaluate(1, bench.slots, found)
     monkeypatch.setattr("esper.tolaria.executors.native.executor._EXAMPLES", 3)

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows
-from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 
 SPACE = 2
 
 
 def doubling(rows: int) -> Program:
     """Images [lanes, rows] in space 2 are written as rows, and doubled into space 3."""
-    a = Assembler(learns=False)
+    a = Assembler(trainable=False)
     h = a.rows(rows)
     a.emit(Operation.TRANSPOSE, Place(SPACE, 0), h, sizes=(rows,))
     a.emit(Operation.SCALE, Place(SPACE + 2, 0), h, Place(SPACE + 1, 0), sizes=(rows, 1))
@@ -28,7 +28,7 @@ def run(machine: Machine, programs: list[Program], which: list[int], x: torch.Te
     spaces = Spaces(hosts, SPACE + 3)
     for k, tensor in enumerate((x, out, two)):
         spaces.rows(SPACE + k, tensor)
-    machine.run(Batchwork.of(programs, np.array(which)), spaces, lanes)
+    machine.run(Workload.of(programs, np.array(which)), spaces, lanes)
     return out
 
 
@@ -95,7 +95,7 @@ def test_an_instruction_that_does_not_fit_its_memory_is_not_carried_out(program)
 
 
 def test_rows_that_were_released_are_used_again():
-    a = Assembler(learns=True)
+    a = Assembler(trainable=True)
     first, second, third = a.rows(4), a.rows(2), a.rows(3)
     a.release(second)
     assert a.rows(1) == Rows(4, 1)
@@ -107,7 +107,7 @@ def test_rows_that_were_released_are_used_again():
 
 
 def test_rows_that_are_released_twice_are_noticed():
-    a = Assembler(learns=True)
+    a = Assembler(trainable=True)
     rows = a.rows(4)
     a.release(rows)
     with pytest.raises(AssertionError, match="released twice"):
@@ -117,7 +117,7 @@ def test_rows_that_are_released_twice_are_noticed():
 @given(st.lists(st.one_of(st.integers(1, 9), st.integers(-9, -1)), max_size=60))
 def test_rows_in_use_never_overlap(wishes):
     """A positive number asks for so many rows, a negative one releases one of those in use."""
-    a, used = Assembler(learns=True), []
+    a, used = Assembler(trainable=True), []
     for wish in wishes:
         if wish > 0:
             used.append(a.rows(wish))

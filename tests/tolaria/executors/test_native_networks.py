@@ -16,12 +16,12 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
-from esper.leyline.stages import Algorithm, Topology
-from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+from esper.leyline.stages import Algorithm, HostFamily
+from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import (
-    Growth,
+    ActiveSeed,
+    HostLayout,
     Module,
-    Skeleton,
     SlotSpace,
     Space,
     measuring_program,
@@ -36,7 +36,7 @@ ORDER = (0, 2, 1)
 CHANNELS = {"r0c0": 4, "r0c1": 8, "r1c0": 4}
 SPEC = CNNHostSpec(in_channels=2, base=4, blocks=2, kernel=3, pools=1, classes=5)
 BATCH, SIZE = 21, 6
-NAMES = [registry.blueprint_at(i, Topology.CNN).name for i in registry.selectable(Topology.CNN)]
+NAMES = [registry.blueprint_at(i, HostFamily.CNN).name for i in registry.selectable(HostFamily.CNN)]
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
 EIGHT = [[1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -55,49 +55,49 @@ def built(module, seed):
 
 
 class World:
-    """One host, its seeds as `grown` says {slot: (blueprint, algorithm, alpha, learns)}, and a batch."""
+    """One host, its seeds as `grown` says {slot: (blueprint, algorithm, alpha, trainable)}, and a batch."""
 
     def __init__(self, grown):
         host = CNNHost(SPEC, SLOTS, image_size=(SIZE, SIZE))
         self.buffer_layout = buffer_layout(host)
         self.skeleton_host = host
         self.host, self.layout, self.values = built(host, 1)
-        self.slopes = torch.zeros_like(self.values)
+        self.grads = torch.zeros_like(self.values)
         self.buffers = self.buffer_layout.pack(dict(self.host.named_buffers()))
         self.x = random_features(BATCH, 2, SIZE, SIZE, seed=5)
         self.y = torch.arange(BATCH) % SPEC.classes
         self.told = torch.zeros(16, 2, dtype=DOUBLE)
         self.seeds, self.gates, self.growth, self.rows, self.alpha = {}, {}, {}, {}, {}
-        for slot, (name, algorithm, alpha, learns) in grown.items():
+        for slot, (name, algorithm, alpha, trainable) in grown.items():
             s, channels = SLOTS.index(slot), CHANNELS[slot]
-            seed = registry.blueprint_by_name(name, Topology.CNN).build(channels)
+            seed = registry.blueprint_by_name(name, HostFamily.CNN).build(channels)
             self.seeds[slot], layout, values = built(seed, 10 + s)
             self.gates[slot], gate_layout, gate_values = built(GateNetwork(channels), 20 + s)
             self.rows[slot] = [values, torch.zeros_like(values), gate_values, torch.zeros_like(gate_values)]
             self.alpha[slot] = torch.tensor([alpha], dtype=DOUBLE)
-            self.growth[slot] = Growth(
+            self.growth[slot] = ActiveSeed(
                 s=s,
                 seed=Module(seed, layout),
                 gate=Module(GateNetwork(channels), gate_layout),
                 algorithm=algorithm,
-                heard=alpha > 0.0,
-                learns=learns,
-                gate_learns=learns and algorithm is GATE,
+                active=alpha > 0.0,
+                trainable=trainable,
+                gate_trainable=trainable and algorithm is GATE,
             )
-        self.skeleton = Skeleton(self.skeleton_host, self.layout, self.buffer_layout, SIZE, SIZE)
+        self.skeleton = HostLayout(self.skeleton_host, self.layout, self.buffer_layout, SIZE, SIZE)
 
     def run(self, program, lanes=BATCH):
         spaces = Spaces(1, num_spaces(len(SLOTS)))
         for space, tensor in (
             (Space.IMAGES, self.x), (Space.LABELS, self.y), (Space.TOLD, self.told), (Space.HOST, self.values),
-            (Space.HOST_SLOPES, self.slopes), (Space.HOST_BUFFERS, self.buffers),
+            (Space.HOST_SLOPES, self.grads), (Space.HOST_BUFFERS, self.buffers),
         ):  # fmt: skip
             spaces.share(space, tensor)
         for slot, rows in self.rows.items():
             s = SLOTS.index(slot)
             for kind, tensor in zip(SlotSpace, (*rows, self.alpha[slot]), strict=True):
                 spaces.share(slot_space(s, kind), tensor)
-        Machine(dtype=DOUBLE).run(Batchwork.of([program], np.zeros(1, dtype=np.int64)), spaces, lanes)
+        Machine(dtype=DOUBLE).run(Workload.of([program], np.zeros(1, dtype=np.int64)), spaces, lanes)
 
     def logits(self, on):
         """By PyTorch, with the seeds of the slots in `on`."""
@@ -109,7 +109,7 @@ class World:
             seed, gate = self.seeds[slot], self.gates[slot] if grown.algorithm is GATE else None
             x = h.detach()
             gate_value = None if gate is None else gate(x)
-            return blend(h, seed(x), grown.algorithm, alpha if grown.heard else None, gate_value)
+            return blend(h, seed(x), grown.algorithm, alpha if grown.active else None, gate_value)
 
         return self.host(self.x, apply)
 
@@ -121,17 +121,17 @@ def check_training(grown):
     loss = F.cross_entropy(logits, world.y)
     torch.testing.assert_close(world.told[0, 0] / BATCH, loss.detach(), **CLOSE)
     assert world.told[0, 1] == (logits.argmax(dim=1) == world.y).sum()
-    learning = [(world.host, world.layout, world.slopes)]
+    learning = [(world.host, world.layout, world.grads)]
     for slot, growth in world.growth.items():
         rows = world.rows[slot]
-        learning += [(world.seeds[slot], growth.seed.layout, rows[1])] * growth.learns
-        learning += [(world.gates[slot], growth.gate.layout, rows[3])] * growth.gate_learns
-        for learns, row in ((growth.learns, rows[1]), (growth.gate_learns, rows[3])):
-            assert learns or not row.any()  # a frozen seed's gradients are not touched
-    for module, layout, slopes in learning:
+        learning += [(world.seeds[slot], growth.seed.layout, rows[1])] * growth.trainable
+        learning += [(world.gates[slot], growth.gate.layout, rows[3])] * growth.gate_trainable
+        for trainable, row in ((growth.trainable, rows[1]), (growth.gate_trainable, rows[3])):
+            assert trainable or not row.any()  # a frozen seed's gradients are not touched
+    for module, layout, grads in learning:
         named = dict(module.named_parameters())
         want = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
-        found = layout.unpack(slopes)
+        found = layout.unpack(grads)
         for name, slope in zip(named, want, strict=True):
             torch.testing.assert_close(found[name], slope, **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
     for name, buffer in world.host.named_buffers():  # the pass above moved both
@@ -143,10 +143,10 @@ def test_a_host_without_seeds():
 
 
 @pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
-@pytest.mark.parametrize(("alpha", "learns"), [(0.0, True), (0.4, True), (1.0, True), (0.4, False)])
+@pytest.mark.parametrize(("alpha", "trainable"), [(0.0, True), (0.4, True), (1.0, True), (0.4, False)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_seed_of_every_kind(name, alpha, learns, algorithm):
-    check_training({"r0c1": (name, algorithm, alpha, learns)})
+def test_a_seed_of_every_kind(name, alpha, trainable, algorithm):
+    check_training({"r0c1": (name, algorithm, alpha, trainable)})
 
 
 @settings(max_examples=30, deadline=None)
@@ -214,16 +214,16 @@ def test_a_host_of_kernel_1_on_images_that_are_not_square():
     host = CNNHost(spec, ("r0c0",), image_size=(5, 7))
     plain, layout, values = built(host, 1)
     buffers_layout = buffer_layout(host)
-    skeleton = Skeleton(host, layout, buffers_layout, 5, 7)
+    skeleton = HostLayout(host, layout, buffers_layout, 5, 7)
     x, y = random_features(3, 2, 5, 7), torch.tensor([0, 1, 2])
-    slopes, told = torch.zeros_like(values), torch.zeros(1, 2, dtype=DOUBLE)
+    grads, told = torch.zeros_like(values), torch.zeros(1, 2, dtype=DOUBLE)
     buffers = buffers_layout.pack(dict(plain.named_buffers()))
     spaces = Spaces(1, num_spaces(1))
-    for space, tensor in zip(Space, (x, y, told, values, slopes, buffers), strict=True):
+    for space, tensor in zip(Space, (x, y, told, values, grads, buffers), strict=True):
         spaces.share(space, tensor)
-    Machine(dtype=DOUBLE).run(Batchwork.of([training_program(skeleton, {})], np.zeros(1, dtype=np.int64)), spaces, 3)
+    Machine(dtype=DOUBLE).run(Workload.of([training_program(skeleton, {})], np.zeros(1, dtype=np.int64)), spaces, 3)
     loss = F.cross_entropy(plain(x, lambda slot, h: h), y)
     torch.testing.assert_close(told[0, 0] / 3, loss.detach(), **CLOSE)
     want = torch.autograd.grad(loss, list(plain.parameters()))
     for (name, _), slope in zip(plain.named_parameters(), want, strict=True):
-        torch.testing.assert_close(layout.unpack(slopes)[name], slope, **CLOSE)
+        torch.testing.assert_close(layout.unpack(grads)[name], slope, **CLOSE)

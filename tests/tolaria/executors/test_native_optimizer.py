@@ -11,7 +11,7 @@ from native_bench import DOUBLE
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_rows
 from esper.leyline.tensor_dataclass import named_tensors, tree_map
-from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.optimizer_programs import (
     DECAY,
     HOST,
@@ -37,7 +37,7 @@ class Row:
         self.state = init_state(spec, self.weights)
         for _, moment in named_tensors(self.state):
             moment += 3 if moment.dtype == torch.int64 else torch.rand(moment.shape, generator=generator, dtype=DOUBLE)
-        self.twin = self.weights.clone(), self.gradient.clone(), tree_map(torch.clone, self.state)
+        self.reference = self.weights.clone(), self.gradient.clone(), tree_map(torch.clone, self.state)
 
     def place(self, spaces, row):
         tensors = [self.weights, self.gradient, *(moment for _, moment in named_tensors(self.state))]
@@ -45,11 +45,11 @@ class Row:
             spaces.share(row_space(row, part), tensor)
 
     def step_twin(self, spec, factor, lr, decay):
-        weights, gradient, state = self.twin
+        weights, gradient, state = self.reference
         step_rows(spec, weights, gradient * factor, state, lr, decay)
 
     def check(self):  # the twin rounds its decay to float32
-        weights, _, state = self.twin
+        weights, _, state = self.reference
         torch.testing.assert_close(self.weights, weights, rtol=1e-7, atol=1e-7)
         for (name, ours), (_, theirs) in zip(named_tensors(self.state), named_tensors(state), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-7, msg=name)
@@ -63,7 +63,7 @@ class Row:
     st.lists(st.booleans(), min_size=2, max_size=2),
     st.booleans(),
 )
-def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, learns, gated):
+def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, trainable, gated):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(HOST_SIZE) % 3 > 0
     decay = mask.to(DOUBLE)
@@ -74,16 +74,16 @@ def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, learns, g
     together = [([host], spec.host_lr, mask)]
     slots = []
     for s in range(2):
-        if learns[s]:
+        if trainable[s]:
             rows = [Row(spec, SEED_SIZE, generator, scale)] + [Row(spec, GATE_SIZE, generator, scale)] * gated
             for k, row in enumerate(rows):
                 row.place(spaces, seed_row(s) + k)
             together.append((rows, spec.seed_lr, None))
             slots.append(LearningSlot(s, SEED_SIZE, GATE_SIZE if gated else None))
     program = stepping_program(spec, HOST_SIZE, tuple(slots))
-    Machine(dtype=DOUBLE).run(Batchwork.of([program], np.zeros(1, dtype=np.int64)), spaces, 1)
+    Machine(dtype=DOUBLE).run(Workload.of([program], np.zeros(1, dtype=np.int64)), spaces, 1)
     for rows, rate, decayed in together:
-        norm = torch.cat([row.twin[1] for row in rows], dim=1).norm()
+        norm = torch.cat([row.reference[1] for row in rows], dim=1).norm()
         for row in rows:
             row.step_twin(spec, (spec.grad_clip / (norm + 1e-6)).clamp(max=1.0), rate, decayed)
             row.check()
@@ -99,7 +99,7 @@ def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
     spaces.share(DECAY, decay)
     row.place(spaces, HOST)
     Machine(dtype=DOUBLE).run(
-        Batchwork.of([stepping_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), spaces, 1
+        Workload.of([stepping_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), spaces, 1
     )
     assert row.weights[0, 7].isnan()
 
@@ -111,5 +111,5 @@ def test_a_step_leaves_the_rows_of_a_batch_alone():
     for part in (Part.WEIGHTS, Part.GRADIENT, Part.FIRST):
         spaces.share(row_space(HOST, part), x)
     spaces.share(DECAY, x)
-    machine.run(Batchwork.of([stepping_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), spaces, 1)
+    machine.run(Workload.of([stepping_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), spaces, 1)
     assert machine._memory[0].rows.all()

@@ -12,7 +12,7 @@ from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 from esper.tolaria.executors.native import trial
 from esper.tolaria.executors.native.assembler import Activation, Operation, Place, ShapeError
 from esper.tolaria.executors.native.layer_rules import (
@@ -28,7 +28,7 @@ from esper.tolaria.executors.native.layer_rules import (
 from esper.tolaria.executors.native.seed_rules import RULES, problem
 from esper.tolaria.executors.native.trial import by_instructions, by_torch, disagreement
 
-BUILT_IN = [registry.blueprint_at(i, Topology.CNN) for i in registry.selectable(Topology.CNN)]
+BUILT_IN = [registry.blueprint_at(i, HostFamily.CNN) for i in registry.selectable(HostFamily.CNN)]
 SHAPES = [(5, 4, 4), (16, 2, 2), (37, 8, 5), (64, 1, 1)]  # lanes, height, width: full rows and ragged ones
 
 
@@ -92,10 +92,10 @@ def test_a_depthwise_convolution(batch, height, width, channels, kernel):
 
 
 @pytest.mark.parametrize(("batch", "height", "width"), SHAPES)
-@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("relu", [False, True])
 def test_a_batch_norm_takes_the_statistics_of_the_batch_in_training_and_the_running_ones_after(
-    batch, height, width, learns, relu
+    batch, height, width, trainable, relu
 ):
     norm = nn.BatchNorm2d(6)
     drop_batch_counters(norm)
@@ -107,13 +107,18 @@ def test_a_batch_norm_takes_the_statistics_of_the_batch_in_training_and_the_runn
     def rule(a, module, weights, h):
         return batch_norm(a, module, weights, h, relu=relu)
 
-    found = by_instructions(rule, norm, layout, row, x, learns=learns, wanted=learns, buffers=buffers)
+    found = by_instructions(rule, norm, layout, row, x, trainable=trainable, wanted=trainable, buffers=buffers)
     plain = nn.Sequential(norm, nn.ReLU()) if relu else norm
     want = by_torch(
-        plain, parameter_layout(plain), row.masked_fill(layout.padding_mask, 0.0), x, learns=learns, wanted=learns
+        plain,
+        parameter_layout(plain),
+        row.masked_fill(layout.padding_mask, 0.0),
+        x,
+        trainable=trainable,
+        wanted=trainable,
     )
     assert_same(found, want)
-    norm.double().train(learns)(x)
+    norm.double().train(trainable)(x)
     for name, value in kept.unpack(buffers).items():
         torch.testing.assert_close(value, norm.get_buffer(name), rtol=1e-9, atol=1e-9)
 
@@ -134,10 +139,10 @@ def test_layers_without_neighbours(layer):
 
 @pytest.mark.parametrize("module", [GateNetwork(8), *[b.build(8) for b in BUILT_IN]], ids=type_name)
 @pytest.mark.parametrize(("batch", "size"), [(5, 6), (64, 4), (33, 2)])
-@pytest.mark.parametrize("learns", [True, False])
-def test_seeds_and_gates_have_rules(module, batch, size, learns):
+@pytest.mark.parametrize("trainable", [True, False])
+def test_seeds_and_gates_have_rules(module, batch, size, trainable):
     assert problem(module) is None
-    check(module, (batch, 8, size, size), learns=learns, wanted=False)
+    check(module, (batch, 8, size, size), trainable=trainable, wanted=False)
 
 
 def test_a_layer_that_comes_twice_runs_twice():
@@ -153,7 +158,7 @@ def test_an_outlier_does_not_spoil_the_moments_of_a_group_norm(where):
     layout, x = parameter_layout(norm), random_features(19, 16, 8, 8).float()
     x.flatten(1)[:, where] = 1e4
     row = layout.pack(dict(norm.named_parameters()))
-    found = by_instructions(group_norm, norm, layout, row, x, learns=False)
+    found = by_instructions(group_norm, norm, layout, row, x, trainable=False)
     torch.testing.assert_close(found.y.double(), norm.double()(x.double()).detach(), rtol=1e-4, atol=1e-4)
 
 
@@ -179,7 +184,7 @@ def test_the_mean_over_space_and_a_linear_layer():
         y, back = linear(a, module, weights, mean)
         return y, lambda g, wanted: back_mean(back(g, True), wanted)
 
-    check(head, (40, 6, 3, 2), rule=rule, twin=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), head))
+    check(head, (40, 6, 3, 2), rule=rule, reference=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), head))
 
 
 # -- what has no rule --------------------------------------------------------------------------------------------------
@@ -237,10 +242,12 @@ def test_a_seed_that_does_not_fit_its_slot_is_left_to_pytorch(module, reason):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (activation(Activation.TANH), "its output is another than in PyTorch while it trains"),
+        (activation(Activation.TANH), "its output differs from PyTorch's in training mode"),
         (
-            lambda a, *given: (activation(Activation.SIGMOID) if a.learns else activation(Activation.TANH))(a, *given),
-            "its output is another than in PyTorch in evaluation mode",
+            lambda a, *given: (activation(Activation.SIGMOID) if a.trainable else activation(Activation.TANH))(
+                a, *given
+            ),
+            "its output differs from PyTorch's in evaluation mode",
         ),
     ],
 )

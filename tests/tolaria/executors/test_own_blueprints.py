@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
 from esper.kasmina.parameters.dropout import Moment
-from esper.kasmina.parameters.stacked_layers import lower_layers, vmapped
+from esper.kasmina.parameters.stacked_layers import stack_layers, vmapped
 from esper.kasmina.parameters.stacking_trial import way_to_stack
 from esper.leyline.errors import ConfigError, StackingError
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.stages import HostFamily, SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.static.executor import StaticExecutor
@@ -26,7 +26,7 @@ TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING
 
 class Own(AbstractBlueprint):
     name = "own"
-    topology = Topology.CNN
+    family = HostFamily.CNN
 
     def __init__(self, build: Callable[[int], nn.Module]) -> None:
         self._build = build
@@ -180,7 +180,7 @@ def test_seeds_that_are_built_anew_train_the_same_way_in_all_hosts_at_once():
 
 def test_what_mixes_examples_in_training_or_in_the_gradient_alone_is_found_and_run_apart():
     example, conv = torch.zeros(1, 4, 3, 3), nn.Conv2d(4, 4, 1)
-    assert way_to_stack("own", nn.Sequential(conv, nn.ReLU()), example) is lower_layers
+    assert way_to_stack("own", nn.Sequential(conv, nn.ReLU()), example) is stack_layers
     assert way_to_stack("own", Centred(conv), example) is vmapped
     leaning = nn.Sequential(conv, Functional(lambda y: y + (y.mean(dim=0) - y.mean(dim=0).detach())))
     assert way_to_stack("own", leaning, example) is vmapped

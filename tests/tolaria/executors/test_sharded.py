@@ -20,7 +20,7 @@ import tiny
 from esper.kasmina.blueprints import AbstractBlueprint, registry
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError, ConfigError, WorkerError
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.protocol import empty_structure
 from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds, part_of, side_by_side
@@ -225,7 +225,7 @@ class Moss(AbstractBlueprint):
     """A blueprint that only this module knows."""
 
     name = "moss"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth: ClassVar = {"weight": 0.0, "bias": 0.0}
 
     def build(self, channels):

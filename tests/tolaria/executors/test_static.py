@@ -13,7 +13,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.presets import NULL
 from esper.tolaria.executors.fused.executor import FusedExecutor
@@ -23,7 +23,7 @@ from tiny import Bench, same_tree
 from toys import ToyClient, action, script
 
 Op, S = LifecycleOp, SeedStage
-ALL = [registry.blueprint_at(i, Topology.CNN).name for i in registry.selectable(Topology.CNN)]
+ALL = [registry.blueprint_at(i, HostFamily.CNN).name for i in registry.selectable(HostFamily.CNN)]
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 STAGES = ((S.TRAINING, 0.0), (S.BLENDING, 0.4), (S.HOLDING, 1.0), (S.FOSSILIZED, 1.0))
 
@@ -149,10 +149,10 @@ def test_a_falling_seed_is_frozen_to_the_bit_while_its_host_and_its_like_learn(a
     frozen = rows(bench, falling)
     assert bool(frozen["seed.momentum"].any())
     bench.set("r1c0", 0, stage=int(S.BLENDING), alpha=0.8, alpha_mode=int(AlphaMode.DOWN))
-    learns, host = rows(bench, other), bench.host_params(0)
+    trainable, host = rows(bench, other), bench.host_params(0)
     bench.train()
     assert same_tree(rows(bench, falling), frozen)
-    assert not torch.equal(rows(bench, other)["seed.params"], learns["seed.params"])
+    assert not torch.equal(rows(bench, other)["seed.params"], trainable["seed.params"])
     assert not same_tree(bench.host_params(0), host)
 
 
@@ -246,7 +246,7 @@ class Negative(nn.Module):
 def blueprint_of(build, title):
     class Own(AbstractBlueprint):
         name = title
-        topology = Topology.CNN
+        family = HostFamily.CNN
 
         def build(self, channels: int) -> nn.Module:
             return build(channels)
@@ -424,7 +424,7 @@ def test_a_listener_that_raises_loses_one_report_and_nothing_else():
     with pytest.raises(RuntimeError, match="disk"):
         engine.rollout(client)
     assert told == [1, 2, -3]
-    engine.settle()
+    engine.apply_structure()
     assert told == [1, 2, -3, *range(4, 11)]
     assert engine.rollout(client).cost.steps == 0
 

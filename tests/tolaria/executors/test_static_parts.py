@@ -12,19 +12,19 @@ from esper.tolaria.executors.static.coalitions import static_states
 
 B, C = 4, 2
 ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
-CASES = [(a, heard) for a in ALGORITHMS for heard in (False, True)]
+CASES = [(a, active) for a in ALGORITHMS for active in (False, True)]
 
 
-def ways(cases, learns=True):
+def ways(cases, trainable=True):
     def column(values):
         return torch.tensor(list(values)).view(-1, 1, 1, 1)
 
     return Ways(
-        heard=column(heard for _, heard in cases),
-        learns=column(learns for _ in cases),
+        active=column(active for _, active in cases),
+        trainable=column(trainable for _ in cases),
         multiplies=column(a is Algorithm.MULTIPLY for a, _ in cases),
         gated=column(a is Algorithm.GATE for a, _ in cases),
-        alpha=column(0.3 if heard else 0.0 for _, heard in cases),
+        alpha=column(0.3 if active else 0.0 for _, active in cases),
     )
 
 
@@ -39,10 +39,10 @@ def test_every_way_of_joining_is_that_of_one_seed_in_value_and_gradient():
     weights = torch.randn(h.shape, dtype=torch.float64)
     out = join(h, delta, gate, ways(CASES))
     (out * weights).sum().backward()
-    for n, (algorithm, heard) in enumerate(CASES):
+    for n, (algorithm, active) in enumerate(CASES):
         one_h, one_delta, one_gate = (x[:, n].detach().clone().requires_grad_() for x in (h, delta, gate))
         # the seed's own look at h sends no gradient, so MULTIPLY scales h and nothing else reaches it
-        want = blend(one_h, one_delta, algorithm, torch.tensor(0.3) if heard else None, one_gate)
+        want = blend(one_h, one_delta, algorithm, torch.tensor(0.3) if active else None, one_gate)
         (want * weights[:, n]).sum().backward()
         torch.testing.assert_close(out[:, n], want)
         torch.testing.assert_close(h.grad[:, n], one_h.grad)
@@ -58,7 +58,7 @@ def test_nothing_of_a_seed_that_is_not_heard_reaches_its_host():
     h, delta, gate = tensors(3)
     h = torch.cat((h[:, :2], torch.full_like(h[:, :1], -0.0)), dim=1).detach().requires_grad_()
     broken = [torch.full_like(x, torch.nan) for x in (delta, gate)]
-    out = join(h, *broken, ways(silent, learns=False))
+    out = join(h, *broken, ways(silent, trainable=False))
     assert torch.equal(out.view(torch.int64), h.detach().view(torch.int64))  # -0.0 stays -0.0
     out.sum().backward()
     assert torch.equal(h.grad, torch.ones_like(h))
@@ -66,7 +66,7 @@ def test_nothing_of_a_seed_that_is_not_heard_reaches_its_host():
 
 def test_a_seed_that_does_not_learn_gets_no_gradient_and_scales_its_host_all_the_same():
     h, delta, gate = tensors(len(CASES))
-    join(h, delta, gate, ways(CASES, learns=False)).sum().backward()
+    join(h, delta, gate, ways(CASES, trainable=False)).sum().backward()
     assert not delta.grad.any()
     assert not gate.grad.any()
     scaled = 1.0 + 0.3 * torch.tanh(delta.detach()[:, 3])  # MULTIPLY, heard

@@ -34,14 +34,14 @@ def check_epochs(name: str, hosts: int, epochs: int, loudness: float = 1.0, **se
     plain = [PlainTraining(bench, host) for host in range(hosts)]
     for t in range(1, epochs + 1):
         told = bench.train()
-        for twin in plain:
-            twin.epoch(t)
-    for host, twin in enumerate(plain):
-        assert_close(bench.host_params(host), twin.model.give())
+        for reference in plain:
+            reference.epoch(t)
+    for host, reference in enumerate(plain):
+        assert_close(bench.host_params(host), reference.model.give())
         if condition is not None:
-            assert_close(bench.seed_params(slot, host), dict(twin.seeds[slot].named_parameters()))
-        assert told.loss[host].item() == pytest.approx(twin.loss / twin.examples, abs=1e-5)
-        assert told.acc[host].item() == pytest.approx(100.0 * twin.correct / 40)  # 16 + 16 + 8 examples
+            assert_close(bench.seed_params(slot, host), dict(reference.seeds[slot].named_parameters()))
+        assert told.loss[host].item() == pytest.approx(reference.loss / reference.examples, abs=1e-5)
+        assert told.acc[host].item() == pytest.approx(100.0 * reference.correct / 40)  # 16 + 16 + 8 examples
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
@@ -174,8 +174,8 @@ def test_momentum_lives_through_fossilization_and_ends_with_the_release():
     assert bool(before.any())
     bench.set("r0c0", stage=int(S.FOSSILIZED))
     assert torch.equal(momentum[0], before)
-    bench.set("r0c0", settle=False, stage=int(S.PRUNED), alpha=0.0, has_gate=False)
-    bench.executor.settle(bench.structure(released=bench.marked("r0c0")))
+    bench.set("r0c0", apply_structure=False, stage=int(S.PRUNED), alpha=0.0, has_gate=False)
+    bench.executor.apply_structure(bench.structure(released=bench.marked("r0c0")))
     for slab in (bench.population.seeds, bench.population.gates):
         for name, tensor in slab.tensors().items():
             assert not tensor[0].any(), name
@@ -211,7 +211,7 @@ def test_gradient_statistics_are_those_of_the_last_batch_before_clipping():
     told = bench.train()
     again = Bench(3, optimizer=replace(SGD, grad_clip=CLIP))  # the same hosts before the pass
     again.slots = bench.slots
-    again.executor.settle(again.structure(germinated=again.slots.stage.numpy() > 1))
+    again.executor.apply_structure(again.structure(germinated=again.slots.stage.numpy() > 1))
     for n in range(3):
         plain = PlainTraining(again, n)
 

@@ -104,6 +104,6 @@ def test_an_executor_is_stored_and_loaded_to_the_bit():
     other.executor.load_state_dict({name: x.clone() for name, x in bench.executor.state_dict().items()})
     other.slots = bench.slots
     other.t = bench.t
-    other.executor.settle(other.structure())
+    other.executor.apply_structure(other.structure())
     assert same_tree(vars(other.train()), vars(bench.train()))
     assert same_tree(other.executor.state_dict(), bench.executor.state_dict())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, TanhScale
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 
 _MAX_GROUPS = 32
 _MIN_GROUP = 16
@@ -45,7 +45,7 @@ class ConvLight(AbstractBlueprint):
     """gamma * ReLU(GN(Conv3x3(h)))."""
 
     name = "conv_light"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012 -- declared as a read-only Mapping
 
     def build(self, channels: int) -> nn.Module:
@@ -83,7 +83,7 @@ class Attention(AbstractBlueprint):
     """Channel attention (squeeze and excitation, Hu et al. 2018) with a signed, bounded factor."""
 
     name = "attention"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"excite.weight": 0.0, "excite.bias": 0.0}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
@@ -115,7 +115,7 @@ class Norm(AbstractBlueprint):
     """A step from h towards its normalized self."""
 
     name = "norm"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"gain.strength": 0.0}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
@@ -132,7 +132,7 @@ class Depthwise(AbstractBlueprint):
     """gamma * ReLU(GN(Conv1x1(DWConv3x3(h))))."""
 
     name = "depthwise"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
@@ -155,7 +155,7 @@ class Bottleneck(AbstractBlueprint):
     """gamma * GN(Conv1x1(ReLU(Conv3x3(ReLU(Conv1x1(h)))))) through max(8, C // 4) channels."""
 
     name = "bottleneck"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
@@ -182,7 +182,7 @@ class ConvSmall(AbstractBlueprint):
     """gamma * ReLU(GN(Conv1x1(h)))."""
 
     name = "conv_small"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:
@@ -201,7 +201,7 @@ class ConvHeavy(AbstractBlueprint):
     """gamma * ReLU(GN(Conv3x3(ReLU(GN(Conv3x3(h))))))."""
 
     name = "conv_heavy"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
 
     def build(self, channels: int) -> nn.Module:

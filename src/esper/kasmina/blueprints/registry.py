@@ -17,7 +17,7 @@ from torch import nn
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.errors import RegistryError, nearest
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 
 NOOP = "noop"
 BUILTIN_NAMES = (
@@ -49,7 +49,7 @@ class AbstractBlueprint(abc.ABC):
     """
 
     name: str
-    topology: Topology
+    family: HostFamily
     birth: Mapping[str, float] = MappingProxyType({})
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class AbstractBlueprint(abc.ABC):
 
 
 _names: list[str] = list(BUILTIN_NAMES)
-_entries: dict[tuple[int, Topology], AbstractBlueprint] = {}
+_entries: dict[tuple[int, HostFamily], AbstractBlueprint] = {}
 
 
 def register(blueprint: AbstractBlueprint) -> int:
@@ -76,7 +76,7 @@ def register(blueprint: AbstractBlueprint) -> int:
     """
     name = _checked_name(blueprint)
     if name in BUILTIN_NAMES:
-        if _entries.get((BUILTIN_NAMES.index(name), blueprint.topology)) is blueprint:
+        if _entries.get((BUILTIN_NAMES.index(name), blueprint.family)) is blueprint:
             return BUILTIN_NAMES.index(name)
         raise RegistryError(f"the blueprint name {name!r} is built in; register yours under another name.")
     if name not in _names:
@@ -102,41 +102,41 @@ def unregister(name: str) -> None:
             f"Registered, in order: {own}."
         )
     index = len(_names) - 1
-    for topology in Topology:
-        _entries.pop((index, topology), None)
+    for family in HostFamily:
+        _entries.pop((index, family), None)
     _names.pop()
 
 
-def blueprint_at(index: int, topology: Topology) -> AbstractBlueprint:
+def blueprint_at(index: int, family: HostFamily) -> AbstractBlueprint:
     """The blueprint with this index in this topology.
 
     Raises:
         RegistryError: there is none, for instance because index 0 (`noop`) has no network.
     """
-    found = _entries.get((index, topology))
+    found = _entries.get((index, family))
     if found is None:
         raise RegistryError(
-            f"there is no blueprint {index} for {topology.name.lower()} hosts; "
-            f"indices that can be grown there: {', '.join(map(str, selectable(topology))) or 'none'}."
+            f"there is no blueprint {index} for {family.name.lower()} hosts; "
+            f"indices that can be grown there: {', '.join(map(str, selectable(family))) or 'none'}."
         )
     return found
 
 
-def blueprint_by_name(name: str, topology: Topology) -> AbstractBlueprint:
+def blueprint_by_name(name: str, family: HostFamily) -> AbstractBlueprint:
     """The blueprint with this name in this topology.
 
     Raises:
         RegistryError: nobody registered it; the message names the nearest one.
     """
-    if name not in _names or (_names.index(name), topology) not in _entries:
-        known = [_names[index] for index in selectable(topology)]
-        raise RegistryError(f"there is no blueprint {name!r} for {topology.name.lower()} hosts; {nearest(name, known)}")
-    return _entries[_names.index(name), topology]
+    if name not in _names or (_names.index(name), family) not in _entries:
+        known = [_names[index] for index in selectable(family)]
+        raise RegistryError(f"there is no blueprint {name!r} for {family.name.lower()} hosts; {nearest(name, known)}")
+    return _entries[_names.index(name), family]
 
 
-def selectable(topology: Topology) -> tuple[int, ...]:
+def selectable(family: HostFamily) -> tuple[int, ...]:
     """Indices a controller may choose for hosts of this topology, ascending; never 0."""
-    return tuple(sorted(index for index, of in _entries if of == topology))
+    return tuple(sorted(index for index, of in _entries if of == family))
 
 
 def num_blueprints() -> int:
@@ -157,16 +157,16 @@ def own() -> tuple[AbstractBlueprint, ...]:
 def ensure(blueprint: AbstractBlueprint) -> None:
     """Register it unless its name is known in its topology; for a process that is told what another one knows."""
     index = _names.index(blueprint.name) if blueprint.name in _names else -1
-    if (index, blueprint.topology) not in _entries:
+    if (index, blueprint.family) not in _entries:
         register(blueprint)
 
 
 def _enter(index: int, blueprint: AbstractBlueprint) -> int:
-    taken = _entries.setdefault((index, blueprint.topology), blueprint)
+    taken = _entries.setdefault((index, blueprint.family), blueprint)
     if taken is not blueprint:
         raise RegistryError(
             f"the blueprint name {blueprint.name!r} is taken by {type(taken).__name__} for "
-            f"{blueprint.topology.name.lower()} hosts; choose another name, or unregister that one first."
+            f"{blueprint.family.name.lower()} hosts; choose another name, or unregister that one first."
         )
     return index
 
@@ -175,6 +175,6 @@ def _checked_name(blueprint: AbstractBlueprint) -> str:
     name = getattr(blueprint, "name", None)
     if not isinstance(name, str) or not name.isidentifier():
         raise RegistryError(f"{blueprint!r} is named {name!r}; a blueprint needs an identifier such as 'conv_light'.")
-    if not isinstance(getattr(blueprint, "topology", None), Topology):
+    if not isinstance(getattr(blueprint, "family", None), HostFamily):
         raise RegistryError(f"the blueprint {name!r} has no topology; set Topology.CNN or Topology.TRANSFORMER.")
     return name

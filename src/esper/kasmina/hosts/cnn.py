@@ -15,7 +15,7 @@ from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.flat_layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 
 Apply = Callable[[str, Tensor], Tensor]
 """(slot id, features) -> features of the same shape."""
@@ -129,7 +129,7 @@ class Block(nn.Module):
 class CNNHost(nn.Module):
     """Blocks of doubling width and a linear head; it owns no seeds and is never changed after construction."""
 
-    topology = Topology.CNN
+    family = HostFamily.CNN
 
     def __init__(self, spec: CNNHostSpec, slot_ids: Iterable[str], *, image_size: tuple[int, int]) -> None:
         """A host with these slots enabled, for images of `image_size` (height, width).

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.parameters.dropout import dropout_layers
 from esper.leyline.errors import ConfigError
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 ALIGNMENT = 16
 """Floats; 64 bytes."""
@@ -44,7 +44,7 @@ class TensorSpec:
     padding: int
 
 
-@record
+@tensor_dataclass
 class FlatLayout:
     """All tensors of one kind (parameters or buffers) of a module, in the order of the module.
 

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import to_uniform, word_rows
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 
-@record
+@tensor_dataclass
 class InitTable:
     """Start of each flat element: uniform in [centre - bound, centre + bound); padding starts (and stays) at 0.
 

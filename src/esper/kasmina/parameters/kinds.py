@@ -15,7 +15,7 @@ from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_la
 from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parameter_layout
 from esper.kasmina.parameters.initialization import Builds, InitTable, build_twice, deterministic_build, init_table
 from esper.leyline.errors import ConfigError
-from esper.leyline.tensor_dataclass import record, replace, tree_map
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
 Features = tuple[int, int, int]
@@ -33,7 +33,7 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
     return found
 
 
-@record
+@tensor_dataclass
 class Start:
     """How modules of one kind start. `rebuilt`: some of it is no table, so each newborn is built anew."""
 

@@ -25,9 +25,9 @@ def restore(population: Population, panicked: Bool[Tensor, " N"], stage: Int[Ten
     p = population
     fossils = (panicked[:, None] & (stage == SeedStage.FOSSILIZED)).flatten()
     for slab, kept, marked in (
-        (p.host, p.kept_host, panicked),
-        (p.seeds, p.kept_seeds, fossils),
-        (p.gates, p.kept_gates, fossils),
+        (p.host, p.host_snapshot, panicked),
+        (p.seeds, p.seeds_snapshot, fossils),
+        (p.gates, p.gates_snapshot, fossils),
     ):
         slab.copy_where(kept, marked)
         slab.forget_optimizer_where(marked)
@@ -86,13 +86,13 @@ def _plant(slab: Slab, rows: slice, kind: Kind, words: Tensor, born: Bool[Tensor
     put_where(born, kind.start.buffers.expand(len(born), -1), slab.buffers[rows, :num_buffers])
 
 
-def keep_hosts(population: Population, hosts: Bool[Tensor, " N"]) -> None:
-    """`Population.keep_hosts`: snapshot of the marked hosts with all their seeds."""
-    population.kept_host.copy_where(population.host, hosts)
-    keep_seeds(population, hosts[:, None].expand(-1, population.num_slots))
+def snapshot_hosts(population: Population, hosts: Bool[Tensor, " N"]) -> None:
+    """`Population.snapshot_hosts`: snapshot of the marked hosts with all their seeds."""
+    population.host_snapshot.copy_where(population.host, hosts)
+    snapshot_seeds(population, hosts[:, None].expand(-1, population.num_slots))
 
 
-def keep_seeds(population: Population, seeds: Bool[Tensor, "N S"]) -> None:
-    """`Population.keep_seeds`: the marked seeds join the snapshots of their hosts."""
-    population.kept_seeds.copy_where(population.seeds, seeds.flatten())
-    population.kept_gates.copy_where(population.gates, seeds.flatten())
+def snapshot_seeds(population: Population, seeds: Bool[Tensor, "N S"]) -> None:
+    """`Population.snapshot_seeds`: the marked seeds join the snapshots of their hosts."""
+    population.seeds_snapshot.copy_where(population.seeds, seeds.flatten())
+    population.gates_snapshot.copy_where(population.gates, seeds.flatten())

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.tensor_dataclass import lift, named_tensors, record, tree_map
+from esper.leyline.tensor_dataclass import lift, named_tensors, tensor_dataclass, tree_map
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -56,14 +56,14 @@ class OptimizerSpec:
                 raise ConfigError(f"optimizer.{name} is {value}; it must lie in [0, 1).")
 
 
-@record
+@tensor_dataclass
 class SGDState:
     """Momentum of each row; zero is also the start, because the first step then gives momentum = gradient."""
 
     momentum: Float[Tensor, "*R P"]
 
 
-@record
+@tensor_dataclass
 class AdamWState:
     """Moment estimates of each row, and how many steps the row has taken."""
 

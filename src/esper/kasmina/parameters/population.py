@@ -60,21 +60,21 @@ class Population:
         self.points = host.points()
         self.num_slots = len(self.points)
         self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
-        self.topology = host.topology
+        self.family = host.family
         self.host_module = host
         self.moment = Moment(run_seed)
         self.host_kind = host_kind(host, device)
         self.features = {point.channels: host.features(point) for point in self.points}
         self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
         self.seed_kinds = {
-            (channels, index): seed_kind(registry.blueprint_at(index, self.topology), shape, device)
+            (channels, index): seed_kind(registry.blueprint_at(index, self.family), shape, device)
             for channels, shape in self.features.items()
-            for index in registry.selectable(self.topology)
+            for index in registry.selectable(self.family)
         }
         slots = num_envs * self.num_slots
-        self.host, self.kept_host = self._slabs(num_envs, [self.host_kind])
-        self.seeds, self.kept_seeds = self._slabs(slots, self.seed_kinds.values())
-        self.gates, self.kept_gates = self._slabs(slots, self.gate_kinds.values())
+        self.host, self.host_snapshot = self._slabs(num_envs, [self.host_kind])
+        self.seeds, self.seeds_snapshot = self._slabs(slots, self.seed_kinds.values())
+        self.gates, self.gates_snapshot = self._slabs(slots, self.gate_kinds.values())
 
     def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:
         """A slab that holds any of these kinds in each row, and one for the snapshot of it."""
@@ -91,7 +91,7 @@ class Population:
         num = registry.num_blueprints()
         params = torch.zeros(self.num_slots, num, dtype=torch.int64)
         selectable = torch.zeros(num, dtype=torch.bool)
-        for index in registry.selectable(self.topology):
+        for index in registry.selectable(self.family):
             selectable[index] = True
             for s, point in enumerate(self.points):
                 params[s, index] = self.seed_kinds[point.channels, index].template.parameters.num_params
@@ -112,9 +112,9 @@ class Population:
         drawn = fresh_rows(self.host_kind.start.table, self.run_seed, Stream.HOST_INIT, self.host_ids, episode=episode)
         self.host.write(everyone, drawn, self.host_kind.start.buffers.expand(self.num_envs, -1))
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
-        for slab in (self.seeds, self.gates, self.kept_seeds, self.kept_gates):
+        for slab in (self.seeds, self.gates, self.seeds_snapshot, self.gates_snapshot):
             slab.clear(slots)
-        self.kept_host.copy_rows(self.host, everyone)
+        self.host_snapshot.copy_rows(self.host, everyone)
 
     def germinate(self, born: np.ndarray, blueprint: np.ndarray, has_gate: np.ndarray, episode: int, t: int) -> None:
         """Draw new seeds in step `t` where `born` [N, S] is set; `blueprint` and `has_gate` [N, S] say which."""
@@ -150,30 +150,30 @@ class Population:
 
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
-    def keep_hosts(self, hosts: np.ndarray) -> None:
+    def snapshot_hosts(self, hosts: np.ndarray) -> None:
         """Snapshot of the marked hosts [N] with all their seeds."""
         if hosts.any():
-            self.kept_host.copy_rows(self.host, self.index(np.flatnonzero(hosts)))
-            self.keep_seeds(np.repeat(hosts[:, None], self.num_slots, axis=1))
+            self.host_snapshot.copy_rows(self.host, self.index(np.flatnonzero(hosts)))
+            self.snapshot_seeds(np.repeat(hosts[:, None], self.num_slots, axis=1))
 
-    def keep_seeds(self, seeds: np.ndarray) -> None:
+    def snapshot_seeds(self, seeds: np.ndarray) -> None:
         """Add the marked seeds [N, S] to the snapshots of their hosts."""
         if seeds.any():
             rows = self.index(np.flatnonzero(seeds))
-            self.kept_seeds.copy_rows(self.seeds, rows)
-            self.kept_gates.copy_rows(self.gates, rows)
+            self.seeds_snapshot.copy_rows(self.seeds, rows)
+            self.gates_snapshot.copy_rows(self.gates, rows)
 
     def restore(self, hosts: np.ndarray, stage: np.ndarray) -> None:
         """Take the marked hosts [N] and their fossilized seeds back to the snapshot; no optimizer state remains."""
         if not hosts.any():
             return
         rows = self.index(np.flatnonzero(hosts))
-        self.host.copy_rows(self.kept_host, rows)
+        self.host.copy_rows(self.host_snapshot, rows)
         self.host.forget_optimizer(rows)
         fossils = hosts[:, None] & (stage == SeedStage.FOSSILIZED)
         if fossils.any():
             rows = self.index(np.flatnonzero(fossils))
-            for slab, kept in ((self.seeds, self.kept_seeds), (self.gates, self.kept_gates)):
+            for slab, kept in ((self.seeds, self.seeds_snapshot), (self.gates, self.gates_snapshot)):
                 slab.copy_rows(kept, rows)
                 slab.forget_optimizer(rows)
 
@@ -184,8 +184,8 @@ class Population:
         tree: StateTree = {}
         for name in ("host", "seeds", "gates"):
             tree |= with_prefix(name, getattr(self, name).tensors())
-            kept: Slab = getattr(self, f"kept_{name}")
-            tree |= with_prefix(f"kept_{name}", {"params": kept.params, "buffers": kept.buffers})
+            kept: Slab = getattr(self, f"{name}_snapshot")
+            tree |= with_prefix(f"{name}_snapshot", {"params": kept.params, "buffers": kept.buffers})
         return tree
 
     def load_state_dict(self, state: StateTree) -> None:

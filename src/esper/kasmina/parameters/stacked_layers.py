@@ -247,16 +247,16 @@ def vmapped(module: nn.Module) -> nn.Module:
     return Vmapped(copy.deepcopy(module))
 
 
-def can_lower_layers(module: nn.Module) -> bool:
+def can_stack_layers(module: nn.Module) -> bool:
     """Whether the table knows every layer with weights."""
     return not any(_unknown_layer(layer) for layer in module.modules())
 
 
-def lower_layers(module: nn.Module) -> nn.Module:
+def stack_layers(module: nn.Module) -> nn.Module:
     """A stacked twin by the table alone; for hosts, whose forward pass takes more than an example to try."""
-    assert can_lower_layers(module)
-    twin = copy.deepcopy(module)
-    for layer in twin.modules():
+    assert can_stack_layers(module)
+    stacked = copy.deepcopy(module)
+    for layer in stacked.modules():
         if type(layer) in STACKED:
             layer.__class__ = STACKED[type(layer)]
-    return twin
+    return stacked

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.flat_layout import StackedTemplate, buffer_layout, parameter_layout
-from esper.kasmina.parameters.stacked_layers import can_lower_layers, lower_layers, vmapped
+from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers, vmapped
 from esper.leyline.errors import StackingError
 
 _HOSTS, _EXAMPLES = 3, 4
@@ -28,7 +28,7 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
     Raises:
         StackingError: neither does.
     """
-    ways: tuple[Way, ...] = (lower_layers, vmapped) if can_lower_layers(module) else (vmapped,)
+    ways: tuple[Way, ...] = (stack_layers, vmapped) if can_stack_layers(module) else (vmapped,)
     for way in ways:
         if _reproduces(way(module), module, example):
             return way
@@ -37,14 +37,14 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
     )
 
 
-def _reproduces(twin: nn.Module, module: nn.Module, example: Tensor) -> bool:
-    """Whether the twin gives each of three hosts what the module gives it alone: outputs, gradients, buffers."""
+def _reproduces(stack: nn.Module, module: nn.Module, example: Tensor) -> bool:
+    """Whether the stack gives each of three hosts what the module gives it alone: outputs, gradients, buffers."""
     generator = torch.Generator().manual_seed(0)
     layout, buffers = parameter_layout(module), buffer_layout(module)
     rows = torch.randn(_HOSTS, layout.total, generator=generator)
     kept = torch.rand(_HOSTS, buffers.total, generator=generator) + 0.5
     x, pull = (torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator) for _ in range(2))
-    stacked, alone = StackedTemplate(copy.deepcopy(twin), layout, buffers), copy.deepcopy(module)
+    stacked, alone = StackedTemplate(copy.deepcopy(stack), layout, buffers), copy.deepcopy(module)
     for training in (False, True):
         alone.train(training)
         try:

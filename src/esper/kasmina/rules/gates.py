@@ -17,7 +17,7 @@ from torch import Tensor
 from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.messages import GateReadings, SlotState
 from esper.leyline.stages import AlphaMode, SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 
 class FailedCheck(IntFlag):
@@ -34,7 +34,7 @@ class FailedCheck(IntFlag):
     CONTRIBUTION_LOW = 256
 
 
-@record
+@tensor_dataclass
 class GateResult:
     """Outcome of one gate for every slot, whether or not the slot was in the stage that asks."""
 

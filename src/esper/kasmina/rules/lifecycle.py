@@ -26,13 +26,13 @@ from esper.leyline.actions import (
 )
 from esper.leyline.messages import GateReadings, HostState, SlotState, Transitions
 from esper.leyline.stages import Algorithm, AlphaMode, Cause, SeedStage
-from esper.leyline.tensor_dataclass import record, replace
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 _S = SeedStage
 _FULL = 1.0 - 1e-6
 
 
-@record
+@tensor_dataclass
 class SeedCosts:
     """What a seed would add: parameters by slot and blueprint, and of a gate by slot; which may be chosen at all."""
 
@@ -41,7 +41,7 @@ class SeedCosts:
     selectable: Bool[Tensor, " P"]
 
 
-@record
+@tensor_dataclass
 class OpEffects:
     """What the ops did. `success` is the op's own; ADVANCE is decided by the tick (`requested`)."""
 
@@ -56,7 +56,7 @@ class OpEffects:
     g5: gates.GateResult
 
 
-@record
+@tensor_dataclass
 class TickEffects:
     """What the tick did. `auto_pruned` counts seeds lost without a PRUNE request."""
 

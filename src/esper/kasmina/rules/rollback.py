@@ -9,7 +9,7 @@ from esper.kasmina.rules.lifecycle import transition
 from esper.kasmina.rules.slot_fields import release, select
 from esper.leyline.messages import HostState, SlotState
 from esper.leyline.stages import GROWING, SeedStage
-from esper.leyline.tensor_dataclass import record, replace, where
+from esper.leyline.tensor_dataclass import replace, tensor_dataclass, where
 
 _FORGOTTEN = (
     "val_acc",
@@ -24,7 +24,7 @@ _FORGOTTEN = (
 """What a host no longer remembers after a rollback."""
 
 
-@record
+@tensor_dataclass
 class FossilMemory:
     """Measurements of fossilized seeds at the time of their host's snapshot: they belong to the weights kept there."""
 

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 CLIP_EPS = 1e-6
 
 
-@record
+@tensor_dataclass
 class AdamState:
     """Moments of all parameters in their order, and the number of steps that were made."""
 

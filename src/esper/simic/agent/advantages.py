@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.normalizers import masked_moments
 
 ADVANTAGE_EPS = 1e-8
 _HAS_TRITON = find_spec("triton") is not None
 
 
-@record
+@tensor_dataclass
 class NormalizedAdvantages:
     """Advantages of mean 0 and what they were before; `floored`: the deviation was raised to the floor."""
 

@@ -16,13 +16,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.leyline.actions import HEADS
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 LOG_RATIO_LIMIT = 20.0
 JOINT_LOG_RATIO_LIMIT = 30.0
 
 
-@record
+@tensor_dataclass
 class LossInputs:
     """One minibatch after the forward pass. `advantages` and `returns` are those of the rollout, in scaled units."""
 
@@ -39,7 +39,7 @@ class LossInputs:
     forced: Bool[Tensor, "*R"]
 
 
-@record
+@tensor_dataclass
 class LossWeights:
     """Coefficients of one update; those that move over the run are tensors, so that a compiled loss stays valid."""
 
@@ -50,7 +50,7 @@ class LossWeights:
     forced_value: float
 
 
-@record
+@tensor_dataclass
 class Losses:
     """The terms of the loss and their sum, `policy + c_v * value + c_e * entropy + floor`."""
 
@@ -61,7 +61,7 @@ class Losses:
     total: Float[Tensor, ""]
 
 
-@record
+@tensor_dataclass
 class RatioStatistics:
     """How far the policy has moved: divergence, joint ratios over the heads, share of them outside 1 +- epsilon."""
 
@@ -71,7 +71,7 @@ class RatioStatistics:
     ratio_min: Float[Tensor, ""]
 
 
-@record
+@tensor_dataclass
 class HeadEntropies:
     """Mean normalized entropy of each head over the steps that used it, and the number of these steps."""
 
@@ -139,7 +139,7 @@ def head_entropies(x: LossInputs) -> HeadEntropies:
     )
 
 
-@record
+@tensor_dataclass
 class _HeadConstants:
     bonus: Float[Tensor, " 8"]
     floor: Float[Tensor, " 8"]

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from esper.leyline.checkpoint_tree import copy_into
 from esper.leyline.errors import ConfigError
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 CLIP = 10.0
 VARIANCE_EPS = 1e-4
 STD_FLOOR = 1e-4
 
 
-@record
+@tensor_dataclass
 class Moments:
     """Mean and population variance of the valid rows of one rollout, float64; `count` 0 means that there were none."""
 
@@ -39,7 +39,7 @@ def masked_moments(rows: Float[Tensor, "*R_D"], valid: Bool[Tensor, "*R"]) -> Mo
     return Moments(count=count, mean=mean, var=var)
 
 
-@record
+@tensor_dataclass
 class Frozen:
     """What rows are normalized with during a rollout: `(x - shift) / spread`."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.messages import ActResult, Hidden, HostState, SlotState
-from esper.leyline.tensor_dataclass import blank, record, tree_map
+from esper.leyline.tensor_dataclass import blank, tensor_dataclass, tree_map
 from esper.simic.agent.normalizers import Frozen, normalized
 from esper.tamiyo.features import feature_dim, features_of
 from esper.tamiyo.heads import sample_heads
@@ -25,7 +25,7 @@ from esper.tamiyo.masks import forced
 from esper.tamiyo.network import TamiyoNetwork
 
 
-@record
+@tensor_dataclass
 class PolicyInputs:
     """All that a decision depends on besides the weights.
 
@@ -42,7 +42,7 @@ class PolicyInputs:
     statistics: Frozen
 
 
-@record
+@tensor_dataclass
 class Decision:
     """What the engine is told, and what the buffer keeps besides."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from esper.leyline.errors import TrainingError
 from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
 from esper.simic.agent.advantages import discounted_returns
 from esper.simic.agent.config import PPOConfig as PPOConfig
@@ -60,7 +60,7 @@ class PPOAgent:
     barren_updates: int = 0
 
 
-@record
+@tensor_dataclass
 class MinibatchResult:
     """What a minibatch leaves behind besides changed parameters: the next optimizer state and numbers."""
 

@@ -18,15 +18,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS, NUM_OPS
-from esper.leyline.checkpoint_tree import below, check_same_shapes, copy_into, record_tree, with_prefix
+from esper.leyline.checkpoint_tree import below, check_same_shapes, copy_into, tensors_by_name, with_prefix
 from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
-from esper.leyline.tensor_dataclass import named_tensors, record, tree_map
+from esper.leyline.tensor_dataclass import named_tensors, tensor_dataclass, tree_map
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
 from esper.simic.agent.stored_row import Row, neutral_row, neutral_unless
 
 
-@record
+@tensor_dataclass
 class SequenceBatch:
     """Whole rows of some hosts, with the recurrent state before their first step."""
 
@@ -267,7 +267,7 @@ class TamiyoRolloutBuffer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
         check_same_shapes(state, self.state_dict(), "rollout buffer")
-        copy_into(record_tree(self.slabs), below("slabs", state), "rollout buffer")
+        copy_into(tensors_by_name(self.slabs), below("slabs", state), "rollout buffer")
         self._last_N.copy_(state["lengths"] - 1)
         self._lengths = state["lengths"].tolist()
         self._normalized = bool(state["normalized"])

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_OPS, LifecycleOp
-from esper.leyline.tensor_dataclass import lift, record
+from esper.leyline.tensor_dataclass import lift, tensor_dataclass
 
 
-@record
+@tensor_dataclass
 class Row:
     """One step of all hosts. `reset` marks those whose recurrent state was zero before it."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import MIN_PRUNE_AGE
 from esper.simic.rewards.row import (
     NEW_SEED_POTENTIAL,
@@ -39,7 +39,7 @@ UNSUPPORTED_PENALTY = -0.03
 """Ratio penalty of an unsupported claim, per point, up to the cap at a contribution of 10."""
 
 
-@record
+@tensor_dataclass
 class Credit:
     """What the target slot is credited with in this step.
 

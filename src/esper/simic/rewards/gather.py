@@ -9,13 +9,13 @@ from torch import Tensor
 
 from esper.leyline.messages import HostState, RewardInputs
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, SeedStage, stages_mask
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 _STAGE_SETS = (HAS_MODULE, GROWING, frozenset({SeedStage.FOSSILIZED}), BLENDED)
 _SET_TABLES: dict[torch.device, Tensor] = {}
 
 
-@record
+@tensor_dataclass
 class SlotSets:
     """Which slots are in which set of stages, and how many of a host are."""
 
@@ -27,7 +27,7 @@ class SlotSets:
     num_fossil: Int[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class TargetSlot:
     """The slot an operation aims at, before the operation; NaN where not measured in this step."""
 
@@ -43,7 +43,7 @@ class TargetSlot:
     interaction_sum: Float[Tensor, " N"]
 
 
-@record
+@tensor_dataclass
 class Parameters:
     """Parameter counts and alpha movement of each host; `occupancy` weights seeds by alpha."""
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective_value import objective_value
 
 
-@record
+@tensor_dataclass
 class Potentials:
     """Phi after the last step and after the one before, float64; both 0 at the start and after a rollback."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import LEGITIMATE_HOLD, MIN_CONTRIBUTION
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
@@ -30,7 +30,7 @@ def potential_table(device: torch.device) -> Tensor:
     return table
 
 
-@record
+@tensor_dataclass
 class Row:
     """The arguments of one call.
 

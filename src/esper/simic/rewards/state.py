@@ -18,7 +18,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import lift, record, replace, tree_map
+from esper.leyline.tensor_dataclass import lift, replace, tensor_dataclass, tree_map
 from esper.simic.rewards import compiled_rewards as kernel
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.config import RewardConfig
@@ -44,7 +44,7 @@ HINDSIGHT_SLOPE = 0.1
 _PACKED: dict[tuple[RewardConfig, torch.device], Tensor] = {}
 
 
-@record
+@tensor_dataclass
 class RewardState:
     """What a reward remembers; all zero at the start of an episode and after a rollback, float64.
 

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.actions import HEAD_NAMES
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 Read = Callable[[Tensor], list[float]]
 """Brings one vector to the host; the only host read of an update."""
@@ -112,7 +112,7 @@ def aggregate_ppo_metrics(rows: Sequence[Float[Tensor, " M"]], read: Read = Tens
     return dict(zip(METRIC_NAMES, read(reduce_metrics(torch.stack(list(rows)))), strict=True))
 
 
-@record
+@tensor_dataclass
 class _Table:
     reducer: Tensor
     weight: Tensor

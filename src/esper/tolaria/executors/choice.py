@@ -13,7 +13,7 @@ from esper.leyline.errors import ConfigError, StackingError
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import AmpMode, LossScaler, amp_dtype
-from esper.tolaria.capture import recorder_for
+from esper.tolaria.capture import capture_backend_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.fused.stacked_modules import can_fuse
@@ -96,7 +96,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
 
 
 def _fused(config: EngineConfig, data: HostData) -> FusedExecutor:
-    return FusedExecutor(data, recorder=recorder_for(config.capture, data.population.device))
+    return FusedExecutor(data, recorder=capture_backend_for(config.capture, data.population.device))
 
 
 def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:

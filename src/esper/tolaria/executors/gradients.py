@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.kasmina.parameters.population import Population
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.running_seeds import TrainedRows
 
@@ -25,7 +25,7 @@ _EXPLODING_CLIPS = 10.0
 _NO_GRADIENT = 1e-8
 
 
-@record
+@tensor_dataclass
 class GradientStatistics:
     """NaN (and False) where nothing was measured."""
 
@@ -110,8 +110,8 @@ def _write(
         getattr(out, name)[place] = value
 
 
-@record
-class Judged:
+@tensor_dataclass
+class ObserveVerdict:
     """The statistics of R seeds; the names are those of `GradientStatistics`."""
 
     norm: Float[Tensor, " R"]
@@ -128,7 +128,7 @@ def judge(
     host_norm: Float[Tensor, " R"],
     host_rms: Float[Tensor, " R"],
     grad_clip: float,
-) -> Judged:
+) -> ObserveVerdict:
     """The statistics of R seeds from the norms of their tensors, float64.
 
     Args:
@@ -150,7 +150,7 @@ def judge(
     silent_R = (norm_R < _NO_GRADIENT) | (host_norm < _NO_GRADIENT)
     ratio_R = (norm_R / root_params) / (host_rms + 1e-8)
     ratio_R = torch.where(silent_R, 0.0, torch.where(torch.isfinite(ratio_R), ratio_R, torch.nan))
-    return Judged(
+    return ObserveVerdict(
         norm=norm_R.float(),
         health=health_R.float(),
         vanishing=vanishing_R > 0,

@@ -67,8 +67,8 @@ class HostData:
         p.restore(structure.panicked, structure.stage)
         p.release(structure.released)
         p.germinate(structure.germinated, structure.blueprint, structure.has_gate, self.episode, structure.t)
-        p.keep_hosts(structure.snapshot)
-        p.keep_seeds(structure.keep)
+        p.snapshot_hosts(structure.snapshot)
+        p.snapshot_seeds(structure.keep)
         self.structure = structure
 
     # -- data -------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class NetworkExecutor(ABC):
         self.data.reset(episode)
 
     @final
-    def settle(self, structure: Structure) -> None:
+    def apply_structure(self, structure: Structure) -> None:
         """Operate on the parameters as the lifecycle decided."""
         self.data.apply_structure(structure)
 

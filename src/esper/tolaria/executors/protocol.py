@@ -1,9 +1,9 @@
 """What every way of running N hosts must offer the engine, and the messages between the two.
 
 The control plane (stages, alpha, rewards) lives on the device as masks; the executor owns the heavy state (parameters,
-optimizers, data). Once per step the engine reads the structure of the population and hands it over (`settle`): seeds
-are born, cleared, kept and restored there, by host index, before the next train pass. An executor of a static graph
-needs no structure: it is handed the masks as they are (`settle_on_device`), and nothing is read between steps.
+optimizers, data). Once per step the engine reads the structure of the population and hands it over
+(`apply_structure`): seeds are born, cleared, kept and restored there, by host index, before the next train pass. An executor of a static graph
+needs no structure: it is handed the masks as they are (`apply_changes`), and nothing is read between steps.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 
 EvaluationSplit = Literal["val", "test"]
 
 
-@record
+@tensor_dataclass
 class TrainPass:
     """What one train pass told. Gradient statistics are NaN where none were taken.
 
@@ -39,7 +39,7 @@ class TrainPass:
     grad_ratio: Float[Tensor, "N S"]
 
 
-@record
+@tensor_dataclass
 class ValidationPass:
     """Accuracy (pp) of each coalition, and the loss of the network as it stands (coalition 0)."""
 
@@ -72,7 +72,7 @@ class Structure:
     sets_valid: np.ndarray
 
 
-@record
+@tensor_dataclass
 class Changes:
     """What happened in step `t`, as masks on the device; the names are those of `Structure`.
 
@@ -120,7 +120,7 @@ class Executor(Protocol):
         """N fresh hosts with empty slots; a snapshot of them is taken."""
         ...
 
-    def settle(self, structure: Structure) -> None:
+    def apply_structure(self, structure: Structure) -> None:
         """Carry out on parameters what the lifecycle decided in the step that ended."""
         ...
 
@@ -149,6 +149,6 @@ class Executor(Protocol):
 class StaticGraph(Executor, Protocol):
     """An executor that runs whatever could grow and selects by masks, so that the host need not know the structure."""
 
-    def settle_on_device(self, changes: Changes, slots: SlotState) -> None:
-        """`settle` without a read: `slots` is the state after the step that ended."""
+    def apply_changes(self, changes: Changes, slots: SlotState) -> None:
+        """`apply_structure` without a read: `slots` is the state after the step that ended."""
         ...

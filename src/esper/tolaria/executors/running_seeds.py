@@ -12,7 +12,7 @@ from esper.kasmina.parameters.dropout import Draws, draw_for
 from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
-from esper.leyline.stages import Algorithm, AlphaMode, SeedStage, Topology
+from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.executors.protocol import Structure
 
 
@@ -85,28 +85,28 @@ class TrainedRows:
 
 def trained_mask(structure: Structure) -> np.ndarray:
     """[N, S]: seeds that learn in the next train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
-    learns = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
-    learning: np.ndarray = np.isin(structure.stage, learns) & (structure.alpha_mode != AlphaMode.DOWN)
+    trainable = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+    learning: np.ndarray = np.isin(structure.stage, trainable) & (structure.alpha_mode != AlphaMode.DOWN)
     return learning
 
 
 def isolated_mask(population: Population, structure: Structure) -> np.ndarray:
     """[N, S]: seeds that send no gradient into the host: all of a CNN, and everywhere those that are not active."""
-    isolated: np.ndarray = (structure.alpha <= 0.0) | (population.topology is Topology.CNN)
+    isolated: np.ndarray = (structure.alpha <= 0.0) | (population.family is HostFamily.CNN)
     return isolated
 
 
 _JOINS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 
 
-def join_order(structure: Structure) -> np.ndarray:
+def blend_order(structure: Structure) -> np.ndarray:
     """[N, S]: how a seed joins its host, as a rank: ADD, MULTIPLY, GATE, each hidden first and then heard."""
     way = np.select([structure.algorithm == Algorithm.MULTIPLY, structure.algorithm == Algorithm.GATE], [1, 2], 0)
     ranks: np.ndarray = 2 * way + (structure.alpha > 0.0)
     return ranks
 
 
-def join_of_rank(rank: int) -> tuple[Algorithm, bool]:
+def blend_of_rank(rank: int) -> tuple[Algorithm, bool]:
     """The algorithm of a rank, and whether it is heard."""
     return _JOINS[rank // 2], bool(rank % 2)
 
@@ -117,7 +117,7 @@ def begin_training(population: Population, structure: Structure) -> TrainedRows:
     Seeds that run alike come one after another: by slot, blueprint, isolation, how they join the host, and host.
     """
     hosts, slots = np.nonzero(trained_mask(structure))
-    isolated, how = isolated_mask(population, structure), join_order(structure)
+    isolated, how = isolated_mask(population, structure), blend_order(structure)
     by_seed = (values[hosts, slots] for values in (how, isolated, structure.blueprint))
     order = np.lexsort((hosts, *by_seed, slots))
     hosts, slots = hosts[order], slots[order]
@@ -158,8 +158,8 @@ def running_seeds(
         places = list(zip(rows.seed_host.tolist(), rows.seed_slot.tolist(), strict=True))
         leaf = dict(zip(places, rows.seeds.leaves, strict=True))
         gate_leaf = {places[i]: row for i, row in zip(rows.gate_of.tolist(), rows.gates.leaves, strict=True)}
-    heard, isolated = structure.alpha > 0.0, isolated_mask(population, structure)
-    runs = heard if rows is None else heard | trained_mask(structure)
+    active, isolated = structure.alpha > 0.0, isolated_mask(population, structure)
+    runs = active if rows is None else active | trained_mask(structure)
     hosts: list[SlotsOfHost] = [{} for _ in range(population.num_envs)]
     for n, s in zip(*np.nonzero(runs), strict=True):
         point = population.points[s]
@@ -178,7 +178,7 @@ def running_seeds(
             gate=gate,
             algorithm=algorithm,
             alpha=alpha[n, s],
-            hidden=not heard[n, s],
+            hidden=not active[n, s],
             isolated=bool(isolated[n, s]),
         )
     return hosts

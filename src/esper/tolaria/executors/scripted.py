@@ -59,7 +59,7 @@ class ScriptedExecutor:
         self._episode, self._t = episode, 0
         self.passes.zero_()
 
-    def settle(self, structure: Structure) -> None:
+    def apply_structure(self, structure: Structure) -> None:
         """Nothing to operate on: `train_epoch` reads the lifecycle on the device."""
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:

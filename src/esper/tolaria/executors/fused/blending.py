@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     """
 
     algorithm: Algorithm
-    heard: bool
+    active: bool
     first: int
     last: int
     hosts: Int[Tensor, " k"]
@@ -36,10 +36,10 @@ class Piece(NamedTuple):
 
     def alpha_of(self, dtype: torch.dtype) -> Tensor | None:
         """The blend weights, None where the seeds are hidden."""
-        return self.alpha.to(dtype) if self.heard else None
+        return self.alpha.to(dtype) if self.active else None
 
 
-class Joining(NamedTuple):
+class GroupOutputs(NamedTuple):
     """What the seeds of one group put out: `own` [B, g, ...] is h at their hosts, `gate` is of the last pieces' hosts.
 
     `hosts` [g] are the group's rows among all hosts, None where it is all of them in order.
@@ -52,7 +52,7 @@ class Joining(NamedTuple):
     gate: Tensor | None
 
 
-def join(h: Float[Tensor, "B N *F"], groups: list[Joining]) -> Float[Tensor, "B N *F"]:
+def join(h: Float[Tensor, "B N *F"], groups: list[GroupOutputs]) -> Float[Tensor, "B N *F"]:
     """Features of all hosts after a slot."""
     plans = tuple((group.pieces, group.hosts) for group in groups)
     parts = (part for group in groups for part in (group.own.detach(), group.delta, group.gate))
@@ -117,7 +117,7 @@ class _Join(torch.autograd.Function):
 
 
 def _scales_host(piece: Piece) -> bool:
-    return piece.heard and piece.algorithm is Algorithm.MULTIPLY
+    return piece.active and piece.algorithm is Algorithm.MULTIPLY
 
 
 def _of_gate(piece: Piece, pieces: tuple[Piece, ...], gate: Tensor | None) -> Tensor | None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.capture import Programs, Recorder
+from esper.tolaria.capture import CaptureBackend, Programs
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused.prefixes import Bucket, buckets
 from esper.tolaria.executors.fused.slots import Rows, SlotGroup, apply_groups, fixed, learning, slot_groups
-from esper.tolaria.executors.fused.stacked_modules import Twins
+from esper.tolaria.executors.fused.stacked_modules import StackedModules
 from esper.tolaria.executors.fused.training_program import TrainingProgram, structure_key, training_program
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.host_data import HostData
@@ -50,13 +50,13 @@ class FusedExecutor(NetworkExecutor):
         data: HostData,
         *,
         measures_together: bool | None = None,
-        recorder: Recorder | None = None,
+        recorder: CaptureBackend | None = None,
     ) -> None:
         super().__init__(data)
         on_cpu = self.population.device.type == "cpu"
         self.measures_together = not on_cpu if measures_together is None else measures_together
-        self.twins = Twins(self.population)
-        if recorder is not None and any(seed.dropouts for seed in self.twins.seeds.values()):
+        self.stacked_modules = StackedModules(self.population)
+        if recorder is not None and any(seed.dropouts for seed in self.stacked_modules.seeds.values()):
             raise ConfigError("a recorded train pass would repeat its dropout masks; set capture to 'off'.")
         self._recorder = recorder
         self._programs: Programs[TrainingProgram] = Programs()
@@ -70,7 +70,7 @@ class FusedExecutor(NetworkExecutor):
         """Every host over its whole train split, in its own order."""
         p, data = self.population, self.data
         program = self._program(slots)
-        self.twins.train(True)
+        self.stacked_modules.train(True)
         told = run_epoch(
             data.train_batches(t),
             p.num_envs,
@@ -91,8 +91,8 @@ class FusedExecutor(NetworkExecutor):
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
         optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask)
-        host = learning(self.twins.host, hosts, 0, p.num_envs, p.host.buffers)
-        groups = slot_groups(p, self.twins, data.structure, slots.alpha, rows, self._everyone)
+        host = learning(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
+        groups = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._everyone)
         program = training_program(host, hosts, rows, groups, optimizer, data.scaler, self._recorder)
         return program if self._recorder is None else self._programs.settled(structure_key(data.structure), program)
 
@@ -108,7 +108,7 @@ class FusedExecutor(NetworkExecutor):
         plans = [plan_prefixes(rows, order) for rows in sets]
         correct = torch.zeros(p.num_envs, num_columns, dtype=torch.int64, device=p.device)
         loss_sum = torch.zeros(p.num_envs, device=p.device)
-        self.twins.train(False)
+        self.stacked_modules.train(False)
         runs = [self._bucket_run(bucket, plans, alpha, num_columns) for bucket in buckets(plans, order)]
         count = 0
         for x, y in batches:
@@ -133,11 +133,11 @@ class FusedExecutor(NetworkExecutor):
         }
         return _BucketRun(
             bucket=bucket,
-            groups=slot_groups(p, self.twins, self.data.structure, alpha, None, bucket.hosts),
+            groups=slot_groups(p, self.stacked_modules, self.data.structure, alpha, None, bucket.hosts),
             index=index,
             state_of=p.index(state_of),
             steps=steps,
-            host=fixed(self.twins.host, p.host.params[index], p.host.buffers[index]),
+            host=fixed(self.stacked_modules.host, p.host.params[index], p.host.buffers[index]),
             column=torch.arange(len(bucket.hosts), device=p.device),
         )
 
@@ -197,8 +197,8 @@ def _part_ways(h: Tensor, step: _RunStep, groups: list[SlotGroup], column: Tenso
     if step.common is not None:  # all hosts part alike: no gathering host by host
         off_p, on_p = step.common
         return torch.cat((_states(h_BPg, off_p), _states(heard_BPg, on_p)), dim=1).flatten(0, 2)
-    heard = on.view(*on.shape, *(1,) * (h.dim() - 1))
-    return torch.where(heard, heard_BPg[:, parent, column], h_BPg[:, parent, column]).flatten(0, 2)
+    active = on.view(*on.shape, *(1,) * (h.dim() - 1))
+    return torch.where(active, heard_BPg[:, parent, column], h_BPg[:, parent, column]).flatten(0, 2)
 
 
 def _states(h_BPg: Tensor, wanted: tuple[int, ...]) -> Tensor:

@@ -5,7 +5,7 @@
     groups     {0, 2}, {1}, {4}                             three calls, whatever the number of hosts
 
 Within a group the hosts are ordered by how the seed's output joins the host's, so that each way is one slice
-(`running.join_order`).
+(`running.blend_order`).
 
 Examples of all hosts are one batch whose rows have the host as the fastest index (see
 `kasmina.parameters.stacked_layers`).
@@ -25,42 +25,42 @@ from esper.kasmina.parameters.flat_layout import StackedTemplate
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
 from esper.leyline.stages import Algorithm
-from esper.tolaria.executors.fused.blending import Joining, Piece, join
-from esper.tolaria.executors.fused.stacked_modules import Twins
+from esper.tolaria.executors.fused.blending import GroupOutputs, Piece, join
+from esper.tolaria.executors.fused.stacked_modules import StackedModules
 from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.running_seeds import TrainedRows, isolated_mask, join_of_rank, join_order, trained_mask
+from esper.tolaria.executors.running_seeds import TrainedRows, blend_of_rank, blend_order, isolated_mask, trained_mask
 
 
 class Rows(NamedTuple):
     """A stacked skeleton and what it runs on: parameters and buffers [g, ...], made once for a pass.
 
-    `slopes` are where the gradients of the parameters belong, empty where nothing is learned; `draws` are the masks of
+    `grads` are where the gradients of the parameters belong, empty where nothing is learned; `draws` are the masks of
     dropout.
     """
 
-    twin: StackedTemplate
+    stacked: StackedTemplate
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
-    slopes: tuple[Tensor, ...] = ()
+    grads: tuple[Tensor, ...] = ()
     draws: Draws | None = None
 
     def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
         """Run on x [B * g, ...]."""
-        self.twin.bind(self.parameters, self.buffers)
-        draw_for(self.twin.dropouts, self.draws)
-        return self.twin(*args)
+        self.stacked.bind(self.parameters, self.buffers)
+        draw_for(self.stacked.dropouts, self.draws)
+        return self.stacked(*args)
 
 
-def fixed(twin: StackedTemplate, params: Tensor, buffers: Tensor) -> Rows:
+def fixed(stacked: StackedTemplate, params: Tensor, buffers: Tensor) -> Rows:
     """Rows that do not learn."""
-    return Rows(twin, twin.views(params), twin.buffer_views(buffers))
+    return Rows(stacked, stacked.views(params), stacked.buffer_views(buffers))
 
 
-def learning(twin: StackedTemplate, working: Working, first: int, last: int, buffers: Tensor) -> Rows:
+def learning(stacked: StackedTemplate, working: Working, first: int, last: int, buffers: Tensor) -> Rows:
     """Rows `first` to `last` (exclusive) of a working copy; what an optimizer does to them is seen here."""
-    width = twin.parameters.total
-    leaves = tuple(view.requires_grad_() for view in twin.views(working.params[first:last, :width]))
-    return Rows(twin, leaves, twin.buffer_views(buffers), twin.views(working.grad[first:last, :width]))
+    width = stacked.parameters.total
+    leaves = tuple(view.requires_grad_() for view in stacked.views(working.params[first:last, :width]))
+    return Rows(stacked, leaves, stacked.buffer_views(buffers), stacked.views(working.grad[first:last, :width]))
 
 
 @final
@@ -85,14 +85,14 @@ class SlotGroup:
 
     def trained_rows(self) -> list[Rows]:
         """What the group trains."""
-        return [rows for rows in (self.seed, self.gate) if rows is not None and rows.slopes]
+        return [rows for rows in (self.seed, self.gate) if rows is not None and rows.grads]
 
     def keep_buffers(self, population: Population) -> None:
         """Write running statistics that a train pass moved back into the population."""
         if self.running.shape[1]:
             population.seeds.buffers[self.rows, : self.running.shape[1]] = self.running
 
-    def joining(self, h_BN: Tensor) -> Joining:
+    def joining(self, h_BN: Tensor) -> GroupOutputs:
         """What the seeds of these hosts put out for the features [B, N, ...] of all hosts."""
         num, seen = len(self.rows), h_BN.detach() if self.isolated else h_BN
         x_Bg = seen if self.index is None else seen.index_select(1, self.index)
@@ -102,7 +102,7 @@ class SlotGroup:
             first = next(piece.first for piece in self.pieces if piece.algorithm is Algorithm.GATE)
             gated = x_Bg if first == 0 else x_Bg[:, first:]
             gate_Bg = self.gate(gated.flatten(0, 1)).to(h_BN.dtype).unflatten(0, (-1, num - first))
-        return Joining(self.pieces, self.index, x_Bg, delta_Bg, gate_Bg)
+        return GroupOutputs(self.pieces, self.index, x_Bg, delta_Bg, gate_Bg)
 
 
 def apply_groups(groups: list[SlotGroup], h: Tensor, num_hosts: int) -> Tensor:
@@ -114,7 +114,7 @@ def apply_groups(groups: list[SlotGroup], h: Tensor, num_hosts: int) -> Tensor:
 
 def slot_groups(
     population: Population,
-    twins: Twins,
+    stacked_modules: StackedModules,
     structure: Structure,
     alpha: Tensor,
     rows: TrainedRows | None,
@@ -124,17 +124,19 @@ def slot_groups(
 
     With `rows` (a train pass, all hosts) the seeds that learn run on the working copies.
     """
-    learns = trained_mask(structure) if rows is not None else np.zeros_like(structure.stage, dtype=np.bool_)
-    runs = (structure.alpha > 0.0) | learns
-    order, isolated = join_order(structure), isolated_mask(population, structure)
+    trainable = trained_mask(structure) if rows is not None else np.zeros_like(structure.stage, dtype=np.bool_)
+    runs = (structure.alpha > 0.0) | trainable
+    order, isolated = blend_order(structure), isolated_mask(population, structure)
     found: dict[str, list[SlotGroup]] = {}
     for s, point in enumerate(population.points):
         places = np.flatnonzero(runs[hosts, s])
         places = places[np.argsort(order[hosts[places], s], kind="stable")]
         here = hosts[places]
-        keys = structure.blueprint[here, s] * 4 + isolated[here, s] * 2 + learns[here, s]
+        keys = structure.blueprint[here, s] * 4 + isolated[here, s] * 2 + trainable[here, s]
         groups = [
-            _group(population, twins, structure, alpha, rows if key % 2 else None, hosts, places[keys == key], s)
+            _group(
+                population, stacked_modules, structure, alpha, rows if key % 2 else None, hosts, places[keys == key], s
+            )
             for key in np.unique(keys)
         ]
         if groups:
@@ -144,7 +146,7 @@ def slot_groups(
 
 def _group(
     population: Population,
-    twins: Twins,
+    stacked_modules: StackedModules,
     structure: Structure,
     alpha: Tensor,
     rows: TrainedRows | None,
@@ -156,14 +158,14 @@ def _group(
     who = hosts[places]
     channels = population.points[s].channels
     flat = population.index(who * population.num_slots + s)
-    twin = twins.seeds[channels, int(structure.blueprint[who[0], s])]
-    running = population.seeds.buffers[flat, : twin.buffers.total]
+    stacked = stacked_modules.seeds[channels, int(structure.blueprint[who[0], s])]
+    running = population.seeds.buffers[flat, : stacked.buffers.total]
     if rows is None:
-        seed = fixed(twin, population.seeds.params[flat, : twin.parameters.total], running)
+        seed = fixed(stacked, population.seeds.params[flat, : stacked.parameters.total], running)
     else:
         start = int(np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0])
-        seed = learning(twin, rows.seeds, start, start + len(who), running)
-    seed = seed._replace(draws=population.draws(population.index(who), s) if twin.dropouts else None)
+        seed = learning(stacked, rows.seeds, start, start + len(who), running)
+    seed = seed._replace(draws=population.draws(population.index(who), s) if stacked.dropouts else None)
     in_order = len(places) == len(hosts) and bool((np.diff(places) > 0).all())
     index = population.index(places)
     pieces = _pieces(structure, alpha[population.index(who), s], index, who, s)
@@ -171,7 +173,7 @@ def _group(
     return SlotGroup(
         index=None if in_order else index,
         seed=seed,
-        gate=_gates(population, twins.gates[channels], rows, who[gated:], s, flat[gated:]),
+        gate=_gates(population, stacked_modules.gates[channels], rows, who[gated:], s, flat[gated:]),
         rows=flat,
         pieces=pieces,
         isolated=bool(isolated_mask(population, structure)[who[0], s]),
@@ -180,26 +182,26 @@ def _group(
 
 
 def _pieces(structure: Structure, alpha: Tensor, index: Tensor, who: np.ndarray, s: int) -> tuple[Piece, ...]:
-    """The slices of a group, whose hosts are in the order of `join_order`."""
-    order = join_order(structure)[who, s]
+    """The slices of a group, whose hosts are in the order of `blend_order`."""
+    order = blend_order(structure)[who, s]
     lifted = alpha.view(-1, 1, 1, 1)
     found = []
     for rank in np.unique(order):
         first, last = (int(i) for i in np.searchsorted(order, (rank, rank + 1)))
-        algorithm, heard = join_of_rank(int(rank))
-        found.append(Piece(algorithm, heard, first, last, index[first:last], lifted[first:last]))
+        algorithm, active = blend_of_rank(int(rank))
+        found.append(Piece(algorithm, active, first, last, index[first:last], lifted[first:last]))
     return tuple(found)
 
 
 def _gates(
-    population: Population, twin: StackedTemplate, rows: TrainedRows | None, who: np.ndarray, s: int, flat: Tensor
+    population: Population, stacked: StackedTemplate, rows: TrainedRows | None, who: np.ndarray, s: int, flat: Tensor
 ) -> Rows | None:
     """The gates of the hosts `who`, whose seeds are the rows `flat`; None for nobody."""
     if not len(who):
         return None
-    buffers = population.gates.buffers[flat, : twin.buffers.total]
+    buffers = population.gates.buffers[flat, : stacked.buffers.total]
     if rows is None:
-        return fixed(twin, population.gates.params[flat, : twin.parameters.total], buffers)
+        return fixed(stacked, population.gates.params[flat, : stacked.parameters.total], buffers)
     first_gated = np.flatnonzero((rows.seed_host == who[0]) & (rows.seed_slot == s))[0]
     first = int(np.flatnonzero(rows.gate_of == first_gated)[0])
-    return learning(twin, rows.gates, first, first + len(who), buffers)
+    return learning(stacked, rows.gates, first, first + len(who), buffers)

@@ -8,12 +8,12 @@ from esper.kasmina.parameters.flat_layout import StackedTemplate, drop_batch_cou
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.kinds import Features, Kind, once
 from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.stacked_layers import can_lower_layers, lower_layers
+from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers
 from esper.kasmina.parameters.stacking_trial import way_to_stack
 
 
 @final
-class Twins:
+class StackedModules:
     """Host, seeds and gates of a population for many hosts at once.
 
     Seeds that share a width are one template: it is bound to its rows immediately before each call.
@@ -25,7 +25,7 @@ class Twins:
     def __init__(self, population: Population) -> None:
         device = population.device
         self.host = StackedTemplate(
-            lower_layers(population.host_module).to(device),
+            stack_layers(population.host_module).to(device),
             population.host_kind.template.parameters,
             population.host_kind.template.buffers,
         )
@@ -53,4 +53,4 @@ def _twin(kind: Kind, features: Features, device: torch.device) -> StackedTempla
 
 def can_fuse(population: Population) -> bool:
     """Whether the host has only layers that can be stacked; seeds always can."""
-    return can_lower_layers(population.host_module)
+    return can_stack_layers(population.host_module)

@@ -19,11 +19,11 @@ from torch import Tensor
 from esper.kasmina.parameters.slab import Working
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tolaria.amp import LossScaler
-from esper.tolaria.capture import Captured, Recorder
+from esper.tolaria.capture import CaptureBackend, Captured
 from esper.tolaria.executors.fused.slots import Rows, SlotGroup, apply_groups
 from esper.tolaria.executors.optimizer_step import StackedOptimizer
 from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.running_seeds import TrainedRows, join_order, trained_mask
+from esper.tolaria.executors.running_seeds import TrainedRows, blend_order, trained_mask
 
 Groups = dict[str, list[SlotGroup]]
 
@@ -62,7 +62,7 @@ def training_program(
     groups: Groups,
     optimizer: StackedOptimizer,
     scaler: LossScaler,
-    recorder: Recorder | None,
+    recorder: CaptureBackend | None,
 ) -> TrainingProgram:
     """The program on this memory; with a `recorder` its functions are recorded when they are called again."""
     learned = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
@@ -84,10 +84,10 @@ def training_program(
 
 def structure_key(structure: Structure) -> Hashable:
     """What decides which operations a train pass runs on which shapes: equal keys have interchangeable programs."""
-    learns, heard = trained_mask(structure), structure.alpha > 0.0
-    runs = learns | heard
-    of_running = (structure.blueprint, join_order(structure), structure.has_gate)
-    masks = (learns.tobytes(), heard.tobytes())
+    trainable, active = trained_mask(structure), structure.alpha > 0.0
+    runs = trainable | active
+    of_running = (structure.blueprint, blend_order(structure), structure.has_gate)
+    masks = (trainable.tobytes(), active.tobytes())
     return (*masks, *(np.where(runs, values, 0).astype(np.int64).tobytes() for values in of_running))
 
 
@@ -107,8 +107,8 @@ def train_batch(
     loss_N = loss_BN.mean(dim=0)
     leaves = [leaf for rows in learned for leaf in rows.parameters]
     # a blueprint may have parameters that it does not use
-    slopes = torch.autograd.grad((loss_N * scaler.scale).sum(), leaves, materialize_grads=True)
-    torch._foreach_copy_([slope for rows in learned for slope in rows.slopes], slopes)
+    grads = torch.autograd.grad((loss_N * scaler.scale).sum(), leaves, materialize_grads=True)
+    torch._foreach_copy_([slope for rows in learned for slope in rows.grads], grads)
     hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
     return loss_N.detach(), hits
 
@@ -116,5 +116,5 @@ def train_batch(
 def _given(rows: Rows) -> Iterator[Tensor]:
     """What was copied out of the population for these rows: buffers, and weights that do not learn."""
     yield from rows.buffers
-    if not rows.slopes:
+    if not rows.grads:
         yield from rows.parameters

@@ -137,9 +137,9 @@ def expect(what: str, found: object, expected: object) -> None:
 @final
 @dataclass
 class Assembler:
-    """Writes a program. `learns`: a way back will follow, so what it needs must be kept."""
+    """Writes a program. `trainable`: a way back will follow, so what it needs must be kept."""
 
-    learns: bool
+    trainable: bool
     _code: list[tuple[object, ...]] = field(default_factory=list)
     _free: list[Rows] = field(default_factory=list)
     _rows: int = 0

@@ -24,14 +24,14 @@ from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.native.library import stride_of
-from esper.tolaria.executors.native.machine import Batchwork, Machine
+from esper.tolaria.executors.native.machine import Machine, Workload
 from esper.tolaria.executors.native.networks import Space
 from esper.tolaria.executors.native.optimizer_step import Stepping
 from esper.tolaria.executors.native.structures import (
     Programs,
     population_spaces,
+    structure_codes,
     training_spaces,
-    what_runs,
 )
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass
@@ -80,7 +80,7 @@ class NativeExecutor(NetworkExecutor):
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
         p, data = self.population, self.data
-        what = what_runs(data.structure, training=True)
+        what = structure_codes(data.structure, training=True)
         here, others = self._shared_out(what)
         if not here.size:
             return streamed.train_epoch(data, t, slots)
@@ -88,7 +88,7 @@ class NativeExecutor(NetworkExecutor):
         rows = begin_training(p, data.structure)
         alpha = slots.alpha.contiguous()
         spaces = training_spaces(p, alpha, hosts, rows).of(here)
-        work = Batchwork.of_each([self._programs.training(w) for w in what[here]])
+        work = Workload.of_each([self._programs.training(w) for w in what[here]])
         train_others = streamed.train_function(data, others.tolist(), hosts, rows, slots.alpha) if others.size else None
         told = torch.zeros(len(here), 2, dtype=torch.float64)
 
@@ -130,12 +130,12 @@ class NativeExecutor(NetworkExecutor):
         """See `NetworkExecutor`."""
         p = self.population
         alpha = alpha.contiguous()
-        what = what_runs(self.data.structure, training=False)
+        what = structure_codes(self.data.structure, training=False)
         here, others = self._shared_out(what)
         if not here.size:
             return streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
         plans = [plan_prefixes(rows, self.data.execution_order) for rows in sets]
-        work = Batchwork.of_each([self._programs.measuring(what[n], plans[n]) for n in here])
+        work = Workload.of_each([self._programs.measuring(what[n], plans[n]) for n in here])
         spaces = population_spaces(p, alpha).of(here)
         told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
         spaces.rows(Space.TOLD, told)

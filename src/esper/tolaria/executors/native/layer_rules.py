@@ -57,14 +57,14 @@ class Weights:
 
     layout: FlatLayout
     values: int
-    slopes: int | None = None
+    grads: int | None = None
     buffer_layout: FlatLayout | None = None
     buffers: int = 0
     prefix: str = ""
 
     def of(self, name: str) -> "Weights":
         """Those of a child."""
-        return Weights(self.layout, self.values, self.slopes, self.buffer_layout, self.buffers, f"{self.prefix}{name}.")
+        return Weights(self.layout, self.values, self.grads, self.buffer_layout, self.buffers, f"{self.prefix}{name}.")
 
     def value(self, name: str, *shape: int) -> Place:
         """A tensor; raises ShapeError where it has another shape."""
@@ -72,8 +72,8 @@ class Weights:
 
     def grad(self, name: str) -> Place:
         """Where its gradient belongs."""
-        assert self.slopes is not None, "a way back of weights that do not learn"
-        return Place(self.slopes, _offset(self.layout, self.prefix + name))
+        assert self.grads is not None, "a way back of weights that do not learn"
+        return Place(self.grads, _offset(self.layout, self.prefix + name))
 
     def buffer(self, name: str, *shape: int) -> Place:
         """A buffer; raises ShapeError where it has another shape."""
@@ -163,7 +163,7 @@ def batch_norm(
     affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
     running = (weights.buffer("running_mean", x.channels), weights.buffer("running_var", x.channels))
     sizes = (x.channels, x.space)
-    if not a.learns:
+    if not a.trainable:
         a.emit(
             Operation.BATCH_NORM_FIXED, x.rows, *affine, *running, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
         )
@@ -177,9 +177,9 @@ def batch_norm(
     )  # fmt: skip
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        slopes = (weights.grad("weight"), weights.grad("bias"))
+        grads = (weights.grad("weight"), weights.grad("bias"))
         a.emit(
-            Operation.BATCH_NORM_BACK, x.rows, *affine, mean, rstd, *slopes, y.rows, g, sizes=sizes, flag=relu
+            Operation.BATCH_NORM_BACK, x.rows, *affine, mean, rstd, *grads, y.rows, g, sizes=sizes, flag=relu
         )  # fmt: skip
         a.release(y.rows)
         return _handed_on(a, g, wanted)
@@ -207,12 +207,12 @@ def group_norm(
     a.emit(
         Operation.GROUP_NORM, x.rows, *affine, gamma, mean, rstd, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
     )
-    if not a.learns:
+    if not a.trainable:
         a.release(mean, rstd)
 
     def back(g: Rows, wanted: bool) -> Rows | None:
-        slopes = (weights.grad("weight"), weights.grad("bias"), None if scale is None else scale.grad("gamma"))
-        a.emit(Operation.GROUP_NORM_BACK, x.rows, *affine, gamma, mean, rstd, g, *slopes, sizes=sizes, flag=relu)
+        grads = (weights.grad("weight"), weights.grad("bias"), None if scale is None else scale.grad("gamma"))
+        a.emit(Operation.GROUP_NORM_BACK, x.rows, *affine, gamma, mean, rstd, g, *grads, sizes=sizes, flag=relu)
         a.release(mean, rstd, y.rows)
         return _handed_on(a, g, wanted)
 
@@ -288,7 +288,7 @@ def chain(a: Assembler, x: Features, *steps: Callable[[Features], tuple[Features
         before = h
         h, step_back = step(before)
         backs.append(step_back)
-        if not a.learns and before is not x:
+        if not a.trainable and before is not x:
             a.release(before.rows)
 
     def back(g: Rows, wanted: bool) -> Rows | None:

@@ -40,7 +40,7 @@ class _Memory:
 
 @final
 @dataclass(frozen=True)
-class Batchwork:
+class Workload:
     """Which program each host runs: `code` of all of them, and where each host's begins; made once for a pass."""
 
     programs: tuple[Program, ...]
@@ -49,7 +49,7 @@ class Batchwork:
     count: np.ndarray
 
     @classmethod
-    def of_each(cls, programs: Sequence[Program]) -> "Batchwork":
+    def of_each(cls, programs: Sequence[Program]) -> "Workload":
         """A program for each host; equal ones are the same object."""
         number: dict[int, int] = {}
         which = np.array([number.setdefault(id(program), len(number)) for program in programs])
@@ -57,7 +57,7 @@ class Batchwork:
         return cls.of([by_id[key] for key in number], which)
 
     @classmethod
-    def of(cls, programs: Sequence[Program], which: np.ndarray) -> "Batchwork":
+    def of(cls, programs: Sequence[Program], which: np.ndarray) -> "Workload":
         """`which` [H] is the program of each host."""
         sizes = np.array([len(program.code) for program in programs], dtype=np.int64)
         begins = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
@@ -120,7 +120,7 @@ class Machine:
         self._memory = [_Memory(dtype) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
-    def run(self, work: Batchwork, spaces: Spaces, lanes: int) -> None:
+    def run(self, work: Workload, spaces: Spaces, lanes: int) -> None:
         """Carry out each host's program on its spaces; working memory is added here.
 
         Raises:
@@ -139,7 +139,7 @@ class Machine:
         for future in futures:
             future.result()
 
-    def _run_some(self, k: int, work: Batchwork, spaces: Spaces, hosts: slice, lanes: int) -> None:
+    def _run_some(self, k: int, work: Workload, spaces: Spaces, hosts: slice, lanes: int) -> None:
         memory = self._memory[k]
         memory.fit(work.programs, lanes)
         own = spaces.of(hosts)

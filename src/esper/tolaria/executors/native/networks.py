@@ -71,16 +71,16 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Growth:
+class ActiveSeed:
     """What runs in slot `s`: the seed, its gate (GATE), whether the host hears it, and what of it learns."""
 
     s: int
     seed: Module
     gate: Module | None
     algorithm: Algorithm
-    heard: bool
-    learns: bool = False
-    gate_learns: bool = False
+    active: bool
+    trainable: bool = False
+    gate_trainable: bool = False
 
 
 _JOINS = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
@@ -88,7 +88,7 @@ _JOINS = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class HostLayout:
     """A host as it was built, where its tensors lie in a row, and what size its images have."""
 
     host: CNNHost
@@ -97,10 +97,10 @@ class Skeleton:
     height: int
     width: int
 
-    def weights(self, *, learns: bool) -> Weights:
+    def weights(self, *, trainable: bool) -> Weights:
         """The spaces of its tensors."""
-        slopes = int(Space.HOST_SLOPES) if learns else None
-        return Weights(self.layout, Space.HOST, slopes, self.buffers, Space.HOST_BUFFERS)
+        grads = int(Space.HOST_SLOPES) if trainable else None
+        return Weights(self.layout, Space.HOST, grads, self.buffers, Space.HOST_BUFFERS)
 
 
 def host_problem(host: nn.Module) -> str | None:
@@ -108,10 +108,10 @@ def host_problem(host: nn.Module) -> str | None:
     return altered(host, {CNNHost, nn.ModuleList, Block, nn.Conv2d, nn.BatchNorm2d, nn.Linear})
 
 
-def training_program(skeleton: Skeleton, grown: Mapping[str, Growth]) -> Program:
+def training_program(skeleton: HostLayout, grown: Mapping[str, ActiveSeed]) -> Program:
     """Forward and backward of one batch of a host; `grown` is what runs, by slot id."""
-    a, host = Assembler(learns=True), skeleton.host
-    weights = skeleton.weights(learns=True)
+    a, host = Assembler(trainable=True), skeleton.host
+    weights = skeleton.weights(trainable=True)
     h = _images(a, skeleton)
     backs: list[Back] = []
 
@@ -140,14 +140,14 @@ def training_program(skeleton: Skeleton, grown: Mapping[str, Growth]) -> Program
 
 
 def measuring_program(
-    skeleton: Skeleton, grown: Mapping[str, Growth], steps: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    skeleton: HostLayout, grown: Mapping[str, ActiveSeed], steps: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Program:
     """Losses and hits of all states of a host on some examples.
 
     `steps[slot_id]` says which states go on without the seed and which with it; first those without (`prefixes`).
     """
-    a, host = Assembler(learns=False), skeleton.host
-    weights = skeleton.weights(learns=False)
+    a, host = Assembler(trainable=False), skeleton.host
+    weights = skeleton.weights(trainable=False)
     states = [_images(a, skeleton)]
 
     def part(slot_id: str) -> None:
@@ -155,10 +155,10 @@ def measuring_program(
         if slot_id not in steps:
             return
         off, on = steps[slot_id]
-        heard = [_joined(a, grown[slot_id], states[i])[0] for i in on]
+        active = [_joined(a, grown[slot_id], states[i])[0] for i in on]
         for i in set(on) - set(off):
             a.release(states[i].rows)
-        states = [states[i] for i in off] + heard
+        states = [states[i] for i in off] + active
 
     for i, (conv, norm) in enumerate(_blocks(host)):
         own = weights.of(f"blocks.{i}")
@@ -189,7 +189,7 @@ def _blocks(host: CNNHost) -> Iterator[tuple[nn.Conv2d, nn.BatchNorm2d]]:
         yield conv, norm
 
 
-def _images(a: Assembler, skeleton: Skeleton) -> Features:
+def _images(a: Assembler, skeleton: HostLayout) -> Features:
     channels = skeleton.host.spec.in_channels
     count = channels * skeleton.height * skeleton.width
     x = Features(a.rows(count), channels, skeleton.height, skeleton.width)
@@ -204,34 +204,34 @@ def _loss(a: Assembler, logits: Features, state: int, slope: Rows | None) -> Non
     )  # fmt: skip
 
 
-def _joined(a: Assembler, grown: Growth, h: Features) -> tuple[Features, Back]:
+def _joined(a: Assembler, grown: ActiveSeed, h: Features) -> tuple[Features, Back]:
     """The features after a slot (`kasmina.blending`). A seed sees them, and sends nothing upstream through them."""
-    delta, back_seed = _run(a, grown.seed, _weights(grown, grown.seed, SlotSpace.SEED, grown.learns), h)
+    delta, back_seed = _run(a, grown.seed, _weights(grown, grown.seed, SlotSpace.SEED, grown.trainable), h)
     expect("shape of a seed's output", delta.shape, h.shape)
     gate: Features | None = None
     if grown.algorithm is Algorithm.GATE:
         assert grown.gate is not None
-        gate, back_gate = _run(a, grown.gate, _weights(grown, grown.gate, SlotSpace.GATE, grown.gate_learns), h)
+        gate, back_gate = _run(a, grown.gate, _weights(grown, grown.gate, SlotSpace.GATE, grown.gate_trainable), h)
         expect("shape of a gate's output", gate.shape, (1, 1, 1))
     opened = None if gate is None else gate.rows
     alpha = Place(slot_space(grown.s, SlotSpace.ALPHA), 0)
     sizes = (h.rows.size, _JOINS[grown.algorithm])
     y = h
-    if grown.heard:
+    if grown.active:
         y = h.like(a.rows(h.rows.size))
         a.emit(Operation.JOIN, h.rows, delta.rows, opened, alpha, y.rows, sizes=sizes)
-    if not a.learns:
+    if not a.trainable:
         a.release(delta.rows, *([] if opened is None else [opened]))
 
     def back(g: Rows, wanted: bool) -> Rows:
-        of_delta = a.rows(h.rows.size) if grown.learns else None
-        of_gate = a.rows(1) if grown.gate_learns else None
-        if grown.learns or (grown.heard and grown.algorithm is Algorithm.MULTIPLY):
+        of_delta = a.rows(h.rows.size) if grown.trainable else None
+        of_gate = a.rows(1) if grown.gate_trainable else None
+        if grown.trainable or (grown.active and grown.algorithm is Algorithm.MULTIPLY):
             a.emit(
                 Operation.JOIN_BACK, h.rows, delta.rows, opened, alpha, g, of_delta, of_gate,
-                sizes=sizes, flag=grown.heard,
+                sizes=sizes, flag=grown.active,
             )  # fmt: skip
-        if grown.heard:
+        if grown.active:
             a.release(y.rows)
         if of_delta is not None:
             back_seed(of_delta, False)
@@ -242,9 +242,9 @@ def _joined(a: Assembler, grown: Growth, h: Features) -> tuple[Features, Back]:
     return y, back
 
 
-def _weights(grown: Growth, module: Module, kind: SlotSpace, learns: bool) -> Weights:
-    slopes = slot_space(grown.s, SlotSpace(kind + 1)) if learns else None
-    return Weights(module.layout, slot_space(grown.s, kind), slopes)
+def _weights(grown: ActiveSeed, module: Module, kind: SlotSpace, trainable: bool) -> Weights:
+    grads = slot_space(grown.s, SlotSpace(kind + 1)) if trainable else None
+    return Weights(module.layout, slot_space(grown.s, kind), grads)
 
 
 def _run(a: Assembler, module: Module, weights: Weights, h: Features) -> tuple[Features, Back]:

@@ -55,7 +55,7 @@ class LearningSlot:
 
 def stepping_program(spec: OptimizerSpec, host: int, slots: tuple[LearningSlot, ...]) -> Program:
     """One step of a host of so many weights and of its seeds; gradients stay as they are."""
-    a = Assembler(learns=True)
+    a = Assembler(trainable=True)
     _step(a, spec, [(HOST, host)], spec.host_lr, decays=True)
     for slot in slots:
         rows = [(seed_row(slot.s), slot.seed)]

@@ -12,7 +12,7 @@ from esper.kasmina.parameters.optimizers import AdamWState, SGDState
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
 from esper.tolaria.executors.native.assembler import Program
-from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.optimizer_programs import (
     DECAY,
     HOST,
@@ -49,7 +49,7 @@ class Stepping:
             seed = p.seed_kinds[channels, int(structure.blueprint[n, s])].template.parameters.total
             gate = p.gate_kinds[channels].template.parameters.total if k in gated else None
             slots[n].append(LearningSlot(s, seed, gate))
-        work = Batchwork.of_each([self._program(tuple(own)) for own in slots])
+        work = Workload.of_each([self._program(tuple(own)) for own in slots])
         spaces = self._spaces(hosts, rows)
         return lambda: self._machine.run(work, spaces, 1)
 

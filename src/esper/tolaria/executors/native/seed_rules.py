@@ -58,7 +58,7 @@ def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Featu
     expect("factors of a channel attention", factor.channels, x.channels)
     y, sizes = x.like(a.rows(x.rows.size)), (x.channels, x.space)
     a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
-    if not a.learns:
+    if not a.trainable:
         a.release(factor.rows)
 
     def back(g: Rows, wanted: bool) -> None:
@@ -77,7 +77,7 @@ def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -
     y, sizes, gain = x.like(a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
     strength = gain.value("strength")
     a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
-    if not a.learns:
+    if not a.trainable:
         a.release(z.rows)
 
     def back(g: Rows, wanted: bool) -> None:

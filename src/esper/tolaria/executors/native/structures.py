@@ -17,9 +17,9 @@ from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.native.assembler import Program
 from esper.tolaria.executors.native.machine import Spaces
 from esper.tolaria.executors.native.networks import (
-    Growth,
+    ActiveSeed,
+    HostLayout,
     Module,
-    Skeleton,
     SlotSpace,
     Space,
     host_problem,
@@ -58,17 +58,17 @@ class Programs:
                 f"the host has no rule in compiled C++ ({reason}); set executor to 'fused' or 'streamed'."
             )
         template = population.host_kind.template
-        self._skeleton = Skeleton(population.host_module, template.parameters, template.buffers, height, width)
+        self._skeleton = HostLayout(population.host_module, template.parameters, template.buffers, height, width)
         self._gates = {c: Module(_gate(c), kind.template.parameters) for c, kind in population.gate_kinds.items()}
         self._seeds: dict[tuple[int, int], Module] = {}
         self.refused: dict[str, str] = {}
         for (channels, index), kind in population.seed_kinds.items():
-            blueprint = registry.blueprint_at(index, population.topology)
+            blueprint = registry.blueprint_at(index, population.family)
             module, reason = _tried(blueprint, channels)
             self._seeds[channels, index] = Module(module, kind.template.parameters)
             if reason is not None:
                 self.refused[blueprint.name] = reason
-        known = [i for _, i in self._seeds if registry.blueprint_at(i, population.topology).name not in self.refused]
+        known = [i for _, i in self._seeds if registry.blueprint_at(i, population.family).name not in self.refused]
         self._runnable = [_NOTHING, *sorted({*known})]
         self._training = lru_cache(_KEPT)(self._write_training)
         self._measuring = lru_cache(_KEPT)(self._write_measuring)
@@ -94,20 +94,20 @@ class Programs:
         parting = {self._points[step.slot].slot_id: (step.off, step.on) for step in steps}
         return measuring_program(self._skeleton, self._grown(what), parting)
 
-    def _grown(self, what: bytes) -> dict[str, Growth]:
+    def _grown(self, what: bytes) -> dict[str, ActiveSeed]:
         grown = {}
         rows = np.frombuffer(what, dtype=np.int64).reshape(-1, _WHAT).tolist()
-        for s, (blueprint, algorithm, heard, learns, gate_learns) in enumerate(rows):
+        for s, (blueprint, algorithm, active, trainable, gate_trainable) in enumerate(rows):
             if blueprint != _NOTHING:
                 channels = self._points[s].channels
-                grown[self._points[s].slot_id] = Growth(
+                grown[self._points[s].slot_id] = ActiveSeed(
                     s=s,
                     seed=self._seeds[channels, blueprint],
                     gate=self._gates[channels],
                     algorithm=Algorithm(algorithm),
-                    heard=bool(heard),
-                    learns=bool(learns),
-                    gate_learns=bool(gate_learns),
+                    active=bool(active),
+                    trainable=bool(trainable),
+                    gate_trainable=bool(gate_trainable),
                 )
         return grown
 
@@ -127,13 +127,13 @@ def _gate(channels: int) -> nn.Module:
     return gate
 
 
-def what_runs(structure: Structure, *, training: bool) -> np.ndarray:
+def structure_codes(structure: Structure, *, training: bool) -> np.ndarray:
     """[N, S, 5]: blueprint, algorithm, heard, learns, whether the gate learns; -1 where nothing runs."""
-    heard = structure.alpha > 0.0
-    learns = trained_mask(structure) if training else np.zeros_like(heard)
-    gated = learns & (structure.algorithm == Algorithm.GATE) & structure.has_gate
-    what = np.stack((structure.blueprint, structure.algorithm, heard, learns, gated), axis=-1).astype(np.int64)
-    what[~(heard | learns)] = _NOTHING
+    active = structure.alpha > 0.0
+    trainable = trained_mask(structure) if training else np.zeros_like(active)
+    gated = trainable & (structure.algorithm == Algorithm.GATE) & structure.has_gate
+    what = np.stack((structure.blueprint, structure.algorithm, active, trainable, gated), axis=-1).astype(np.int64)
+    what[~(active | trainable)] = _NOTHING
     return what
 
 

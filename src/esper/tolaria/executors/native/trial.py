@@ -16,7 +16,7 @@ from esper.kasmina.parameters.flat_layout import FlatLayout, buffer_layout, para
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, ShapeError
 from esper.tolaria.executors.native.layer_rules import Features, Rule, Weights
 from esper.tolaria.executors.native.library import stride_of
-from esper.tolaria.executors.native.machine import Batchwork, Machine, Spaces
+from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.seed_rules import RULES
 
 _SHAPES = ((3, 5, 4), (17, 1, 1))
@@ -45,39 +45,41 @@ def disagreement(module: nn.Module, channels: int) -> str | None:
     for batch, height, width in _SHAPES:
         row = torch.randn(layout.total, generator=generator, dtype=torch.float64) * 0.5 + 0.1
         x = torch.randn(batch, channels, height, width, generator=generator, dtype=torch.float64)
-        for learns in (True, False):
+        for trainable in (True, False):
             try:
-                want = by_torch(module, layout, row, x, learns=learns)
+                want = by_torch(module, layout, row, x, trainable=trainable)
             except (RuntimeError, ValueError) as error:
                 return f"PyTorch refuses features {tuple(x.shape)}: {error}"
             if not isinstance(module, GateNetwork) and want.y.shape != x.shape:
                 return f"it makes {tuple(want.y.shape)} of features {tuple(x.shape)}"
             try:
-                found = by_instructions(rule, module, layout, row, x, learns=learns)
+                found = by_instructions(rule, module, layout, row, x, trainable=trainable)
             except ShapeError as error:
                 return str(error)
             if not _same(found.y, want.y):
-                return f"its output is another than in PyTorch {'while it trains' if learns else 'in evaluation mode'}"
+                return (
+                    f"its output is another than in PyTorch {'while it trains' if trainable else 'in evaluation mode'}"
+                )
             if not _same(found.grad_weights, want.grad_weights):
                 return "its gradients are others than in PyTorch"
     return None
 
 
 def by_torch(
-    module: nn.Module, layout: FlatLayout, row: Tensor, x: Tensor, *, learns: bool = True, wanted: bool = False
+    module: nn.Module, layout: FlatLayout, row: Tensor, x: Tensor, *, trainable: bool = True, wanted: bool = False
 ) -> Outcome:
     """A module with these weights in PyTorch; the gradient of its output is `_grad_like` it.
 
     Raises:
         ValueError: it writes into its input.
     """
-    twin = copy.deepcopy(module).double().train(learns)
-    row, leaf = row.clone().requires_grad_(learns), x.clone().requires_grad_(learns)
+    stacked = copy.deepcopy(module).double().train(trainable)
+    row, leaf = row.clone().requires_grad_(trainable), x.clone().requires_grad_(trainable)
     given = leaf.clone()
-    y: Tensor = torch.func.functional_call(twin, layout.unpack(row), (given,))
+    y: Tensor = torch.func.functional_call(stacked, layout.unpack(row), (given,))
     if not torch.equal(given, x):
         raise ValueError("it writes into its input")
-    if not learns:
+    if not trainable:
         return Outcome(y, None, None)
     grad_row, grad_x = torch.autograd.grad(y, (row, leaf), _grad_like(y), materialize_grads=True)
     return Outcome(y.detach(), grad_x if wanted else None, grad_row)
@@ -90,7 +92,7 @@ def by_instructions(
     row: Tensor,
     x: Tensor,
     *,
-    learns: bool = True,
+    trainable: bool = True,
     wanted: bool = False,
     buffers: Tensor | None = None,
 ) -> Outcome:
@@ -101,13 +103,13 @@ def by_instructions(
     """
     batch, channels, height, width = x.shape
     kept = buffer_layout(module)
-    a = Assembler(learns=learns)
+    a = Assembler(trainable=trainable)
     h = Features(a.rows(x[0].numel()), channels, height, width)
     a.emit(Operation.TRANSPOSE, Place(_IMAGES, 0), h.rows, sizes=(h.rows.size,))
-    y, back = rule(a, module, Weights(layout, _VALUES, _GRADS if learns else None, kept, _BUFFERS), h)
+    y, back = rule(a, module, Weights(layout, _VALUES, _GRADS if trainable else None, kept, _BUFFERS), h)
     one = Place(_ONES, 0)  # a factor of one copies rows from one space to another
     a.emit(Operation.SCALE, one, y.rows, Place(_OUT, 0), sizes=(1, y.rows.size))
-    if learns:
+    if trainable:
         g = a.rows(y.rows.size)
         a.emit(Operation.SCALE, one, Place(_GRAD_OUT, 0), g, sizes=(1, g.size))
         into = back(g, wanted)
@@ -124,9 +126,9 @@ def by_instructions(
     spaces = Spaces(1, NUM_WORKING + len(tensors))
     for space, tensor in tensors.items():
         spaces.share(space, tensor)
-    Machine(dtype=x.dtype).run(Batchwork.of([a.program()], np.zeros(1, dtype=np.int64)), spaces, batch)
-    grad_x = _examples_of(grad_in, x.shape) if learns and wanted else None
-    return Outcome(_examples_of(out, (batch, *y.shape)), grad_x, grad_row if learns else None)
+    Machine(dtype=x.dtype).run(Workload.of([a.program()], np.zeros(1, dtype=np.int64)), spaces, batch)
+    grad_x = _examples_of(grad_in, x.shape) if trainable and wanted else None
+    return Outcome(_examples_of(out, (batch, *y.shape)), grad_x, grad_row if trainable else None)
 
 
 def _grad_like(y: Tensor) -> Tensor:

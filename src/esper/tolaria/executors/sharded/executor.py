@@ -113,9 +113,9 @@ class ShardedExecutor:
         """N fresh hosts with empty slots."""
         self._tell("reset", lambda begin, end: (episode,))
 
-    def settle(self, structure: Structure) -> None:
+    def apply_structure(self, structure: Structure) -> None:
         """Every process operates on the parameters of its hosts."""
-        self._tell("settle", lambda begin, end: (part_of(structure, begin, end),))
+        self._tell("apply_structure", lambda begin, end: (part_of(structure, begin, end),))
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split; of the slots, the last structure has told all that is needed."""

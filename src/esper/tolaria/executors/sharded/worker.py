@@ -104,9 +104,9 @@ class ShardRunner:
         self.executor.reset(episode)
         self._slots = self._fresh
 
-    def settle(self, structure: Structure) -> None:
+    def apply_structure(self, structure: Structure) -> None:
         """Operate on the parameters; keep what the next passes must know of the slots."""
-        self.executor.settle(structure)
+        self.executor.apply_structure(structure)
         self._slots = slots_of(structure, self._fresh)
 
     def train_epoch(self, t: int) -> StateTree:

@@ -25,8 +25,8 @@ from esper.leyline.stages import Algorithm
 class Ways(NamedTuple):
     """How the seeds of one slot join their hosts; each [N, 1, 1, 1], to broadcast over features [B, N, C, H, W]."""
 
-    heard: Tensor
-    learns: Tensor
+    active: Tensor
+    trainable: Tensor
     multiplies: Tensor
     gated: Tensor
     alpha: Tensor
@@ -82,12 +82,12 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, own: Tensor, delta: Tensor, gate: Tensor, ways: Ways) -> Tensor:  # noqa: ANN401
         """The joined features."""
-        alpha = torch.where(ways.heard, ways.alpha, 1.0).to(h.dtype)
+        alpha = torch.where(ways.active, ways.alpha, 1.0).to(h.dtype)
         signal = ways.choose(lambda algorithm: signal_of(algorithm, delta))
         weight = ways.choose(lambda algorithm: weight_of(algorithm, alpha, own, gate))
         ctx.ways = ways
         ctx.save_for_backward(signal, weight, alpha, gate)
-        return torch.where(ways.heard, torch.addcmul(h, signal, weight), h)
+        return torch.where(ways.active, torch.addcmul(h, signal, weight), h)
 
     @staticmethod
     @once_differentiable
@@ -98,11 +98,11 @@ class _Join(torch.autograd.Function):
         grad_h = grad_delta = grad_gate = None
         if ctx.needs_input_grad[0]:
             of_host = factor_grad(grad, signal, alpha, grad)
-            grad_h = torch.where(ways.multiplies & ways.heard, grad + of_host, grad)
+            grad_h = torch.where(ways.multiplies & ways.active, grad + of_host, grad)
         if ctx.needs_input_grad[2]:
             found = ways.choose(lambda algorithm: delta_grad(algorithm, grad, signal, weight))
-            grad_delta = torch.where(ways.learns, found, 0.0)
+            grad_delta = torch.where(ways.trainable, found, 0.0)
         if ctx.needs_input_grad[3]:
             opened = factor_grad(grad, signal, alpha, gate)
-            grad_gate = torch.where(ways.gated & ways.learns, opened, 0.0)
+            grad_gate = torch.where(ways.gated & ways.trainable, opened, 0.0)
         return grad_h, None, grad_delta, grad_gate, None

@@ -37,15 +37,15 @@ class StaticStates:
     """The state of each coalition at the end."""
     column: Int[Tensor, " N"]
 
-    def part(self, i: int, h: Tensor, heard: Tensor) -> Tensor:
+    def part(self, i: int, h: Tensor, active: Tensor) -> Tensor:
         """The states after the i-th slot, from those before it [B, P, N, ...] and the same with the seed heard."""
         if i < self.doublings:
-            return torch.cat((h, heard), dim=1)
+            return torch.cat((h, active), dim=1)
         if i == self.doublings:
             parent = self.subset[i]
-            h, heard = h[:, parent, self.column], heard[:, parent, self.column]
+            h, active = h[:, parent, self.column], active[:, parent, self.column]
         on = self.on[i]
-        return torch.where(on.view(*on.shape, *(1,) * (h.dim() - 3)), heard, h)
+        return torch.where(on.view(*on.shape, *(1,) * (h.dim() - 3)), active, h)
 
 
 def static_states(sets: Bool[Tensor, "N K S"], execution_order: tuple[int, ...]) -> StaticStates:
@@ -53,8 +53,8 @@ def static_states(sets: Bool[Tensor, "N K S"], execution_order: tuple[int, ...])
     num_hosts, num_sets, num_slots = sets.shape
     on = tuple(sets[:, :, s].t() for s in execution_order)
     subset = [torch.zeros_like(on[0], dtype=torch.int64)]
-    for i, heard in enumerate(on):
-        subset.append(subset[-1] + 2**i * heard)
+    for i, active in enumerate(on):
+        subset.append(subset[-1] + 2**i * active)
     doublings = min(num_slots, num_sets.bit_length() - 1)
     everyone = torch.arange(num_sets, device=sets.device).expand(num_hosts, -1)
     complete = doublings == num_slots

@@ -22,12 +22,12 @@ from esper.kasmina.parameters.slab import Working
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
-from esper.leyline.stages import SeedStage, Topology
+from esper.leyline.stages import HostFamily, SeedStage
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused.slots import Rows, fixed, learning
-from esper.tolaria.executors.fused.stacked_modules import Twins
+from esper.tolaria.executors.fused.stacked_modules import StackedModules
 from esper.tolaria.executors.fused.training_program import train_batch
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.optimizer_step import StackedOptimizer
@@ -47,11 +47,11 @@ class StaticExecutor:
 
     def __init__(self, data: HostData) -> None:
         population = data.population
-        assert population.topology is Topology.CNN, "seeds that send gradients to their host are not masked here"
+        assert population.family is HostFamily.CNN, "seeds that send gradients to their host are not masked here"
         self.data, self.population = data, population
         self.costs = population.costs()
         self.host_params = population.host_kind.template.parameters.num_params
-        self.twins = Twins(population)
+        self.stacked_modules = StackedModules(population)
         for kind in population.seed_kinds.values():
             if kind.start.rebuilt:
                 raise ConfigError(
@@ -76,7 +76,7 @@ class StaticExecutor:
 
     # -- births and deaths ------------------------------------------------------------------------------------------
 
-    def settle(self, structure: Structure) -> None:
+    def apply_structure(self, structure: Structure) -> None:
         """What the host knows, as masks; for whoever has read the structure all the same."""
         device = self.population.device
 
@@ -93,7 +93,7 @@ class StaticExecutor:
         )
         self._operate(changes, mask(structure.stage), mask(structure.blueprint), mask(structure.has_gate))
 
-    def settle_on_device(self, changes: Changes, slots: SlotState) -> None:
+    def apply_changes(self, changes: Changes, slots: SlotState) -> None:
         """Restore, clear, draw and keep rows as the lifecycle decided, without a read."""
         self._operate(changes, slots.stage, slots.blueprint, slots.has_gate)
 
@@ -102,8 +102,8 @@ class StaticExecutor:
         masked_updates.restore(p, changes.panicked, stage)
         masked_updates.release(p, changes.released)
         masked_updates.germinate(p, changes.germinated, blueprint, has_gate, self.data.episode, changes.t)
-        masked_updates.keep_hosts(p, changes.snapshot)
-        masked_updates.keep_seeds(p, changes.keep)
+        masked_updates.snapshot_hosts(p, changes.snapshot)
+        masked_updates.snapshot_seeds(p, changes.keep)
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -112,10 +112,10 @@ class StaticExecutor:
         p, masks = self.population, seed_masks(slots)
         hosts, seeds, gates = p.host.whole(), p.seeds.whole(), p.gates.whole()
         optimizer = self._optimizer(masks, hosts, seeds, gates)
-        host = learning(self.twins.host, hosts, 0, p.num_envs, p.host.buffers)
-        passing = static_slots(p, self.twins, masks, Slopes(seeds.grad, gates.grad))
+        host = learning(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
+        passing = static_slots(p, self.stacked_modules, masks, Slopes(seeds.grad, gates.grad))
         parts = [part for slot in passing.values() for part in slot.candidates()]
-        self.twins.train(True)
+        self.stacked_modules.train(True)
 
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
             answer = self._train_batch(host, parts, passing, x_NB, y_NB)
@@ -138,7 +138,7 @@ class StaticExecutor:
     def _optimizer(self, masks: SeedMasks, hosts: Working, seeds: Working, gates: Working) -> StackedOptimizer:
         host, slot, gate_of = self._all_rows
         rows = TrainedRows(seed_host=host, seed_slot=slot, gate_of=gate_of, seeds=seeds, gates=gates)
-        learn = (masks.learns.flatten(), masks.gate_learns.flatten())
+        learn = (masks.trainable.flatten(), masks.gate_trainable.flatten())
         return StackedOptimizer(self.population, hosts, rows, self.data.scaler, self.data.decay_mask, learn)
 
     def _train_batch(
@@ -176,12 +176,12 @@ class StaticExecutor:
     ) -> tuple[Tensor, Tensor, int]:
         """Correct answers [N, K] of each host's coalitions, summed loss [N] of its first one, number of examples."""
         p = self.population
-        passing = static_slots(p, self.twins, seed_masks(slots), None)
+        passing = static_slots(p, self.stacked_modules, seed_masks(slots), None)
         states = static_states(sets, self.data.execution_order)
-        host = fixed(self.twins.host, p.host.params, p.host.buffers)
+        host = fixed(self.stacked_modules.host, p.host.params, p.host.buffers)
         correct = torch.zeros(sets.shape[:2], dtype=torch.int64, device=p.device)
         loss_sum = torch.zeros(p.num_envs, device=p.device)
-        self.twins.train(False)
+        self.stacked_modules.train(False)
         floats = self.data.largest_activation * p.num_envs * states.num_states
         step, count = max(1, _CHUNK_FLOATS // floats), 0
         for x, y in batches:
@@ -204,8 +204,8 @@ class StaticExecutor:
 
         def apply(slot_id: str, h: Tensor) -> Tensor:
             shape = (batch, -1, num_hosts, *h.shape[1:])
-            heard = passing[slot_id](h, num_hosts)
-            return states.part(self._rank[slot_id], h.view(shape), heard.view(shape)).flatten(0, 2)
+            active = passing[slot_id](h, num_hosts)
+            return states.part(self._rank[slot_id], h.view(shape), active.view(shape)).flatten(0, 2)
 
         rows = x[:, None].expand(batch, num_hosts, *x.shape[1:]).flatten(0, 1)
         return host(rows, apply).view(batch, -1, num_hosts, self._num_classes)

@@ -26,15 +26,15 @@ def static_gradient_statistics(
     """Statistics of the gradients that lie in the slabs now."""
     p = population
     out = not_measured(p.num_envs, p.num_slots, p.device)
-    measured = in_stages(slots.stage, _MEASURED) & masks.learns
+    measured = in_stages(slots.stage, _MEASURED) & masks.trainable
     host_norm = torch.linalg.vector_norm(host_grad, dim=1, dtype=torch.float64)
     host_rms = host_norm / p.host_kind.template.parameters.num_params**0.5
     for s, point in enumerate(p.points):
         slot, gate = passing[point.slot_id], p.gate_kinds[point.channels].template.parameters
-        gated = masks.gate_learns[:, s]
+        gated = masks.gate_trainable[:, s]
         gate_norms = tensor_norms(_gradient(slot.gate), gate)
         for seed in slot.seeds:
-            layout = seed.rows.twin.parameters
+            layout = seed.rows.stacked.parameters
             norms = torch.cat((tensor_norms(_gradient(seed), layout), gate_norms), dim=1)
             known = torch.cat((torch.ones_like(norms[:, gate.num_tensors :], dtype=torch.bool),
                                gated[:, None].expand(-1, gate.num_tensors)), dim=1)  # fmt: skip

@@ -24,39 +24,39 @@ from esper.kasmina.parameters.slab import Slab, put_where
 from esper.kasmina.rules.guards import in_stages
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
-from esper.leyline.tensor_dataclass import record
+from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.executors.fused.slots import Rows
-from esper.tolaria.executors.fused.stacked_modules import Twins
+from esper.tolaria.executors.fused.stacked_modules import StackedModules
 from esper.tolaria.executors.static.blending import Ways, join, select
 
 _LEARNS = frozenset({SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED})
 
 
-@record
+@tensor_dataclass
 class SeedMasks:
     """What a pass asks of the slots. A gate is used where the algorithm is GATE, and trained where its seed is."""
 
     blueprint: Int[Tensor, "N S"]
     alpha: Float[Tensor, "N S"]
-    heard: Bool[Tensor, "N S"]
-    learns: Bool[Tensor, "N S"]
+    active: Bool[Tensor, "N S"]
+    trainable: Bool[Tensor, "N S"]
     multiplies: Bool[Tensor, "N S"]
     gated: Bool[Tensor, "N S"]
-    gate_learns: Bool[Tensor, "N S"]
+    gate_trainable: Bool[Tensor, "N S"]
 
 
 def seed_masks(slots: SlotState) -> SeedMasks:
-    """The masks of the present state: `running.trained_mask` and `running.join_order` on the device."""
-    learns = in_stages(slots.stage, _LEARNS) & (slots.alpha_mode != AlphaMode.DOWN)
+    """The masks of the present state: `running.trained_mask` and `running.blend_order` on the device."""
+    trainable = in_stages(slots.stage, _LEARNS) & (slots.alpha_mode != AlphaMode.DOWN)
     gated = slots.algorithm == Algorithm.GATE
     return SeedMasks(
         blueprint=slots.blueprint,
         alpha=slots.alpha,
-        heard=slots.alpha > 0.0,
-        learns=learns,
+        active=slots.alpha > 0.0,
+        trainable=trainable,
         multiplies=slots.algorithm == Algorithm.MULTIPLY,
         gated=gated,
-        gate_learns=learns & gated & slots.has_gate,
+        gate_trainable=trainable & gated & slots.has_gate,
     )
 
 
@@ -124,18 +124,20 @@ class Slopes(NamedTuple):
 
 
 def static_slots(
-    population: Population, twins: Twins, masks: SeedMasks, slopes: Slopes | None
+    population: Population, stacked_modules: StackedModules, masks: SeedMasks, grads: Slopes | None
 ) -> dict[str, StaticSlot]:
-    """Every slot by its id; `slopes` in a train pass."""
+    """Every slot by its id; `grads` in a train pass."""
     p, found = population, {}
     for s, point in enumerate(p.points):
         seeds = tuple(
-            _candidate(p, p.seeds, twins.seeds[channels, index], s, masks, index, slopes and slopes.seeds)
+            _candidate(p, p.seeds, stacked_modules.seeds[channels, index], s, masks, index, grads and grads.seeds)
             for channels, index in p.seed_kinds
             if channels == point.channels
         )
-        gate = _candidate(p, p.gates, twins.gates[point.channels], s, masks, None, slopes and slopes.gates)
-        lifted = [_lift(mask[:, s]) for mask in (masks.heard, masks.learns, masks.multiplies, masks.gated, masks.alpha)]
+        gate = _candidate(p, p.gates, stacked_modules.gates[point.channels], s, masks, None, grads and grads.gates)
+        lifted = [
+            _lift(mask[:, s]) for mask in (masks.active, masks.trainable, masks.multiplies, masks.gated, masks.alpha)
+        ]
         found[point.slot_id] = StaticSlot(seeds, gate, Ways(*lifted), [_lift(seed.own) for seed in seeds])
     return found
 
@@ -147,7 +149,7 @@ def _lift(mask_N: Tensor) -> Tensor:
 def _candidate(
     population: Population,
     slab: Slab,
-    twin: StackedTemplate,
+    stacked: StackedTemplate,
     s: int,
     masks: SeedMasks,
     index: int | None,
@@ -155,19 +157,19 @@ def _candidate(
 ) -> Candidate:
     """One kind of seed, or the gate (`index` None), in slot `s`."""
     rows = slice(s, None, population.num_slots)
-    params, buffers = slab.params[rows, : twin.parameters.total], slab.buffers[rows, : twin.buffers.total]
+    params, buffers = slab.params[rows, : stacked.parameters.total], slab.buffers[rows, : stacked.buffers.total]
     own = masks.gated[:, s] if index is None else masks.blueprint[:, s].eq(index)
-    draws = population.draws(slice(None), s) if twin.dropouts else None
+    draws = population.draws(slice(None), s) if stacked.dropouts else None
     if grad is None:
-        return Candidate(Rows(twin, twin.views(params), twin.buffer_views(buffers)), own, None)
+        return Candidate(Rows(stacked, stacked.views(params), stacked.buffer_views(buffers)), own, None)
     learning = Learning(
         slope=torch.zeros_like(params),
-        grad=grad[rows, : twin.parameters.total],
+        grad=grad[rows, : stacked.parameters.total],
         running=buffers.clone(),
         buffers=buffers,
-        trained=own & (masks.gate_learns if index is None else masks.learns)[:, s],
-        moved=own & (masks.learns | masks.heard)[:, s],
+        trained=own & (masks.gate_trainable if index is None else masks.trainable)[:, s],
+        moved=own & (masks.trainable | masks.active)[:, s],
     )
-    leaves = tuple(view.requires_grad_() for view in twin.views(params))
-    run = Rows(twin, leaves, twin.buffer_views(learning.running), twin.views(learning.slope), draws)
+    leaves = tuple(view.requires_grad_() for view in stacked.views(params))
+    run = Rows(stacked, leaves, stacked.buffer_views(learning.running), stacked.views(learning.slope), draws)
     return Candidate(run, own, learning)

@@ -169,8 +169,8 @@ def _coalition_logits(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHo
         states = h.unflatten(0, (step.num_parents, batch))
         off = [states[i] for i in step.off]
         on = [states[i] for i in step.on]
-        heard = seeds[slot_id].listen(on[0] if len(on) == 1 else torch.cat(on))
-        return torch.cat((*off, heard)) if off else heard
+        active = seeds[slot_id].listen(on[0] if len(on) == 1 else torch.cat(on))
+        return torch.cat((*off, active)) if off else active
 
     logits: Tensor = template(x, apply).unflatten(0, (plan.num_states, batch))
     return logits

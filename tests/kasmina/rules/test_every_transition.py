@@ -12,7 +12,7 @@ from esper.kasmina.rules.lifecycle import apply_ops, tick
 from esper.kasmina.rules.rollback import memory_of, rollback
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.stages import LEGAL_TRANSITIONS
+from esper.leyline.stages import LEGAL_TRANSITIONS, AlphaMode
 from esper.leyline.tensor_dataclass import replace
 
 Op = LifecycleOp
@@ -101,7 +101,7 @@ def test_no_ramp_is_ever_begun_while_another_one_runs(name, monkeypatch):
     begun, retarget = [], alpha.retarget
 
     def watched(slots, where, **ramp):
-        alpha.require_hold(slots, where)
+        assert (slots.alpha_mode[where] == AlphaMode.HOLD).all()
         begun.append(int(where.sum()))
         return retarget(slots, where, **ramp)
 

@@ -23,8 +23,7 @@ def ramp(x: Float[Tensor, "*b"], curve: Int[Tensor, "*b"], steepness: Float[Tens
     """
     half = torch.clamp(steepness, min=_MIN_STEEPNESS) * 0.5
     low = torch.sigmoid(-half)
-    span = torch.sigmoid(half) - low
-    sigmoid = torch.where(span < 1e-12, x, (torch.sigmoid(half * (2.0 * x - 1.0)) - low) / span)
+    sigmoid = (torch.sigmoid(half * (2.0 * x - 1.0)) - low) / (torch.sigmoid(half) - low)
     cosine = 0.5 - 0.5 * torch.cos(torch.pi * x)
     return torch.where(curve == AlphaCurve.SIGMOID, sigmoid, torch.where(curve == AlphaCurve.COSINE, cosine, x))
 
@@ -42,20 +41,19 @@ def retarget(
 
     No ticks: alpha takes the target at once. A target equal to alpha leaves the slot in HOLD.
     """
-    jump = ticks <= 0
-    still = jump | (target == slots.alpha)
-    mode = (2 - (target > slots.alpha).to(torch.int64)).masked_fill(still, int(AlphaMode.HOLD))  # UP is 1, DOWN 2
-    total = ticks.expand_as(mode).masked_fill(still, 0)
+    gradual = ticks > 0
+    moves = gradual & (target != slots.alpha)
+    direction = int(AlphaMode.UP) + (target < slots.alpha)  # DOWN is UP + 1
     return select(
         where,
         {
             "alpha_start": slots.alpha,
-            "alpha": torch.where(jump, target, slots.alpha),
+            "alpha": torch.where(gradual, slots.alpha, target),
             "alpha_target": target,
-            "alpha_mode": mode,
+            "alpha_mode": direction * moves,  # HOLD is 0
             "alpha_curve": curve,
             "alpha_steepness": steepness,
-            "alpha_total": total,
+            "alpha_total": ticks * moves,
             "alpha_done": 0,
         },
         slots,
@@ -69,7 +67,7 @@ def step(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
     share = done / slots.alpha_total.clamp(min=1)
     start, target = slots.alpha_start, slots.alpha_target
     moving = start + (target - start) * ramp(share, slots.alpha_curve, slots.alpha_steepness)
-    moving = torch.minimum(torch.maximum(moving, torch.minimum(start, target)), torch.maximum(start, target))
+    moving = moving.clamp(torch.minimum(start, target), torch.maximum(start, target))
     alpha = torch.where(landed, target, torch.where(where, moving, slots.alpha))
     mode = slots.alpha_mode.masked_fill(landed, int(AlphaMode.HOLD))
     return replace(slots, alpha=alpha, alpha_done=done, alpha_mode=mode)

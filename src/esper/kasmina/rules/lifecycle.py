@@ -1,13 +1,15 @@
-"""The rulebook: what an operation does, and what a tick does. Pure functions on [N, S].
+"""The rules of the lifecycle: what an operation and a tick do. Pure functions on [N, S].
 
 One control step, after the measurements are in:
 
-    apply_ops   the sampled op of each host, if it is legal and its gate agrees
-    tick        clocks, alpha, scheduled prunes, cooldown, gates that open by themselves; the only writer of clocks
-    feedback    what the controller will be told in the next step
+    apply_ops   the sampled op of each host, if it is legal and its gate passes
+    tick        clocks, alpha, scheduled prunes, cooldown, automatic gates; the only writer of clocks
+    feedback    success and effective op, for the next observation
 
-Everything is a mask over hosts and slots; nothing here knows networks, optimizers or rewards.
+Every decision is a mask over hosts and slots; networks, optimizers and rewards are unknown here.
 """
+
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,26 +17,30 @@ from torch import Tensor
 
 from esper.kasmina.rules import alpha, gates
 from esper.kasmina.rules.config import LifecycleConfig
-from esper.kasmina.rules.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
+from esper.kasmina.rules.guards import at_target, in_stages, numbers, resolve_target_slot
 from esper.kasmina.rules.op_parameters import OpParameters, op_parameters
 from esper.kasmina.rules.slot_fields import release, select, vacate
-from esper.leyline.actions import (
-    FIRST_RAMP_STEEPNESS,
-    NUM_OPS,
-    Head,
-    LifecycleOp,
-)
+from esper.leyline.actions import FIRST_RAMP_STEEPNESS, NUM_OPS, Head, LifecycleOp
 from esper.leyline.messages import GateReadings, HostState, SlotState, Transitions
-from esper.leyline.stages import Algorithm, AlphaMode, Cause, SeedStage
+from esper.leyline.stages import NUM_STAGE_VALUES, Algorithm, AlphaMode, Cause, SeedStage
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 _S = SeedStage
 _FULL = 1.0 - 1e-6
+_AFTER_TICK = {
+    _S.GERMINATED: _S.TRAINING,
+    _S.TRAINING: _S.BLENDING,
+    _S.BLENDING: _S.HOLDING,
+    _S.PRUNED: _S.EMBARGOED,
+    _S.EMBARGOED: _S.RESETTING,
+    _S.RESETTING: _S.DORMANT,
+}
+"""The next stage of a slot that the tick moves, unless its seed is removed."""
 
 
 @tensor_dataclass
 class SeedCosts:
-    """What a seed would add: parameters by slot and blueprint, and of a gate by slot; which may be chosen at all."""
+    """Parameters of each blueprint by slot, those of a gate by slot, and which blueprints may be chosen."""
 
     seed_params: Int[Tensor, "S P"]
     gate_params: Int[Tensor, " S"]
@@ -43,7 +49,7 @@ class SeedCosts:
 
 @tensor_dataclass
 class OpEffects:
-    """What the ops did. `success` is the op's own; ADVANCE is decided by the tick (`requested`)."""
+    """Effects of the ops. `requested` marks slots with a legal ADVANCE; `tick` decides whether it succeeds."""
 
     target: Int[Tensor, " N"]
     success: Bool[Tensor, " N"]
@@ -58,7 +64,7 @@ class OpEffects:
 
 @tensor_dataclass
 class TickEffects:
-    """What the tick did. `auto_pruned` counts seeds lost without a PRUNE request."""
+    """Effects of the tick. `auto_pruned` counts seeds that were removed without a PRUNE request."""
 
     released: Bool[Tensor, "N S"]
     advanced: Bool[Tensor, "N S"]
@@ -73,7 +79,7 @@ def transition(
     to_stage: int | Int[Tensor, "N S"],
     val_acc: float | Float[Tensor, "N 1"],
 ) -> SlotState:
-    """Move the marked slots to `to_stage`; their clocks restart. Entry effects are the caller's."""
+    """Move the marked slots to `to_stage` and restart their clocks. The caller sets the other fields of the stage."""
     return select(
         moved,
         {
@@ -97,7 +103,7 @@ def apply_ops(
     costs: SeedCosts,
     config: LifecycleConfig,
 ) -> tuple[SlotState, HostState, OpEffects]:
-    """Execute each host's sampled op in step `t`; what a pruned slot held is forgotten by the tick.
+    """Execute each host's sampled op in step `t`. The tick clears the fields of a pruned slot, after the reward.
 
     Hosts with `active` False (rolled back in this step) execute nothing. An op that is illegal or refused by its gate
     changes nothing.
@@ -113,23 +119,28 @@ def apply_ops(
     g5_asked = aimed[LifecycleOp.FOSSILIZE]
     g5 = gates.gate_5(slots, t, config)
     fossilized = g5_asked & g5.passed
-    pruning = aimed[LifecycleOp.PRUNE]
-    pruned_now = pruning & ((chosen.ticks == 0) | (slots.alpha == 0.0))
+    pruned = aimed[LifecycleOp.PRUNE] & ((chosen.ticks == 0) | (slots.alpha == 0.0))
+    scheduled = aimed[LifecycleOp.PRUNE] ^ pruned
     retuned = aimed[LifecycleOp.SET_ALPHA_TARGET]
     refused = (g5_asked ^ fossilized) | (aimed[LifecycleOp.GERMINATE] ^ germinated)
 
-    before = slots.stage
-    slots = _set_algorithm(slots, retuned, chosen)
-    slots = _move_by_op(slots, hosts.val_acc, germinated, pruned_now, fossilized, pruning, retuned, chosen)
-    slots = _germinate(slots, hosts, germinated, chosen, costs)
-    hosts = _count(hosts, slots, germinated, pruned_now, fossilized)
+    before, val_acc_N1 = slots.stage, hosts.val_acc[:, None]
+    slots = select(retuned, {"algorithm": chosen.algorithm}, slots)
+    # in HOLDING at full target, SET_ALPHA_TARGET changes the algorithm only
+    holding = before == _S.HOLDING
+    ramps = scheduled | (retuned & ~(holding & (chosen.target >= _FULL)))
+    moved = germinated | pruned | fossilized | (ramps & holding)
+    slots = transition(slots, moved, chosen.to_stage.masked_fill(scheduled, int(_S.BLENDING)), val_acc_N1)
+    slots = _start_ramps(slots, ramps, scheduled, chosen)
+    slots = _germinate(slots, hosts.n_germinated, val_acc_N1, germinated, chosen, costs)
+    hosts = _count(hosts, slots, germinated, pruned, fossilized)
     changed = slots.stage != before
     effects = OpEffects(
         target=target,
         success=valid & ~refused.any(dim=1),
-        requested=advance_active_seed(slots, target, valid & (actions[:, Head.OP] == LifecycleOp.ADVANCE)),
+        requested=aimed[LifecycleOp.ADVANCE],
         germinated=germinated,
-        released=pruned_now,
+        released=pruned,
         fossilized=fossilized,
         transitions=Transitions(from_stage=before, to_stage=slots.stage, cause=changed * int(Cause.OP)),
         g5_asked=g5_asked,
@@ -138,33 +149,12 @@ def apply_ops(
     return slots, hosts, effects
 
 
-def _set_algorithm(slots: SlotState, retuned_NS: Tensor, chosen: OpParameters) -> SlotState:
-    return replace(slots, algorithm=torch.where(retuned_NS, chosen.algorithm, slots.algorithm))
-
-
-def _move_by_op(
-    slots: SlotState,
-    val_acc_N: Tensor,
-    germinated_NS: Tensor,
-    pruned_now_NS: Tensor,
-    fossilized_NS: Tensor,
-    pruning_NS: Tensor,
-    retuned_NS: Tensor,
-    chosen: OpParameters,
-) -> SlotState:
-    """Stage changes of all ops, then the ramps that SET_ALPHA_TARGET and a scheduled PRUNE start."""
-    holding = slots.stage == _S.HOLDING
-    scheduled = pruning_NS ^ pruned_now_NS
-    # HOLDING at full target: only the algorithm changes
-    ramps = scheduled | (retuned_NS & ~(holding & (chosen.target >= _FULL)))
-    to_stage = torch.full_like(slots.stage, int(_S.BLENDING)).masked_fill(germinated_NS, int(_S.GERMINATED))
-    to_stage = to_stage.masked_fill(pruned_now_NS, int(_S.PRUNED)).masked_fill(fossilized_NS, int(_S.FOSSILIZED))
-    moved = germinated_NS | pruned_now_NS | fossilized_NS | (ramps & holding)
-    slots = transition(slots, moved, to_stage, val_acc_N[:, None])
+def _start_ramps(slots: SlotState, ramps_NS: Tensor, scheduled_NS: Tensor, chosen: OpParameters) -> SlotState:
+    """The ramps of SET_ALPHA_TARGET, and those of a scheduled PRUNE, whose target is 0."""
     return alpha.retarget(
         slots,
-        ramps,
-        target=chosen.target * ~scheduled,
+        ramps_NS,
+        target=chosen.target.masked_fill(scheduled_NS, 0.0),
         ticks=chosen.ticks,
         curve=chosen.curve,
         steepness=chosen.steepness,
@@ -172,26 +162,31 @@ def _move_by_op(
 
 
 def _germinate(
-    slots: SlotState, hosts: HostState, where_NS: Tensor, chosen: OpParameters, costs: SeedCosts
+    slots: SlotState,
+    serial_N: Tensor,
+    val_acc_N1: Tensor,
+    germinated_NS: Tensor,
+    chosen: OpParameters,
+    costs: SeedCosts,
 ) -> SlotState:
-    """Entry fields of a new seed. Its slot was DORMANT, so whatever is not named here is empty already."""
-    gated = (chosen.algorithm == Algorithm.GATE).expand_as(where_NS)
-    params = costs.seed_params.t()[chosen.blueprint.squeeze(1)] + costs.gate_params * gated
+    """The fields of a new seed. Its slot was DORMANT, so all other fields are empty already."""
+    gated = chosen.algorithm == Algorithm.GATE
+    columns = numbers(slots.stage.shape[1], slots.stage.device)
     return select(
-        where_NS,
+        germinated_NS,
         {
-            # the step of the germination already carries the potential of GERMINATED
+            # the reward of this step already counts the potential of GERMINATED
             "prev_stage": int(_S.GERMINATED),
-            "serial": hosts.n_germinated[:, None],
+            "serial": serial_N[:, None],
             "blueprint": chosen.blueprint,
             "algorithm": chosen.algorithm,
             "has_gate": gated,
             "tempo": chosen.tempo,
             "germ_curve": chosen.first_curve,
-            "params": params,
+            "params": costs.seed_params[columns, chosen.blueprint] + costs.gate_params * gated,
             "alpha_target": chosen.target,
             "alpha_curve": chosen.first_curve,
-            "acc_at_germination": hosts.val_acc[:, None],
+            "acc_at_germination": val_acc_N1,
         },
         slots,
     )
@@ -222,65 +217,65 @@ def tick(
     `rolled_back` marks slots that a rollback pruned in this step. Slots that changed their stage by op or rollback
     start counting in the next step.
     """
+    stage, val_acc_N1 = slots.stage, hosts.val_acc[:, None]
+    occupied = stage != _S.DORMANT
     moved_before = (effects.transitions.cause > 0) | rolled_back
-    occupied = slots.stage != _S.DORMANT
     epochs = slots.epochs_in_stage + (occupied & ~moved_before)
-    stage = slots.stage
-    blending = stage == _S.BLENDING
-    removing = blending & (slots.alpha_mode == AlphaMode.DOWN) & (slots.alpha_target == 0.0)
-    slots = alpha.step(slots, blending & (slots.alpha_mode != AlphaMode.HOLD))
+    ramping = (stage == _S.BLENDING) & (slots.alpha_mode != AlphaMode.HOLD)
+    slots = alpha.step(slots, ramping)
+    removed = ramping & (slots.alpha_mode == AlphaMode.HOLD) & (slots.alpha_target == 0.0)
 
-    g2 = gates.gate_2(slots, epochs, hosts.val_acc, config)
-    g3 = gates.gate_3(slots, epochs, config)
-    removed = removing & (slots.alpha_mode == AlphaMode.HOLD)
-    asked = _asks_gate(stage, effects.requested, config) & ~removed
-    to_training = asked & (stage == _S.GERMINATED)
-    to_blending = asked & (stage == _S.TRAINING) & g2.passed
-    to_holding = asked & blending & g3.passed
-    advanced = to_training | to_blending | to_holding
-    dormant = stage == _S.RESETTING
-    cooling = (stage == _S.PRUNED) | ((stage == _S.EMBARGOED) & (epochs >= config.embargo_epochs)) | dormant
-    moved = advanced | removed | cooling
-    # every move but two goes one stage value up; HOLDING skips the unused 5
-    to_stage = (stage + 1 + to_holding).masked_fill(removed, int(_S.PRUNED)).masked_fill(dormant, int(_S.DORMANT))
+    asked = (in_stages(stage, _automatic(config)) | effects.requested) & ~removed
+    g2, g3 = gates.gate_2(slots, epochs, hosts.val_acc, config), gates.gate_3(slots, epochs, config)
+    readings = gates.readings_of(stage, asked, g2, g3, effects.g5_asked, effects.g5)
+    advanced = asked & readings.passed
+    cooled = epochs >= _cooldown(config.embargo_epochs, stage.device)[stage]
+    moved = advanced | removed | cooled
+    to_stage = _after_tick(stage.device)[stage].masked_fill(removed, int(_S.PRUNED))
 
     slots = replace(slots, age=slots.age + occupied, epochs_in_stage=torch.where(moved, slots.epochs_in_stage, epochs))
-    slots = transition(slots, moved, to_stage, hosts.val_acc[:, None])
-    slots = _enter_blending(slots, to_blending, hosts.val_acc)
-    slots = vacate(release(slots, effects.released | removed), dormant)
+    slots = transition(slots, moved, to_stage, val_acc_N1)
+    slots = _start_blending(slots, advanced & (stage == _S.TRAINING), val_acc_N1)
+    slots = vacate(release(slots, effects.released | removed), stage == _S.RESETTING)
     hosts = replace(hosts, n_pruned=hosts.n_pruned + removed.sum(dim=1))
 
-    cause = advanced * int(Cause.AUTO) + (advanced & effects.requested) * (int(Cause.ADVANCE) - int(Cause.AUTO))
-    cause = cause + removed * int(Cause.SCHEDULED) + cooling * int(Cause.COOLDOWN)
-    return (
-        slots,
-        hosts,
-        TickEffects(
-            released=removed,
-            advanced=advanced,
-            auto_pruned=torch.zeros_like(hosts.n_pruned),  # in this rulebook every removal was requested
-            transitions=Transitions(from_stage=stage, to_stage=slots.stage, cause=cause),
-            readings=gates.readings_of(stage, asked, g2, g3, effects.g5_asked, effects.g5),
-        ),
+    cause = (advanced * int(Cause.AUTO)).masked_fill(advanced & effects.requested, int(Cause.ADVANCE))
+    cause = cause.masked_fill(removed, int(Cause.SCHEDULED)).masked_fill(cooled, int(Cause.COOLDOWN))
+    ticked = TickEffects(
+        released=removed,
+        advanced=advanced,
+        auto_pruned=torch.zeros_like(hosts.n_pruned),  # every removal was requested
+        transitions=Transitions(from_stage=stage, to_stage=slots.stage, cause=cause),
+        readings=readings,
     )
+    return slots, hosts, ticked
 
 
-def _asks_gate(stage_NS: Tensor, requested_NS: Tensor, config: LifecycleConfig) -> Tensor:
-    """Slots in a stage with a gate that opens by itself, or whose ADVANCE asks for it."""
+def _automatic(config: LifecycleConfig) -> frozenset[SeedStage]:
+    """Stages whose gate is asked in each tick, without ADVANCE."""
     gated = ((_S.GERMINATED, config.auto_g1), (_S.TRAINING, config.auto_g2), (_S.BLENDING, config.auto_g3))
-    by_itself = frozenset(stage for stage, auto in gated if auto)
-    return in_stages(stage_NS, by_itself) | requested_NS
+    return frozenset(stage for stage, auto in gated if auto)
 
 
-def _enter_blending(slots: SlotState, where_NS: Tensor, val_acc_N: Tensor) -> SlotState:
-    """TRAINING is over: the first ramp goes up from 0 to the target that was given with the seed.
+@lru_cache(maxsize=8)
+def _after_tick(device: torch.device) -> Int[Tensor, "11"]:
+    """`_AFTER_TICK` by stage value; the other stages lead to themselves."""
+    return torch.tensor([int(_AFTER_TICK.get(s, s)) for s in range(NUM_STAGE_VALUES)], device=device)
 
-    Its first tick is the next step's. Alpha, its start and the ticks that are done have been 0 since the germination.
-    """
+
+@lru_cache(maxsize=8)
+def _cooldown(embargo_epochs: int, device: torch.device) -> Int[Tensor, "11"]:
+    """Epochs after which a slot in cooldown moves on, by stage value; never reached in the other stages."""
+    waits = {_S.PRUNED: 0, _S.EMBARGOED: embargo_epochs, _S.RESETTING: 0}
+    return torch.tensor([waits.get(s, 2**31) for s in range(NUM_STAGE_VALUES)], device=device)
+
+
+def _start_blending(slots: SlotState, where_NS: Tensor, val_acc_N1: Tensor) -> SlotState:
+    """Start the first ramp, from 0 to the target of the germination; its first tick is the next step's."""
     return select(
         where_NS,
         {
-            "acc_at_blending_start": val_acc_N[:, None],
+            "acc_at_blending_start": val_acc_N1,
             "alpha_mode": int(AlphaMode.UP),
             "alpha_curve": slots.germ_curve,
             "alpha_steepness": FIRST_RAMP_STEEPNESS,
@@ -297,7 +292,7 @@ def feedback(
     ticks: TickEffects,
     active: Bool[Tensor, " N"],
 ) -> tuple[HostState, Bool[Tensor, " N"], Int[Tensor, " N"]]:
-    """Tell the hosts what became of their op.
+    """The result of each host's op.
 
     Returns:
         The hosts; `success` [N], True where the op took effect; the effective op [N], WAIT where it did not.

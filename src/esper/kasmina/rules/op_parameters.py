@@ -1,4 +1,4 @@
-"""The parameters of an operation: what the values of the heads stand for."""
+"""The parameters of an operation, looked up from the values of its heads."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,11 +17,13 @@ from esper.leyline.actions import (
     STYLE_CURVE,
     TEMPO_TICKS,
     Head,
+    LifecycleOp,
 )
+from esper.leyline.stages import SeedStage
 
 
 class OpParameters(NamedTuple):
-    """What the values of the heads stand for, as columns [N, 1]."""
+    """Columns [N, 1]. `to_stage` is the stage that the op leads to when it takes effect at once."""
 
     blueprint: Tensor
     algorithm: Tensor
@@ -29,23 +31,31 @@ class OpParameters(NamedTuple):
     tempo: Tensor
     ticks: Tensor
     curve: Tensor
+    to_stage: Tensor
     target: Tensor
     steepness: Tensor
 
 
+_STAGE_AFTER = {
+    LifecycleOp.GERMINATE: SeedStage.GERMINATED,
+    LifecycleOp.SET_ALPHA_TARGET: SeedStage.BLENDING,
+    LifecycleOp.PRUNE: SeedStage.PRUNED,
+    LifecycleOp.FOSSILIZE: SeedStage.FOSSILIZED,
+}
 _INTEGERS = (
     (Head.STYLE, STYLE_ALGORITHM),
     (Head.STYLE, STYLE_CURVE),
     (Head.TEMPO, TEMPO_TICKS),
     (Head.ALPHA_SPEED, ALPHA_SPEED_TICKS),
     (Head.ALPHA_CURVE, ALPHA_CURVES),
+    (Head.OP, [int(_STAGE_AFTER.get(op, SeedStage.UNKNOWN)) for op in LifecycleOp]),
 )
 _FLOATS = ((Head.ALPHA_TARGET, ALPHA_TARGETS), (Head.ALPHA_CURVE, ALPHA_CURVE_STEEPNESS))
 
 
 @lru_cache(maxsize=8)
 def _tables(device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-    """For the integers and the floats: the head of each, its row, and the rows of values, filled up with zeros."""
+    """For the integers and the floats: the head of each parameter, its row, and its values, padded with zeros."""
 
     def table(
         columns: Sequence[tuple[Head, Sequence[int] | Sequence[float]]], dtype: torch.dtype
@@ -60,7 +70,7 @@ def _tables(device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
 
 def op_parameters(actions: Int[Tensor, "N 8"]) -> OpParameters:
     """The parameters of each host's op."""
-    columns = [actions[:, Head.BLUEPRINT, None]]
+    columns = [actions[:, Head.BLUEPRINT : Head.BLUEPRINT + 1]]
     for heads, rows, values in _tables(actions.device):
-        columns.extend(values[rows, actions.index_select(1, heads)].t()[..., None].unbind(0))
+        columns.extend(values[rows, actions.index_select(1, heads)].split(1, dim=1))
     return OpParameters(*columns)

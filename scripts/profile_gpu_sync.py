@@ -39,7 +39,7 @@ from measured_rounds import Setting, configured
 from script_report import write_result
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
-LISTED = {r"^esper/simic/training/report\.py:": "the Shapley formula, on CPU tensors that were read before"}
+LISTED = {r"^esper/runs/report\.py:": "the Shapley formula, on CPU tensors that were read before"}
 """Call sites that may read, as regular expressions, with the reason."""
 
 

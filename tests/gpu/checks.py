@@ -56,7 +56,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, make: MakeRecorder) -> None:
     import esper.tolaria.executors.choice as choice
 
     for module in (kernels, choice):
-        monkeypatch.setattr(module, "recorder_for", lambda wanted, device: make())
+        monkeypatch.setattr(module, "capture_backend_for", lambda wanted, device: make())
 
 
 def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorder: MakeRecorder | None) -> None:
@@ -100,7 +100,9 @@ def check_control_plane(device: torch.device) -> None:
     eager = ControlPlane(engine.config, engine.executor.costs)
     before = graphs_compiled()
     engine.reset(client, 0)
-    assert graphs_compiled() == before + 4, "`see` in two forms, since the last step measures more, `act` and `close`"
+    assert graphs_compiled() == before + 4, (
+        "`observe` in two forms, since the last step measures more, `execute` and `end_step`"
+    )
     happened: Counter[str] = Counter()
 
     def both(name: str) -> Callable[..., object]:
@@ -112,15 +114,15 @@ def check_control_plane(device: torch.device) -> None:
             assert form == expected_form
             for a, b in zip(tensors, expected, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5, equal_nan=True)
-            if name == "see":
+            if name == "observe":
                 happened.update(["panic"] * int(got[0].verdict.panic.sum()))
-            if name == "act":
+            if name == "execute":
                 happened.update(SeedStage(stage).name for stage in got.state.slots.stage.flatten().tolist())
             return got
 
         return answer
 
-    for name in ("see", "act", "close"):
+    for name in ("observe", "execute", "end_step"):
         setattr(engine._plane, name, both(name))
     for episode in range(3):
         engine.reset(client, episode)

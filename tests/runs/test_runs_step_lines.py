@@ -87,7 +87,16 @@ def test_a_round_says_how_long_each_phase_took_and_how_much_memory_there_was(tmp
     assert small_runs.train(path, "null", 2) == 0
     for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
         phases = line["phase_milliseconds"]
-        assert {"apply_structure", "train", "measure", "see", "decide", "act", "pay", "close"} == phases.keys()
+        assert {
+            "apply_structure",
+            "train",
+            "measure",
+            "observe",
+            "decide",
+            "execute",
+            "reward",
+            "end_step",
+        } == phases.keys()
         assert 0.0 < sum(phases.values()) <= 1000.0 * line["seconds"]
         assert line["memory_bytes"]["peak"] > 2**20
 

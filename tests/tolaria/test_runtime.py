@@ -95,12 +95,12 @@ def test_phases_are_summed_by_name_and_forgotten_after_reading():
     for _ in range(2):
         with timer.span("train"):
             time.sleep(0.01)
-        with timer.span("see"):
+        with timer.span("observe"):
             pass
     spent = timer.read()
-    assert list(spent) == ["train", "see"]
+    assert list(spent) == ["train", "observe"]
     assert spent["train"] >= 20.0
-    assert spent["train"] > spent["see"] >= 0.0
+    assert spent["train"] > spent["observe"] >= 0.0
     assert timer.read() == {}
 
 

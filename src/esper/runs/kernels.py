@@ -1,12 +1,12 @@
 """Every function that is compiled or replayed, with its eager twin: the one place where a run chooses among them.
 
     function      what it is                            setting `compile`   setting `capture`
-    see           losses judged, measurements to state  compiled            eager
+    observe       losses judged, measurements to state  compiled            eager
     policy_step   a decision of all hosts               compiled            replayed, CUDA
-    act           ops, tick and feedback of all hosts   compiled            eager
+    execute       ops, tick and feedback of all hosts   compiled            eager
     reward        the reward of a step of all hosts,    compiled            replayed, CUDA
                   in all modes but `objective`
-    close         tally, snapshots, outputs of a step   compiled            eager
+    end_step      tally, snapshots, outputs of a step   compiled            eager
     train_batch   forward, backward and optimizer step  eager               replayed, CUDA, executor "fused"
                   of a batch of all hosts
 

@@ -1,6 +1,6 @@
 """The control plane of an engine: the three pure phases of a step, in the form that a run has chosen.
 
-    form      `see`, `act` and `close` of `phases.py` are
+    form      `observe`, `execute` and `end_step` of `phases.py` are
     eager     called as they are: some 700 operators
     compiled  three graphs (`runs/kernels.py` makes them)
 
@@ -20,8 +20,8 @@ from esper.leyline.tensor_dataclass import blank
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
-from esper.tolaria.phases import CloseOutput, ExecuteOutput, ObserveOutput, act, close, see
-from esper.tolaria.reading import Chosen
+from esper.tolaria.phases import EndStepOutput, ExecuteOutput, ObserveOutput, end_step, execute, observe
+from esper.tolaria.reading import Decision
 from esper.tolaria.state import ParallelEnvState
 
 PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -38,9 +38,9 @@ class ControlPlane:
     """The phases with the rules of an engine, all in one form; what is not eager raises ConfigError where it fails."""
 
     def __init__(self, config: EngineConfig, costs: SeedCosts, form: PhaseForm = eager) -> None:
-        self.see: Callable[..., tuple[ObserveOutput, Measurements]] = form(partial(see, config=config))
-        self.act: Callable[..., ExecuteOutput] = form(partial(act, costs=costs, config=config))
-        self.close: Callable[..., CloseOutput] = form(partial(close, config=config))
+        self.observe: Callable[..., tuple[ObserveOutput, Measurements]] = form(partial(observe, config=config))
+        self.execute: Callable[..., ExecuteOutput] = form(partial(execute, costs=costs, config=config))
+        self.end_step: Callable[..., EndStepOutput] = form(partial(end_step, config=config))
 
     def warm_up(self, state: ParallelEnvState, coalitions: Iterable[Coalitions], num_terms: int) -> None:
         """Call each phase on hosts that do nothing, for each form of `coalitions`; the answers are forgotten.
@@ -52,6 +52,6 @@ class ControlPlane:
         trained, penalty = blank(TrainPass, sizes, device), torch.zeros(n, device=device)
         for some in coalitions:
             validated = blank(ValidationPass, sizes | {"K": some.sets.shape[1]}, device)
-            seen, _ = self.see(state, trained, validated, some, penalty, t)
-        done = self.act(seen, blank(Chosen, sizes, device).actions, t)
-        self.close(seen.judged, done, blank(Chosen, sizes, device), blank(RewardOutput, sizes, device), t)
+            seen, _ = self.observe(state, trained, validated, some, penalty, t)
+        done = self.execute(seen, blank(Decision, sizes, device).actions, t)
+        self.end_step(seen.judged, done, blank(Decision, sizes, device), blank(RewardOutput, sizes, device), t)

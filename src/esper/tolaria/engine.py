@@ -197,29 +197,31 @@ class VectorizedEngine:
             trained = self.executor.train_epoch(t, state.slots)
         with self.timer.span("measure"):
             validated = self.executor.evaluate(t, state.slots, coalitions)
-        with self.timer.span("see"):
+        with self.timer.span("observe"):
             penalty = client.rollback_reward(state.reward)
-            seen, measured = self._plane.see(replace(state, reward=None), trained, validated, coalitions, penalty, now)
+            seen, measured = self._plane.observe(
+                replace(state, reward=None), trained, validated, coalitions, penalty, now
+            )
             client.rollback(seen.verdict.panic, penalty)
             self._subset_acc = measured.subset_acc
             obs = phases.observation(seen.state, seen.legal, t, config)
         with self.timer.span("decide"):
             decided = client.act(obs)
-        with self.timer.span("act"):
-            done = self._plane.act(seen, decided.actions, now)
-        with self.timer.span("pay"):
+        with self.timer.span("execute"):
+            done = self._plane.execute(seen, decided.actions, now)
+        with self.timer.span("reward"):
             paid, carried = phases.reward_and_store(client, state.reward, obs, decided, seen, measured, done, config)
-        with self.timer.span("close"):
-            closed = self._plane.close(seen.judged, done, reading.chosen(decided), paid, now)
+        with self.timer.span("end_step"):
+            closed = self._plane.end_step(seen.judged, done, reading.decision_of(decided), paid, now)
         self._state = replace(closed.state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
         if self._by_mask is None:
-            self._pending = reading.start(closed.told, self._coalitions)
+            self._pending = reading.start(closed.outputs, self._coalitions)
             return
         with self.timer.span("apply_structure"):
             self._by_mask.apply_changes(phases.changes(t, seen, done, closed), self._state.slots)
         if self.on_step is not None:
-            self._unread.append((t, Packed(*closed.told)))
+            self._unread.append((t, Packed(*closed.outputs)))
 
     def apply_structure(self) -> None:
         """Wait for the read of the last step, operate on the parameters accordingly, and report the step.

@@ -30,7 +30,7 @@ from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.protocol import Changes, TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
-from esper.tolaria.reading import Chosen
+from esper.tolaria.reading import Decision
 from esper.tolaria.state import ParallelEnvState, count_rollback, count_step
 
 
@@ -82,7 +82,7 @@ class ExecuteOutput:
 
 
 @tensor_dataclass
-class CloseOutput:
+class EndStepOutput:
     """After the step: the state, what joins the snapshots, what the host is told.
 
     `snapshot` are whole hosts [N], `keep` single new fossils [N, S] of hosts under suspicion; `told` are the tensors of
@@ -92,7 +92,7 @@ class CloseOutput:
     state: ParallelEnvState
     snapshot: Bool[Tensor, " N"]
     keep: Bool[Tensor, "N S"]
-    told: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 def measurements(trained: TrainPass, validated: ValidationPass, coalitions: Coalitions) -> Measurements:
@@ -116,7 +116,7 @@ def measurements(trained: TrainPass, validated: ValidationPass, coalitions: Coal
     )
 
 
-def see(
+def observe(
     state: ParallelEnvState,
     trained: TrainPass,
     validated: ValidationPass,
@@ -159,7 +159,7 @@ def observation(state: ParallelEnvState, legal: Bool[Tensor, "N 6 S"], t: int, c
     return Observation(t=t, episode_length=config.episode_length, slots=state.slots, hosts=state.hosts, legal=legal)
 
 
-def act(
+def execute(
     seen: ObserveOutput,
     actions: Int[Tensor, "N 8"],
     t: Int[Tensor, ""],
@@ -225,15 +225,15 @@ def reward_and_store(
     return paid, carried
 
 
-def close(
+def end_step(
     seen: ObserveVerdict,
     done: ExecuteOutput,
-    chosen: Chosen,
+    decision: Decision,
     paid: RewardOutput,
     t: Int[Tensor, ""],
     *,
     config: EngineConfig,
-) -> CloseOutput:
+) -> EndStepOutput:
     """Count the step, choose who is kept as a snapshot now, alone or as a new fossil, and gather what is told."""
     guards, verdict, fossilized = done.state.governor, seen.verdict, done.ops.fossilized
     any_fossil = fossilized.any(dim=1)
@@ -242,12 +242,12 @@ def close(
     state = replace(
         done.state,
         memory=remember(done.state.memory, done.state.slots, snapshot[:, None] | keep),
-        tally=count_step(done.state.tally, chosen.actions, done.effective_op, paid, seen.healthy),
+        tally=count_step(done.state.tally, decision.actions, done.effective_op, paid, seen.healthy),
     )
-    ended = reading.Ended(
+    finished = reading.FinishedStep(
         state=state,
         num_coalitions=seen.num_coalitions,
-        chosen=chosen,
+        decision=decision,
         paid=paid,
         ops=done.ops,
         ticks=done.ticks,
@@ -257,10 +257,10 @@ def close(
         snapshot=snapshot,
         keep=keep,
     )
-    return CloseOutput(state=state, snapshot=snapshot, keep=keep, told=reading.told(ended))
+    return EndStepOutput(state=state, snapshot=snapshot, keep=keep, outputs=reading.step_outputs(finished))
 
 
-def changes(t: int, seen: ObserveOutput, done: ExecuteOutput, closed: CloseOutput) -> Changes:
+def changes(t: int, seen: ObserveOutput, done: ExecuteOutput, closed: EndStepOutput) -> Changes:
     """What the executor must do after step `t`, as masks on the device; nothing is read."""
     return Changes(
         t=t,

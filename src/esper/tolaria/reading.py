@@ -22,7 +22,7 @@ from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, Ste
 
 
 @tensor_dataclass
-class Chosen:
+class Decision:
     """What the host is told of a decision."""
 
     actions: Int[Tensor, "N 8"]
@@ -30,18 +30,18 @@ class Chosen:
     op_log_prob: Float[Tensor, " N"]
 
 
-def chosen(act: ActResult) -> Chosen:
+def decision_of(act: ActResult) -> Decision:
     """The part of a controller's answer that the host is told."""
-    return Chosen(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP])
+    return Decision(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP])
 
 
 @tensor_dataclass
-class Ended:
-    """Everything of a step that ended from which the host is told something."""
+class FinishedStep:
+    """Everything of a step that finished from which the host is told something."""
 
     state: ParallelEnvState
     num_coalitions: Int[Tensor, " N"]
-    chosen: Chosen
+    decision: Decision
     paid: RewardOutput
     ops: OpEffects
     ticks: TickEffects
@@ -52,14 +52,14 @@ class Ended:
     keep: Bool[Tensor, "N S"]
 
 
-def start(told: Sequence[Tensor], coalitions: Coalitions) -> PendingRead:
-    """Begin the read of the step that just ended; `coalitions` are those of the next one."""
-    return start_read(*told, coalitions.sets, coalitions.valid)
+def start(outputs: Sequence[Tensor], coalitions: Coalitions) -> PendingRead:
+    """Begin the read of the step that just finished; `coalitions` are those of the next one."""
+    return start_read(*outputs, coalitions.sets, coalitions.valid)
 
 
-def told(ended: Ended) -> tuple[Tensor, ...]:
+def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
     """Structure, events and numbers of a step. Tensors of one type and shape travel stacked."""
-    state, ops, ticks, verdict = ended.state, ended.ops, ended.ticks, ended.verdict
+    state, ops, ticks, verdict = finished.state, finished.ops, finished.ticks, finished.verdict
     slots, hosts, readings = state.slots, state.hosts, ticks.readings
     slot_ints = (
         slots.stage,
@@ -76,9 +76,9 @@ def told(ended: Ended) -> tuple[Tensor, ...]:
     slot_bools = (
         slots.has_gate,
         ops.germinated,
-        ops.released | ticks.released | ended.rolled_back,
-        ended.keep,
-        ended.rolled_back,
+        ops.released | ticks.released | finished.rolled_back,
+        finished.keep,
+        finished.rolled_back,
         readings.passed,
     )
     host_floats = (
@@ -87,20 +87,22 @@ def told(ended: Ended) -> tuple[Tensor, ...]:
         hosts.train_loss,
         hosts.committed_acc,
         state.tally.last_reward,
-        ended.chosen.value,
-        ended.chosen.op_log_prob,
+        finished.decision.value,
+        finished.decision.op_log_prob,
     )
     return (
         torch.stack(slot_ints),
         torch.stack(slot_bools),
         torch.stack((slots.alpha, slots.contribution, readings.score)),
         torch.stack(host_floats),
-        torch.stack((ended.effective_op, verdict.reason, verdict.strikes, hosts.host_params, ended.num_coalitions)),
-        torch.stack((verdict.panic, ended.snapshot, state.tally.replaced)),
-        ended.chosen.actions,
+        torch.stack(
+            (finished.effective_op, verdict.reason, verdict.strikes, hosts.host_params, finished.num_coalitions)
+        ),
+        torch.stack((verdict.panic, finished.snapshot, state.tally.replaced)),
+        finished.decision.actions,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
-        ended.paid.breakdown,
-        ended.paid.flags,
+        finished.paid.breakdown,
+        finished.paid.flags,
     )
 
 

@@ -10,16 +10,18 @@ from esper.tolaria.executors.native.trial import Outcome, by_instructions, by_to
 DOUBLE = torch.float64
 
 
-def check(module: nn.Module, shape: tuple[int, ...], *, wanted=True, trainable=True, rule=None, reference=None, x=None):
+def check(
+    module: nn.Module, shape: tuple[int, ...], *, input_grad=True, trainable=True, rule=None, reference=None, x=None
+):
     """`module` (or its `rule`) agrees with itself in PyTorch (or `reference`, of the same parameters in order) to 1e-9."""
     layout = parameter_layout(module)
     row = torch.randn(layout.total, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) * 0.5 + 0.1
     row.masked_fill_(layout.padding_mask, 0.0)
     x = random_features(*shape) if x is None else x
     rule = rule or RULES[type(module)]
-    found = by_instructions(rule, module, layout, row, x, trainable=trainable, wanted=wanted and trainable)
+    found = by_instructions(rule, module, layout, row, x, trainable=trainable, input_grad=input_grad and trainable)
     plain = module if reference is None else reference
-    want = by_torch(plain, parameter_layout(plain), row, x, trainable=trainable, wanted=wanted and trainable)
+    want = by_torch(plain, parameter_layout(plain), row, x, trainable=trainable, input_grad=input_grad and trainable)
     assert_same(found, want)
 
 

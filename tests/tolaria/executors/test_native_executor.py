@@ -128,8 +128,8 @@ def test_a_host_has_the_bits_it_has_alone_whatever_its_neighbours_and_threads(th
     alone.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0)
     many.grow("r0c1", "conv_heavy", SeedStage.HOLDING, alpha=1.0, hosts=[0, *range(5, 33)])
     many.grow("r0c0", "norm", SeedStage.BLENDING, alpha=0.3, hosts=list(range(1, 33)))
-    told = [native.train_epoch(1, bench.slots) for native, bench in ((alone_native, alone), (many_native, many))]
-    assert torch.equal(told[1].loss[:1], told[0].loss)
+    totals = [native.train_epoch(1, bench.slots) for native, bench in ((alone_native, alone), (many_native, many))]
+    assert torch.equal(totals[1].loss[:1], totals[0].loss)
     assert torch.equal(many.population.host.params[:1], alone.population.host.params)
     assert torch.equal(many.population.host.buffers[:1], alone.population.host.buffers)
     assert torch.equal(many.population.seeds.params[:3], alone.population.seeds.params)
@@ -146,10 +146,10 @@ def test_a_host_that_is_not_a_number_any_more_disturbs_nobody():
         native.train_epoch(1, bench.slots)
         found = bench.coalitions()
         bench.executor.apply_structure(bench.structure(found))
-        bench.told = native.evaluate(1, bench.slots, found)
+        bench.totals = native.evaluate(1, bench.slots, found)
     assert torch.equal(ill.population.host.params[[0, 2]], well.population.host.params[[0, 2]])
-    assert torch.equal(ill.told.loss[[0, 2]], well.told.loss[[0, 2]])
-    assert ill.told.loss[1].isnan()
+    assert torch.equal(ill.totals.loss[[0, 2]], well.totals.loss[[0, 2]])
+    assert ill.totals.loss[1].isnan()
 
 
 @pytest.mark.parametrize(("build", "reason"), OWN.items(), ids=lambda value: getattr(value, "__name__", ""))
@@ -187,8 +187,8 @@ def test_where_all_hosts_have_a_blueprint_without_a_rule_they_are_run_one_by_one
     streamed, other = Bench(2), Bench(2)
     for bench in (streamed, other):
         bench.grow("r0c0", name, SeedStage.BLENDING, alpha=0.5)
-    told = NativeExecutor(other.executor.data).train_epoch(1, other.slots)
-    assert torch.equal(told.loss, streamed.executor.train_epoch(1, streamed.slots).loss)
+    totals = NativeExecutor(other.executor.data).train_epoch(1, other.slots)
+    assert torch.equal(totals.loss, streamed.executor.train_epoch(1, streamed.slots).loss)
     assert same_tree(other.population.state_dict(), streamed.population.state_dict())
 
 
@@ -219,7 +219,7 @@ def test_a_program_is_written_once_for_each_structure():
     native = NativeExecutor(bench.executor.data)
     for t in (1, 2):
         native.train_epoch(t, bench.slots)
-    for kept in (native._programs._training.cache_info(), native._stepping._program.cache_info()):
+    for kept in (native._programs._training.cache_info(), native._optimizer_step._program.cache_info()):
         assert (kept.misses, kept.hits) == (2, 6)
         assert kept.maxsize is not None  # a long run meets more structures than memory could hold
 

@@ -66,7 +66,7 @@ class World:
         self.buffers = self.buffer_layout.pack(dict(self.host.named_buffers()))
         self.x = random_features(BATCH, 2, SIZE, SIZE, seed=5)
         self.y = torch.arange(BATCH) % SPEC.classes
-        self.told = torch.zeros(16, 2, dtype=DOUBLE)
+        self.totals = torch.zeros(16, 2, dtype=DOUBLE)
         self.seeds, self.gates, self.growth, self.rows, self.alpha = {}, {}, {}, {}, {}
         for slot, (name, algorithm, alpha, trainable) in grown.items():
             s, channels = SLOTS.index(slot), CHANNELS[slot]
@@ -84,13 +84,13 @@ class World:
                 trainable=trainable,
                 gate_trainable=trainable and algorithm is GATE,
             )
-        self.skeleton = HostLayout(self.skeleton_host, self.layout, self.buffer_layout, SIZE, SIZE)
+        self.host_layout = HostLayout(self.skeleton_host, self.layout, self.buffer_layout, SIZE, SIZE)
 
     def run(self, program, lanes=BATCH):
         spaces = Spaces(1, num_spaces(len(SLOTS)))
         for space, tensor in (
-            (Space.IMAGES, self.x), (Space.LABELS, self.y), (Space.TOLD, self.told), (Space.HOST, self.values),
-            (Space.HOST_SLOPES, self.grads), (Space.HOST_BUFFERS, self.buffers),
+            (Space.IMAGES, self.x), (Space.LABELS, self.y), (Space.TOTALS, self.totals), (Space.HOST, self.values),
+            (Space.HOST_GRADS, self.grads), (Space.HOST_BUFFERS, self.buffers),
         ):  # fmt: skip
             spaces.share(space, tensor)
         for slot, rows in self.rows.items():
@@ -116,11 +116,11 @@ class World:
 
 def check_training(grown):
     world = World(grown)
-    world.run(training_program(world.skeleton, world.growth))
+    world.run(training_program(world.host_layout, world.growth))
     logits = world.logits(set(grown))
     loss = F.cross_entropy(logits, world.y)
-    torch.testing.assert_close(world.told[0, 0] / BATCH, loss.detach(), **CLOSE)
-    assert world.told[0, 1] == (logits.argmax(dim=1) == world.y).sum()
+    torch.testing.assert_close(world.totals[0, 0] / BATCH, loss.detach(), **CLOSE)
+    assert world.totals[0, 1] == (logits.argmax(dim=1) == world.y).sum()
     learning = [(world.host, world.layout, world.grads)]
     for slot, growth in world.growth.items():
         rows = world.rows[slot]
@@ -132,8 +132,8 @@ def check_training(grown):
         named = dict(module.named_parameters())
         want = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
         found = layout.unpack(grads)
-        for name, slope in zip(named, want, strict=True):
-            torch.testing.assert_close(found[name], slope, **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
+        for name, grad in zip(named, want, strict=True):
+            torch.testing.assert_close(found[name], grad, **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
     for name, buffer in world.host.named_buffers():  # the pass above moved both
         torch.testing.assert_close(world.buffer_layout.unpack(world.buffers)[name], buffer, **CLOSE)
 
@@ -175,24 +175,24 @@ def test_every_state_of_a_network_is_measured_like_a_pass_of_its_own(sets):
     plan = plan_prefixes(np.array(sets, dtype=bool), ORDER)
     steps = {SLOTS[step.slot]: (step.off, step.on) for step in plan.steps}
     before = world.buffers.clone()
-    world.run(measuring_program(world.skeleton, world.growth, steps))
+    world.run(measuring_program(world.host_layout, world.growth, steps))
     assert torch.equal(world.buffers, before)
     for row, state in zip(sets, plan.state_of_coalition, strict=True):
         logits = world.logits({slot for slot, on in zip(SLOTS, row, strict=True) if on})
         torch.testing.assert_close(
-            world.told[state, 0], F.cross_entropy(logits, world.y, reduction="sum").detach(), **CLOSE
+            world.totals[state, 0], F.cross_entropy(logits, world.y, reduction="sum").detach(), **CLOSE
         )
-        assert world.told[state, 1] == (logits.argmax(dim=1) == world.y).sum()
-    assert not world.told[plan.num_states :].any()
+        assert world.totals[state, 1] == (logits.argmax(dim=1) == world.y).sum()
+    assert not world.totals[plan.num_states :].any()
 
 
 def test_what_is_told_is_added_to_what_was_told():
     world = World({})
-    program = measuring_program(world.skeleton, {}, {})
+    program = measuring_program(world.host_layout, {}, {})
     world.run(program)
-    once = world.told[0].clone()
+    once = world.totals[0].clone()
     world.run(program)
-    torch.testing.assert_close(world.told[0], 2 * once)
+    torch.testing.assert_close(world.totals[0], 2 * once)
 
 
 def test_equal_logits_are_the_first_class_and_what_is_not_a_number_is_no_answer():
@@ -200,13 +200,13 @@ def test_equal_logits_are_the_first_class_and_what_is_not_a_number_is_no_answer(
     head = world.layout.unpack(world.values)
     head["head.weight"].zero_()
     head["head.bias"].zero_()
-    world.run(measuring_program(world.skeleton, {}, {}))
-    assert world.told[0, 1] == (world.y == 0).sum()
+    world.run(measuring_program(world.host_layout, {}, {}))
+    assert world.totals[0, 1] == (world.y == 0).sum()
     head["head.bias"][3] = torch.nan
-    world.told.zero_()
-    world.run(measuring_program(world.skeleton, {}, {}))
-    assert world.told[0, 0].isnan()
-    assert world.told[0, 1] == (world.y == 3).sum()  # as argmax has it, which takes the first that is not a number
+    world.totals.zero_()
+    world.run(measuring_program(world.host_layout, {}, {}))
+    assert world.totals[0, 0].isnan()
+    assert world.totals[0, 1] == (world.y == 3).sum()  # as argmax has it, which takes the first that is not a number
 
 
 def test_a_host_of_kernel_1_on_images_that_are_not_square():
@@ -214,16 +214,16 @@ def test_a_host_of_kernel_1_on_images_that_are_not_square():
     host = CNNHost(spec, ("r0c0",), image_size=(5, 7))
     plain, layout, values = built(host, 1)
     buffers_layout = buffer_layout(host)
-    skeleton = HostLayout(host, layout, buffers_layout, 5, 7)
+    host_layout = HostLayout(host, layout, buffers_layout, 5, 7)
     x, y = random_features(3, 2, 5, 7), torch.tensor([0, 1, 2])
-    grads, told = torch.zeros_like(values), torch.zeros(1, 2, dtype=DOUBLE)
+    grads, totals = torch.zeros_like(values), torch.zeros(1, 2, dtype=DOUBLE)
     buffers = buffers_layout.pack(dict(plain.named_buffers()))
     spaces = Spaces(1, num_spaces(1))
-    for space, tensor in zip(Space, (x, y, told, values, grads, buffers), strict=True):
+    for space, tensor in zip(Space, (x, y, totals, values, grads, buffers), strict=True):
         spaces.share(space, tensor)
-    Machine(dtype=DOUBLE).run(Workload.of([training_program(skeleton, {})], np.zeros(1, dtype=np.int64)), spaces, 3)
+    Machine(dtype=DOUBLE).run(Workload.of([training_program(host_layout, {})], np.zeros(1, dtype=np.int64)), spaces, 3)
     loss = F.cross_entropy(plain(x, lambda slot, h: h), y)
-    torch.testing.assert_close(told[0, 0] / 3, loss.detach(), **CLOSE)
+    torch.testing.assert_close(totals[0, 0] / 3, loss.detach(), **CLOSE)
     want = torch.autograd.grad(loss, list(plain.parameters()))
-    for (name, _), slope in zip(plain.named_parameters(), want, strict=True):
-        torch.testing.assert_close(layout.unpack(grads)[name], slope, **CLOSE)
+    for (name, _), grad in zip(plain.named_parameters(), want, strict=True):
+        torch.testing.assert_close(layout.unpack(grads)[name], grad, **CLOSE)

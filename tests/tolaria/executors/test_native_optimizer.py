@@ -15,12 +15,12 @@ from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.optimizer_programs import (
     DECAY,
     HOST,
-    LearningSlot,
     Part,
+    TrainedSlot,
     num_step_spaces,
+    optimizer_program,
     row_space,
     seed_row,
-    stepping_program,
 )
 
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
@@ -44,7 +44,7 @@ class Row:
         for part, tensor in zip(Part, tensors, strict=False):
             spaces.share(row_space(row, part), tensor)
 
-    def step_twin(self, spec, factor, lr, decay):
+    def step_reference(self, spec, factor, lr, decay):
         weights, gradient, state = self.reference
         step_rows(spec, weights, gradient * factor, state, lr, decay)
 
@@ -79,13 +79,13 @@ def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, trainable
             for k, row in enumerate(rows):
                 row.place(spaces, seed_row(s) + k)
             together.append((rows, spec.seed_lr, None))
-            slots.append(LearningSlot(s, SEED_SIZE, GATE_SIZE if gated else None))
-    program = stepping_program(spec, HOST_SIZE, tuple(slots))
+            slots.append(TrainedSlot(s, SEED_SIZE, GATE_SIZE if gated else None))
+    program = optimizer_program(spec, HOST_SIZE, tuple(slots))
     Machine(dtype=DOUBLE).run(Workload.of([program], np.zeros(1, dtype=np.int64)), spaces, 1)
     for rows, rate, decayed in together:
         norm = torch.cat([row.reference[1] for row in rows], dim=1).norm()
         for row in rows:
-            row.step_twin(spec, (spec.grad_clip / (norm + 1e-6)).clamp(max=1.0), rate, decayed)
+            row.step_reference(spec, (spec.grad_clip / (norm + 1e-6)).clamp(max=1.0), rate, decayed)
             row.check()
 
 
@@ -99,7 +99,7 @@ def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
     spaces.share(DECAY, decay)
     row.place(spaces, HOST)
     Machine(dtype=DOUBLE).run(
-        Workload.of([stepping_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), spaces, 1
+        Workload.of([optimizer_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), spaces, 1
     )
     assert row.weights[0, 7].isnan()
 
@@ -111,5 +111,5 @@ def test_a_step_leaves_the_rows_of_a_batch_alone():
     for part in (Part.WEIGHTS, Part.GRADIENT, Part.FIRST):
         spaces.share(row_space(HOST, part), x)
     spaces.share(DECAY, x)
-    machine.run(Workload.of([stepping_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), spaces, 1)
+    machine.run(Workload.of([optimizer_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), spaces, 1)
     assert machine._memory[0].rows.all()

@@ -107,7 +107,7 @@ def test_a_batch_norm_takes_the_statistics_of_the_batch_in_training_and_the_runn
     def rule(a, module, weights, h):
         return batch_norm(a, module, weights, h, relu=relu)
 
-    found = by_instructions(rule, norm, layout, row, x, trainable=trainable, wanted=trainable, buffers=buffers)
+    found = by_instructions(rule, norm, layout, row, x, trainable=trainable, input_grad=trainable, buffers=buffers)
     plain = nn.Sequential(norm, nn.ReLU()) if relu else norm
     want = by_torch(
         plain,
@@ -115,7 +115,7 @@ def test_a_batch_norm_takes_the_statistics_of_the_batch_in_training_and_the_runn
         row.masked_fill(layout.padding_mask, 0.0),
         x,
         trainable=trainable,
-        wanted=trainable,
+        input_grad=trainable,
     )
     assert_same(found, want)
     norm.double().train(trainable)(x)
@@ -142,7 +142,7 @@ def test_layers_without_neighbours(layer):
 @pytest.mark.parametrize("trainable", [True, False])
 def test_seeds_and_gates_have_rules(module, batch, size, trainable):
     assert problem(module) is None
-    check(module, (batch, 8, size, size), trainable=trainable, wanted=False)
+    check(module, (batch, 8, size, size), trainable=trainable, input_grad=False)
 
 
 def test_a_layer_that_comes_twice_runs_twice():
@@ -180,9 +180,9 @@ def test_the_mean_over_space_and_a_linear_layer():
     head = nn.Linear(6, 10)
 
     def rule(a, module, weights, h):
-        mean, back_mean = mean_space(a, h)
-        y, back = linear(a, module, weights, mean)
-        return y, lambda g, wanted: back_mean(back(g, True), wanted)
+        mean, mean_backward = mean_space(a, h)
+        y, backward = linear(a, module, weights, mean)
+        return y, lambda g, input_grad: mean_backward(backward(g, True), input_grad)
 
     check(head, (40, 6, 3, 2), rule=rule, reference=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), head))
 
@@ -258,11 +258,11 @@ def test_a_rule_that_is_wrong_is_found_by_the_trial(monkeypatch, wrong, reason):
 
 def test_wrong_gradients_are_found_by_the_trial(monkeypatch):
     def doubled(a, module, weights, x):
-        y, back = RULES[LayerScale](a, module, weights, x)
+        y, backward = RULES[LayerScale](a, module, weights, x)
 
-        def wrong(g, wanted):
-            a.emit(Operation.JOIN, g, g, None, Place(trial._ONES, 0), g, sizes=(g.size, 0))  # g := g + 1 g
-            return back(g, wanted)
+        def wrong(g, input_grad):
+            a.emit(Operation.BLEND, g, g, None, Place(trial._ONES, 0), g, sizes=(g.size, 0))  # g := g + 1 g
+            return backward(g, input_grad)
 
         return y, wrong
 

@@ -54,7 +54,7 @@ template <class T> void pack(const Shape& s, const T* weight, bool transposed, T
             for (int tap = 0; tap < taps; ++tap)
                 for (int o = first; o < first + OUTPUTS; ++o) {
                     T value = T(0);
-                    if (o < s.outputs)  // the gradient runs from outputs to inputs, through the kernel turned round
+                    if (o < s.outputs)  // the gradient runs from outputs to inputs, through the flipped kernel
                         value = transposed ? weight[(c * s.outputs + o) * taps + taps - 1 - tap]
                                            : weight[(o * s.inputs + c) * taps + tap];
                     *packed++ = value;
@@ -96,12 +96,12 @@ void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* 
     const int64_t block = static_cast<int64_t>(s.inputs) * s.taps() * OUTPUTS;
     const int blocks = (s.outputs + OUTPUTS - 1) / OUTPUTS;
     // many weights would leave the first cache at every position: then a block of them sees all positions first
-    const int together = block * blocks * static_cast<int64_t>(sizeof(T)) > FIRST_CACHE ? 1 : blocks;
-    for (int begin = 0; begin < blocks; begin += together)
+    const int group = block * blocks * static_cast<int64_t>(sizeof(T)) > FIRST_CACHE ? 1 : blocks;
+    for (int begin = 0; begin < blocks; begin += group)
         for (int place = 0; place < s.space(); ++place) {
             const Taps taps = taps_at(s, place, stride);
             for (int at = 0; at < stride; at += VECTORS * width<T>())
-                for (int b = begin; b < begin + together; ++b) {
+                for (int b = begin; b < begin + group; ++b) {
                     const T* packed = scratch + b * block;
                     if (at + VECTORS * width<T>() <= stride)
                         convolve_block<T, VECTORS>(s, in, packed, out, b * OUTPUTS, at, lanes, stride, taps, place);
@@ -118,7 +118,7 @@ struct Part {
 
 // Gradients of a tile of weights of kernel 1, over a part of the features.
 template <class T, int OS, int CS>
-void weigh_points(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, Part part, int stride) {
+void pointwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int o, int c, Part part, int stride) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
     wide<T> sum[OS][CS] = {};
     for (int place = part.top * s.width; place < part.bottom * s.width; ++place)
@@ -127,24 +127,24 @@ void weigh_points(const Shape& s, const T* in, const T* slope, T* grad, int o, i
             wide<T> x[CS];
             for (int j = 0; j < CS; ++j) x[j] = load(in + (c + j) * channel + from);
             for (int i = 0; i < OS; ++i) {
-                const wide<T> g = load(slope + (o + i) * channel + from);
+                const wide<T> g = load(grad_out + (o + i) * channel + from);
                 for (int j = 0; j < CS; ++j) sum[i][j] += g * x[j];
             }
         }
     for (int i = 0; i < OS; ++i)
-        for (int j = 0; j < CS; ++j) grad[(o + i) * s.inputs + c + j] += total<T>(sum[i][j]);
+        for (int j = 0; j < CS; ++j) grad_weight[(o + i) * s.inputs + c + j] += total<T>(sum[i][j]);
 }
 
 // The same for the middle row of a kernel of 3, moved by `dy`: three neighbours slide along a row of the image, so that
 // each of them is loaded once.
 template <class T, int OS, int CS>
-void weigh_row(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, int dy, Part part, int stride) {
+void kernel_row_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int o, int c, int dy, Part part, int stride) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
     wide<T> sum[OS][CS][3] = {};
     const int first = part.top + dy < 0 ? 1 : part.top, last = part.bottom + dy > s.height ? s.height - 1 : part.bottom;
     for (int y = first; y < last; ++y)
         for (int lane = part.at; lane < part.end; lane += width<T>()) {
-            const T* g = slope + o * channel + static_cast<int64_t>(y) * s.width * stride + lane;
+            const T* g = grad_out + o * channel + static_cast<int64_t>(y) * s.width * stride + lane;
             const T* h = in + c * channel + static_cast<int64_t>(y + dy) * s.width * stride + lane;
             wide<T> left[CS] = {}, here[CS], right[CS];
             for (int j = 0; j < CS; ++j) here[j] = load(h + j * channel);
@@ -165,19 +165,19 @@ void weigh_row(const Shape& s, const T* in, const T* slope, T* grad, int o, int 
     for (int i = 0; i < OS; ++i)
         for (int j = 0; j < CS; ++j)
             for (int dx = 0; dx < 3; ++dx)
-                grad[((o + i) * s.inputs + c + j) * 9 + (dy + 1) * 3 + dx] += total<T>(sum[i][j][dx]);
+                grad_weight[((o + i) * s.inputs + c + j) * 9 + (dy + 1) * 3 + dx] += total<T>(sum[i][j][dx]);
 }
 
 template <class T, int OS, int CS>
-void weigh_tile(const Shape& s, const T* in, const T* slope, T* grad, int o, int c, Part part, int stride) {
-    if (s.kernel == 1) return weigh_points<T, OS, CS>(s, in, slope, grad, o, c, part, stride);
-    for (int dy = -1; dy <= 1; ++dy) weigh_row<T, OS, CS>(s, in, slope, grad, o, c, dy, part, stride);
+void tile_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int o, int c, Part part, int stride) {
+    if (s.kernel == 1) return pointwise_weight_grad<T, OS, CS>(s, in, grad_out, grad_weight, o, c, part, stride);
+    for (int dy = -1; dy <= 1; ++dy) kernel_row_weight_grad<T, OS, CS>(s, in, grad_out, grad_weight, o, c, dy, part, stride);
 }
 
 // A part at a time that stays in the cache while all tiles pass over it: with kernel 1, where a number is used in few
 // products, in the first one.
-template <class T> void weigh(const Shape& s, const T* in, const T* slope, T* grad, int stride) {
-    std::memset(grad, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
+template <class T> void convolve_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int stride) {
+    std::memset(grad_weight, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
     const int64_t cache = s.kernel == 1 ? 2 * FIRST_CACHE : SECOND_CACHE;
     const int64_t row = 64LL * s.width * (s.inputs + s.outputs);  // bytes of a vector of lanes in a row of the image
     int step = static_cast<int>(cache / (row * s.height)) * width<T>();
@@ -191,17 +191,17 @@ template <class T> void weigh(const Shape& s, const T* in, const T* slope, T* gr
             int o = 0;
             for (; o + 4 <= s.outputs; o += 4) {
                 int c = 0;
-                for (; c + 2 <= s.inputs; c += 2) weigh_tile<T, 4, 2>(s, in, slope, grad, o, c, part, stride);
-                for (; c < s.inputs; ++c) weigh_tile<T, 4, 1>(s, in, slope, grad, o, c, part, stride);
+                for (; c + 2 <= s.inputs; c += 2) tile_weight_grad<T, 4, 2>(s, in, grad_out, grad_weight, o, c, part, stride);
+                for (; c < s.inputs; ++c) tile_weight_grad<T, 4, 1>(s, in, grad_out, grad_weight, o, c, part, stride);
             }
             for (; o < s.outputs; ++o)
-                for (int c = 0; c < s.inputs; ++c) weigh_tile<T, 1, 1>(s, in, slope, grad, o, c, part, stride);
+                for (int c = 0; c < s.inputs; ++c) tile_weight_grad<T, 1, 1>(s, in, grad_out, grad_weight, o, c, part, stride);
         }
 }
 
-// Each channel by itself. `turned` runs the gradient of the input.
+// Each channel by itself. `transposed` runs the gradient of the input.
 template <class T>
-void depthwise(const Shape& s, const T* in, const T* weight, bool turned, T* out, int lanes, int stride) {
+void depthwise(const Shape& s, const T* in, const T* weight, bool transposed, T* out, int lanes, int stride) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
     for (int place = 0; place < s.space(); ++place) {
         const Taps taps = taps_at(s, place, stride);
@@ -209,7 +209,7 @@ void depthwise(const Shape& s, const T* in, const T* weight, bool turned, T* out
             T factor[MAX_TAPS];
             for (int i = 0; i < taps.count; ++i) {
                 const int tap = taps.weight[i] / OUTPUTS;
-                factor[i] = weight[c * s.taps() + (turned ? s.taps() - 1 - tap : tap)];
+                factor[i] = weight[c * s.taps() + (transposed ? s.taps() - 1 - tap : tap)];
             }
             const T* h = in + c * channel;
             T* to = out + c * channel + static_cast<int64_t>(place) * stride;
@@ -222,12 +222,12 @@ void depthwise(const Shape& s, const T* in, const T* weight, bool turned, T* out
     }
 }
 
-template <class T> void weigh_depthwise(const Shape& s, const T* in, const T* slope, T* grad, int stride) {
+template <class T> void depthwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int stride) {
     const Shape one{1, 1, s.height, s.width, s.kernel};
-    std::memset(grad, 0, sizeof(T) * s.inputs * s.taps());
+    std::memset(grad_weight, 0, sizeof(T) * s.inputs * s.taps());
     for (int c = 0; c < s.inputs; ++c) {
         const int64_t channel = static_cast<int64_t>(c) * s.space() * stride;
-        weigh_tile<T, 1, 1>(one, in + channel, slope + channel, grad + c * s.taps(), 0, 0, {0, s.height, 0, stride}, stride);
+        tile_weight_grad<T, 1, 1>(one, in + channel, grad_out + channel, grad_weight + c * s.taps(), 0, 0, {0, s.height, 0, stride}, stride);
     }
 }
 

@@ -10,7 +10,7 @@
 namespace esper {
 
 // Where every lane is an example, rows that are treated alike are one long row.
-inline void together(int& rows, int& lanes, int& stride) {
+inline void merge_rows(int& rows, int& lanes, int& stride) {
     if (lanes != stride) return;
     lanes = stride = rows * stride;
     rows = 1;
@@ -26,7 +26,7 @@ template <class T> struct Affine {
 template <class T>
 void batch_norm(int channels, int space, bool relu, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
                 T* running_var, T* mean, T* rstd, T* y, int lanes, int stride) {
-    together(space, lanes, stride);
+    merge_rows(space, lanes, stride);
     const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const T* from = x + static_cast<int64_t>(c) * space * stride;
@@ -58,9 +58,9 @@ void batch_norm(int channels, int space, bool relu, T eps, T momentum, const T* 
 
 // In place: `g` is the gradient of `y` and becomes that of `x`.
 template <class T>
-void batch_norm_back(int channels, int space, bool relu, const T* x, const T* y, Affine<T> affine, const T* mean,
+void batch_norm_backward(int channels, int space, bool relu, const T* x, const T* y, Affine<T> affine, const T* mean,
                      const T* rstd, T* g, T* grad_weight, T* grad_bias, int lanes, int stride) {
-    together(space, lanes, stride);
+    merge_rows(space, lanes, stride);
     const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const int64_t begin = static_cast<int64_t>(c) * space * stride;
@@ -68,14 +68,14 @@ void batch_norm_back(int channels, int space, bool relu, const T* x, const T* y,
         T sum = T(0), product = T(0);
         for (int m = 0; m < space; ++m) {
             const T *row = x + begin + m * stride, *out = y + begin + m * stride;
-            T* slope = g + begin + m * stride;
+            T* grad = g + begin + m * stride;
             if (relu) {
-                ESPER_EACH_LANE slope[lane] = out[lane] <= T(0) ? T(0) : slope[lane];
+                ESPER_EACH_LANE grad[lane] = out[lane] <= T(0) ? T(0) : grad[lane];
             }
 #pragma omp simd reduction(+ : sum, product)
             for (int lane = 0; lane < lanes; ++lane) {
-                sum += slope[lane];
-                product += slope[lane] * ((row[lane] - center) * scale);
+                sum += grad[lane];
+                product += grad[lane] * ((row[lane] - center) * scale);
             }
         }
         grad_weight[c] = product;
@@ -83,8 +83,8 @@ void batch_norm_back(int channels, int space, bool relu, const T* x, const T* y,
         const T outer = affine.weight[c] * scale, a = sum / count, b = product / count;
         for (int m = 0; m < space; ++m) {
             const T* row = x + begin + m * stride;
-            T* slope = g + begin + m * stride;
-            ESPER_EACH_LANE slope[lane] = outer * (slope[lane] - a - (row[lane] - center) * scale * b);
+            T* grad = g + begin + m * stride;
+            ESPER_EACH_LANE grad[lane] = outer * (grad[lane] - a - (row[lane] - center) * scale * b);
         }
     }
 }
@@ -92,7 +92,7 @@ void batch_norm_back(int channels, int space, bool relu, const T* x, const T* y,
 template <class T>
 void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Affine<T> affine, const T* running_mean,
                       const T* running_var, T* y, int lanes, int stride) {
-    together(space, lanes, stride);
+    merge_rows(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
         const T scale = affine.weight[c] / std::sqrt(running_var[c] + eps), shift = affine.bias[c];
         const T center = running_mean[c];
@@ -166,7 +166,7 @@ void group_norm(int channels, int space, int groups, bool relu, T eps, const T* 
 
 // In place.
 template <class T>
-void group_norm_back(int channels, int space, int groups, bool relu, const T* x, Affine<T> affine, const T* gamma,
+void group_norm_backward(int channels, int space, int groups, bool relu, const T* x, Affine<T> affine, const T* gamma,
                      const T* mean, const T* rstd, T* g, T* grad_weight, T* grad_bias, T* grad_gamma, int lanes,
                      int stride) {
     const int per_group = channels / groups;
@@ -180,13 +180,13 @@ void group_norm_back(int channels, int space, int groups, bool relu, const T* x,
             const wide<T> center = load(mean + k * stride + at), scale = load(rstd + k * stride + at);
             wide<T> first = {}, second = {};
             const T* row = x + begin;
-            T* slope = g + begin;
+            T* grad = g + begin;
             for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
                 const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
                 wide<T> of_weight = {}, of_bias = {}, of_gamma = {};
-                for (int m = 0; m < space; ++m, row += stride, slope += stride) {
+                for (int m = 0; m < space; ++m, row += stride, grad += stride) {
                     const wide<T> normed = (load(row) - center) * scale;
-                    wide<T> value = normed * w + shift, outer = load(slope);
+                    wide<T> value = normed * w + shift, outer = load(grad);
                     if (relu) {
                         outer = value <= T(0) ? wide<T>{} : outer;
                         value = value <= T(0) ? wide<T>{} : value;
@@ -195,7 +195,7 @@ void group_norm_back(int channels, int space, int groups, bool relu, const T* x,
                     const wide<T> inner = outer * factor;
                     of_weight += inner * normed;
                     of_bias += inner;
-                    store<T>(slope, inner * w);
+                    store<T>(grad, inner * w);
                 }
                 first += of_bias * w;
                 second += of_weight * w;
@@ -204,10 +204,10 @@ void group_norm_back(int channels, int space, int groups, bool relu, const T* x,
                 if (grad_gamma) grad_gamma[c] += total<T>(of_gamma);
             }
             const wide<T> a = first / count, b = second / count;
-            row = x + begin, slope = g + begin;
-            for (int r = 0; r < per_group * space; ++r, row += stride, slope += stride) {
+            row = x + begin, grad = g + begin;
+            for (int r = 0; r < per_group * space; ++r, row += stride, grad += stride) {
                 const wide<T> normed = (load(row) - center) * scale;
-                store_lanes<T>(slope, scale * (load(slope) - a - normed * b), lanes - at);
+                store_lanes<T>(grad, scale * (load(grad) - a - normed * b), lanes - at);
             }
         }
 }
@@ -232,7 +232,7 @@ template <class T> void max_pool(int channels, int height, int width, const T* h
 }
 
 template <class T>
-void max_pool_back(int channels, int height, int width, const T* h, const T* g, T* grad, int lanes, int stride) {
+void max_pool_backward(int channels, int height, int width, const T* h, const T* g, T* grad, int lanes, int stride) {
     if (height % 2 || width % 2) std::memset(grad, 0, sizeof(T) * channels * height * width * stride);
     for (int c = 0; c < channels; ++c)
         for (int i = 0; i + 1 < height; i += 2)
@@ -247,11 +247,11 @@ void max_pool_back(int channels, int height, int width, const T* h, const T* g, 
                     const bool is_d = later_wins(upper, d[lane]);
                     const T best = is_d ? d[lane] : upper;
                     const bool is_e = later_wins(best, e[lane]);
-                    const T slope = g[lane];
-                    ge[lane] = is_e ? slope : T(0);
-                    gd[lane] = !is_e && is_d ? slope : T(0);
-                    gb[lane] = !is_e && !is_d && is_b ? slope : T(0);
-                    ga[lane] = is_e || is_d || is_b ? T(0) : slope;
+                    const T value = g[lane];
+                    ge[lane] = is_e ? value : T(0);
+                    gd[lane] = !is_e && is_d ? value : T(0);
+                    gb[lane] = !is_e && !is_d && is_b ? value : T(0);
+                    ga[lane] = is_e || is_d || is_b ? T(0) : value;
                 }
             }
 }
@@ -272,7 +272,7 @@ template <class T> void mean_space(int channels, int space, const T* h, T* y, in
     }
 }
 
-template <class T> void mean_space_back(int channels, int space, const T* g, T* grad, int lanes, int stride) {
+template <class T> void mean_space_backward(int channels, int space, const T* g, T* grad, int lanes, int stride) {
     for (int c = 0; c < channels; ++c, g += stride)
         for (int m = 0; m < space; ++m, grad += stride) {
             ESPER_EACH_LANE grad[lane] = g[lane] / T(space);
@@ -282,15 +282,15 @@ template <class T> void mean_space_back(int channels, int space, const T* g, T* 
 // -- factors, biases, activations ---------------------------------------------------------------------------------------------
 
 template <class T> void add_bias(int channels, int space, const T* bias, T* y, int lanes, int stride) {
-    together(space, lanes, stride);
+    merge_rows(space, lanes, stride);
     for (int r = 0; r < channels * space; ++r, y += stride) {
         const T b = bias[r / space];
         ESPER_EACH_LANE y[lane] += b;
     }
 }
 
-template <class T> void add_bias_back(int channels, int space, const T* g, T* grad_bias, int lanes, int stride) {
-    together(space, lanes, stride);
+template <class T> void add_bias_backward(int channels, int space, const T* g, T* grad_bias, int lanes, int stride) {
+    merge_rows(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
         grad_bias[c] = T(0);
         for (int m = 0; m < space; ++m, g += stride) grad_bias[c] += sum_of(g, lanes);
@@ -299,7 +299,7 @@ template <class T> void add_bias_back(int channels, int space, const T* g, T* gr
 
 // One factor per channel. The way back is in place.
 template <class T> void scale(int channels, int space, const T* gamma, const T* x, T* y, int lanes, int stride) {
-    together(space, lanes, stride);
+    merge_rows(space, lanes, stride);
     for (int r = 0; r < channels * space; ++r, x += stride, y += stride) {
         const T factor = gamma[r / space];
         ESPER_EACH_LANE y[lane] = x[lane] * factor;
@@ -307,8 +307,8 @@ template <class T> void scale(int channels, int space, const T* gamma, const T* 
 }
 
 template <class T>
-void scale_back(int channels, int space, const T* gamma, const T* x, T* g, T* grad_gamma, int lanes, int stride) {
-    together(space, lanes, stride);
+void scale_backward(int channels, int space, const T* gamma, const T* x, T* g, T* grad_gamma, int lanes, int stride) {
+    merge_rows(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
         const T factor = gamma[c];
         T sum = T(0);
@@ -331,7 +331,7 @@ template <class T> void modulate(int channels, int space, const T* h, const T* f
         }
 }
 
-template <class T> void modulate_back(int channels, int space, const T* h, const T* g, T* grad_factor, int stride) {
+template <class T> void modulate_backward(int channels, int space, const T* h, const T* g, T* grad_factor, int stride) {
     const int64_t channel = static_cast<int64_t>(space) * stride;
     for (int c = 0; c < channels; ++c, grad_factor += stride, h += channel, g += channel)
         for (int at = 0; at < stride; at += width<T>()) {
@@ -343,7 +343,7 @@ template <class T> void modulate_back(int channels, int space, const T* h, const
 
 // y = tanh(strength) * (z - h). The way back is in place: `g` becomes the gradient of z.
 template <class T> void shift(int rows, const T* strength, const T* z, const T* h, T* y, int lanes, int stride) {
-    together(rows, lanes, stride);
+    merge_rows(rows, lanes, stride);
     const T factor = tanh_of(*strength);
     for (int r = 0; r < rows; ++r, z += stride, h += stride, y += stride) {
         ESPER_EACH_LANE y[lane] = factor * (z[lane] - h[lane]);
@@ -351,8 +351,8 @@ template <class T> void shift(int rows, const T* strength, const T* z, const T* 
 }
 
 template <class T>
-void shift_back(int rows, const T* strength, const T* z, const T* h, T* g, T* grad_strength, int lanes, int stride) {
-    together(rows, lanes, stride);
+void shift_backward(int rows, const T* strength, const T* z, const T* h, T* g, T* grad_strength, int lanes, int stride) {
+    merge_rows(rows, lanes, stride);
     const T factor = tanh_of(*strength);
     T sum = T(0);
     for (int r = 0; r < rows; ++r, z += stride, h += stride, g += stride) {
@@ -368,7 +368,7 @@ void shift_back(int rows, const T* strength, const T* z, const T* h, T* g, T* gr
 enum Activation { RELU, SILU, TANH, SIGMOID };
 
 template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes, int stride) {
-    together(rows, lanes, stride);
+    merge_rows(rows, lanes, stride);
     for (int r = 0; r < rows; ++r, x += stride, y += stride) {
         if (kind == RELU) {
             ESPER_EACH_LANE y[lane] = relu_of(x[lane]);
@@ -383,8 +383,8 @@ template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes
 }
 
 // In place.
-template <class T> void activate_back(int rows, int kind, const T* x, const T* y, T* g, int lanes, int stride) {
-    together(rows, lanes, stride);
+template <class T> void activate_backward(int rows, int kind, const T* x, const T* y, T* g, int lanes, int stride) {
+    merge_rows(rows, lanes, stride);
     for (int r = 0; r < rows; ++r, x += stride, y += stride, g += stride) {
         if (kind == RELU) {
             ESPER_EACH_LANE g[lane] = y[lane] <= T(0) ? T(0) : g[lane];
@@ -401,13 +401,13 @@ template <class T> void activate_back(int rows, int kind, const T* x, const T* y
     }
 }
 
-// -- how seeds join their host (esper.kasmina.blending) -------------------------------------------------------------------
+// -- how seeds blend their host (esper.kasmina.blending) -------------------------------------------------------------------
 
 enum Algorithm { ADD, MULTIPLY, GATE };
 
 template <class T>
-void join(int rows, int algorithm, const T* h, const T* delta, const T* gate, T alpha, T* y, int lanes, int stride) {
-    if (algorithm != GATE) together(rows, lanes, stride);
+void blend(int rows, int algorithm, const T* h, const T* delta, const T* gate, T alpha, T* y, int lanes, int stride) {
+    if (algorithm != GATE) merge_rows(rows, lanes, stride);
     for (int r = 0; r < rows; ++r, h += stride, delta += stride, y += stride) {
         if (algorithm == ADD) {
             ESPER_EACH_LANE y[lane] = h[lane] + alpha * delta[lane];
@@ -419,34 +419,34 @@ void join(int rows, int algorithm, const T* h, const T* delta, const T* gate, T 
     }
 }
 
-// `g` is the gradient of the joined features and becomes that of `h`. A hidden seed learns as if it were heard in full.
+// `g` is the gradient of the joined features and becomes that of `h`. A hidden seed learns as if it were active in full.
 template <class T>
-void join_back(int rows, int algorithm, bool heard, const T* h, const T* delta, const T* gate, T alpha, T* g,
+void blend_backward(int rows, int algorithm, bool active, const T* h, const T* delta, const T* gate, T alpha, T* g,
                T* grad_delta, T* grad_gate, int lanes, int stride) {
-    if (algorithm != GATE) together(rows, lanes, stride);
-    const T weight = heard ? alpha : T(1);
+    if (algorithm != GATE) merge_rows(rows, lanes, stride);
+    const T weight = active ? alpha : T(1);
     if (grad_gate) {
         ESPER_EACH_LANE grad_gate[lane] = T(0);
     }
     for (int r = 0; r < rows; ++r) {
         const int64_t begin = static_cast<int64_t>(r) * stride;
         const T *own = h + begin, *from = delta + begin;
-        T* slope = g + begin;
+        T* grad = g + begin;
         T* to = grad_delta ? grad_delta + begin : nullptr;
         if (algorithm == MULTIPLY) {
             ESPER_EACH_LANE {
                 const T bent = tanh_of(from[lane]);
-                if (to) to[lane] = weight * slope[lane] * own[lane] * (T(1) - bent * bent);
-                if (heard) slope[lane] += alpha * slope[lane] * bent;
+                if (to) to[lane] = weight * grad[lane] * own[lane] * (T(1) - bent * bent);
+                if (active) grad[lane] += alpha * grad[lane] * bent;
             }
         } else if (algorithm == ADD) {
             if (to) {
-                ESPER_EACH_LANE to[lane] = weight * slope[lane];
+                ESPER_EACH_LANE to[lane] = weight * grad[lane];
             }
         } else if (to) {
-            ESPER_EACH_LANE to[lane] = weight * slope[lane] * gate[lane];
+            ESPER_EACH_LANE to[lane] = weight * grad[lane] * gate[lane];
             if (grad_gate) {
-                ESPER_EACH_LANE grad_gate[lane] += weight * slope[lane] * from[lane];
+                ESPER_EACH_LANE grad_gate[lane] += weight * grad[lane] * from[lane];
             }
         }
     }
@@ -464,10 +464,10 @@ template <class T> void transpose(int rows, const T* images, T* y, int lanes, in
                     lane < lanes ? images[static_cast<int64_t>(lane) * rows + r] : T(0);
 }
 
-// Cross entropy. `told` = {sum of losses, correct answers}, added to; `grad` (or null) is that of the mean loss. A lane
+// Cross entropy. `totals` = {sum of losses, correct answers}, added to; `grad` (or null) is that of the mean loss. A lane
 // whose label is negative is no example. Labels are not checked here: NativeExecutor does, once.
 template <class T>
-void cross_entropy(int classes, const T* logits, const int64_t* labels, double* told, T* grad, T* work, int lanes,
+void cross_entropy(int classes, const T* logits, const int64_t* labels, double* totals, T* grad, T* work, int lanes,
                    int stride) {
     T *best = work, *sum = work + stride, *answer = work + 2 * stride;
     ESPER_EACH_LANE {
@@ -499,13 +499,13 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
             product = 1.0;
         }
     }
-    told[0] += loss;
-    told[1] += correct;
+    totals[0] += loss;
+    totals[1] += correct;
     if (!grad) return;
     for (int c = 0; c < classes; ++c) {
         const T* row = logits + c * stride;
-        T* slope = grad + c * stride;
-        ESPER_EACH_LANE slope[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(lanes));
+        T* out = grad + c * stride;
+        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(lanes));
     }
     for (int lane = 0; lane < lanes; ++lane)
         if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(lanes);

@@ -11,12 +11,12 @@
 
 // X(name, operands): what lies behind each operand, as a letter of `bytes_of`.
 #define ESPER_OPERATIONS(X)                                                                                         \
-    X(TRANSPOSE, "mr") X(CONVOLVE, "iwo") X(CONVOLVE_BACK, "owi") X(WEIGH, "iow") X(DEPTHWISE, "idi")                \
-    X(DEPTHWISE_BACK, "idi") X(WEIGH_DEPTHWISE, "iid") X(BATCH_NORM, "fccccccf") X(BATCH_NORM_BACK, "fccccccff")     \
-    X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf") X(GROUP_NORM_BACK, "fcccggfccc") X(MAX_POOL, "pq")        \
-    X(MAX_POOL_BACK, "pqp") X(MEAN, "fr") X(MEAN_BACK, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACK, "fc")                \
-    X(SCALE, "cff") X(SCALE_BACK, "cffc") X(MODULATE, "frf") X(MODULATE_BACK, "ffr") X(SHIFT, "1rrr")                \
-    X(SHIFT_BACK, "1rrr1") X(ACTIVATE, "rr") X(ACTIVATE_BACK, "rrr") X(JOIN, "rrb1r") X(JOIN_BACK, "rrb1rrb")        \
+    X(TRANSPOSE, "mr") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow") X(DEPTHWISE, "idi")                \
+    X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iid") X(BATCH_NORM, "fccccccf") X(BATCH_NORM_BACKWARD, "fccccccff")     \
+    X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf") X(GROUP_NORM_BACKWARD, "fcccggfccc") X(MAX_POOL, "pq")        \
+    X(MAX_POOL_BACKWARD, "pqp") X(MEAN, "fr") X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fc")                \
+    X(SCALE, "cff") X(SCALE_BACKWARD, "cffc") X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "1rrr")                \
+    X(SHIFT_BACKWARD, "1rrr1") X(ACTIVATE, "rr") X(ACTIVATE_BACKWARD, "rrr") X(BLEND, "rrb1r") X(BLEND_BACKWARD, "rrb1rrb")        \
     X(CROSS_ENTROPY, "rltr") X(SQUARE_NORM, "c1") X(CLIP, "1") X(SGD, "1cccc") X(ADAMW, "1cccccs")
 
 namespace esper {
@@ -35,7 +35,7 @@ enum Space : int32_t { NOTHING = -1, ROWS = 0, NUMBERS = 1 };  // working memory
 
 struct Instruction {
     int32_t operation;
-    int32_t flag;          // ReLU afterwards, the kind of activation, whether a seed is heard
+    int32_t flag;          // ReLU afterwards, the kind of activation, whether a seed is active
     int32_t size[SIZES];
     double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer
     int32_t space[OPERANDS];
@@ -81,7 +81,7 @@ template <class T> struct Host {
 
     int64_t scratch_bytes(const Instruction& i) const {
         if (i.operation == CROSS_ENTROPY) return int64_t(3) * stride * sizeof(T);
-        if (i.operation != CONVOLVE && i.operation != CONVOLVE_BACK) return 0;
+        if (i.operation != CONVOLVE && i.operation != CONVOLVE_INPUT_GRAD) return 0;
         const Shape shape{i.size[0], i.size[1], i.size[2], i.size[3], i.size[4]};
         const Shape turned{shape.outputs, shape.inputs, shape.height, shape.width, shape.kernel};
         return packed_size(i.operation == CONVOLVE ? shape : turned) * sizeof(T);
@@ -117,25 +117,25 @@ template <class T> struct Host {
             case CONVOLVE:
                 convolve<T>({n[0], n[1], n[2], n[3], n[4]}, at(i, 0), at(i, 1), false, at(i, 2), lanes, stride, scratch);
                 return;
-            case CONVOLVE_BACK:  // sizes as of the way forward
+            case CONVOLVE_INPUT_GRAD:  // sizes as of the way forward
                 convolve<T>({n[1], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), true, at(i, 2), lanes, stride, scratch);
                 return;
-            case WEIGH: weigh<T>({n[0], n[1], n[2], n[3], n[4]}, at(i, 0), at(i, 1), at(i, 2), stride); return;
+            case CONVOLVE_WEIGHT_GRAD: convolve_weight_grad<T>({n[0], n[1], n[2], n[3], n[4]}, at(i, 0), at(i, 1), at(i, 2), stride); return;
             case DEPTHWISE:
                 depthwise<T>({n[0], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), false, at(i, 2), lanes, stride);
                 return;
-            case DEPTHWISE_BACK:
+            case DEPTHWISE_INPUT_GRAD:
                 depthwise<T>({n[0], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), true, at(i, 2), lanes, stride);
                 return;
-            case WEIGH_DEPTHWISE:
-                weigh_depthwise<T>({n[0], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), at(i, 2), stride);
+            case DEPTHWISE_WEIGHT_GRAD:
+                depthwise_weight_grad<T>({n[0], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), at(i, 2), stride);
                 return;
             case BATCH_NORM:
                 batch_norm<T>(n[0], n[1], i.flag, T(i.number[0]), T(i.number[1]), at(i, 0), affine(i, 1), at(i, 3),
                               at(i, 4), at(i, 5), at(i, 6), at(i, 7), lanes, stride);
                 return;
-            case BATCH_NORM_BACK:
-                batch_norm_back<T>(n[0], n[1], i.flag, at(i, 0), at(i, 7), affine(i, 1), at(i, 3), at(i, 4), at(i, 8),
+            case BATCH_NORM_BACKWARD:
+                batch_norm_backward<T>(n[0], n[1], i.flag, at(i, 0), at(i, 7), affine(i, 1), at(i, 3), at(i, 4), at(i, 8),
                                    at(i, 5), at(i, 6), lanes, stride);
                 return;
             case BATCH_NORM_FIXED:
@@ -146,35 +146,35 @@ template <class T> struct Host {
                 group_norm<T>(n[0], n[1], n[2], i.flag, T(i.number[0]), at(i, 0), affine(i, 1), at(i, 3), at(i, 4),
                               at(i, 5), at(i, 6), lanes, stride);
                 return;
-            case GROUP_NORM_BACK:
-                group_norm_back<T>(n[0], n[1], n[2], i.flag, at(i, 0), affine(i, 1), at(i, 3), at(i, 4), at(i, 5),
+            case GROUP_NORM_BACKWARD:
+                group_norm_backward<T>(n[0], n[1], n[2], i.flag, at(i, 0), affine(i, 1), at(i, 3), at(i, 4), at(i, 5),
                                    at(i, 6), at(i, 7), at(i, 8), at(i, 9), lanes, stride);
                 return;
             case MAX_POOL: max_pool<T>(n[0], n[1], n[2], at(i, 0), at(i, 1), lanes, stride); return;
-            case MAX_POOL_BACK:
-                max_pool_back<T>(n[0], n[1], n[2], at(i, 0), at(i, 1), at(i, 2), lanes, stride);
+            case MAX_POOL_BACKWARD:
+                max_pool_backward<T>(n[0], n[1], n[2], at(i, 0), at(i, 1), at(i, 2), lanes, stride);
                 return;
             case MEAN: mean_space<T>(n[0], n[1], at(i, 0), at(i, 1), stride); return;
-            case MEAN_BACK: mean_space_back<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
+            case MEAN_BACKWARD: mean_space_backward<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
             case ADD_BIAS: add_bias<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
-            case ADD_BIAS_BACK: add_bias_back<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
+            case ADD_BIAS_BACKWARD: add_bias_backward<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
             case SCALE: scale<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), lanes, stride); return;
-            case SCALE_BACK:
-                scale_back<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), at(i, 3), lanes, stride);
+            case SCALE_BACKWARD:
+                scale_backward<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), at(i, 3), lanes, stride);
                 return;
             case MODULATE: modulate<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), lanes, stride); return;
-            case MODULATE_BACK: modulate_back<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), stride); return;
+            case MODULATE_BACKWARD: modulate_backward<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), stride); return;
             case SHIFT: shift<T>(n[0], at(i, 0), at(i, 1), at(i, 2), at(i, 3), lanes, stride); return;
-            case SHIFT_BACK:
-                shift_back<T>(n[0], at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4), lanes, stride);
+            case SHIFT_BACKWARD:
+                shift_backward<T>(n[0], at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4), lanes, stride);
                 return;
             case ACTIVATE: activate<T>(n[0], i.flag, at(i, 0), at(i, 1), lanes, stride); return;
-            case ACTIVATE_BACK: activate_back<T>(n[0], i.flag, at(i, 0), at(i, 1), at(i, 2), lanes, stride); return;
-            case JOIN:
-                join<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), *at(i, 3), at(i, 4), lanes, stride);
+            case ACTIVATE_BACKWARD: activate_backward<T>(n[0], i.flag, at(i, 0), at(i, 1), at(i, 2), lanes, stride); return;
+            case BLEND:
+                blend<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), *at(i, 3), at(i, 4), lanes, stride);
                 return;
-            case JOIN_BACK:
-                join_back<T>(n[0], n[1], i.flag, at(i, 0), at(i, 1), at(i, 2), *at(i, 3), at(i, 4), at(i, 5), at(i, 6),
+            case BLEND_BACKWARD:
+                blend_backward<T>(n[0], n[1], i.flag, at(i, 0), at(i, 1), at(i, 2), *at(i, 3), at(i, 4), at(i, 5), at(i, 6),
                              lanes, stride);
                 return;
             case CROSS_ENTROPY:

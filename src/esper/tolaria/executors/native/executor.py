@@ -26,7 +26,7 @@ from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.native.library import stride_of
 from esper.tolaria.executors.native.machine import Machine, Workload
 from esper.tolaria.executors.native.networks import Space
-from esper.tolaria.executors.native.optimizer_step import Stepping
+from esper.tolaria.executors.native.optimizer_step import OptimizerStep
 from esper.tolaria.executors.native.structures import (
     Programs,
     population_spaces,
@@ -60,7 +60,7 @@ class NativeExecutor(NetworkExecutor):
         self.refused = self._programs.refused
         """Why not, by the name of the blueprint, of those whose hosts are run by PyTorch."""
         self._machine = Machine(threads=torch.get_num_threads())
-        self._stepping = Stepping(self.population, data.decay_mask, self._machine)
+        self._optimizer_step = OptimizerStep(self.population, data.decay_mask, self._machine)
 
     def _check_labels(self, split: SplitName) -> None:
         (lowest, highest), classes = self.data.label_range(split), self.population.host_module.spec.classes
@@ -90,7 +90,7 @@ class NativeExecutor(NetworkExecutor):
         spaces = training_spaces(p, alpha, hosts, rows).of(here)
         work = Workload.of_each([self._programs.training(w) for w in what[here]])
         train_others = streamed.train_function(data, others.tolist(), hosts, rows, slots.alpha) if others.size else None
-        told = torch.zeros(len(here), 2, dtype=torch.float64)
+        totals = torch.zeros(len(here), 2, dtype=torch.float64)
 
         def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
             assert (x_NB.dtype, y_NB.dtype) == (torch.float32, torch.int64), "what the compiled code reads"
@@ -100,9 +100,9 @@ class NativeExecutor(NetworkExecutor):
             theirs = None if train_others is None else train_others(x_NB, y_NB)
             spaces.rows(Space.IMAGES, x_NB, here)
             spaces.rows(Space.LABELS, y_NB, here)
-            spaces.rows(Space.TOLD, told.zero_())
+            spaces.rows(Space.TOTALS, totals.zero_())
             self._machine.run(work, spaces, lanes)
-            ours = (told[:, 0] / lanes).float(), told[:, 1].long()
+            ours = (totals[:, 0] / lanes).float(), totals[:, 1].long()
             return ours if theirs is None else _merged(here, ours, others, theirs)
 
         passed = run_epoch(
@@ -111,7 +111,7 @@ class NativeExecutor(NetworkExecutor):
             p.device,
             train=train,
             statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
-            step=self._stepping.of(data.structure, hosts, rows),
+            step=self._optimizer_step.of(data.structure, hosts, rows),
         )
         p.host.finish(hosts)
         finish_training(p, rows)
@@ -138,8 +138,8 @@ class NativeExecutor(NetworkExecutor):
         plans = [plan_prefixes(rows, self.data.execution_order) for rows in sets]
         work = Workload.of_each([self._programs.measuring(what[n], plans[n]) for n in here])
         spaces = population_spaces(p, alpha).of(here)
-        told = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
-        spaces.rows(Space.TOLD, told)
+        totals = torch.zeros(len(here), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
+        spaces.rows(Space.TOTALS, totals)
         count = 0
         for x, y in batches:
             work.check_batch(len(y))
@@ -150,7 +150,7 @@ class NativeExecutor(NetworkExecutor):
                 self._machine.run(work, spaces, len(some_y))
             count += len(y)
         states = torch.from_numpy(_states([plans[n] for n in here], num_columns))
-        hits, losses = told[..., 1].gather(1, states), told[..., 0].gather(1, states[:, :1])[:, 0]
+        hits, losses = totals[..., 1].gather(1, states), totals[..., 0].gather(1, states[:, :1])[:, 0]
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in here])
         found = (hits * valid).long(), losses
         if others.size:

@@ -1,12 +1,12 @@
-"""Layers as instructions: what each kind of layer does to features on the way forward and to gradients on the way back.
+"""Layers as instructions: what each kind of layer does to features on the way forward and to gradients on the backward pass.
 
-A rule writes the way forward at once and returns the features with a function that writes the way back:
+A rule writes the way forward at once and returns the features with a function that writes the backward pass:
 
-    features, back = rule(assembler, layer, weights, features)
-    gradient of the input = back(gradient of the output, wanted)
+    features, backward = rule(assembler, layer, weights, features)
+    gradient of the input = backward(gradient of the output, input_grad)
 
-Rows that a rule makes belong to it: it releases them in `back`, when nobody reads them any more. Where nothing is
-learned there is no way back, and `chain` releases what lies between its layers.
+Rows that a rule makes belong to it: it releases them in `backward`, when nobody reads them any more. Where nothing is
+learned there is no backward pass, and `chain` releases what lies between its layers.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.flat_layout import FlatLayout, TensorSpec
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Place, Rows, expect
 
-Back = Callable[[Rows, bool], Rows | None]
-"""(gradient of the output, whether the input's is wanted) -> that of the input. The rows it was given are consumed."""
+Backward = Callable[[Rows, bool], Rows | None]
+"""(gradient of the output, whether the input's is input_grad) -> that of the input. The rows it was given are consumed."""
 
 _OUTPUTS = 8
 """Outputs that a convolution packs together, as in convolution.h."""
@@ -72,7 +72,7 @@ class Weights:
 
     def grad(self, name: str) -> Place:
         """Where its gradient belongs."""
-        assert self.grads is not None, "a way back of weights that do not learn"
+        assert self.grads is not None, "a backward pass of weights that do not learn"
         return Place(self.grads, _offset(self.layout, self.prefix + name))
 
     def buffer(self, name: str, *shape: int) -> Place:
@@ -92,13 +92,13 @@ def _specs(tensors: tuple[TensorSpec, ...]) -> dict[str, TensorSpec]:
     return {spec.name: spec for spec in tensors}
 
 
-Rule = Callable[[Assembler, Any, Weights, Features], tuple[Features, Back]]
+Rule = Callable[[Assembler, Any, Weights, Features], tuple[Features, Backward]]
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Back]:
+def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Backward]:
     """`nn.Conv2d` of kernel 1 or 3, stride 1 and zero border; all channels together, or each by itself."""
     if conv.groups > 1:
         return _depthwise(a, conv, weights, x)
@@ -106,7 +106,7 @@ def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) ->
     return _product(a, weights, x, outputs, conv.kernel_size, bias=conv.bias is not None)
 
 
-def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> tuple[Features, Back]:
+def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> tuple[Features, Backward]:
     """`nn.Linear` on features of one position."""
     expect("positions before a linear layer", x.space, 1)
     return _product(a, weights, x, layer.out_features, (), bias=layer.bias is not None)
@@ -114,7 +114,7 @@ def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> tup
 
 def _product(
     a: Assembler, weights: Weights, x: Features, outputs: int, kernel: tuple[int, ...], *, bias: bool
-) -> tuple[Features, Back]:
+) -> tuple[Features, Backward]:
     side = kernel[0] if kernel else 1
     weight = weights.value("weight", outputs, x.channels, *kernel)
     sizes = (x.channels, outputs, x.height, x.width, side)
@@ -125,39 +125,39 @@ def _product(
     if bias:
         a.emit(Operation.ADD_BIAS, weights.value("bias", outputs), y.rows, sizes=(outputs, x.space))
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
         if bias:
-            a.emit(Operation.ADD_BIAS_BACK, g, weights.grad("bias"), sizes=(outputs, x.space))
-        a.emit(Operation.WEIGH, x.rows, g, weights.grad("weight"), sizes=sizes)
-        into = a.rows(x.rows.size) if wanted else None
+            a.emit(Operation.ADD_BIAS_BACKWARD, g, weights.grad("bias"), sizes=(outputs, x.space))
+        a.emit(Operation.CONVOLVE_WEIGHT_GRAD, x.rows, g, weights.grad("weight"), sizes=sizes)
+        into = a.rows(x.rows.size) if input_grad else None
         if into is not None:
-            a.emit(Operation.CONVOLVE_BACK, g, weight, into, sizes=sizes)
+            a.emit(Operation.CONVOLVE_INPUT_GRAD, g, weight, into, sizes=sizes)
         a.release(g, y.rows)
         return into
 
-    return y, back
+    return y, backward
 
 
-def _depthwise(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Back]:
+def _depthwise(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Backward]:
     weight = weights.value("weight", x.channels, 1, *conv.kernel_size)
     sizes = (x.channels, x.channels, x.height, x.width, conv.kernel_size[0])
     y = x.like(a.rows(x.rows.size))
     a.emit(Operation.DEPTHWISE, x.rows, weight, y.rows, sizes=sizes)
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
-        a.emit(Operation.WEIGH_DEPTHWISE, x.rows, g, weights.grad("weight"), sizes=sizes)
-        into = a.rows(x.rows.size) if wanted else None
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
+        a.emit(Operation.DEPTHWISE_WEIGHT_GRAD, x.rows, g, weights.grad("weight"), sizes=sizes)
+        into = a.rows(x.rows.size) if input_grad else None
         if into is not None:
-            a.emit(Operation.DEPTHWISE_BACK, g, weight, into, sizes=sizes)
+            a.emit(Operation.DEPTHWISE_INPUT_GRAD, g, weight, into, sizes=sizes)
         a.release(g, y.rows)
         return into
 
-    return y, back
+    return y, backward
 
 
 def batch_norm(
     a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Features, *, relu: bool = False
-) -> tuple[Features, Back]:
+) -> tuple[Features, Backward]:
     """Batch normalization with ReLU or without: with the statistics of the batch where the pass learns."""
     y = x.like(a.rows(x.rows.size))
     affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
@@ -176,15 +176,15 @@ def batch_norm(
         sizes=sizes, flag=relu, numbers=(norm.eps, norm.momentum),
     )  # fmt: skip
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
         grads = (weights.grad("weight"), weights.grad("bias"))
         a.emit(
-            Operation.BATCH_NORM_BACK, x.rows, *affine, mean, rstd, *grads, y.rows, g, sizes=sizes, flag=relu
+            Operation.BATCH_NORM_BACKWARD, x.rows, *affine, mean, rstd, *grads, y.rows, g, sizes=sizes, flag=relu
         )  # fmt: skip
         a.release(y.rows)
-        return _handed_on(a, g, wanted)
+        return _handed_on(a, g, input_grad)
 
-    return y, back
+    return y, backward
 
 
 def group_norm(
@@ -195,7 +195,7 @@ def group_norm(
     *,
     relu: bool = False,
     scale: Weights | None = None,
-) -> tuple[Features, Back]:
+) -> tuple[Features, Backward]:
     """Group normalization, then ReLU and a layer scale where they follow."""
     expect("channels beyond whole groups", x.channels % norm.num_groups, 0)
     a.normalizes(x.shape, groups=norm.num_groups)
@@ -210,104 +210,106 @@ def group_norm(
     if not a.trainable:
         a.release(mean, rstd)
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
         grads = (weights.grad("weight"), weights.grad("bias"), None if scale is None else scale.grad("gamma"))
-        a.emit(Operation.GROUP_NORM_BACK, x.rows, *affine, gamma, mean, rstd, g, *grads, sizes=sizes, flag=relu)
+        a.emit(Operation.GROUP_NORM_BACKWARD, x.rows, *affine, gamma, mean, rstd, g, *grads, sizes=sizes, flag=relu)
         a.release(mean, rstd, y.rows)
-        return _handed_on(a, g, wanted)
+        return _handed_on(a, g, input_grad)
 
-    return y, back
+    return y, backward
 
 
-def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> tuple[Features, Back]:
+def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> tuple[Features, Backward]:
     """One factor per channel."""
     y, gamma, sizes = x.like(a.rows(x.rows.size)), weights.value("gamma", x.channels), (x.channels, x.space)
     a.emit(Operation.SCALE, gamma, x.rows, y.rows, sizes=sizes)
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
-        a.emit(Operation.SCALE_BACK, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
+        a.emit(Operation.SCALE_BACKWARD, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
         a.release(y.rows)
-        return _handed_on(a, g, wanted)
+        return _handed_on(a, g, input_grad)
 
-    return y, back
+    return y, backward
 
 
 def activation(kind: Activation) -> Rule:
     """The rule of an activation."""
 
-    def rule(a: Assembler, layer: nn.Module, weights: Weights, x: Features) -> tuple[Features, Back]:
+    def rule(a: Assembler, layer: nn.Module, weights: Weights, x: Features) -> tuple[Features, Backward]:
         y, sizes = x.like(a.rows(x.rows.size)), (x.rows.size,)
         a.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=sizes, flag=kind)
 
-        def back(g: Rows, wanted: bool) -> Rows | None:
-            if wanted:
-                a.emit(Operation.ACTIVATE_BACK, x.rows, y.rows, g, sizes=sizes, flag=kind)
+        def backward(g: Rows, input_grad: bool) -> Rows | None:
+            if input_grad:
+                a.emit(Operation.ACTIVATE_BACKWARD, x.rows, y.rows, g, sizes=sizes, flag=kind)
             a.release(y.rows)
-            return _handed_on(a, g, wanted)
+            return _handed_on(a, g, input_grad)
 
-        return y, back
+        return y, backward
 
     return rule
 
 
-def mean_space(a: Assembler, x: Features) -> tuple[Features, Back]:
+def mean_space(a: Assembler, x: Features) -> tuple[Features, Backward]:
     """[channels][height][width] -> [channels][1][1]."""
     y, sizes = Features(a.rows(x.channels), x.channels, 1, 1), (x.channels, x.space)
     a.emit(Operation.MEAN, x.rows, y.rows, sizes=sizes)
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
-        into = a.rows(x.rows.size) if wanted else None
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
+        into = a.rows(x.rows.size) if input_grad else None
         if into is not None:
-            a.emit(Operation.MEAN_BACK, g, into, sizes=sizes)
+            a.emit(Operation.MEAN_BACKWARD, g, into, sizes=sizes)
         a.release(g, y.rows)
         return into
 
-    return y, back
+    return y, backward
 
 
-def max_pool(a: Assembler, x: Features) -> tuple[Features, Back]:
+def max_pool(a: Assembler, x: Features) -> tuple[Features, Backward]:
     """2x2 max pooling; an odd last row or column is left out."""
     y = Features(a.rows(x.channels * (x.height // 2) * (x.width // 2)), x.channels, x.height // 2, x.width // 2)
     sizes = (x.channels, x.height, x.width)
     a.emit(Operation.MAX_POOL, x.rows, y.rows, sizes=sizes)
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
-        into = a.rows(x.rows.size) if wanted else None
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
+        into = a.rows(x.rows.size) if input_grad else None
         if into is not None:
-            a.emit(Operation.MAX_POOL_BACK, x.rows, g, into, sizes=sizes)
+            a.emit(Operation.MAX_POOL_BACKWARD, x.rows, g, into, sizes=sizes)
         a.release(g, y.rows)
         return into
 
-    return y, back
+    return y, backward
 
 
-def chain(a: Assembler, x: Features, *steps: Callable[[Features], tuple[Features, Back]]) -> tuple[Features, Back]:
+def chain(
+    a: Assembler, x: Features, *steps: Callable[[Features], tuple[Features, Backward]]
+) -> tuple[Features, Backward]:
     """One step after another; the input of all belongs to somebody else."""
-    h, backs = x, []
+    h, backwards = x, []
     for step in steps:
         before = h
-        h, step_back = step(before)
-        backs.append(step_back)
+        h, step_backward = step(before)
+        backwards.append(step_backward)
         if not a.trainable and before is not x:
             a.release(before.rows)
 
-    def back(g: Rows, wanted: bool) -> Rows | None:
-        slope: Rows | None = g
-        for i, back_of in reversed(list(enumerate(backs))):
-            assert slope is not None
-            slope = back_of(slope, wanted or i > 0)
-        return slope
+    def backward(g: Rows, input_grad: bool) -> Rows | None:
+        grad: Rows | None = g
+        for i, step_backward in reversed(list(enumerate(backwards))):
+            assert grad is not None
+            grad = step_backward(grad, input_grad or i > 0)
+        return grad
 
-    return h, back
+    return h, backward
 
 
-def _handed_on(a: Assembler, g: Rows, wanted: bool) -> Rows | None:
+def _handed_on(a: Assembler, g: Rows, input_grad: bool) -> Rows | None:
     """A gradient that was worked on in place."""
-    if wanted:
+    if input_grad:
         return g
     a.release(g)
     return None
 
 
-def _no_way_back(g: Rows, wanted: bool) -> Rows | None:
+def _no_way_back(g: Rows, input_grad: bool) -> Rows | None:
     raise AssertionError("nothing is learned in this pass")

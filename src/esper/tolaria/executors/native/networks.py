@@ -18,7 +18,7 @@ from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, Program, Rows, expect
 from esper.tolaria.executors.native.layer_rules import (
-    Back,
+    Backward,
     Features,
     Weights,
     batch_norm,
@@ -35,10 +35,10 @@ class Space(IntEnum):
 
     IMAGES = NUM_WORKING
     LABELS = NUM_WORKING + 1
-    TOLD = NUM_WORKING + 2
+    TOTALS = NUM_WORKING + 2
     """Sum of losses and number of correct answers, float64; a pair for each state of the network."""
     HOST = NUM_WORKING + 3
-    HOST_SLOPES = NUM_WORKING + 4
+    HOST_GRADS = NUM_WORKING + 4
     HOST_BUFFERS = NUM_WORKING + 5
 
 
@@ -46,9 +46,9 @@ class SlotSpace(IntEnum):
     """Spaces of each slot."""
 
     SEED = 0
-    SEED_SLOPES = 1
+    SEED_GRADS = 1
     GATE = 2
-    GATE_SLOPES = 3
+    GATE_GRADS = 3
     ALPHA = 4
 
 
@@ -83,7 +83,7 @@ class ActiveSeed:
     gate_trainable: bool = False
 
 
-_JOINS = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
+_BLEND_CODES = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
 """As in layers.h."""
 
 
@@ -99,7 +99,7 @@ class HostLayout:
 
     def weights(self, *, trainable: bool) -> Weights:
         """The spaces of its tensors."""
-        grads = int(Space.HOST_SLOPES) if trainable else None
+        grads = int(Space.HOST_GRADS) if trainable else None
         return Weights(self.layout, Space.HOST, grads, self.buffers, Space.HOST_BUFFERS)
 
 
@@ -108,54 +108,56 @@ def host_problem(host: nn.Module) -> str | None:
     return altered(host, {CNNHost, nn.ModuleList, Block, nn.Conv2d, nn.BatchNorm2d, nn.Linear})
 
 
-def training_program(skeleton: HostLayout, grown: Mapping[str, ActiveSeed]) -> Program:
-    """Forward and backward of one batch of a host; `grown` is what runs, by slot id."""
-    a, host = Assembler(trainable=True), skeleton.host
-    weights = skeleton.weights(trainable=True)
-    h = _images(a, skeleton)
-    backs: list[Back] = []
+def training_program(host_layout: HostLayout, seeds: Mapping[str, ActiveSeed]) -> Program:
+    """Forward and backward of one batch of a host; `seeds` is what runs, by slot id."""
+    a, host = Assembler(trainable=True), host_layout.host
+    weights = host_layout.weights(trainable=True)
+    h = _images(a, host_layout)
+    backwards: list[Backward] = []
 
-    def follow(step: tuple[Features, Back]) -> Features:
-        backs.append(step[1])
+    def follow(step: tuple[Features, Backward]) -> Features:
+        backwards.append(step[1])
         return step[0]
 
     for i, (conv, norm) in enumerate(_blocks(host)):
         own = weights.of(f"blocks.{i}")
         h = follow(convolution(a, conv, own.of("conv"), h))
         h = follow(batch_norm(a, norm, own.of("norm"), h, relu=True))
-        if f"r0c{i}" in grown:
-            h = follow(_joined(a, grown[f"r0c{i}"], h))
+        if f"r0c{i}" in seeds:
+            h = follow(_blended(a, seeds[f"r0c{i}"], h))
         if i < host.spec.pools:
             h = follow(max_pool(a, h))
-            if f"r1c{i}" in grown:
-                h = follow(_joined(a, grown[f"r1c{i}"], h))
+            if f"r1c{i}" in seeds:
+                h = follow(_blended(a, seeds[f"r1c{i}"], h))
     h = follow(mean_space(a, h))
     logits = follow(linear(a, host.head, weights.of("head"), h))
-    slope: Rows | None = a.rows(logits.channels)
-    _loss(a, logits, 0, slope)
-    for i, back in reversed(list(enumerate(backs))):
-        assert slope is not None
-        slope = back(slope, i > 0)
+    grad: Rows | None = a.rows(logits.channels)
+    _loss(a, logits, 0, grad)
+    for i, backward in reversed(list(enumerate(backwards))):
+        assert grad is not None
+        grad = backward(grad, i > 0)
     return a.program()
 
 
 def measuring_program(
-    skeleton: HostLayout, grown: Mapping[str, ActiveSeed], steps: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    host_layout: HostLayout,
+    seeds: Mapping[str, ActiveSeed],
+    steps: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> Program:
     """Losses and hits of all states of a host on some examples.
 
     `steps[slot_id]` says which states go on without the seed and which with it; first those without (`prefixes`).
     """
-    a, host = Assembler(trainable=False), skeleton.host
-    weights = skeleton.weights(trainable=False)
-    states = [_images(a, skeleton)]
+    a, host = Assembler(trainable=False), host_layout.host
+    weights = host_layout.weights(trainable=False)
+    states = [_images(a, host_layout)]
 
     def part(slot_id: str) -> None:
         nonlocal states
         if slot_id not in steps:
             return
         off, on = steps[slot_id]
-        active = [_joined(a, grown[slot_id], states[i])[0] for i in on]
+        active = [_blended(a, seeds[slot_id], states[i])[0] for i in on]
         for i in set(on) - set(off):
             a.release(states[i].rows)
         states = [states[i] for i in off] + active
@@ -189,63 +191,63 @@ def _blocks(host: CNNHost) -> Iterator[tuple[nn.Conv2d, nn.BatchNorm2d]]:
         yield conv, norm
 
 
-def _images(a: Assembler, skeleton: HostLayout) -> Features:
-    channels = skeleton.host.spec.in_channels
-    count = channels * skeleton.height * skeleton.width
-    x = Features(a.rows(count), channels, skeleton.height, skeleton.width)
+def _images(a: Assembler, host_layout: HostLayout) -> Features:
+    channels = host_layout.host.spec.in_channels
+    count = channels * host_layout.height * host_layout.width
+    x = Features(a.rows(count), channels, host_layout.height, host_layout.width)
     a.emit(Operation.TRANSPOSE, Place(Space.IMAGES, 0), x.rows, sizes=(count,))
     return x
 
 
-def _loss(a: Assembler, logits: Features, state: int, slope: Rows | None) -> None:
-    told = Place(Space.TOLD, 2 * state)
+def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None) -> None:
+    totals = Place(Space.TOTALS, 2 * state)
     a.emit(
-        Operation.CROSS_ENTROPY, logits.rows, Place(Space.LABELS, 0), told, slope, sizes=(logits.channels,)
+        Operation.CROSS_ENTROPY, logits.rows, Place(Space.LABELS, 0), totals, grad, sizes=(logits.channels,)
     )  # fmt: skip
 
 
-def _joined(a: Assembler, grown: ActiveSeed, h: Features) -> tuple[Features, Back]:
+def _blended(a: Assembler, seeds: ActiveSeed, h: Features) -> tuple[Features, Backward]:
     """The features after a slot (`kasmina.blending`). A seed sees them, and sends nothing upstream through them."""
-    delta, back_seed = _run(a, grown.seed, _weights(grown, grown.seed, SlotSpace.SEED, grown.trainable), h)
+    delta, seed_backward = _run(a, seeds.seed, _weights(seeds, seeds.seed, SlotSpace.SEED, seeds.trainable), h)
     expect("shape of a seed's output", delta.shape, h.shape)
     gate: Features | None = None
-    if grown.algorithm is Algorithm.GATE:
-        assert grown.gate is not None
-        gate, back_gate = _run(a, grown.gate, _weights(grown, grown.gate, SlotSpace.GATE, grown.gate_trainable), h)
+    if seeds.algorithm is Algorithm.GATE:
+        assert seeds.gate is not None
+        gate, gate_backward = _run(a, seeds.gate, _weights(seeds, seeds.gate, SlotSpace.GATE, seeds.gate_trainable), h)
         expect("shape of a gate's output", gate.shape, (1, 1, 1))
     opened = None if gate is None else gate.rows
-    alpha = Place(slot_space(grown.s, SlotSpace.ALPHA), 0)
-    sizes = (h.rows.size, _JOINS[grown.algorithm])
+    alpha = Place(slot_space(seeds.s, SlotSpace.ALPHA), 0)
+    sizes = (h.rows.size, _BLEND_CODES[seeds.algorithm])
     y = h
-    if grown.active:
+    if seeds.active:
         y = h.like(a.rows(h.rows.size))
-        a.emit(Operation.JOIN, h.rows, delta.rows, opened, alpha, y.rows, sizes=sizes)
+        a.emit(Operation.BLEND, h.rows, delta.rows, opened, alpha, y.rows, sizes=sizes)
     if not a.trainable:
         a.release(delta.rows, *([] if opened is None else [opened]))
 
-    def back(g: Rows, wanted: bool) -> Rows:
-        of_delta = a.rows(h.rows.size) if grown.trainable else None
-        of_gate = a.rows(1) if grown.gate_trainable else None
-        if grown.trainable or (grown.active and grown.algorithm is Algorithm.MULTIPLY):
+    def backward(g: Rows, input_grad: bool) -> Rows:
+        of_delta = a.rows(h.rows.size) if seeds.trainable else None
+        of_gate = a.rows(1) if seeds.gate_trainable else None
+        if seeds.trainable or (seeds.active and seeds.algorithm is Algorithm.MULTIPLY):
             a.emit(
-                Operation.JOIN_BACK, h.rows, delta.rows, opened, alpha, g, of_delta, of_gate,
-                sizes=sizes, flag=grown.active,
+                Operation.BLEND_BACKWARD, h.rows, delta.rows, opened, alpha, g, of_delta, of_gate,
+                sizes=sizes, flag=seeds.active,
             )  # fmt: skip
-        if grown.active:
+        if seeds.active:
             a.release(y.rows)
         if of_delta is not None:
-            back_seed(of_delta, False)
+            seed_backward(of_delta, False)
         if of_gate is not None:
-            back_gate(of_gate, False)
+            gate_backward(of_gate, False)
         return g
 
-    return y, back
+    return y, backward
 
 
-def _weights(grown: ActiveSeed, module: Module, kind: SlotSpace, trainable: bool) -> Weights:
-    grads = slot_space(grown.s, SlotSpace(kind + 1)) if trainable else None
-    return Weights(module.layout, slot_space(grown.s, kind), grads)
+def _weights(seeds: ActiveSeed, module: Module, kind: SlotSpace, trainable: bool) -> Weights:
+    grads = slot_space(seeds.s, SlotSpace(kind + 1)) if trainable else None
+    return Weights(module.layout, slot_space(seeds.s, kind), grads)
 
 
-def _run(a: Assembler, module: Module, weights: Weights, h: Features) -> tuple[Features, Back]:
+def _run(a: Assembler, module: Module, weights: Weights, h: Features) -> tuple[Features, Backward]:
     return RULES[type(module.module)](a, module.module, weights, h)

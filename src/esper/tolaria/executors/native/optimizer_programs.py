@@ -45,7 +45,7 @@ def num_step_spaces(num_slots: int) -> int:
 
 
 @dataclass(frozen=True)
-class LearningSlot:
+class TrainedSlot:
     """A seed that learns in slot `s`: how many weights it has, and its gate (None: no gate, or it does not learn)."""
 
     s: int
@@ -53,7 +53,7 @@ class LearningSlot:
     gate: int | None
 
 
-def stepping_program(spec: OptimizerSpec, host: int, slots: tuple[LearningSlot, ...]) -> Program:
+def optimizer_program(spec: OptimizerSpec, host: int, slots: tuple[TrainedSlot, ...]) -> Program:
     """One step of a host of so many weights and of its seeds; gradients stay as they are."""
     a = Assembler(trainable=True)
     _step(a, spec, [(HOST, host)], spec.host_lr, decays=True)

@@ -16,12 +16,12 @@ from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.optimizer_programs import (
     DECAY,
     HOST,
-    LearningSlot,
     Part,
+    TrainedSlot,
     num_step_spaces,
+    optimizer_program,
     row_space,
     seed_row,
-    stepping_program,
 )
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.running_seeds import TrainedRows
@@ -31,7 +31,7 @@ _KEPT = 2048
 
 
 @final
-class Stepping:
+class OptimizerStep:
     """Programs of optimizer steps, the last ones are kept; `decay_mask` [P] are the elements of a host that decay."""
 
     def __init__(self, population: Population, decay_mask: Tensor, machine: Machine) -> None:
@@ -42,20 +42,20 @@ class Stepping:
     def of(self, structure: Structure, hosts: Working, rows: TrainedRows) -> Callable[[], None]:
         """The step of a train pass on this memory."""
         p = self._population
-        slots: list[list[LearningSlot]] = [[] for _ in range(p.num_envs)]
+        slots: list[list[TrainedSlot]] = [[] for _ in range(p.num_envs)]
         gated = set(rows.gate_of.tolist())
         for k, (n, s) in enumerate(zip(rows.seed_host.tolist(), rows.seed_slot.tolist(), strict=True)):
             channels = p.points[s].channels
             seed = p.seed_kinds[channels, int(structure.blueprint[n, s])].template.parameters.total
             gate = p.gate_kinds[channels].template.parameters.total if k in gated else None
-            slots[n].append(LearningSlot(s, seed, gate))
+            slots[n].append(TrainedSlot(s, seed, gate))
         work = Workload.of_each([self._program(tuple(own)) for own in slots])
         spaces = self._spaces(hosts, rows)
         return lambda: self._machine.run(work, spaces, 1)
 
-    def _write(self, slots: tuple[LearningSlot, ...]) -> Program:
+    def _write(self, slots: tuple[TrainedSlot, ...]) -> Program:
         p = self._population
-        return stepping_program(p.optimizer_spec, p.host_kind.template.parameters.total, slots)
+        return optimizer_program(p.optimizer_spec, p.host_kind.template.parameters.total, slots)
 
     def _spaces(self, hosts: Working, rows: TrainedRows) -> Spaces:
         p = self._population

@@ -13,7 +13,7 @@ from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.layers import LayerScale, TanhScale
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Rows, expect
 from esper.tolaria.executors.native.layer_rules import (
-    Back,
+    Backward,
     Features,
     Rule,
     Weights,
@@ -27,10 +27,10 @@ from esper.tolaria.executors.native.layer_rules import (
 )
 
 
-def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Features) -> tuple[Features, Back]:
+def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Features) -> tuple[Features, Backward]:
     """Layer by layer; what follows a normalization is done together with it."""
     layers = [(layer, weights.of(name)) for name, layer in chain_of._modules.items()]  # also one that comes twice
-    steps: list[Callable[[Features], tuple[Features, Back]]] = []
+    steps: list[Callable[[Features], tuple[Features, Backward]]] = []
     while layers:
         layer, own = layers.pop(0)
         if isinstance(layer, nn.GroupNorm):
@@ -44,9 +44,9 @@ def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Featu
     return chain(a, x, *steps)
 
 
-def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> tuple[Features, Back]:
+def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> tuple[Features, Backward]:
     """A factor per channel from the means of all; nothing upstream learns from it."""
-    factor, back_factor = chain(
+    factor, factor_backward = chain(
         a,
         x,
         lambda h: mean_space(a, h),
@@ -61,35 +61,35 @@ def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Featu
     if not a.trainable:
         a.release(factor.rows)
 
-    def back(g: Rows, wanted: bool) -> None:
-        assert not wanted, "an isolated seed sends nothing upstream"
+    def backward(g: Rows, input_grad: bool) -> None:
+        assert not input_grad, "an isolated seed sends nothing upstream"
         into = a.rows(x.channels)
-        a.emit(Operation.MODULATE_BACK, x.rows, g, into, sizes=sizes)
+        a.emit(Operation.MODULATE_BACKWARD, x.rows, g, into, sizes=sizes)
         a.release(g, y.rows)
-        back_factor(into, False)
+        factor_backward(into, False)
 
-    return y, back
+    return y, backward
 
 
-def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> tuple[Features, Back]:
+def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> tuple[Features, Backward]:
     """A step from the features towards their normalized selves; nothing upstream learns from it."""
-    z, back_norm = group_norm(a, module.norm, weights.of("norm"), x)
+    z, norm_backward = group_norm(a, module.norm, weights.of("norm"), x)
     y, sizes, gain = x.like(a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
     strength = gain.value("strength")
     a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
     if not a.trainable:
         a.release(z.rows)
 
-    def back(g: Rows, wanted: bool) -> None:
-        assert not wanted, "an isolated seed sends nothing upstream"
-        a.emit(Operation.SHIFT_BACK, strength, z.rows, x.rows, g, gain.grad("strength"), sizes=sizes)
+    def backward(g: Rows, input_grad: bool) -> None:
+        assert not input_grad, "an isolated seed sends nothing upstream"
+        a.emit(Operation.SHIFT_BACKWARD, strength, z.rows, x.rows, g, gain.grad("strength"), sizes=sizes)
         a.release(y.rows)
-        back_norm(g, False)
+        norm_backward(g, False)
 
-    return y, back
+    return y, backward
 
 
-def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> tuple[Features, Back]:
+def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> tuple[Features, Backward]:
     """One number in (0, 1) per example."""
     return chain(
         a,

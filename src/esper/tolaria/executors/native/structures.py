@@ -58,7 +58,7 @@ class Programs:
                 f"the host has no rule in compiled C++ ({reason}); set executor to 'fused' or 'streamed'."
             )
         template = population.host_kind.template
-        self._skeleton = HostLayout(population.host_module, template.parameters, template.buffers, height, width)
+        self._host_layout = HostLayout(population.host_module, template.parameters, template.buffers, height, width)
         self._gates = {c: Module(_gate(c), kind.template.parameters) for c, kind in population.gate_kinds.items()}
         self._seeds: dict[tuple[int, int], Module] = {}
         self.refused: dict[str, str] = {}
@@ -88,19 +88,19 @@ class Programs:
         return self._measuring(what.tobytes(), plan.steps)
 
     def _write_training(self, what: bytes) -> Program:
-        return training_program(self._skeleton, self._grown(what))
+        return training_program(self._host_layout, self._grown(what))
 
     def _write_measuring(self, what: bytes, steps: tuple[PrefixStep, ...]) -> Program:
         parting = {self._points[step.slot].slot_id: (step.off, step.on) for step in steps}
-        return measuring_program(self._skeleton, self._grown(what), parting)
+        return measuring_program(self._host_layout, self._grown(what), parting)
 
     def _grown(self, what: bytes) -> dict[str, ActiveSeed]:
-        grown = {}
+        seeds = {}
         rows = np.frombuffer(what, dtype=np.int64).reshape(-1, _WHAT).tolist()
         for s, (blueprint, algorithm, active, trainable, gate_trainable) in enumerate(rows):
             if blueprint != _NOTHING:
                 channels = self._points[s].channels
-                grown[self._points[s].slot_id] = ActiveSeed(
+                seeds[self._points[s].slot_id] = ActiveSeed(
                     s=s,
                     seed=self._seeds[channels, blueprint],
                     gate=self._gates[channels],
@@ -109,7 +109,7 @@ class Programs:
                     trainable=bool(trainable),
                     gate_trainable=bool(gate_trainable),
                 )
-        return grown
+        return seeds
 
 
 @lru_cache(maxsize=1024)
@@ -155,13 +155,13 @@ def training_spaces(population: Population, alpha: Tensor, hosts: Working, rows:
     """Of a train pass: what is trained lies in working copies, the rest in the population."""
     spaces = population_spaces(population, alpha)
     spaces.rows(Space.HOST, hosts.params)
-    spaces.rows(Space.HOST_SLOPES, hosts.grad)
+    spaces.rows(Space.HOST_GRADS, hosts.grad)
     for s in range(population.num_slots):
         here = np.flatnonzero(rows.seed_slot == s)
         gates = np.flatnonzero(np.isin(rows.gate_of, here))
         seeded, gated = rows.seed_host[here], rows.seed_host[rows.gate_of[gates]]
         spaces.rows(slot_space(s, SlotSpace.SEED), rows.seeds.params, here, seeded)
-        spaces.rows(slot_space(s, SlotSpace.SEED_SLOPES), rows.seeds.grad, here, seeded)
+        spaces.rows(slot_space(s, SlotSpace.SEED_GRADS), rows.seeds.grad, here, seeded)
         spaces.rows(slot_space(s, SlotSpace.GATE), rows.gates.params, gates, gated)
-        spaces.rows(slot_space(s, SlotSpace.GATE_SLOPES), rows.gates.grad, gates, gated)
+        spaces.rows(slot_space(s, SlotSpace.GATE_GRADS), rows.gates.grad, gates, gated)
     return spaces

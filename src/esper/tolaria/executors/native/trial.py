@@ -27,7 +27,7 @@ _IMAGES, _VALUES, _GRADS, _BUFFERS, _ONES, _GRAD_OUT, _OUT, _GRAD_IN = range(NUM
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output [B, C, H, W], gradients of the input (None: not wanted) and of the row of weights (None: no backward)."""
+    """Output [B, C, H, W], gradients of the input (None: not input_grad) and of the row of weights (None: no backward)."""
 
     y: Tensor
     grad_input: Tensor | None
@@ -57,16 +57,14 @@ def disagreement(module: nn.Module, channels: int) -> str | None:
             except ShapeError as error:
                 return str(error)
             if not _same(found.y, want.y):
-                return (
-                    f"its output is another than in PyTorch {'while it trains' if trainable else 'in evaluation mode'}"
-                )
+                return f"its output differs from PyTorch's in {'training' if trainable else 'evaluation'} mode"
             if not _same(found.grad_weights, want.grad_weights):
                 return "its gradients are others than in PyTorch"
     return None
 
 
 def by_torch(
-    module: nn.Module, layout: FlatLayout, row: Tensor, x: Tensor, *, trainable: bool = True, wanted: bool = False
+    module: nn.Module, layout: FlatLayout, row: Tensor, x: Tensor, *, trainable: bool = True, input_grad: bool = False
 ) -> Outcome:
     """A module with these weights in PyTorch; the gradient of its output is `_grad_like` it.
 
@@ -82,7 +80,7 @@ def by_torch(
     if not trainable:
         return Outcome(y, None, None)
     grad_row, grad_x = torch.autograd.grad(y, (row, leaf), _grad_like(y), materialize_grads=True)
-    return Outcome(y.detach(), grad_x if wanted else None, grad_row)
+    return Outcome(y.detach(), grad_x if input_grad else None, grad_row)
 
 
 def by_instructions(
@@ -93,7 +91,7 @@ def by_instructions(
     x: Tensor,
     *,
     trainable: bool = True,
-    wanted: bool = False,
+    input_grad: bool = False,
     buffers: Tensor | None = None,
 ) -> Outcome:
     """The same by the machine; running statistics in `buffers` are moved.
@@ -106,13 +104,13 @@ def by_instructions(
     a = Assembler(trainable=trainable)
     h = Features(a.rows(x[0].numel()), channels, height, width)
     a.emit(Operation.TRANSPOSE, Place(_IMAGES, 0), h.rows, sizes=(h.rows.size,))
-    y, back = rule(a, module, Weights(layout, _VALUES, _GRADS if trainable else None, kept, _BUFFERS), h)
+    y, backward = rule(a, module, Weights(layout, _VALUES, _GRADS if trainable else None, kept, _BUFFERS), h)
     one = Place(_ONES, 0)  # a factor of one copies rows from one space to another
     a.emit(Operation.SCALE, one, y.rows, Place(_OUT, 0), sizes=(1, y.rows.size))
     if trainable:
         g = a.rows(y.rows.size)
         a.emit(Operation.SCALE, one, Place(_GRAD_OUT, 0), g, sizes=(1, g.size))
-        into = back(g, wanted)
+        into = backward(g, input_grad)
         if into is not None:
             a.emit(Operation.SCALE, one, into, Place(_GRAD_IN, 0), sizes=(1, into.size))
     out, grad_in = (torch.zeros(f.rows.size, stride_of(batch), dtype=x.dtype) for f in (y, h))
@@ -127,7 +125,7 @@ def by_instructions(
     for space, tensor in tensors.items():
         spaces.share(space, tensor)
     Machine(dtype=x.dtype).run(Workload.of([a.program()], np.zeros(1, dtype=np.int64)), spaces, batch)
-    grad_x = _examples_of(grad_in, x.shape) if trainable and wanted else None
+    grad_x = _examples_of(grad_in, x.shape) if trainable and input_grad else None
     return Outcome(_examples_of(out, (batch, *y.shape)), grad_x, grad_row if trainable else None)
 
 

@@ -23,8 +23,7 @@ from esper.leyline.errors import CheckpointError, ConfigError, WorkerError
 from esper.leyline.stages import HostFamily
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.protocol import empty_structure
-from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds, part_of, side_by_side
-from esper.tolaria.executors.sharded.shared_memory import SharedMemory
+from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds, concatenated, part_of
 from esper.tolaria.executors.sharded.worker import Call, ShardRunner, answered, portable, shard_of
 from esper.tolaria.runtime import HostReadCounter, host_read, reads_so_far
 from toys import ToyClient, action, script
@@ -85,18 +84,18 @@ def test_fused_hosts_agree_up_to_rounding():
     two.executor.close()
 
 
-@pytest.mark.parametrize("way", ["one process to two", "two processes to one"])
-def test_an_episode_goes_on_bit_for_bit_with_another_number_of_workers(shared, way):
-    first, second = (engine(1), shared) if way == "one process to two" else (shared, engine(1))
+@pytest.mark.parametrize("direction", ["one process to two", "two processes to one"])
+def test_an_episode_goes_on_bit_for_bit_with_another_number_of_workers(shared, direction):
+    first, second = (engine(1), shared) if direction == "one process to two" else (shared, engine(1))
     client = ToyClient(first.spec, script(3, LENGTH, PLAN))
     first.reset(client, 2)
     for _ in range(3):
         first.step(client)
-    kept = first.state_dict()
+    saved = first.state_dict()
     first.rollout(client)
     want = first.state_dict()
     heir = ToyClient(second.spec, script(3, LENGTH, PLAN))
-    second.load_state_dict(kept, heir)
+    second.load_state_dict(saved, heir)
     second.rollout(heir)
     assert tiny.same_tree(second.state_dict(), want)
 
@@ -110,39 +109,25 @@ def test_a_step_still_reads_the_device_once_and_a_worker_hands_over_its_measurem
         assert (reads.intended, reads.unintended) == (1, [])  # those of the worker included
     # the same calls here, where reads that nobody meant would be seen too
     shared.executor.reset(0)
-    memory = SharedMemory.create()
     with HostReadCounter() as reads:
         for call in (Call("train_epoch", (1,)), Call("measure", (1,))):
-            answer = answered(shared.executor._own, call, memory)
+            answer = pickle.loads(pickle.dumps(answered(shared.executor._own, call)))
     assert (reads.intended, reads.unintended, answer.reads, answer.raised) == (0, [], 0, None)
-    assert {name: x.shape for name, x in memory.read(answer.outputs).items()} == {"accuracy": (2, 1), "loss": (2,)}
-    memory.file.close()
+    assert {name: x.shape for name, x in answer.outputs.items()} == {"accuracy": (2, 1), "loss": (2,)}
 
 
 def test_what_a_worker_reads_is_counted_by_the_main_process(shared):
     ours, theirs = Pipe()
-    memory = SharedMemory.create()
     runner = ShardRunner(shared.executor._own.executor, replace(shared.config, num_envs=2))
     runner.reading = lambda: {name: torch.from_numpy(host_read(torch.arange(3))[0]) for name in "abc"}
-    theirs.send_bytes(pickle.dumps(answered(runner, Call("reading"), memory)))
+    theirs.send_bytes(pickle.dumps(answered(runner, Call("reading"))))
     before = reads_so_far()
     with HostReadCounter() as reads:
         answer = replace(shared.executor._workers[0], pipe=ours).receive()
     assert (answer.reads, reads.intended, reads_so_far() - before) == (3, 3, 3)
-    assert memory.read(answer.outputs)["c"].tolist() == [0, 1, 2]
-    for end in (ours, theirs, memory.file):
+    assert answer.outputs["c"].tolist() == [0, 1, 2]
+    for end in (ours, theirs):
         end.close()
-
-
-def test_shared_memory_gives_back_what_was_written_and_grows():
-    ours = SharedMemory.create()
-    theirs = SharedMemory(ours.file)  # the same memory, mapped once more
-    small = {"a": torch.tensor([True, False, True]), "b": torch.tensor(0.5).double(), "c": torch.zeros(2, 0)}
-    for tree in (small, {**small, "d": torch.arange(100_000).reshape(10, -1)}, {"e": torch.ones(1)}, {}):
-        got = theirs.read(ours.write(tree))
-        ours.write({"over": torch.full((100,), 7.0)})  # what was read stays
-        assert tiny.same_tree(got, tree)
-    ours.file.close()
 
 
 def test_the_config_names_the_workers_that_were_taken(shared):
@@ -184,7 +169,7 @@ def test_a_worker_that_was_killed_is_an_error_with_the_way_out():
     assert first.process.poll() == -signal.SIGKILL
 
 
-def test_workers_are_deaf_to_ctrl_c_and_end_with_their_executor():
+def test_workers_ignore_ctrl_c_and_end_with_their_executor():
     built = engine(2)
     (worker,) = built.executor._workers
     for number in (signal.SIGINT, signal.SIGTERM):  # while it starts
@@ -211,7 +196,7 @@ def test_a_task_that_cannot_be_sent_is_refused_with_the_way_out():
         engine(2, of=Locked(**vars(tiny.task())))
 
 
-def test_the_first_call_tells_why_hosts_could_not_be_built_and_so_does_every_later_one(shared):
+def test_every_call_raises_the_reason_why_hosts_could_not_be_built(shared):
     shard = shard_of(replace(shared.config, num_envs=1, host_offset=2, workers=1), tiny.task(), tiny.dataset())
     other = replace(shard, config=replace(shard.config, slots=("r0c0", "r9c9")))
     built = ShardedExecutor(shared.executor._own, 2, [other], prepare=gc.collect)
@@ -256,15 +241,15 @@ def test_a_shard_travels_without_the_loader_of_its_task(shared):
     assert torch.equal(shard.dataset.train.x, tiny.dataset().train.x)
 
 
-def test_an_error_that_cannot_be_rebuilt_is_told_in_words():
+def test_an_error_that_cannot_be_unpickled_becomes_a_runtime_error_with_its_text():
     class OddError(Exception):
         def __init__(self, one, two):
             super().__init__(f"{one} and {two}")
 
     error = OddError(1, 2)
     error.add_note("where it was")
-    told = portable(error)
-    assert (type(told), str(told), told.__notes__) == (RuntimeError, "OddError: 1 and 2", ["where it was"])
+    sent = portable(error)
+    assert (type(sent), str(sent), sent.__notes__) == (RuntimeError, "OddError: 1 and 2", ["where it was"])
     same = portable(ConfigError("no"))
     assert isinstance(same, ConfigError)
 
@@ -280,9 +265,9 @@ def test_shards_follow_each_other_and_differ_by_one_host_at_most(num_envs, worke
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_rows_are_put_side_by_side_and_what_has_none_is_kept_once():
+def test_rows_of_shards_are_concatenated_and_scalars_are_taken_once():
     parts = [{"a": torch.tensor([1.0, 2.0]), "t": torch.tensor(3)}, {"a": torch.tensor([4.0]), "t": torch.tensor(3)}]
-    found = side_by_side(parts)
+    found = concatenated(parts)
     assert found["a"].tolist() == [1.0, 2.0, 4.0]
     assert found["t"].item() == 3
     structure = empty_structure(4, 2)

@@ -1,1 +1,1 @@
-"""Hosts shared by processes of one machine."""
+"""Hosts split over several processes."""

@@ -1,12 +1,12 @@
-"""The sharded executor: hosts split over processes of one machine, each of which runs its share.
+"""The sharded executor: hosts split over processes of one machine.
 
-    main process    hosts 0 .. n-1, in an executor of its own; what is asked is told to the workers first       [n]
-    worker          the hosts that follow, in an executor of its own                                            [m]
-    together        answers side by side, in order of hosts                                                     [N]
+    main process    hosts 0 .. n-1, in its own executor
+    worker          the next m hosts, in its own executor
+    together        results concatenated in order of hosts                                                     [N]
 
-What is exchanged in a step is the structure (over a pipe) and the measurements (in shared memory), a few kilobytes;
-weights stay where they are trained, and travel in checkpoints alone. A host's random draws have its global number, so a
-host is the same in every shard: bit for bit under the streamed executor, up to rounding under the fused one.
+A step exchanges the structure and the measurements, a few kilobytes; weights move only for checkpoints. Random draws
+are keyed by a host's global number, so a host does not depend on its shard: bit for bit under the streamed executor, up
+to rounding under the fused one.
 """
 
 import pickle
@@ -29,18 +29,16 @@ from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
-from esper.tolaria.executors.sharded.shared_memory import SharedMemory
 from esper.tolaria.executors.sharded.worker import Answer, Call, Shard, ShardRunner, receive, send, work
 from esper.tolaria.read_counter import note_intended_read
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A process, what it shares with this one, and its hosts: `begin` up to `end`, counted from 0 in this executor."""
+    """A process, the pipe to it, and its hosts: `begin` up to `end`, counted from 0 in this executor."""
 
     process: subprocess.Popen[bytes]
     pipe: Connection
-    memory: SharedMemory
     begin: int
     end: int
 
@@ -50,14 +48,14 @@ class Worker:
         return f"host {self.begin}" if self.end == self.begin + 1 else f"hosts {self.begin} to {self.end - 1}"
 
     def send(self, message: object) -> None:
-        """Raises WorkerError where the process is gone."""
+        """Raises WorkerError if the process has ended."""
         try:
             send(self.pipe, message)
         except OSError as error:
             raise self._ended() from error
 
     def receive(self) -> Answer:
-        """The next answer; raises WorkerError where the process is gone."""
+        """The next answer; raises WorkerError if the process has ended."""
         try:
             answer = receive(self.pipe)
         except (EOFError, OSError) as error:
@@ -82,13 +80,13 @@ class ShardedExecutor:
     """N hosts in two or more processes, this one included.
 
     Args:
-        own: runs the first hosts, in this process. num_own: how many.
+        own: runs the first `num_own` hosts, in this process.
         shards: what each worker builds its executor from, in order of hosts.
-        prepare: called in each worker before it builds anything; imports the modules that register what it needs.
+        prepare: each worker calls it first, to import the modules that register what the shard uses.
 
     Raises:
-        ConfigError: a task that cannot be sent to another process.
-        WorkerError: from any method, when a worker ended; this executor is of no use afterwards.
+        ConfigError: a task that cannot be pickled.
+        WorkerError: from any method, if a worker has ended; the executor cannot be used afterwards.
     """
 
     def __init__(self, own: ShardRunner, num_own: int, shards: Sequence[Shard], prepare: Callable[[], None]) -> None:
@@ -107,52 +105,46 @@ class ShardedExecutor:
                     "at the top level of a module, or set workers = 1."
                 ) from error
 
-    # -- the executor ---------------------------------------------------------------------------------------------
-
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""
-        self._tell("reset", lambda begin, end: (episode,))
+        self._call("reset", lambda begin, end: (episode,))
 
     def apply_structure(self, structure: Structure) -> None:
-        """Every process operates on the parameters of its hosts."""
-        self._tell("apply_structure", lambda begin, end: (part_of(structure, begin, end),))
+        """Each process applies the structure of its hosts."""
+        self._call("apply_structure", lambda begin, end: (part_of(structure, begin, end),))
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
-        """Every host over its whole train split; of the slots, the last structure has told all that is needed."""
-        return TrainPass(**self._tell("train_epoch", lambda begin, end: (t,)))
+        """Every host over its whole train split; `slots` is not read, the last structure contains what is needed."""
+        return TrainPass(**self._call("train_epoch", lambda begin, end: (t,)))
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of every host on the same validation examples."""
         num_columns = coalitions.sets.shape[1]
-        return ValidationPass(**self._tell("measure", lambda begin, end: (num_columns,)))
+        return ValidationPass(**self._call("measure", lambda begin, end: (num_columns,)))
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
         """Each host with its fossilized seeds alone."""
-        return self._tell("committed_accuracy", lambda begin, end: (split,))["accuracy"]
+        return self._call("committed_accuracy", lambda begin, end: (split,))["accuracy"]
 
     def state_dict(self) -> StateTree:
-        """That of one executor with all hosts, so that a checkpoint does not depend on the number of workers."""
-        return self._tell("state_dict", lambda begin, end: ())
+        """That of one executor with all hosts: a checkpoint does not depend on the number of workers."""
+        return self._call("state_dict", lambda begin, end: ())
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave, here or without workers."""
-        self._tell("load_state_dict", lambda begin, end: (self._rows(state, begin, end),))
+        """Restore the result of `state_dict`, saved with any number of workers."""
+        self._call("load_state_dict", lambda begin, end: (self._rows(state, begin, end),))
 
     def close(self) -> None:
-        """End the workers; happens by itself when the executor is no longer used."""
+        """End the workers; also done when the executor is garbage collected."""
         _stop(self._workers)
 
-    # -- the processes --------------------------------------------------------------------------------------------
+    def _call(self, method: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> StateTree:
+        """Call a method of all shards at once, with arguments for hosts (begin, end); concatenate the results.
 
-    def _tell(self, method: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> StateTree:
-        """Call a method of all shards at once, with arguments for hosts (begin, end); their answers side by side.
-
-        Raises what the first of them raised, after all have answered: nothing is left in a pipe.
+        Raises the first exception of a shard after all have answered, so that no answer is left in a pipe.
         """
         for worker in self._workers:
-            given = arguments(worker.begin, worker.end)
-            trees = given and isinstance(given[0], dict)
-            worker.send(Call(method, given[1:], worker.memory.write(given[0])) if trees else Call(method, given))
+            worker.send(Call(method, arguments(worker.begin, worker.end)))
         try:
             own = getattr(self._own, method)(*arguments(0, self._num_own))
         finally:
@@ -160,13 +152,10 @@ class ShardedExecutor:
         for answer in answers:
             if answer.raised is not None:
                 raise answer.raised
-        if own is None:
-            return {}
-        others = zip(self._workers, answers, strict=True)
-        return side_by_side([own, *(worker.memory.read(answer.outputs) for worker, answer in others)])
+        return concatenated([own or {}, *(answer.outputs for answer in answers)])
 
     def _rows(self, state: StateTree, begin: int, end: int) -> StateTree:
-        """The rows of some hosts; what has no rows is for all."""
+        """Copies of the rows of some hosts (a pickled view would carry all rows); scalars belong to all hosts."""
         part = {}
         for name, value in state.items():
             per_host, rest = divmod(len(value) if value.dim() else 0, self.num_envs)
@@ -175,12 +164,12 @@ class ShardedExecutor:
                     f"executor: {name} has {len(value)} rows, which {self.num_envs} hosts cannot share equally; load a "
                     "checkpoint of a run with as many hosts."
                 )
-            part[name] = value[begin * per_host : end * per_host] if value.dim() else value
+            part[name] = value[begin * per_host : end * per_host].clone() if value.dim() else value
         return part
 
 
 def bounds(num_envs: int, workers: int) -> list[tuple[int, int]]:
-    """First host and end of each shard: as equal as can be, the larger ones first."""
+    """First and end of the hosts of each shard, in sizes as equal as possible, the larger ones first."""
     size, larger = divmod(num_envs, workers)
     starts = [w * size + min(w, larger) for w in range(workers + 1)]
     return list(pairwise(starts))
@@ -192,36 +181,34 @@ def part_of(structure: Structure, begin: int, end: int) -> Structure:
     return replace(structure, **arrays)
 
 
-def side_by_side(parts: Sequence[StateTree]) -> StateTree:
-    """Rows of all shards in order of hosts; what has no rows is the same in all."""
+def concatenated(parts: Sequence[StateTree]) -> StateTree:
+    """Rows of all shards in order of hosts; scalars are the same in all shards."""
     return {
         name: torch.cat([part[name] for part in parts]) if first.dim() else first for name, first in parts[0].items()
     }
 
 
 def _started(begin: int, end: int, prepare: Callable[[], None]) -> Worker:
-    """A new interpreter; a fork would inherit locks of threads that it does not have, and what `__main__` has done."""
+    """A new interpreter: a fork would inherit locks held by other threads, and the effects of the user's script."""
     ours, theirs = Pipe()
-    memory = SharedMemory.create()
-    files = (theirs.fileno(), memory.file.fileno())
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {work.__module__} import work; work{files}"
-    # a new process inherits which signals are blocked: Ctrl-C and SIGTERM are for the main process alone
+    file = theirs.fileno()
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {work.__module__} import work; work({file})"
+    # a new process inherits the signal mask: Ctrl-C and SIGTERM are for the main process alone
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=files, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(file,), stdin=subprocess.DEVNULL)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    worker = Worker(process, ours, memory, begin, end)
+    worker = Worker(process, ours, begin, end)
     worker.send(prepare)
     return worker
 
 
 def _stop(workers: list[Worker]) -> None:
-    """Nothing is lost with a worker that is killed: what counts is in the main process and in checkpoints."""
+    """Kill the workers; they hold nothing that a checkpoint needs."""
     for worker in workers:
         worker.pipe.close()
-        worker.memory.file.close()
         worker.process.kill()
     for worker in workers:
         worker.process.wait()

@@ -1,13 +1,11 @@
-"""A worker: a process that runs some of the hosts for `sharded.py`, as it is told over a pipe.
+"""A worker: a process that runs some of the hosts for `ShardedExecutor`.
 
-    main process        a call, then its answer        worker
-    prepare, a Shard    -------- once -------->        builds an executor of its own for some hosts
+    main process        pickled messages on a pipe     worker
+    prepare, a Shard    -------- once -------->        builds an executor for its hosts
     Call                ---------------------->        calls the method of that name
-    Answer              <----------------------        what it gave, or what it raised
+    Answer              <----------------------        the result, or the exception
 
-Tensors of calls and answers are handed over in memory that both share (`shared_memory.py`).
-
-Only the main process decides when a worker ends: signals are blocked in it, and it stops when the pipe closes.
+Signals are blocked in a worker; it ends when the main process closes the pipe.
 """
 
 import pickle
@@ -24,7 +22,6 @@ import torch
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
 from esper.kasmina.rules.slot_fields import empty_slots
-from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset
@@ -33,7 +30,6 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure
-from esper.tolaria.executors.sharded.shared_memory import Layout, SharedMemory
 from esper.tolaria.memory import keep_freed_memory
 from esper.tolaria.runtime import reads_so_far
 
@@ -43,9 +39,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Shard:
-    """What a worker builds its executor from; `config` is that of its own hosts. Made by `shard_of`.
+    """What a worker builds its executor from; made by `shard_of`.
 
-    `blueprints` are those that users registered, `names` all names: their places are the values of the blueprint head.
+    `config` covers the worker's own hosts. `blueprints` are those that users registered; `names` lists all blueprints
+    in order, because the blueprint head chooses by position.
     """
 
     config: EngineConfig
@@ -57,57 +54,51 @@ class Shard:
 
 
 def shard_of(config: EngineConfig, task: TaskSpec, dataset: Dataset) -> Shard:
-    """A shard that another process can be sent, with as many threads as this one.
-
-    Its task has no loader, because the data come with the shard.
-    """
-    bare = replace_field(task, load=_comes_with_the_shard)
-    return Shard(config, bare, dataset, torch.get_num_threads(), registry.own(), registry.names())
+    """A shard that can be pickled, with as many threads as this process; it contains the data instead of a loader."""
+    without_loader = replace_field(task, load=_no_loader)
+    return Shard(config, without_loader, dataset, torch.get_num_threads(), registry.own(), registry.names())
 
 
-def _comes_with_the_shard(folder: Path | None, run_seed: int) -> Dataset:
-    raise AssertionError("a worker has its data already")
+def _no_loader(folder: Path | None, run_seed: int) -> Dataset:
+    raise AssertionError("the shard contains the data already")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method of `ShardRunner` and its arguments; where the first one is a tree of tensors, it is in `tensors`."""
+    """A method of `ShardRunner` and its arguments."""
 
     method: str
     arguments: tuple[Any, ...] = ()
-    tensors: Layout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call gave, or what it raised (where the hosts could not be built, the reason of that).
+    """The result of a call or the exception it raised, and how many host reads it made."""
 
-    `outputs` lie in the shared memory. `reads` are the host reads of the worker in this call.
-    """
-
-    outputs: Layout = field(default_factory=dict)
+    outputs: StateTree = field(default_factory=dict)
     raised: Exception | None = None
     reads: int = 0
 
 
 @final
 class ShardRunner:
-    """The executor of some of the hosts, told of the slots by structures alone: a worker has no other state."""
+    """The executor of some of the hosts; it knows the slots from the last structure."""
 
     def __init__(self, executor: NetworkExecutor, config: EngineConfig) -> None:
         self.executor = executor
-        self._fresh = empty_slots(config.num_envs, len(config.slots), CPU)
-        self._slots = self._fresh
+        self._empty = empty_slots(config.num_envs, len(config.slots), CPU)
+        self._slots = self._empty
 
     def reset(self, episode: int) -> None:
         """Fresh hosts."""
         self.executor.reset(episode)
-        self._slots = self._fresh
+        self._slots = self._empty
 
     def apply_structure(self, structure: Structure) -> None:
-        """Operate on the parameters; keep what the next passes must know of the slots."""
+        """Apply it to the parameters, and update the fields of the slots that it contains; executors read no others."""
         self.executor.apply_structure(structure)
-        self._slots = slots_of(structure, self._fresh)
+        names = ("stage", "blueprint", "algorithm", "alpha_mode", "has_gate", "alpha")
+        self._slots = replace(self._empty, **{name: torch.from_numpy(getattr(structure, name)) for name in names})
 
     def train_epoch(self, t: int) -> StateTree:
         """Fields of the train pass."""
@@ -122,22 +113,16 @@ class ShardRunner:
         return {"accuracy": self.executor.committed_accuracy(split, self._slots)}
 
     def state_dict(self) -> StateTree:
-        """Weights and all that belongs to them."""
+        """The hosts."""
         return self.executor.state_dict()
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.executor.load_state_dict(state)
 
 
-def slots_of(structure: Structure, fresh: SlotState) -> SlotState:
-    """The slots as the structure shows them: what it does not tell is as in fresh ones, and no executor looks at it."""
-    told = ("stage", "blueprint", "algorithm", "alpha_mode", "has_gate", "alpha")
-    return replace(fresh, **{name: torch.from_numpy(getattr(structure, name)) for name in told})
-
-
 def send(pipe: Connection, message: object) -> None:
-    """Send by value: a worker needs no shared memory, and no script whose classes the message is made of."""
+    """Send by value, classes of `__main__` included: a worker does not run the user's script."""
     pipe.send_bytes(cloudpickle.dumps(message))
 
 
@@ -147,23 +132,23 @@ def receive(pipe: Connection) -> object:
     return message
 
 
-def work(file: int, memory_file: int) -> None:
-    """What a worker does from its start to its end, which is when the pipe `file` to the main process closes."""
+def work(file: int) -> None:
+    """Main function of a worker; `file` is its end of the pipe."""
     keep_freed_memory()
-    pipe, memory = Connection(file), SharedMemory(open(memory_file, "r+b"))  # noqa: SIM115 -- until the process ends
+    pipe = Connection(file)
     try:
         runner, failed = _guarded(lambda: _build(pipe))
         while True:
             call = receive(pipe)
             assert isinstance(call, Call)
-            # where the hosts could not be built, the first call is told why, and so is every later one
-            send(pipe, Answer(raised=failed) if runner is None else answered(runner, call, memory))
+            # if the hosts could not be built, every call gets the reason
+            send(pipe, Answer(raised=failed) if runner is None else answered(runner, call))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the main process is gone, or wants no more
+        return  # the main process closed the pipe
 
 
 def _build(pipe: Connection) -> ShardRunner:
-    """The first message imports what the second one is made of: modules of the user."""
+    """The first message imports the user's modules, which unpickling the second one may need."""
     prepare = receive(pipe)
     assert callable(prepare)
     prepare()
@@ -178,35 +163,29 @@ def _build(pipe: Connection) -> ShardRunner:
     return ShardRunner(executor, shard.config)
 
 
-def answered(runner: ShardRunner, call: Call, memory: SharedMemory) -> Answer:
-    """Carry out a call; its outputs are in `memory` then."""
+def answered(runner: ShardRunner, call: Call) -> Answer:
+    """Run a call."""
     reads = reads_so_far()
-
-    def run() -> Layout:
-        given = () if call.tensors is None else (memory.read(call.tensors),)
-        outputs = getattr(runner, call.method)(*given, *call.arguments)
-        return {} if outputs is None else memory.write(outputs)
-
-    outputs, raised = _guarded(run)
+    outputs, raised = _guarded(lambda: getattr(runner, call.method)(*call.arguments))
     return Answer(outputs=outputs or {}, raised=raised, reads=reads_so_far() - reads)
 
 
 def _guarded(action: Callable[[], R]) -> tuple[R | None, Exception | None]:
-    """What the action gives, or what it raises in a form that can be sent."""
+    """The result of the action, or its exception in a form that can be sent."""
     try:
         return action(), None
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise  # the other side is gone
+        raise  # the main process closed the pipe
     except Exception as error:
         error.add_note(traceback.format_exc())
         return None, portable(error)
 
 
 def portable(error: Exception) -> Exception:
-    """The error if it can be sent and rebuilt, else a RuntimeError that says the same."""
+    """The error if it survives pickling, else a RuntimeError with the same text and notes."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a class of a user's own raises while it is rebuilt
+    except Exception:  # unpickling runs the constructor of a class that may be the user's
         replacement = RuntimeError(f"{type(error).__name__}: {error}")
         for note in error.__notes__:
             replacement.add_note(note)

@@ -23,7 +23,7 @@ from small_runs import contents, records, summary
 
 ESPER = (sys.executable, "-m", "esper.cli")
 LONG = ("train", "--task", "null", "--num-envs", "3", "--episode-length", "20", "--rounds", "400", "--seed", "5")
-LONG = (*LONG, "--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1")
+LONG = (*LONG, "--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 PATIENCE = 120.0
 
@@ -75,13 +75,13 @@ def test_a_run_without_a_name_gets_the_next_one_that_is_free(folder: Path) -> No
 
 def test_values_come_from_file_and_options(folder: Path) -> None:
     (folder / "mine.toml").write_text(
-        'task = "null"\nepisode_length = 3\nnum_envs = 2\nrounds = 9\n[ppo]\nepochs = 1\n'
+        'task = "null"\nepisode_length = 3\nnum_envs = 2\nrounds = 9\n[ppo]\nupdate_epochs = 1\n'
     )
     options = ["--rounds", "1", "--set", "ppo.lr=1e-3", "device=cpu", "--set", "lifecycle.sequential=false"]
     assert main(["train", "--config", "mine.toml", *options, "--reward", "sparse", "--run-dir", "run"]) == 0
     config = tomllib.loads((folder / "run" / "config.toml").read_text())
     assert (config["episode_length"], config["num_envs"], config["rounds"]) == (3, 2, 1)
-    assert (config["ppo"]["lr"], config["ppo"]["epochs"], config["lifecycle"]["sequential"]) == (1e-3, 1, False)
+    assert (config["ppo"]["lr"], config["ppo"]["update_epochs"], config["lifecycle"]["sequential"]) == (1e-3, 1, False)
     assert (config["device"], config["reward"]["mode"]) == ("cpu", "sparse")
 
 

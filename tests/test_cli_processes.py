@@ -32,7 +32,7 @@ def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(tmp_path: Pa
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     small = ("--task", "null", "--num-envs", "2", "--episode-length", "4", "--rounds", "1")
-    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1")
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
     own = ("--plugins", "frugal.py", "--reward", "frugal_of_a_file", "--run-dir", "run")
     trained = esper("train", *small, *network, *own, cwd=tmp_path)
     assert (trained.returncode, trained.stderr) == (0, "")
@@ -69,7 +69,7 @@ register(Moss())
 def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_blueprint_of_a_plugin(tmp_path: Path) -> None:
     (tmp_path / "moss.py").write_text(MOSS)
     small = ("--num-envs", "2", "--episode-length", "6", "--rounds", "200", "--workers", "2", "--plugins", "moss.py")
-    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1", "--run-dir", "run")
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1", "--run-dir", "run")
     with subprocess.Popen(
         [*ESPER, "train", *small, *network], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=ENVIRONMENT, cwd=tmp_path, start_new_session=True,
@@ -96,7 +96,7 @@ def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
 ) -> None:
     # born in 1, trained in 2 to 11, blended in 12 to 14, fossilized in 15
     small = ("--task", "null", "--num-envs", "1", "--rounds", "1", "--episode-length", str(steps))
-    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.epochs=1")
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
     assert main(["train", *small, *network, "--run-dir", str(tmp_path / "run")]) == 0
     said = capfd.readouterr().out
     assert ("note: no seed can become permanent before step 15, and a round has 14; " in said) == noted

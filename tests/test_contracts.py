@@ -26,7 +26,7 @@ def learner(spec):
         num_slots=spec.num_slots, head_sizes=spec.head_sizes, feature_width=WIDTH, hidden_width=WIDTH, num_layers=1
     )
     initialize(network, spec.run_seed)
-    config = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, minibatches=2)
+    config = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, num_minibatches=2)
     return SimicClient(
         network, ToyReward(), config, spec,
         read=lambda x: host_read(x)[0].tolist(), device=tiny.CPU, total_updates=2,

@@ -33,7 +33,7 @@ MakeRecorder = Callable[[], CaptureBackend]
 STEPS = 8
 NULL = {
     "task": "null", "num_envs": 6, "episode_length": STEPS, "reward": {"mode": "shaped"},
-    "ppo": {"feature_width": 32, "hidden_width": 32, "epochs": 1, "minibatches": 2},
+    "ppo": {"feature_width": 32, "hidden_width": 32, "update_epochs": 1, "num_minibatches": 2},
 }  # fmt: skip
 TINY = {**NULL, "task": "tiny", "num_envs": 3, "executor": "fused", "workers": 1, "lifecycle": {"sequential": False}}
 

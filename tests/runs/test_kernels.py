@@ -24,7 +24,7 @@ from esper.tolaria.engine import VectorizedEngine
 from tape import TapeRecorder
 
 CPU = torch.device("cpu")
-SMALL = {"ppo": {"feature_width": 16, "hidden_width": 16, "epochs": 1, "minibatches": 2}}
+SMALL = {"ppo": {"feature_width": 16, "hidden_width": 16, "update_epochs": 1, "num_minibatches": 2}}
 by_compiler = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the compiler's own imports
 
 

@@ -35,7 +35,7 @@ register_task(replace(NULL, name="noisy", script=NullSpec(sigma=1.0)))
 
 def config(task: str = "noisy", num_envs: int = 3, **told: object) -> RunConfig:
     young = {"min_training_epochs": 1, "min_prune_age": 1, "min_blending_epochs": 1, "embargo_epochs": 1}
-    small = {"feature_width": 64, "hidden_width": 64, "epochs": 1, "minibatches": 1}
+    small = {"feature_width": 64, "hidden_width": 64, "update_epochs": 1, "num_minibatches": 1}
     return resolve({"task": task, "num_envs": num_envs, "episode_length": E, "lifecycle": young, "ppo": small, **told})
 
 

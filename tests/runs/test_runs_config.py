@@ -109,7 +109,7 @@ def test_a_whole_number_is_nothing_else(name: str, value: object) -> None:
 
 
 def test_a_whole_number_stands_for_a_float() -> None:
-    assert resolve({"task": "null", "ppo": {"value_end": 1}}).ppo.value_end == 1.0
+    assert resolve({"task": "null", "ppo": {"vf_coef": 1}}).ppo.vf_coef == 1.0
 
 
 def test_a_value_that_is_missing_is_named() -> None:

@@ -11,10 +11,10 @@ from esper.tasks.registry import task_by_name
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_task_and_preset(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('task = "null"\nrounds = 7\nepisode_length = 11\n[ppo]\nlr = 0.1\nclip = 0.3\n')
+    file.write_text('task = "null"\nrounds = 7\nepisode_length = 11\n[ppo]\nlr = 0.1\nclip_coef = 0.3\n')
     config = resolve({"episode_length": 13, "ppo": {"lr": 0.2}}, file)
     assert (config.rounds, config.episode_length) == (7, 13)
-    assert (config.ppo.lr, config.ppo.clip) == (0.2, 0.3)
+    assert (config.ppo.lr, config.ppo.clip_coef) == (0.2, 0.3)
     assert config.num_envs == 16  # of the preset
     assert config.lifecycle.min_training_epochs == task_by_name("null").min_training_epochs
 
@@ -22,15 +22,15 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_task_and_preset(t
 def test_the_published_values() -> None:
     small, paper = resolve({"preset": "small"}), resolve({"preset": "paper"})
     assert (small.rounds, small.num_envs, small.reward.mode) == (100, 16, "objective")
-    assert (small.ppo.hidden_width, small.ppo.epochs, small.ppo.minibatches, small.ppo.lr) == (128, 4, 4, 5e-4)
-    assert (small.ppo.gae_lambda, small.ppo.grad_norm) == (0.95, 1.0)
+    assert (small.ppo.hidden_width, small.ppo.update_epochs, small.ppo.num_minibatches, small.ppo.lr) == (128, 4, 4, 5e-4)
+    assert (small.ppo.gae_lambda, small.ppo.max_grad_norm) == (0.95, 1.0)
     assert (paper.rounds, paper.num_envs, paper.reward.mode) == (200, 12, "objective")
-    assert (paper.ppo.hidden_width, paper.ppo.epochs, paper.ppo.minibatches, paper.ppo.lr) == (512, 1, 1, 3e-4)
-    assert (paper.ppo.gae_lambda, paper.ppo.grad_norm) == (0.98, 5.0)
-    assert (paper.ppo.entropy_start, paper.ppo.entropy_end) == (0.05, 0.01)
+    assert (paper.ppo.hidden_width, paper.ppo.update_epochs, paper.ppo.num_minibatches, paper.ppo.lr) == (512, 1, 1, 3e-4)
+    assert (paper.ppo.gae_lambda, paper.ppo.max_grad_norm) == (0.98, 5.0)
+    assert (paper.ppo.ent_coef, paper.ppo.ent_coef_end) == (0.05, 0.01)
     for config in (small, paper):
-        assert (config.ppo.gamma, config.ppo.clip, config.ppo.target_kl) == (0.995, 0.2, 0.015)
-        assert (config.ppo.value_start, config.ppo.value_end, config.ppo.value_warmup) == (0.05, 0.5, 10)
+        assert (config.ppo.gamma, config.ppo.clip_coef, config.ppo.target_kl) == (0.995, 0.2, 0.015)
+        assert (config.ppo.vf_coef_start, config.ppo.vf_coef, config.ppo.vf_coef_warmup) == (0.05, 0.5, 10)
         assert config.optimizer.grad_clip == 1.0
 
 

@@ -10,7 +10,7 @@ from benchmark_hot_path import Options, Row, complaints, main, row_of
 from esper.leyline.errors import ConfigError
 from measured_rounds import RoundCost
 
-FAST = "ppo.epochs=1,ppo.minibatches=1,ppo.feature_width=8,ppo.hidden_width=8"
+FAST = "ppo.update_epochs=1,ppo.num_minibatches=1,ppo.feature_width=8,ppo.hidden_width=8"
 TINY = {"task": "synthetic_tiny", "hosts": 2, "steps": 4, "rounds": 1, "device": "cpu"}
 
 

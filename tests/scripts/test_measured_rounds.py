@@ -10,7 +10,7 @@ from esper.tasks.registry import task_by_name
 from measured_rounds import OUTSIDE, Setting, Subject, alternating, configured, percentile
 
 TOLD = {"task": "synthetic_tiny", "num_envs": 2, "episode_length": 5, "rounds": 3, "schedule_rounds": 3,
-        "ppo": {"feature_width": 8, "hidden_width": 8, "epochs": 1, "minibatches": 1}}  # fmt: skip
+        "ppo": {"feature_width": 8, "hidden_width": 8, "update_epochs": 1, "num_minibatches": 1}}  # fmt: skip
 
 
 def subject(tmp_path, text):
@@ -19,8 +19,8 @@ def subject(tmp_path, text):
 
 
 def test_a_setting_names_values_of_a_run_and_whether_it_is_recorded():
-    found = Setting.parse("executor=fused,telemetry=on,ppo.epochs=2")
-    assert (dict(found.values), found.telemetry) == ({"executor": "fused", "ppo": {"epochs": 2}}, True)
+    found = Setting.parse("executor=fused,telemetry=on,ppo.update_epochs=2")
+    assert (dict(found.values), found.telemetry) == ({"executor": "fused", "ppo": {"update_epochs": 2}}, True)
     assert not Setting.parse("").telemetry
 
 

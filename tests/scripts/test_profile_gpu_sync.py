@@ -9,7 +9,7 @@ import profile_gpu_sync as script
 from esper.simic.agent import policy_step
 from profile_gpu_sync import Options, Scope, compare_reads, complaints, main
 
-FAST = "ppo.epochs=1,ppo.minibatches=1,ppo.feature_width=8,ppo.hidden_width=8"
+FAST = "ppo.update_epochs=1,ppo.num_minibatches=1,ppo.feature_width=8,ppo.hidden_width=8"
 TINY = {"hosts": 2, "steps": 4, "rounds": 1, "device": "cpu", "setting": FAST}
 
 

@@ -149,7 +149,7 @@ def new_client(
         family=HostFamily.CNN,
         selectable=(1, 2, 3),
     )
-    ppo = PPOConfig(**{"feature_width": width, "hidden_width": width, "minibatches": 2} | config)
+    ppo = PPOConfig(**{"feature_width": width, "hidden_width": width, "num_minibatches": 2} | config)
     network = TamiyoNetwork(
         num_slots=NUM_SLOTS,
         head_sizes=spec.head_sizes,

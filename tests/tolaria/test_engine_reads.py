@@ -31,7 +31,7 @@ EXECUTORS = {  # hosts in several processes: test_sharded.py; static topology, w
 
 
 def learner(spec):
-    ppo = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, minibatches=1)
+    ppo = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, num_minibatches=1)
     network = TamiyoNetwork(
         num_slots=spec.num_slots, head_sizes=spec.head_sizes, feature_width=WIDTH, hidden_width=WIDTH, num_layers=1
     )

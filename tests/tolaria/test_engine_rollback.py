@@ -37,7 +37,7 @@ def run(engine, actions=None):
 
 
 def learner(spec):
-    ppo = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, minibatches=1)
+    ppo = PPOConfig(feature_width=WIDTH, hidden_width=WIDTH, num_minibatches=1)
     network = TamiyoNetwork(
         num_slots=spec.num_slots, head_sizes=spec.head_sizes, feature_width=WIDTH, hidden_width=WIDTH, num_layers=1
     )

@@ -31,7 +31,7 @@ def quickstart() -> Values:
         "preset": "quickstart",
         "rounds": 10,
         "schedule_rounds": 10,
-        "ppo": plain(PPOConfig(value_warmup=3)),
+        "ppo": plain(PPOConfig(vf_coef_warmup=3)),
     }
 
 
@@ -56,12 +56,12 @@ def paper() -> Values:
     ppo = PPOConfig(
         feature_width=512,
         hidden_width=512,
-        epochs=1,
-        minibatches=1,
+        update_epochs=1,
+        num_minibatches=1,
         gae_lambda=0.98,
         lr=3e-4,
-        grad_norm=5.0,
-        entropy_start=0.05,
+        max_grad_norm=5.0,
+        ent_coef=0.05,
     )
     return small() | {"preset": "paper", "rounds": 200, "schedule_rounds": 200, "num_envs": 12, "ppo": plain(ppo)}
 

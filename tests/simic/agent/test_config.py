@@ -13,16 +13,16 @@ from esper.simic.agent.config import PPOConfig, entropy_coefficient, floor_scale
     [
         ("gamma", 1.01),
         ("gae_lambda", -0.1),
-        ("clip", 0.0),
-        ("epochs", 0),
-        ("minibatches", 0),
+        ("clip_coef", 0.0),
+        ("update_epochs", 0),
+        ("num_minibatches", 0),
         ("lr", 0.0),
         ("lr", float("nan")),
         ("target_kl", -1.0),
-        ("grad_norm", float("inf")),
-        ("entropy_start", -0.01),
-        ("value_end", float("nan")),
-        ("value_warmup", -1),
+        ("max_grad_norm", float("inf")),
+        ("ent_coef", -0.01),
+        ("vf_coef", float("nan")),
+        ("vf_coef_warmup", -1),
         ("return_momentum", 1.0),
         ("adam_betas", (0.9, 1.0)),
         ("hidden_width", 0),
@@ -46,7 +46,7 @@ def test_the_entropy_coefficient_falls_linearly_over_the_run():
 def test_the_value_coefficient_rises_over_ten_updates():
     found = [value_coefficient(PPOConfig(), k) for k in (0, 5, 10, 11)]
     assert found == pytest.approx([0.05, 0.275, 0.5, 0.5])
-    assert value_coefficient(PPOConfig(value_warmup=0), 0) == 0.5
+    assert value_coefficient(PPOConfig(vf_coef_warmup=0), 0) == 0.5
 
 
 def test_the_entropy_floor_is_strong_early_and_weak_late():

@@ -61,7 +61,7 @@ def test_before_the_first_step_the_update_sees_what_the_rollout_saw(rolled_out):
 
 
 def test_the_first_ratio_of_an_update_is_one(rolled_out):
-    metrics = learn(rolled_out(epochs=1, minibatches=1))
+    metrics = learn(rolled_out(update_epochs=1, num_minibatches=1))
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["ratio_min"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["clip_fraction"] == 0.0
@@ -164,7 +164,7 @@ def test_one_finite_update_starts_the_count_anew(rolled_out, make_engine):
 
 
 def test_the_divergence_stop_turns_later_epochs_into_no_ops(rolled_out):
-    stopped, single, free = rolled_out(target_kl=1e-12), rolled_out(epochs=1), rolled_out(target_kl=1e3)
+    stopped, single, free = rolled_out(target_kl=1e-12), rolled_out(update_epochs=1), rolled_out(target_kl=1e3)
     metrics = learn(stopped)
     learn(single)
     free_metrics = learn(free)
@@ -221,7 +221,7 @@ def test_an_update_reads_once(rolled_out, monkeypatch):
 
 
 def test_more_minibatches_than_hosts_are_one_per_host(rolled_out):
-    assert learn(rolled_out(minibatches=50, epochs=1))["optimizer_steps"] == 4
+    assert learn(rolled_out(num_minibatches=50, update_epochs=1))["optimizer_steps"] == 4
 
 
 def test_a_stored_action_outside_its_mask_is_named_in_the_one_read_of_the_update(rolled_out):
@@ -343,7 +343,7 @@ def test_a_fossilization_that_was_refused_in_every_step_teaches_the_op_head_alon
 
 
 def test_the_divergence_of_a_pass_weighs_its_minibatches_by_their_valid_steps(rolled_out, monkeypatch):
-    client, seen = rolled_out(epochs=1, minibatches=2, lr=5e-3), []
+    client, seen = rolled_out(update_epochs=1, num_minibatches=2, lr=5e-3), []
     client.buffer.slabs.valid[0, 1:] = False
     original = ppo.ratio_statistics
 
@@ -363,8 +363,8 @@ def test_the_divergence_of_a_pass_weighs_its_minibatches_by_their_valid_steps(ro
 def test_a_pass_is_the_last_where_its_divergence_exceeds_one_and_a_half_times_the_target(
     rolled_out, share_of_limit, epochs
 ):
-    divergence = learn(rolled_out(epochs=1, target_kl=1e3))["approx_kl"]
-    metrics = learn(rolled_out(epochs=2, target_kl=divergence / 1.5 / share_of_limit))
+    divergence = learn(rolled_out(update_epochs=1, target_kl=1e3))["approx_kl"]
+    metrics = learn(rolled_out(update_epochs=2, target_kl=divergence / 1.5 / share_of_limit))
     assert metrics["epochs_done"] == epochs
 
 
@@ -385,14 +385,14 @@ def test_discount_and_decay_of_the_configuration_are_those_of_returns_and_advant
 
 
 def test_the_gradient_is_clipped_before_it_enters_the_moments(rolled_out):
-    client = rolled_out(epochs=1, minibatches=1, grad_norm=1e-3)
+    client = rolled_out(update_epochs=1, num_minibatches=1, max_grad_norm=1e-3)
     metrics = learn(client)
     assert metrics["grad_norm"] > 1e-2
     assert client.agent.optimizer.exp_avg.norm().item() == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
 def test_every_pass_over_the_hosts_has_an_order_of_its_own(rolled_out, monkeypatch):
-    client, groups = rolled_out(epochs=3, minibatches=2, target_kl=1e3), []
+    client, groups = rolled_out(update_epochs=3, num_minibatches=2, target_kl=1e3), []
     rows = client.buffer.sequences
     monkeypatch.setattr(client.buffer, "sequences", lambda hosts: groups.append(hosts.tolist()) or rows(hosts))
     learn(client, update_index=4)
@@ -403,7 +403,7 @@ def test_every_pass_over_the_hosts_has_an_order_of_its_own(rolled_out, monkeypat
 
 
 def test_the_coefficients_of_an_update_are_those_of_its_place_in_the_run(rolled_out):
-    client = rolled_out(entropy_start=0.05, entropy_end=0.01, value_start=0.05, value_end=0.5, value_warmup=10)
+    client = rolled_out(ent_coef=0.05, ent_coef_end=0.01, vf_coef_start=0.05, vf_coef=0.5, vf_coef_warmup=10)
     names, found = ("entropy_coef", "value_coef", "floor_scale"), []
     for position in (0, 5, 19):
         client.agent.schedule_position = position

@@ -150,7 +150,7 @@ def loss_weights(agent: PPOAgent, config: PPOConfig, device: torch.device) -> Lo
         value=scalar(value_coefficient(config, position)),
         entropy=scalar(entropy_coefficient(config, position, total)),
         floor=scalar(floor_scale(position, total)),
-        clip=config.clip,
+        clip=config.clip_coef,
         forced_value=config.forced_value_weight,
     )
 
@@ -190,8 +190,8 @@ def _run_epochs(
 ) -> list[Tensor]:
     """All passes over the buffer; metric rows of minibatches and epochs in the order of time."""
     device = buffer.slabs.valid.device
-    groups = min(config.minibatches, buffer.num_envs)
-    epochs = torch.arange(1, config.epochs + 1, device=device)
+    groups = min(config.num_minibatches, buffer.num_envs)
+    epochs = torch.arange(1, config.update_epochs + 1, device=device)
     order_KN = permutation(
         run_seed, Stream.MINIBATCH_ORDER, torch.zeros_like(epochs), buffer.num_envs, episode=update_index, t=epochs
     )
@@ -222,7 +222,7 @@ def _train_minibatch(
     finite = losses.total.detach().isfinite() & norm.isfinite()
     takes = finite & ~stopped & batch.valid.any()
     difference, optimizer = adam_step(
-        clip_by_norm(gradient, norm, config.grad_norm),
+        clip_by_norm(gradient, norm, config.max_grad_norm),
         agent.optimizer,
         takes,
         lr=config.lr,
@@ -230,7 +230,7 @@ def _train_minibatch(
         eps=config.adam_eps,
     )
     subtract_(parameters, difference)
-    statistics = ratio_statistics(x, config.clip)
+    statistics = ratio_statistics(x, config.clip_coef)
     steps = batch.valid.sum(dtype=torch.float64)
     return MinibatchResult(
         optimizer=optimizer,

@@ -87,7 +87,7 @@ def test_a_replayed_learner_plays_and_learns_as_the_eager_one_to_the_bit(monkeyp
     eager = {"reward": {"mode": "shaped"}, "compile": "off"}
     want_engine, want = parts(**eager)
     rounds(want_engine, want, range(2))
-    monkeypatch.setattr(kernels, "recorder_for", on_tape)
+    monkeypatch.setattr(kernels, "capture_backend_for", on_tape)
     engine, client = parts(**eager)
     assert [tape.recorded for tape in tapes] == [1, 1], "recorded before the first step"
     rounds(engine, client, range(2))

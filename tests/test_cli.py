@@ -386,7 +386,7 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
         "step 40/40",
         "eta 0:00",
         "2/2",
-        "done: accuracy",
+        "done: 100·J",
     ):
         assert word in text
 
@@ -395,6 +395,6 @@ def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkey
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     assert _why("native", cpu) == " (C++ compiled for this processor)"
     assert _why("streamed", cpu) == " (chosen by image size)"
-    monkeypatch.setattr("esper.tolaria.executors.native.library.compiler", lambda: None)
+    monkeypatch.setattr("esper.cpp.build.compiler", lambda: None)
     assert "with a C++ compiler such as g++ small hosts run natively" in _why("fused", cpu)
     assert _why("fused", gpu) == " (chosen by image size)"

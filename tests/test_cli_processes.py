@@ -49,12 +49,12 @@ MOSS = """
 from torch import nn
 
 from esper.kasmina.blueprints import AbstractBlueprint, register
-from esper.leyline.stages import Topology
+from esper.leyline.stages import HostFamily
 
 
 class Moss(AbstractBlueprint):
     name = "moss"
-    topology = Topology.CNN
+    family = HostFamily.CNN
     birth = {"weight": 0.0, "bias": 0.0}
 
     def build(self, channels):

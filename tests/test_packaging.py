@@ -34,7 +34,6 @@ MAY_READ = {
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
-    "kasmina/parameters/population.py": "numpy arrays of the structure that was read",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
@@ -73,7 +72,7 @@ FORBIDDEN = re.compile(
             r"\bthe spec (?:says|asks|demands|requires)\b",
             r"/wo" + r"rk/",
             r"\bissue #\d",
-            r"\.lib" + r"rary",
+            r"(?<!\w)\.lib" + r"rary",
         )
     )
 )
@@ -170,12 +169,13 @@ def test_the_lint_finds_each_kind_of_draw(code):
     assert not DRAWS.search("torch.rand(3, generator=own)")
 
 
-def test_nobody_swallows_exceptions_that_he_cannot_name():
-    def catches_all(path):
+def test_only_named_files_swallow_every_exception():
+    def swallows_all(path):
         handlers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler)]
-        return any(h.type is None or ast.unparse(h.type) in ("Exception", "BaseException") for h in handlers)
+        broad = [h for h in handlers if h.type is None or ast.unparse(h.type) in ("Exception", "BaseException")]
+        return any(ast.unparse(h.body[-1]) != "raise" for h in broad)  # cleaning up and raising again is fine
 
-    assert {inside(path) for path in SOURCES if catches_all(path)} == set(MAY_CATCH_ALL)
+    assert {inside(path) for path in SOURCES if swallows_all(path)} == set(MAY_CATCH_ALL)
 
 
 def test_the_repository_speaks_of_the_product_alone():

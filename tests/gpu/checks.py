@@ -115,7 +115,7 @@ def check_control_plane(device: torch.device) -> None:
             for a, b in zip(tensors, expected, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5, equal_nan=True)
             if name == "observe":
-                happened.update(["panic"] * int(got[0].verdict.panic.sum()))
+                happened.update(["panic"] * int(got[0].verdict.governor.panic.sum()))
             if name == "execute":
                 happened.update(SeedStage(stage).name for stage in got.state.slots.stage.flatten().tolist())
             return got

@@ -15,9 +15,7 @@ from toys import ToyClient, action, script
 S, GATE = SeedStage, Algorithm.GATE
 
 
-def references(
-    num_envs: int = 3, **settings: object
-) -> tuple[Bench, FusedExecutor, Bench, FusedExecutor, TapeBackend]:
+def references(num_envs: int = 3, **settings: object) -> tuple[Bench, FusedExecutor, Bench, FusedExecutor, TapeBackend]:
     """Two equal benches: one eager, one replayed."""
     eager, replayed, tape = Bench(num_envs, **settings), Bench(num_envs, **settings), TapeBackend()
     return (

@@ -94,7 +94,7 @@ class FusedExecutor(NetworkExecutor):
         host = learning(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         groups = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._everyone)
         program = training_program(host, hosts, rows, groups, optimizer, data.scaler, self._recorder)
-        return program if self._recorder is None else self._programs.settled(structure_key(data.structure), program)
+        return program if self._recorder is None else self._programs.cached(structure_key(data.structure), program)
 
     # -- measuring --------------------------------------------------------------------------------------------------
 

@@ -219,7 +219,7 @@ def test_a_program_is_written_once_for_each_structure():
     native = NativeExecutor(bench.executor.data)
     for t in (1, 2):
         native.train_epoch(t, bench.slots)
-    for kept in (native._programs._training.cache_info(), native._optimizer_step._program.cache_info()):
+    for kept in (native._programs.training.cache_info(), native._optimizer._program.cache_info()):
         assert (kept.misses, kept.hits) == (2, 6)
         assert kept.maxsize is not None  # a long run meets more structures than memory could hold
 

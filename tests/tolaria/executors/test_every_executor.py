@@ -170,7 +170,7 @@ def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatc
     bench = grown_bench(executor)
     found, whole = bench.measure(shapley=True)
     tested = bench.executor.committed_accuracy("test", bench.slots)
-    monkeypatch.setattr(f"esper.tolaria.executors.{executor}._CHUNK_FLOATS", 1)
+    monkeypatch.setattr("esper.tolaria.executors.fused.measuring._CHUNK_FLOATS", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
     assert len(answers.seen) >= len(bench.data.val.y)

@@ -84,18 +84,18 @@ def test_measuring_in_small_pieces_changes_no_count(monkeypatch):
     bench.executor.apply_structure(bench.structure(found))
     fused = FusedExecutor(bench.executor.data, measures_together=True)
     whole = fused.evaluate(1, bench.slots, found)
-    monkeypatch.setattr("esper.tolaria.executors.fused.executor._CHUNK_FLOATS", 1)
+    monkeypatch.setattr("esper.tolaria.executors.fused.measuring._CHUNK_FLOATS", 1)
     pieces = fused.evaluate(1, bench.slots, found)
     assert torch.equal(whole.accuracy[found.valid], pieces.accuracy[found.valid])
 
 
-def test_hosts_that_part_differently_travel_in_one_bucket_and_arrive_where_they_should():
+def test_hosts_that_branch_differently_share_a_bucket_and_reach_the_sets_of_their_coalitions():
     sets = [np.array([[True, False], [False, False]]), np.array([[False, True], [False, False]])]
     plans = [plan_prefixes(rows, (0, 1)) for rows in sets]
-    (bucket,) = buckets(plans, (0, 1))
+    (bucket,) = buckets(plans, (0, 1), 2, torch.device("cpu"))
     assert bucket.hosts.tolist() == [0, 1]
-    assert bucket.steps[0].common() is None
-    # host 0 parts at slot 0, host 1 at slot 1; each walk ends in the set of its coalition
+    assert bucket.steps[0].common is None
+    # host 0 branches at slot 0, host 1 at slot 1; each ends in the set of its coalition
     for host, rows in enumerate(sets):
         states = [frozenset()]
         for slot, step in sorted(bucket.steps.items()):

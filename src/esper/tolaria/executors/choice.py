@@ -57,23 +57,27 @@ def network_executor(
         return StaticExecutor(data), "fused"
     if config.executor == "native" and (problem := native_problem(config.amp, device)):
         raise ConfigError(f"executor is 'native', but {problem}.")
-    if config.executor == "native":
-        return NativeExecutor(data), "native"
-    if config.executor == "fused":
-        return _fused(config, data), "fused"
-    if config.executor == "streamed":
-        return StreamedExecutor(data), "streamed"
+    if config.executor != "auto":
+        return _build(config.executor, config, data), config.executor
+    preferred: list[tuple[Taken, type[ConfigError]]] = []
     if prefers_native(task.host, data.image_size, task.batch_train, config.amp, device):
-        try:
-            return NativeExecutor(data), "native"
-        except ConfigError as error:
-            warnings.warn(f"hosts are run by PyTorch, which is slower: {error}", stacklevel=2)
+        preferred.append(("native", ConfigError))
     if fits and prefers_fused(data.image_size, device.type):
+        preferred.append(("fused", StackingError))
+    for name, refusal in preferred:
         try:
-            return _fused(config, data), "fused"
-        except StackingError as error:
-            warnings.warn(f"hosts are run one after another, which is slower: {error}", stacklevel=2)
+            return _build(name, config, data), name
+        except refusal as error:
+            warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
     return StreamedExecutor(data), "streamed"
+
+
+def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor:
+    if name == "native":
+        return NativeExecutor(data)
+    if name == "fused":
+        return FusedExecutor(data, capture_backend=capture_backend_for(config.capture, data.population.device))
+    return StreamedExecutor(data)
 
 
 def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device) -> HostData:
@@ -92,10 +96,6 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
     )
     scaler = LossScaler(amp_dtype(config.amp, device), config.num_envs, device)
     return HostData(population, dataset, batch_train=task.batch_train, batch_val=task.batch_val, scaler=scaler)
-
-
-def _fused(config: EngineConfig, data: HostData) -> FusedExecutor:
-    return FusedExecutor(data, recorder=capture_backend_for(config.capture, data.population.device))
 
 
 def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:

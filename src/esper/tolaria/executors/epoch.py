@@ -43,9 +43,5 @@ def run_epoch(
     return TrainPass(
         acc=100.0 * correct / count,  # in this order, all correct gives exactly 100
         loss=loss_sum / count,
-        grad_norm=gradients.norm,
-        grad_health=gradients.health,
-        grad_vanishing=gradients.vanishing,
-        grad_exploding=gradients.exploding,
-        grad_ratio=gradients.ratio,
+        **{f"grad_{name}": value for name, value in vars(gradients).items()},
     )

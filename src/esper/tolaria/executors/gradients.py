@@ -85,11 +85,8 @@ def _same_kind(
     blueprint = structure.blueprint[rows.seed_host, rows.seed_slot]
     kind = np.stack((channels, blueprint, gate_row >= 0), axis=1)
     which = np.flatnonzero(measured)
-    if not which.size:
-        return []
-    _, group = np.unique(kind[which], axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    return [which[group == g] for g in range(group.max() + 1)]
+    kinds, group = np.unique(kind[which], axis=0, return_inverse=True)
+    return [which[group.reshape(-1) == g] for g in range(len(kinds))]
 
 
 def tensor_norms(grad: Float[Tensor, "R W"], layout: FlatLayout) -> Float[Tensor, "R M"]:

@@ -118,31 +118,24 @@ class Executor(Protocol):
 
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots; a snapshot of them is taken."""
-        ...
 
     def apply_structure(self, structure: Structure) -> None:
         """Apply to the parameters what the lifecycle decided in the step that ended."""
-        ...
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train epoch."""
-        ...
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of all hosts on the validation split; changes nothing."""
-        ...
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
         """Accuracy (pp) of each host with its fossilized seeds alone; the test split is for the end of a run."""
-        ...
 
     def state_dict(self) -> StateTree:
         """Everything needed to continue in the middle of an episode."""
-        ...
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`."""
-        ...
 
 
 @runtime_checkable
@@ -151,4 +144,3 @@ class StaticGraph(Executor, Protocol):
 
     def apply_changes(self, changes: Changes, slots: SlotState) -> None:
         """`apply_structure` without a read: `slots` is the state after the step that ended."""
-        ...

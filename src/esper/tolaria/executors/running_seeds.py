@@ -1,6 +1,5 @@
 """The seeds that a pass runs and trains, derived from the structure before the pass."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -47,12 +46,6 @@ class RunningSeed:
     alpha: Tensor
     hidden: bool
     isolated: bool
-
-    def leaves(self) -> Iterator[Tensor]:
-        """The rows of seed and gate that are trained."""
-        for bound in (self.seed, self.gate):
-            if bound is not None and bound.params.requires_grad:
-                yield bound.params
 
     def train(self, h: Tensor) -> Tensor:
         """Features after the slot, in a train pass."""

@@ -47,15 +47,15 @@ class FusedExecutor(NetworkExecutor):
         data: HostData,
         *,
         measures_together: bool | None = None,
-        recorder: CaptureBackend | None = None,
+        capture_backend: CaptureBackend | None = None,
     ) -> None:
         super().__init__(data)
         on_cpu = self.population.device.type == "cpu"
         self.measures_together = not on_cpu if measures_together is None else measures_together
         self.stacked_modules = StackedModules(self.population)
-        if recorder is not None and any(seed.dropouts for seed in self.stacked_modules.seeds.values()):
+        if capture_backend is not None and any(seed.dropouts for seed in self.stacked_modules.seeds.values()):
             raise ConfigError("a captured train pass would repeat its dropout masks; set capture to 'off'.")
-        self._recorder = recorder
+        self._capture_backend = capture_backend
         self._programs: Programs[TrainingProgram] = Programs()
         self._all_hosts = np.arange(self.population.num_envs)
 
@@ -86,8 +86,10 @@ class FusedExecutor(NetworkExecutor):
         optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask)
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         groups = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
-        program = training_program(host, hosts, rows, groups, optimizer, data.scaler, self._recorder)
-        return program if self._recorder is None else self._programs.settled(structure_key(data.structure), program)
+        program = training_program(host, hosts, rows, groups, optimizer, data.scaler, self._capture_backend)
+        return (
+            program if self._capture_backend is None else self._programs.settled(structure_key(data.structure), program)
+        )
 
     def count_correct(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int

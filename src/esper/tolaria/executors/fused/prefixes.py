@@ -78,10 +78,8 @@ def _bucket(
         children: list[list[tuple[int, bool]]] = []
         for i, n in enumerate(hosts):
             step = next((step for step in plans[n].steps if step.slot == slot), None)
-            if step is None:
-                children.append([(p, False) for p in range(count[i])])
-            else:
-                children.append([(p, False) for p in step.off] + [(p, True) for p in step.on])
+            off, on = (range(count[i]), ()) if step is None else (step.off, step.on)
+            children.append([(p, False) for p in off] + [(p, True) for p in on])
         count = [len(c) for c in children]
         steps[slot] = _step(children, device)
     state_of = np.zeros((len(hosts), num_columns), dtype=np.int64)

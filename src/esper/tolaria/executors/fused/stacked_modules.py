@@ -47,8 +47,8 @@ class StackedModules:
 def _stacked(kind: Kind, features: Features, device: torch.device) -> StackedTemplate:
     module = deterministic_build(kind.build)
     drop_batch_counters(module)
-    way = once(kind.source, features, "way", lambda: way_to_stack(kind.name, module, torch.zeros(1, *features)))
-    return StackedTemplate(way(module).to(device), kind.template.parameters, kind.template.buffers)
+    stack = once(kind.source, features, "way", lambda: way_to_stack(kind.name, module, torch.zeros(1, *features)))
+    return StackedTemplate(stack(module).to(device), kind.template.parameters, kind.template.buffers)
 
 
 def can_fuse(population: Population) -> bool:

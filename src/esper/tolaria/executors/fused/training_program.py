@@ -62,9 +62,9 @@ def training_program(
     groups: Groups,
     optimizer: StackedOptimizer,
     scaler: LossScaler,
-    recorder: CaptureBackend | None,
+    capture_backend: CaptureBackend | None,
 ) -> TrainingProgram:
-    """The program on this memory; with a `recorder` its functions are captured when they are called again."""
+    """The program on this memory; with a `capture_backend` its functions are captured when they are called again."""
     trained = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
 
     def run_batch(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,8 +77,8 @@ def training_program(
         return outputs
 
     functions: dict[str, Any] = {"train_batch": run_batch, "step": optimizer.step}
-    if recorder is not None:
-        functions = {name: Captured(f, recorder, name=f"{name} of training") for name, f in functions.items()}
+    if capture_backend is not None:
+        functions = {name: Captured(f, capture_backend, name=f"{name} of training") for name, f in functions.items()}
     return TrainingProgram(hosts=hosts, rows=rows, groups=groups, **functions)
 
 

@@ -31,13 +31,10 @@ class BlendMasks(NamedTuple):
     gated: Tensor
     alpha: Tensor
 
-    def choose(self, by: Callable[[Algorithm], Tensor | None]) -> Tensor:
-        """The result of `by` for each host's own algorithm."""
-        add, multiply, gate = (by(algorithm) for algorithm in (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE))
-        assert add is not None
-        assert multiply is not None
-        assert gate is not None
-        return torch.where(self.multiplies, multiply, torch.where(self.gated, gate, add))
+    def choose(self, by: Callable[[Algorithm], Any]) -> Tensor:
+        """The tensor that `by` gives for each host's own algorithm."""
+        add_or_gate = torch.where(self.gated, by(Algorithm.GATE), by(Algorithm.ADD))
+        return torch.where(self.multiplies, by(Algorithm.MULTIPLY), add_or_gate)
 
 
 def select(deltas: list[Float[Tensor, "B N *F"]], own: list[Bool[Tensor, "N *ones"]]) -> Float[Tensor, "B N *F"]:

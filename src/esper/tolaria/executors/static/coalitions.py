@@ -25,12 +25,12 @@ from torch import Tensor
 class StaticStates:
     """The states of K coalitions at each slot. `on[i]` [K, N]: is the seed of the i-th slot in the set?
 
-    Up to slot `doublings` states are the subsets of the slots so far, later they are the coalitions; `subset[i]` [K, N]
-    is the number of a coalition's set among the subsets of the first i slots.
+    Up to slot `doublings` states are the subsets of the slots so far, later they are the coalitions; `parent` [K, N] is
+    the last subset of each coalition.
     """
 
     on: tuple[Tensor, ...]
-    subset: tuple[Tensor, ...]
+    parent: Tensor
     doublings: int
     num_states: int
     final: Int[Tensor, "N K"]
@@ -42,8 +42,7 @@ class StaticStates:
         if i < self.doublings:
             return torch.cat((h, active), dim=1)
         if i == self.doublings:
-            parent = self.subset[i]
-            h, active = h[:, parent, self.column], active[:, parent, self.column]
+            h, active = h[:, self.parent, self.column], active[:, self.parent, self.column]
         on = self.on[i]
         return torch.where(on.view(*on.shape, *(1,) * (h.dim() - 3)), active, h)
 
@@ -52,16 +51,16 @@ def static_states(sets: Bool[Tensor, "N K S"], execution_order: tuple[int, ...])
     """The states of these coalitions; `execution_order` are the slots in the order in which the network runs them."""
     num_hosts, num_sets, num_slots = sets.shape
     on = tuple(sets[:, :, s].t() for s in execution_order)
-    subset = [torch.zeros_like(on[0], dtype=torch.int64)]
-    for i, active in enumerate(on):
-        subset.append(subset[-1] + 2**i * active)
     doublings = min(num_slots, num_sets.bit_length() - 1)
+    parent = torch.zeros_like(on[0], dtype=torch.int64)
+    for i, active in enumerate(on[:doublings]):
+        parent = parent + 2**i * active
     complete = doublings == num_slots
     return StaticStates(
         on=on,
-        subset=tuple(subset),
+        parent=parent,
         doublings=doublings,
         num_states=2**num_slots if complete else num_sets,
-        final=subset[-1].t() if complete else torch.arange(num_sets, device=sets.device).expand(num_hosts, -1),
+        final=parent.t() if complete else torch.arange(num_sets, device=sets.device).expand(num_hosts, -1),
         column=torch.arange(num_hosts, device=sets.device),
     )

@@ -50,8 +50,8 @@ class StaticExecutor(HostOwner):
         for kind in population.seed_kinds.values():
             if kind.start.rebuilt:
                 raise ConfigError(
-                    f"graph is 'static', but blueprint {kind.name!r} is built anew for each newborn, "
-                    "which the host would have to know of; draw its parameters by `uniform_`, or use 'dynamic'."
+                    f"graph is 'static', but blueprint {kind.name!r} rebuilds its module for each new seed, "
+                    "which needs the structure; draw its parameters by `uniform_`, or use 'dynamic'."
                 )
         self._rank = {population.points[s].slot_id: i for i, s in enumerate(data.execution_order)}
 

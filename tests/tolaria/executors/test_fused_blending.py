@@ -48,7 +48,7 @@ def test_value_and_gradients_are_those_of_each_host_alone(algorithm, active):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_several_ways_in_one_group_and_several_groups_in_one_slot():
+def test_several_algorithms_in_one_group_and_several_groups_in_one_slot():
     h = features(4).requires_grad_()
     first, second = features(5)[:, :4].clone().requires_grad_(), features(6)[:, :2].clone().requires_grad_()
     gate = torch.rand(BATCH, 2, 1, 1, 1, dtype=torch.float64).requires_grad_()

@@ -148,7 +148,7 @@ def trained(
 ) -> tuple[list[TrainPass], Tensor, Bench]:
     """Mixed seeds for some epochs: what was told, accuracies of all coalitions afterwards."""
     bench = Bench(3, device=device, scaler_dtype=dtype)
-    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor.data, recorder=recorder)
+    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor.data, capture_backend=recorder)
     bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
     bench.grow("r1c0", "conv_heavy", SeedStage.BLENDING, alpha=0.3, algorithm=Algorithm.GATE, hosts=[0, 2])
     bench.grow("r0c1", "norm", SeedStage.TRAINING, algorithm=Algorithm.MULTIPLY, hosts=[1])

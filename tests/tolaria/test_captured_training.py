@@ -22,7 +22,7 @@ def references(num_envs: int = 3, **settings: object) -> tuple[Bench, FusedExecu
         eager,
         FusedExecutor(eager.executor.data),
         replayed,
-        FusedExecutor(replayed.executor.data, recorder=tape),
+        FusedExecutor(replayed.executor.data, capture_backend=tape),
         tape,
     )
 
@@ -135,7 +135,7 @@ def test_a_whole_episode_replayed_is_the_eager_one_to_the_bit():
     trees, tape = [], TapeBackend()
     for recorder in (None, tape):
         engine = tiny.engine(3, length, executor="fused", rules={"sequential": False})
-        engine.executor = FusedExecutor(engine.executor.data, recorder=recorder)
+        engine.executor = FusedExecutor(engine.executor.data, capture_backend=recorder)
         client = ToyClient(engine.spec, script(3, length, plan))
         for episode in (0, 1):
             engine.reset(client, episode)

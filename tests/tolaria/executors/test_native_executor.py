@@ -311,5 +311,7 @@ def test_native_without_a_working_compiler_says_what_the_compiler_said(broken_co
 
 
 def test_auto_says_that_the_compiler_fails_and_takes_another(broken_compiler):
-    with pytest.warns(UserWarning, match=r"hosts are run by PyTorch, which is slower: .*no space left"):
+    with pytest.warns(
+        UserWarning, match=r"the native executor cannot run these hosts; a slower one will: .*no space left"
+    ):
         assert taken(executor="auto") == "fused"

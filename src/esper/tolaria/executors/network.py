@@ -23,6 +23,8 @@ class NetworkExecutor(ABC):
         self.data, self.population = data, data.population
         self.costs = self.population.costs()
         self.host_params = self.population.host_kind.template.parameters.num_params
+        self.refused: dict[str, str] = {}
+        """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
 
     @abstractmethod
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:

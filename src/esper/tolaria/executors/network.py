@@ -23,6 +23,8 @@ class HostOwner:
         self.data, self.population = data, data.population
         self.costs = self.population.costs()
         self.host_params = self.population.host_kind.template.parameters.num_params
+        self.refused: dict[str, str] = {}
+        """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
 
     @final
     def reset(self, episode: int) -> None:

@@ -31,7 +31,13 @@ register_task(tiny.task(name="tiny"))
 
 FAST = (
     *("--set", "lifecycle.min_blending_epochs=1", "lifecycle.embargo_epochs=1", "lifecycle.min_prune_age=1"),
-    *("ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1", "ppo.num_minibatches=2", "governor.snapshot_every=3"),
+    *(
+        "ppo.feature_width=8",
+        "ppo.hidden_width=8",
+        "ppo.update_epochs=1",
+        "ppo.num_minibatches=2",
+        "governor.snapshot_every=3",
+    ),
 )
 OPTIONS = {
     "null": ("--task", "faulty_null", "--num-envs", "3", "--episode-length", "8", *FAST),

@@ -1,1 +1,38 @@
-"""Its place puts this folder on the import path: `toys`, `tiny` and `contracts` serve the tests of all packages."""
+"""Its place puts this folder on the import path, and it keeps the checks of shapes cheap.
+
+`--jaxtyping-packages` checks every call of every function, which takes 40 % of the time of a run. Here a function is
+checked in its first calls of each test and then in the 16th, the 32nd, the 64th and so on.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from jaxtyping import _decorator
+
+ALWAYS_CHECKED = 8  # calls of a function in one test
+
+_check_every_call = _decorator.jaxtyped
+_calls: dict[Callable[..., Any], int] = {}
+
+
+def _check_some_calls(fn: Any, *, typechecker: Any) -> Any:
+    checked = _check_every_call(fn, typechecker=typechecker)
+    if not inspect.isfunction(fn):
+        return checked  # a class, a property or a static method: its functions come here one by one
+
+    @wraps(checked)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        calls = _calls[fn] = _calls.get(fn, 0) + 1
+        return checked(*args, **kwargs) if calls <= ALWAYS_CHECKED or not calls & (calls - 1) else fn(*args, **kwargs)
+
+    return function
+
+
+_decorator.jaxtyped = _check_some_calls
+
+
+def pytest_runtest_setup() -> None:
+    """Count from one in each test."""
+    _calls.clear()

@@ -297,7 +297,7 @@ def uninterrupted(path: Path, rounds: int) -> None:
     assert main([*arguments, "--run-dir", str(path)]) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(
     folder: Path, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:

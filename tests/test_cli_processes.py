@@ -27,16 +27,20 @@ def esper(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(tmp_path: Path) -> None:
+def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "frugal.py").write_text(FRUGAL)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     small = ("--task", "null", "--num-envs", "2", "--episode-length", "4", "--rounds", "1")
     network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
     own = ("--plugins", "frugal.py", "--reward", "frugal_of_a_file", "--run-dir", "run")
-    trained = esper("train", *small, *network, *own, cwd=tmp_path)
-    assert (trained.returncode, trained.stderr) == (0, "")
-    assert "2 hosts x 4 steps x 1 round, reward frugal_of_a_file" in trained.stdout
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *small, *network, *own]) == 0
+    trained = capfd.readouterr()
+    assert trained.err == ""
+    assert "2 hosts x 4 steps x 1 round, reward frugal_of_a_file" in trained.out
     resumed = esper("train", "--resume", str(tmp_path / "run"), "--rounds", "2", "--trust", cwd=elsewhere)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert "reward frugal_of_a_file" in resumed.stdout

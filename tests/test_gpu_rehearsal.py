@@ -14,6 +14,7 @@ import checks
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_replayed_decisions_and_pay():
     checks.check_decisions_and_rewards(CPU, checks.config(CPU), TapeBackend)
 
@@ -22,11 +23,13 @@ def test_a_replayed_policy_step_sees_the_step_number():
     checks.check_step_is_an_argument(CPU, TapeBackend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16"])
 def test_replayed_training(dtype):
     checks.check_replayed_training(CPU, TapeBackend, dtype)
 
 
+@pytest.mark.slow
 def test_a_run_with_everything_replayed():
     checks.check_captured_run(CPU, TapeBackend)
 

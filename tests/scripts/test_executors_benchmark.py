@@ -30,6 +30,7 @@ def test_every_slot_holds_an_active_seed_and_three_of_them_make_eight_sets():
     assert len({*structure.blueprint.ravel().tolist()}) == len({*structure.blueprint[:, 0].tolist()}) > 3
 
 
+@pytest.mark.slow
 def test_all_executors_are_measured_on_all_shapes_and_the_choice_of_auto_is_reported(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(executors, "measure", lambda options: measured)
     path = tmp_path / "executors.json"
@@ -44,6 +45,7 @@ def test_all_executors_are_measured_on_all_shapes_and_the_choice_of_auto_is_repo
     assert report["facts"]["memory_gib"] > report["facts"]["state_mib"] / 1024 > 0.0
 
 
+@pytest.mark.slow
 def test_every_limit_that_is_missed_is_named_and_fails(measured, monkeypatch, capsys):
     monkeypatch.setattr(executors, "measure", lambda options: measured)
     least = dict.fromkeys(("min_train", "min_measure", "min_blocks", "min_peak", "min_auto"), 1e9)

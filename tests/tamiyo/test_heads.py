@@ -125,9 +125,9 @@ def test_a_value_is_accepted_exactly_where_the_rules_allow_it():
     assert min(verdicts.values()) > 500
 
 
-def test_no_decision_of_a_million_is_illegal():
-    total = 0
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)])
+def test_no_decision_of_a_million_is_illegal(seeds):
+    for seed in seeds:
         case = Case(seed, 50_000)
         actions = case.sample().actions
         op, slot = actions[:, OP], actions[:, SLOT]
@@ -145,8 +145,6 @@ def test_no_decision_of_a_million_is_illegal():
             assert (read | (actions[:, head] == CANONICAL_ACTION[head])).all()
             assert (actions[:, head] >= 0).all()
             assert (actions[:, head] < head_sizes(NUM_SLOTS)[head]).all()
-        total += len(actions)
-    assert total == 1_000_000
 
 
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-24])

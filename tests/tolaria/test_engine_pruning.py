@@ -20,9 +20,16 @@ LIVES = [
 ]
 
 
-@pytest.mark.parametrize("executor", ["streamed", "fused", "static"])
-@pytest.mark.parametrize(("stage", "t", "speed", "last", "rules"), LIVES)
-def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(stage, t, speed, last, rules, executor):
+@pytest.mark.parametrize(
+    ("executor", "stage", "t", "speed", "last", "rules"),
+    [
+        pytest.param(executor, *life.values, id=f"{executor}, {life.id}", marks=[pytest.mark.slow] * rare)
+        for executor in ("streamed", "fused", "static")
+        for life in LIVES
+        for rare in [executor != "streamed" and life is not LIVES[-1]]
+    ],
+)
+def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(executor, stage, t, speed, last, rules):
     rules = dict(rules)
     target = rules.pop("target", 2)
     how = {"executor": "fused", "graph": "static"} if executor == "static" else {"executor": executor}

@@ -1,5 +1,7 @@
 """An executor beside the streamed one, on the same seeds: passes, weights, measurements, whole runs."""
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -17,6 +19,7 @@ CONDITIONS = [
     (SeedStage.HOLDING, 1.0),
     (SeedStage.FOSSILIZED, 1.0),
 ]
+ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 
 
 def same_pass(a, b, atol=2e-5):
@@ -45,6 +48,16 @@ def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
         atol=1e-4,
         rtol=0.0,
     )
+
+
+def compare_in_every_stage_and_blend(wrap, blueprint):
+    """Twelve hosts with the same seed, each in another stage or with another blend."""
+
+    def grow(bench):
+        for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS, ALGORITHMS)):
+            bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
+
+    compare(wrap, grow, num_envs=len(CONDITIONS) * len(ALGORITHMS), epochs=1)
 
 
 def grow_different_seeds(bench):

@@ -4,7 +4,14 @@ import against_streamed
 import numpy as np
 import pytest
 import torch
-from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds
+from against_streamed import (
+    ALGORITHMS,
+    ALL,
+    CONDITIONS,
+    compare_in_every_stage_and_blend,
+    compare_whole_runs,
+    grow_different_seeds,
+)
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
@@ -15,15 +22,25 @@ from esper.tolaria.prefixes import plan_prefixes
 from tiny import Bench, engine
 
 
+def fused(data):
+    return FusedExecutor(data, measures_together=True)
+
+
 def compare(grow, **settings):
     """Fused against streamed."""
-    against_streamed.compare(lambda data: FusedExecutor(data, measures_together=True), grow, **settings)
+    against_streamed.compare(fused, grow, **settings)
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
+@pytest.mark.parametrize("blueprint", ALL)
+def test_every_blueprint_in_every_stage_and_blend_trains_and_measures_as_host_by_host(blueprint):
+    compare_in_every_stage_and_blend(fused, blueprint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("stage", "alpha"), CONDITIONS)
 @pytest.mark.parametrize("blueprint", ALL)
-def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
+def test_hosts_that_are_all_alike_train_and_measure_as_host_by_host(blueprint, stage, alpha, algorithm):
     compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1)
 
 

@@ -5,7 +5,13 @@ import re
 import against_streamed
 import pytest
 import torch
-from against_streamed import ALL, CONDITIONS, compare_whole_runs, grow_different_seeds, whole_run
+from against_streamed import (
+    ALL,
+    compare_in_every_stage_and_blend,
+    compare_whole_runs,
+    grow_different_seeds,
+    whole_run,
+)
 from torch import nn
 
 from esper.kasmina.blueprints import registry
@@ -93,11 +99,9 @@ def compare(grow, **settings):
     against_streamed.compare(NativeExecutor, grow, **settings)
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
-@pytest.mark.parametrize(("stage", "alpha"), CONDITIONS)
 @pytest.mark.parametrize("blueprint", ALL)
-def test_every_blueprint_trains_and_measures_as_host_by_host(blueprint, stage, alpha, algorithm):
-    compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1, num_envs=2)
+def test_every_blueprint_in_every_stage_and_blend_trains_and_measures_as_host_by_host(blueprint):
+    compare_in_every_stage_and_blend(NativeExecutor, blueprint)
 
 
 def test_different_seeds_in_different_hosts_do_not_meet():

@@ -1,0 +1,19 @@
+"""While tests run the annotations of the package are checked, but not in each call of an often-called function."""
+
+import pytest
+from jaxtyping import TypeCheckError
+
+from conftest import ALWAYS_CHECKED
+from esper.leyline.checkpoint_tree import with_prefix
+
+
+@pytest.mark.parametrize("test", ["the first", "the next"])
+def test_each_test_checks_the_first_calls_of_a_function_and_few_later_ones(test):
+    checked = []
+    for call in range(1, 41):
+        try:
+            assert with_prefix(call, {}) == {}  # a prefix is a string
+        except TypeCheckError:
+            checked.append(call)
+    assert ALWAYS_CHECKED == 8
+    assert checked == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32]

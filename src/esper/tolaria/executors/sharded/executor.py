@@ -153,7 +153,8 @@ class ShardedExecutor:
         for answer in answers:
             if answer.raised is not None:
                 raise answer.raised
-        return concatenated([own or {}, *(answer.outputs for answer in answers)])
+        others = ({name: torch.from_numpy(x) for name, x in answer.outputs.items()} for answer in answers)
+        return concatenated([own or {}, *others])
 
     def _rows(self, state: StateTree, begin: int, end: int) -> StateTree:
         """Copies of the rows of some hosts (a pickled view would carry all rows); scalars belong to all hosts."""

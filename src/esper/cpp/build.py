@@ -64,7 +64,7 @@ def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: s
         raise ConfigError(f"{command[0]} could not compile {what} ({error}); {way_out}.") from error
     except OSError as error:
         raise ConfigError(
-            f"the library of {what} cannot be kept or loaded ({error}); set XDG_CACHE_HOME to a folder of yours from "
+            f"the library of {what} cannot be stored or loaded ({error}); set XDG_CACHE_HOME to a folder of yours from "
             f"which programs may be run, or {way_out}."
         ) from error
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.parameters.flat_layout import FlatLayout, buffer_layout, parameter_layout
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, ShapeError
+from esper.tolaria.executors.native.kernel_library import stride_of
 from esper.tolaria.executors.native.layer_rules import Features, Rule, Weights
-from esper.tolaria.executors.native.library import stride_of
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.seed_rules import RULES
 

@@ -57,7 +57,7 @@ def only(folder):
     return path
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- the cache ------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_compiled_once_and_kept_for_its_owner_alone(cache, source):
@@ -127,7 +127,7 @@ def test_processes_that_build_at_once_all_get_a_whole_library(cache, source):
     only(cache)
 
 
-# -- where it is kept -------------------------------------------------------------------------------------------------
+# -- its folder -----------------------------------------------------------------------------------------------------
 
 
 def test_the_cache_folder_is_the_users(tmp_path, monkeypatch):
@@ -189,11 +189,11 @@ def test_a_library_that_cannot_be_loaded_names_the_way_out(cache, source, fake):
 
 @pytest.mark.parametrize(("processor", "expected"), [("#define __AVX512F__ 1", True), ("#define __AVX2__ 1", False)])
 def test_long_vectors_are_asked_for_where_the_processor_has_them(cache, source, tmp_path, fake, processor, expected):
-    told = tmp_path / "told"
-    fake(f'case "$*" in *-dM*) echo "{processor}";; *) echo "$*" > {told}; echo "error: enough" >&2; exit 1;; esac')
+    options = tmp_path / "options"
+    fake(f'case "$*" in *-dM*) echo "{processor}";; *) echo "$*" > {options}; echo "error: enough" >&2; exit 1;; esac')
     with pytest.raises(ConfigError, match="enough"):
         answer_of(source)
-    assert ("-mprefer-vector-width=512" in told.read_text()) == expected
+    assert ("-mprefer-vector-width=512" in options.read_text()) == expected
 
 
 def test_the_compiler_may_have_options_as_with_ccache(cache, source, fake, monkeypatch):

@@ -1,1 +1,1 @@
-"""C++ of our own: the sources, how they are compiled (`build.py`), and where libraries are kept (`cache.py`)."""
+"""Our C++: the sources, how they are compiled (`build.py`), and where libraries are cached (`cache.py`)."""

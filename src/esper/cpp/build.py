@@ -1,7 +1,7 @@
-"""C++ sources as loaded libraries: compiled when they are first needed, and called through ctypes.
+"""Compiles C++ sources on first use and loads them through ctypes.
 
-No headers of PyTorch are included, so it takes seconds. A library is made anew whenever its sources, the compiler, its
-options or the processor change. Options for debugging can be added in $ESPER_CXXFLAGS, such as -fsanitize=address.
+Compiling takes seconds, because no PyTorch headers are included. A library is rebuilt whenever its sources, the
+compiler, its options or the processor change. $ESPER_CXXFLAGS adds options, such as -fsanitize=address.
 """
 
 import hashlib
@@ -18,28 +18,21 @@ from esper.leyline.errors import ConfigError
 
 _SOURCES = Path(__file__).parent
 _OPTIONS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp-simd",
-    "-shared",
-    "-fPIC",
-)
+    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC",
+)  # fmt: skip
 _LONG_VECTORS = "-mprefer-vector-width=512"
-"""Where there are such vectors compilers prefer shorter ones, which is 6 % slower here."""
+"""Compilers prefer shorter vectors even where the processor has these, which is 6 % slower here."""
 _SECONDS = 300
 L = TypeVar("L")
 
 
 def compiler() -> tuple[str, ...] | None:
-    """The command of the C++ compiler: $CXX, which may have options, or the first of c++, g++ and clang++ found."""
+    """The command of the C++ compiler: $CXX, which may contain options, or the first of c++, g++ and clang++ found."""
     named = os.environ.get("CXX")
     for command in [named] if named else ["c++", "g++", "clang++"]:
         try:
             name, *options = shlex.split(command)
-        except ValueError:  # nothing, or quotes that do not match
+        except ValueError:  # empty, or unbalanced quotes
             continue
         if path := shutil.which(name):
             return (path, *options)
@@ -47,16 +40,12 @@ def compiler() -> tuple[str, ...] | None:
 
 
 def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: str) -> L:
-    """`bind` called with the library made of a source and the files beside it.
+    """Compile `source` (below this folder) unless it is cached, and return `bind(library)`, which loads it.
 
-    Args:
-        source: what is compiled, below this folder.
-        bind: loads the library.
-        what: who needs it, for messages.
-        way_out: what else can be done, for messages.
+    Error messages name `what` needs the library, and the `way_out`.
 
     Raises:
-        ConfigError: there is no compiler, it failed, or the library cannot be kept or loaded safely.
+        ConfigError: there is no compiler, it failed, or the library cannot be stored or loaded safely.
     """
     path, command = _SOURCES / source, compiler()
     if command is None:
@@ -75,13 +64,13 @@ def load(source: str | Path, bind: Callable[[Path], L], *, what: str, way_out: s
         raise ConfigError(f"{command[0]} could not compile {what} ({error}); {way_out}.") from error
     except OSError as error:
         raise ConfigError(
-            f"the library of {what} cannot be kept or loaded ({error}); set XDG_CACHE_HOME to a folder of yours from "
+            f"the library of {what} cannot be stored or loaded ({error}); set XDG_CACHE_HOME to a folder of yours from "
             f"which programs may be run, or {way_out}."
         ) from error
 
 
 def fingerprint(command: Sequence[str], target: bytes, options: Sequence[str], sources: Path) -> str:
-    """Of the compiler, of what it knows of itself and of the processor (`target`), the options, and all sources."""
+    """Digest of the compiler, its predefined macros (`target`, which depend on the processor), options and sources."""
     digest = hashlib.sha256(repr((command, target, options)).encode())
     for source in sorted(sources.iterdir()):
         digest.update(f"{source.name}:{source.stat().st_size}:".encode() + source.read_bytes())
@@ -89,7 +78,7 @@ def fingerprint(command: Sequence[str], target: bytes, options: Sequence[str], s
 
 
 class _CompilerError(Exception):
-    """The compiler said no."""
+    """The compiler failed."""
 
 
 def _output(command: list[str]) -> bytes:

@@ -1,10 +1,9 @@
 """Compiled libraries in the user's cache folder.
 
-    <cache>/esper/cpp/<name>-<digest>.so      name: of everything it was made of; digest: SHA-256 of its own bytes
+    <cache>/esper/cpp/<name>-<digest>.so      name: fingerprint of the inputs; digest: SHA-256 of the file's bytes
 
-A library is code, so it is taken only from a folder that nobody else can write, and only if its bytes still have the
-digest in its name; a broken one is removed and made again. A new one is written beside its place and renamed, so that
-processes that build at the same time do not meet.
+A library is code. It is loaded only from a folder that nobody else can write, and only if its bytes match the digest;
+otherwise it is removed and rebuilt. A new one is renamed into place, so processes may build at the same time.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ _OTHERS_MAY_WRITE = 0o022
 
 
 def cache_folder() -> Path | None:
-    """`esper/cpp` in $XDG_CACHE_HOME or $HOME/.cache; None where there is neither."""
+    """`esper/cpp` in $XDG_CACHE_HOME or $HOME/.cache; None if neither is set."""
     named, home = (Path(os.environ.get(variable, "")) for variable in ("XDG_CACHE_HOME", "HOME"))
     if not named.is_absolute():
         named = home / ".cache"
@@ -29,15 +28,15 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def library(folder: Path | None, name: str, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The library of this name; it may be gone after the `with` block, but what was loaded stays loaded.
+    """The library of this name; after the `with` block the file may be gone, but a loaded library stays loaded.
 
     Args:
-        folder: where it is kept. Where there is none, or it cannot be written, a folder of this process alone is used.
-        name: tells what the library was made of.
+        folder: the cache; if it is None or not writable, a temporary folder of this process is used.
+        name: fingerprint of what the library is made of.
         make: writes the library.
 
     Raises:
-        ConfigError: somebody else owns the folder or may write into it.
+        ConfigError: another user owns the folder or may write into it.
     """
     found = _intact(folder, name) if folder is not None and _is_private(folder) else None
     if found is not None:
@@ -58,15 +57,16 @@ def library(folder: Path | None, name: str, make: Callable[[Path], object]) -> I
 
 
 def _is_private(folder: Path) -> bool:
-    """False where there is no such folder."""
+    """False if there is no such folder; raises ConfigError if others can write it."""
     try:
         status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    problem = f"belongs to user {status.st_uid}" if status.st_uid != os.geteuid() else None
-    if problem is None and status.st_mode & _OTHERS_MAY_WRITE:
+    if status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}"
+    elif status.st_mode & _OTHERS_MAY_WRITE:
         problem = f"can be written by others (mode {status.st_mode & 0o777:o})"
-    if problem is None:
+    else:
         return True
     raise ConfigError(
         f"{folder} {problem}, and libraries in it would be executed; expected a folder that only user {os.geteuid()} "
@@ -75,7 +75,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _intact(folder: Path, name: str) -> Path | None:
-    """A library whose bytes have the digest in its name; others of the same name are removed."""
+    """The library whose bytes match the digest in its name; others of that name are removed."""
     for path in sorted(folder.glob(f"{name}-*.so")):
         if path.name == f"{name}-{_digest(path)}.so":
             return path
@@ -84,7 +84,7 @@ def _intact(folder: Path, name: str) -> Path | None:
 
 
 def _draft(folder: Path) -> Path | None:
-    """An empty file in the folder, which is made if needed; None where it cannot be written."""
+    """An empty file in the folder, which is created if needed; None if it is not writable."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _is_private(folder)

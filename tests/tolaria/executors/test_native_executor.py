@@ -27,7 +27,7 @@ from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem, network_executor, prefers_native
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.native.library import cached_library
+from esper.tolaria.executors.native.kernel_library import cached_library
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 from tiny import BATCH, CPU, HOST, SGD, SLOTS, VAL_BATCH, Bench, adamw, dataset, engine, same_tree, task
 
@@ -223,9 +223,9 @@ def test_a_program_is_written_once_for_each_structure():
     native = NativeExecutor(bench.executor.data)
     for t in (1, 2):
         native.train_epoch(t, bench.slots)
-    for kept in (native._programs.training.cache_info(), native._optimizer._program.cache_info()):
-        assert (kept.misses, kept.hits) == (2, 6)
-        assert kept.maxsize is not None  # a long run meets more structures than memory could hold
+    for cache in (native._programs.training.cache_info(), native._optimizer._program.cache_info()):
+        assert (cache.misses, cache.hits) == (2, 6)
+        assert cache.maxsize is not None  # a long run meets more structures than memory could hold
 
 
 def test_a_whole_run_goes_the_same_way_natively_and_streamed():

@@ -1,4 +1,4 @@
-"""The library of kernels; how it is compiled and kept is tested in tests/cpp."""
+"""The library of kernels; how it is compiled and cached is tested in tests/cpp."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from esper.tolaria.executors.native.assembler import INSTRUCTION, Operation
-from esper.tolaria.executors.native.library import Library, cached_library, stride_of
+from esper.tolaria.executors.native.kernel_library import Library, cached_library, stride_of
 
 SANITIZED = "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 

@@ -186,7 +186,7 @@ def test_every_state_of_a_network_is_measured_like_a_pass_of_its_own(sets):
     assert not world.totals[plan.num_states :].any()
 
 
-def test_what_is_told_is_added_to_what_was_told():
+def test_totals_accumulate_over_calls():
     world = World({})
     program = measuring_program(world.host_layout, {}, {})
     world.run(program)

@@ -28,7 +28,7 @@ HOST_SIZE, SEED_SIZE, GATE_SIZE = 40, 21, 9
 
 
 class Row:
-    """Weights, gradient and moments, beside a copy that the slow twin steps."""
+    """Weights, gradient and moments, beside a copy that the reference steps."""
 
     def __init__(self, spec, size, generator, scale):
         self.weights = torch.randn(1, size, generator=generator, dtype=DOUBLE)
@@ -47,7 +47,7 @@ class Row:
         weights, gradient, state = self.reference
         step_rows(spec, weights, gradient * factor, state, lr, decay)
 
-    def check(self):  # the twin rounds its decay to float32
+    def check(self):  # the reference rounds its decay to float32
         weights, _, state = self.reference
         torch.testing.assert_close(self.weights, weights, rtol=1e-7, atol=1e-7)
         for (name, ours), (_, theirs) in zip(named_tensors(self.state), named_tensors(state), strict=True):
@@ -62,7 +62,7 @@ class Row:
     st.lists(st.booleans(), min_size=2, max_size=2),
     st.booleans(),
 )
-def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, trainable, gated):
+def test_a_host_and_its_seeds_step_like_the_reference(spec, seed, scale, trainable, gated):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(HOST_SIZE) % 3 > 0
     decay = mask.to(DOUBLE)
@@ -90,7 +90,7 @@ def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, trainable
 
 @pytest.mark.parametrize("spec", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
+def test_a_gradient_that_is_not_finite_makes_the_weights_nan_as_in_the_reference(spec, bad):
     row = Row(spec, HOST_SIZE, torch.Generator().manual_seed(0), 1.0)
     row.gradient[0, 7] = bad
     spaces = Spaces(1, num_step_spaces(0))

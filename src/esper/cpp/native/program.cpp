@@ -56,11 +56,10 @@ template <class T> struct Host {
         return reinterpret_cast<U*>(base[i.space[k]]) + i.offset[k] * step;
     }
 
-    // Bytes of an operand of this letter, and of the unit that offsets are counted in.
-    int64_t bytes_of(const Instruction& i, char letter, int64_t& unit) const {
+    // Bytes of an operand of this letter.
+    int64_t bytes_of(const Instruction& i, char letter) const {
         const int64_t n0 = i.size[0], n1 = i.size[1], n2 = i.size[2], n3 = i.size[3];
         const int64_t taps = int64_t(i.size[4]) * i.size[4], number = sizeof(T), row = number * stride;
-        unit = number;
         switch (letter) {
             case '1': return number;                          // one number
             case 'c': return n0 * number;                     // one for each channel or weight
@@ -75,9 +74,10 @@ template <class T> struct Host {
             case 'o': return n1 * n2 * n3 * row;              // outputs of a convolution
             case 'p': return n0 * n1 * n2 * row;              // input of pooling
             case 'q': return n0 * (n1 / 2) * (n2 / 2) * row;  // output of pooling
+            case 'l': return int64_t(lanes) * 8;              // labels
+            case 't': return 16;                              // totals
+            default: return 8;                                // steps
         }
-        unit = 8;
-        return letter == 'l' ? int64_t(lanes) * 8 : letter == 't' ? 16 : 8;  // labels, totals, steps
     }
 
     static Shape shape_of(const Instruction& i) { return {i.size[0], i.size[1], i.size[2], i.size[3], i.size[4]}; }
@@ -95,9 +95,8 @@ template <class T> struct Host {
         for (int k = 0; letters[k]; ++k) {
             if (i.space[k] == NOTHING) continue;
             if (i.space[k] < 0 || i.space[k] >= spaces || i.offset[k] < 0) return false;
-            int64_t unit;
-            const int64_t bytes = bytes_of(i, letters[k], unit);
-            if (i.offset[k] * unit * (i.space[k] == ROWS ? stride : 1) + bytes > size[i.space[k]]) return false;
+            const int64_t unit = std::strchr("lts", letters[k]) ? 8 : sizeof(T), step = i.space[k] == ROWS ? stride : 1;
+            if (i.offset[k] * unit * step + bytes_of(i, letters[k]) > size[i.space[k]]) return false;
         }
         if (i.operation == CROSS_ENTROPY)
             for (int lane = 0; lane < lanes; ++lane)

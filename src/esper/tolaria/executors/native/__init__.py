@@ -7,5 +7,5 @@ layer_rules.py, seed_rules.py    layers, seeds and gates as instructions
 trial.py                         compares rules with PyTorch before they are used
 optimizer_step.py                the optimizer step as a program
 assembler.py                     instructions and working memory
-machine.py, library.py           run programs
+machine.py, kernel_library.py    run programs
 """

@@ -93,7 +93,7 @@ def expect(what: str, found: object, expected: object) -> None:
 @final
 @dataclass
 class Assembler:
-    """Writes a program. `trainable`: a backward pass will follow, so its inputs must be kept."""
+    """Writes a program. `trainable`: a backward pass will follow, so its inputs must not be released."""
 
     trainable: bool
     _code: list[tuple[object, ...]] = field(default_factory=list)

@@ -22,7 +22,7 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.host_data import HostData
-from esper.tolaria.executors.native.library import stride_of
+from esper.tolaria.executors.native.kernel_library import stride_of
 from esper.tolaria.executors.native.machine import Machine, Workload
 from esper.tolaria.executors.native.networks import Space
 from esper.tolaria.executors.native.optimizer_step import OptimizerStep

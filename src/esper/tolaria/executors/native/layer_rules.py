@@ -10,13 +10,12 @@ A rule owns the rows it allocates. In training its `backward` releases them; in 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.parameters.flat_layout import FlatLayout, TensorSpec
+from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Place, Rows, expect
 
 Backward = Callable[[Rows, bool], Rows | None]
@@ -77,14 +76,9 @@ class Weights:
 
 
 def _offset(layout: FlatLayout, name: str, shape: tuple[int, ...] | None = None) -> int:
-    spec = _specs(layout.tensors)[name]
+    spec = next(spec for spec in layout.tensors if spec.name == name)
     expect(f"shape of {name}", spec.shape, spec.shape if shape is None else shape)
     return spec.offset
-
-
-@lru_cache(maxsize=256)
-def _specs(tensors: tuple[TensorSpec, ...]) -> dict[str, TensorSpec]:
-    return {spec.name: spec for spec in tensors}
 
 
 Layer = tuple[Features, Backward]
@@ -94,57 +88,54 @@ Rule = Callable[[Assembler, Any, Weights, Features], Layer]
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
+_DENSE = (Operation.CONVOLVE, Operation.CONVOLVE_WEIGHT_GRAD, Operation.CONVOLVE_INPUT_GRAD)
+_DEPTHWISE = (Operation.DEPTHWISE, Operation.DEPTHWISE_WEIGHT_GRAD, Operation.DEPTHWISE_INPUT_GRAD)
+
+
 def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> Layer:
     """`nn.Conv2d` of kernel 1 or 3, stride 1 and zero padding; dense, or depthwise without bias."""
     if conv.groups == 1:
-        return _dense(a, weights, x, conv.out_channels, conv.kernel_size, bias=conv.bias is not None)
-    weight = weights.value("weight", x.channels, 1, *conv.kernel_size)
-    sizes = (x.channels, x.channels, x.height, x.width, conv.kernel_size[0])
-    y = _like(a, x)
-    a.emit(Operation.DEPTHWISE, x.rows, weight, y.rows, sizes=sizes)
-    return y, _backward(
-        a, x, [y.rows],
-        lambda g: a.emit(Operation.DEPTHWISE_WEIGHT_GRAD, x.rows, g, weights.grad("weight"), sizes=sizes),
-        lambda g, grad: a.emit(Operation.DEPTHWISE_INPUT_GRAD, g, weight, grad, sizes=sizes),
-    )  # fmt: skip
+        return _product(a, conv, weights, x, (conv.out_channels, x.channels, *conv.kernel_size), _DENSE)
+    return _product(a, conv, weights, x, (x.channels, 1, *conv.kernel_size), _DEPTHWISE)
 
 
 def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> Layer:
     """`nn.Linear` on features of one position."""
     expect("positions before a linear layer", x.space, 1)
-    return _dense(a, weights, x, layer.out_features, (), bias=layer.bias is not None)
+    return _product(a, layer, weights, x, (layer.out_features, x.channels), _DENSE)
 
 
-def _dense(a: Assembler, weights: Weights, x: Features, outputs: int, kernel: tuple[int, ...], *, bias: bool) -> Layer:
-    side = kernel[0] if kernel else 1
-    weight = weights.value("weight", outputs, x.channels, *kernel)
+def _product(
+    a: Assembler, layer: nn.Conv2d | nn.Linear, weights: Weights, x: Features, shape: tuple[int, ...],
+    operations: tuple[Operation, Operation, Operation],
+) -> Layer:  # fmt: skip
+    """Features times a weight of this shape, plus the layer's bias."""
+    forward, weight_grad, input_grad = operations
+    weight, outputs, side = weights.value("weight", *shape), shape[0], shape[2] if len(shape) > 2 else 1
     sizes = (x.channels, outputs, x.height, x.width, side)
     y = Features(a.rows(outputs * x.space), outputs, x.height, x.width)
     for n, m in ((x.channels, outputs), (outputs, x.channels)):
         a.scratch(-(-m // _OUTPUTS) * _OUTPUTS * n * side**2)
-    a.emit(Operation.CONVOLVE, x.rows, weight, y.rows, sizes=sizes)
-    if bias:
+    a.emit(forward, x.rows, weight, y.rows, sizes=sizes)
+    if layer.bias is not None:
         a.emit(Operation.ADD_BIAS, weights.value("bias", outputs), y.rows, sizes=(outputs, x.space))
 
-    def weight_grads(g: Rows) -> None:
-        if bias:
+    def emit(g: Rows) -> None:
+        if layer.bias is not None:
             a.emit(Operation.ADD_BIAS_BACKWARD, g, weights.grad("bias"), sizes=(outputs, x.space))
-        a.emit(Operation.CONVOLVE_WEIGHT_GRAD, x.rows, g, weights.grad("weight"), sizes=sizes)
+        a.emit(weight_grad, x.rows, g, weights.grad("weight"), sizes=sizes)
 
-    def input_grad(g: Rows, grad: Rows) -> None:
-        a.emit(Operation.CONVOLVE_INPUT_GRAD, g, weight, grad, sizes=sizes)
-
-    return y, _backward(a, x, [y.rows], weight_grads, input_grad)
+    return y, backward_of(a, x, [y.rows], emit, lambda g, grad: a.emit(input_grad, g, weight, grad, sizes=sizes))
 
 
 def batch_norm_relu(a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Features) -> Layer:
     """Batch normalization, then ReLU; it uses the batch's statistics in training, the running ones in evaluation."""
-    y, sizes = _like(a, x), (x.channels, x.space)
+    y, sizes = like(a, x), (x.channels, x.space)
     affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
     running = (weights.buffer("running_mean", x.channels), weights.buffer("running_var", x.channels))
     if not a.trainable:
         a.emit(Operation.BATCH_NORM_FIXED, x.rows, *affine, *running, y.rows, sizes=sizes, numbers=(norm.eps,))
-        return y, _no_backward
+        return y, backward_of(a, x, [y.rows])
     assert norm.momentum is not None
     a.normalizes(x.shape, groups=x.channels)
     stats = (a.numbers(x.channels), a.numbers(x.channels))
@@ -155,52 +146,45 @@ def batch_norm_relu(a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Fea
         grads = (weights.grad("weight"), weights.grad("bias"))
         a.emit(Operation.BATCH_NORM_BACKWARD, x.rows, *affine, *stats, *grads, y.rows, g, sizes=sizes)
 
-    return y, _backward(a, x, [y.rows], emit)
+    return y, backward_of(a, x, [y.rows], emit)
 
 
 def group_norm(
-    a: Assembler,
-    norm: nn.GroupNorm,
-    weights: Weights,
-    x: Features,
-    *,
-    relu: bool = False,
-    scale: Weights | None = None,
+    a: Assembler, norm: nn.GroupNorm, weights: Weights, x: Features, *, relu: bool = False, scale: Weights | None = None
 ) -> Layer:
     """Group normalization, fused with the ReLU and the layer scale that follow it."""
     expect("channels beyond whole groups", x.channels % norm.num_groups, 0)
     a.normalizes(x.shape, groups=norm.num_groups)
-    y, sizes = _like(a, x), (x.channels, x.space, norm.num_groups)
+    y, sizes = like(a, x), (x.channels, x.space, norm.num_groups)
     affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
     gamma = None if scale is None else scale.value("gamma", x.channels)
     stats = (a.rows(norm.num_groups), a.rows(norm.num_groups))
-    a.emit(
-        Operation.GROUP_NORM, x.rows, *affine, gamma, *stats, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
-    )  # fmt: skip
+    operands = (x.rows, *affine, gamma, *stats)
+    a.emit(Operation.GROUP_NORM, *operands, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,))
     if not a.trainable:
         a.release(*stats)
 
     def emit(g: Rows) -> None:
         grads = (weights.grad("weight"), weights.grad("bias"), None if scale is None else scale.grad("gamma"))
-        a.emit(Operation.GROUP_NORM_BACKWARD, x.rows, *affine, gamma, *stats, g, *grads, sizes=sizes, flag=relu)
+        a.emit(Operation.GROUP_NORM_BACKWARD, *operands, g, *grads, sizes=sizes, flag=relu)
 
-    return y, _backward(a, x, [*stats, y.rows], emit)
+    return y, backward_of(a, x, [*stats, y.rows], emit)
 
 
 def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> Layer:
     """One factor per channel."""
-    y, sizes, gamma = _like(a, x), (x.channels, x.space), weights.value("gamma", x.channels)
+    y, sizes, gamma = like(a, x), (x.channels, x.space), weights.value("gamma", x.channels)
     a.emit(Operation.SCALE, gamma, x.rows, y.rows, sizes=sizes)
-    return y, _backward(
+    return y, backward_of(
         a, x, [y.rows], lambda g: a.emit(Operation.SCALE_BACKWARD, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
     )  # fmt: skip
 
 
 def activate(a: Assembler, kind: Activation, x: Features) -> Layer:
     """An activation function."""
-    y, sizes = _like(a, x), (x.rows.size,)
+    y, sizes = like(a, x), (x.rows.size,)
     a.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=sizes, flag=kind)
-    return y, _backward(
+    return y, backward_of(
         a, x, [y.rows], lambda g: a.emit(Operation.ACTIVATE_BACKWARD, x.rows, y.rows, g, sizes=sizes, flag=kind)
     )  # fmt: skip
 
@@ -214,7 +198,7 @@ def mean_space(a: Assembler, x: Features) -> Layer:
     """[channels][height][width] -> [channels][1][1]."""
     y, sizes = Features(a.rows(x.channels), x.channels, 1, 1), (x.channels, x.space)
     a.emit(Operation.MEAN, x.rows, y.rows, sizes=sizes)
-    return y, _backward(
+    return y, backward_of(
         a, x, [y.rows], input_grad=lambda g, grad: a.emit(Operation.MEAN_BACKWARD, g, grad, sizes=sizes)
     )  # fmt: skip
 
@@ -223,7 +207,7 @@ def max_pool(a: Assembler, x: Features) -> Layer:
     """2x2 max pooling; an odd last row or column is left out."""
     y = Features(a.rows(x.channels * (x.height // 2) * (x.width // 2)), x.channels, x.height // 2, x.width // 2)
     a.emit(Operation.MAX_POOL, x.rows, y.rows, sizes=x.shape)
-    return y, _backward(
+    return y, backward_of(
         a, x, [y.rows], input_grad=lambda g, grad: a.emit(Operation.MAX_POOL_BACKWARD, x.rows, g, grad, sizes=x.shape)
     )  # fmt: skip
 
@@ -253,12 +237,12 @@ def in_reverse(backwards: Sequence[Backward]) -> Backward:
     return backward
 
 
-def _like(a: Assembler, x: Features) -> Features:
+def like(a: Assembler, x: Features) -> Features:
     """New features of the same shape."""
     return replace(x, rows=a.rows(x.rows.size))
 
 
-def _backward(
+def backward_of(
     a: Assembler,
     x: Features,
     saved: Sequence[Rows],
@@ -281,7 +265,3 @@ def _backward(
         return grad if needs_input_grad else None
 
     return backward
-
-
-def _no_backward(g: Rows, needs_input_grad: bool) -> Rows | None:
-    raise AssertionError("an evaluation pass has no backward pass")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.tolaria.executors.native.assembler import NUMBERS, ROWS, SCRATCH_ROWS, Program
-from esper.tolaria.executors.native.library import cached_library, stride_of
+from esper.tolaria.executors.native.kernel_library import cached_library, stride_of
 
 
 class _Memory:

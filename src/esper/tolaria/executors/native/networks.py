@@ -121,7 +121,10 @@ def _forward(
     """The logits of all states, and the backward pass of the single state that training has."""
     host, grads = layout.host, int(Space.HOST_GRADS) if a.trainable else None
     weights = Weights(layout.layout, Space.HOST, grads, layout.buffers, Space.HOST_BUFFERS)
-    states, backwards = [_images(a, layout)], list[Backward]()
+    channels, height, width = host.spec.in_channels, layout.height, layout.width
+    images = Features(a.rows(channels * height * width), channels, height, width)
+    a.emit(Operation.TRANSPOSE, Place(Space.IMAGES, 0), images.rows, sizes=(images.rows.size,))
+    states, backwards = [images], list[Backward]()
 
     def apply(layer: Callable[[Features], Layer]) -> None:
         for k, x in enumerate(states):
@@ -162,19 +165,9 @@ def _block(a: Assembler, block: nn.Module, weights: Weights) -> Callable[[Featur
     )
 
 
-def _images(a: Assembler, layout: HostLayout) -> Features:
-    channels = layout.host.spec.in_channels
-    count = channels * layout.height * layout.width
-    x = Features(a.rows(count), channels, layout.height, layout.width)
-    a.emit(Operation.TRANSPOSE, Place(Space.IMAGES, 0), x.rows, sizes=(count,))
-    return x
-
-
 def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None) -> None:
-    totals = Place(Space.TOTALS, 2 * state)
-    a.emit(
-        Operation.CROSS_ENTROPY, logits.rows, Place(Space.LABELS, 0), totals, grad, sizes=(logits.channels,)
-    )  # fmt: skip
+    labels, totals = Place(Space.LABELS, 0), Place(Space.TOTALS, 2 * state)
+    a.emit(Operation.CROSS_ENTROPY, logits.rows, labels, totals, grad, sizes=(logits.channels,))
 
 
 def _blended(a: Assembler, seed: ActiveSeed, h: Features) -> Layer:

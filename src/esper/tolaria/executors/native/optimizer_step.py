@@ -88,8 +88,9 @@ class OptimizerStep:
 
     def __init__(self, population: Population, decay_mask: Tensor, machine: Machine) -> None:
         self._population, self._machine = population, machine
+        spec, host = population.optimizer_spec, population.host_kind.template.parameters.total
         self._decay = decay_mask.to(torch.float32)
-        self._program = lru_cache(CACHED_PROGRAMS)(self._write)
+        self._program = lru_cache(CACHED_PROGRAMS)(lambda slots: optimizer_program(spec, host, slots))
 
     def of(self, structure: Structure, hosts: Working, rows: TrainedRows) -> Callable[[], None]:
         """The step function of a train pass on this memory."""
@@ -104,10 +105,6 @@ class OptimizerStep:
         work = Workload.of_each([self._program(tuple(own)) for own in slots])
         spaces = self._spaces(hosts, rows)
         return lambda: self._machine.run(work, spaces, 1)
-
-    def _write(self, slots: tuple[TrainedSlot, ...]) -> Program:
-        p = self._population
-        return optimizer_program(p.optimizer_spec, p.host_kind.template.parameters.total, slots)
 
     def _spaces(self, hosts: Working, rows: TrainedRows) -> Spaces:
         p = self._population

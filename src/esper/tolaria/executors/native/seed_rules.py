@@ -4,14 +4,13 @@ A seed of a module without a rule is run by PyTorch.
 """
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
 
 from torch import nn
 
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.layers import LayerScale, TanhScale
-from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Rows, expect
+from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, expect
 from esper.tolaria.executors.native.layer_rules import (
     Features,
     Layer,
@@ -19,10 +18,12 @@ from esper.tolaria.executors.native.layer_rules import (
     Weights,
     activate,
     activation,
+    backward_of,
     chain,
     convolution,
     group_norm,
     layer_scale,
+    like,
     linear,
     mean_space,
 )
@@ -46,41 +47,36 @@ def sequential(a: Assembler, module: nn.Sequential, weights: Weights, x: Feature
 
 
 def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> Layer:
-    """One factor per channel, from the means of all channels; no gradient reaches the input."""
-    names = ["squeeze", "excite"]
-    factor, factor_backward = _mlp(a, x, weights, Activation.TANH, module.squeeze, module.excite, names)
-    expect("factors of a channel attention", factor.channels, x.channels)
-    y, sizes = replace(x, rows=a.rows(x.rows.size)), (x.channels, x.space)
-    a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
-    if not a.trainable:
-        a.release(factor.rows)
+    """One factor per channel, from the means of all channels; for an isolated seed, which needs no input gradient."""
+    sizes = (x.channels, x.space)
 
-    def backward(g: Rows, needs_input_grad: bool) -> None:
-        assert not needs_input_grad, "an isolated seed sends no gradient upstream"
-        grad = a.rows(x.channels)
-        a.emit(Operation.MODULATE_BACKWARD, x.rows, g, grad, sizes=sizes)
-        a.release(g, y.rows)
-        factor_backward(grad, False)
+    def modulate(factor: Features) -> Layer:
+        expect("factors of a channel attention", factor.channels, x.channels)
+        y = like(a, x)
+        a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
+        return y, backward_of(
+            a, factor, [y.rows],
+            input_grad=lambda g, grad: a.emit(Operation.MODULATE_BACKWARD, x.rows, g, grad, sizes=sizes),
+        )  # fmt: skip
 
-    return y, backward
+    mlp = (weights, Activation.TANH, module.squeeze, module.excite, ["squeeze", "excite"])
+    return chain(a, x, lambda h: _mlp(a, h, *mlp), modulate)
 
 
 def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> Layer:
-    """A step from the features towards their normalization; no gradient reaches the input."""
-    z, norm_backward = group_norm(a, module.norm, weights.of("norm"), x)
-    y, sizes, gain = replace(x, rows=a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
+    """A step from the features towards their normalization; for an isolated seed, which needs no input gradient."""
+    gain, sizes = weights.of("gain"), (x.rows.size,)
     strength = gain.value("strength")
-    a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
-    if not a.trainable:
-        a.release(z.rows)
 
-    def backward(g: Rows, needs_input_grad: bool) -> None:
-        assert not needs_input_grad, "an isolated seed sends no gradient upstream"
-        a.emit(Operation.SHIFT_BACKWARD, strength, z.rows, x.rows, g, gain.grad("strength"), sizes=sizes)
-        a.release(y.rows)
-        norm_backward(g, False)
+    def shift(z: Features) -> Layer:
+        y = like(a, x)
+        a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
+        operands = (strength, z.rows, x.rows)
+        return y, backward_of(
+            a, z, [y.rows], lambda g: a.emit(Operation.SHIFT_BACKWARD, *operands, g, gain.grad("strength"), sizes=sizes)
+        )  # fmt: skip
 
-    return y, backward
+    return chain(a, x, lambda h: group_norm(a, module.norm, weights.of("norm"), h), shift)
 
 
 def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> Layer:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.parameters.flat_layout import FlatLayout, buffer_layout, parameter_layout
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, ShapeError
+from esper.tolaria.executors.native.kernel_library import stride_of
 from esper.tolaria.executors.native.layer_rules import Features, Rule, Weights
-from esper.tolaria.executors.native.library import stride_of
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.seed_rules import RULES
 
@@ -106,7 +106,7 @@ def by_instructions(
     a.emit(Operation.SCALE, one, y.rows, Place(_OUT, 0), sizes=(1, y.rows.size))
     if trainable:
         g = a.rows(y.rows.size)
-        a.emit(Operation.SCALE, one, Place(_GRAD_OUT, 0), g, sizes=(1, g.size))
+        a.emit(Operation.TRANSPOSE, Place(_GRAD_OUT, 0), g, sizes=(g.size,))
         into = backward(g, input_grad)
         if into is not None:
             a.emit(Operation.SCALE, one, into, Place(_GRAD_IN, 0), sizes=(1, into.size))
@@ -116,7 +116,7 @@ def by_instructions(
     tensors = {
         _IMAGES: x.contiguous(), _VALUES: row, _GRADS: grad_row,
         _BUFFERS: torch.zeros(0) if buffers is None else buffers,
-        _ONES: torch.ones(1, dtype=x.dtype), _GRAD_OUT: _rows_of(grad_out), _OUT: out, _GRAD_IN: grad_in,
+        _ONES: torch.ones(1, dtype=x.dtype), _GRAD_OUT: grad_out, _OUT: out, _GRAD_IN: grad_in,
     }  # fmt: skip
     spaces = Spaces(1, NUM_WORKING + len(tensors))
     for space, tensor in tensors.items():
@@ -129,13 +129,6 @@ def by_instructions(
 def _grad_like(y: Tensor) -> Tensor:
     """A gradient of an output; no two neighbours are equal."""
     return torch.linspace(-1.0, 1.0, 101, dtype=y.dtype).repeat(-(-y.numel() // 101))[: y.numel()].view(y.shape)
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """[B, ...] -> rows of lanes [rows, stride], zero beyond the examples."""
-    rows = torch.zeros(x[0].numel(), stride_of(len(x)), dtype=x.dtype)
-    rows[:, : len(x)] = x.flatten(1).t()
-    return rows
 
 
 def _examples_of(rows: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -41,14 +41,8 @@ class Library:
     ) -> None:
         """Execute instructions `first[h]` to `first[h] + count[h]` for each host h, without the interpreter's lock.
 
-        Args:
-            program: instructions.
-            first: [H] int64.
-            count: [H] int64.
-            begin: [H, spaces] int64, the addresses of each host's spaces.
-            size: [H, spaces] int64, their bytes.
-            lanes: examples of the batch.
-            scratch: working memory; all numbers have its dtype, float32 or float64.
+        `begin` and `size` [H, spaces] are the addresses and bytes of each host's spaces; all arrays are int64. `lanes`
+        is the number of examples. The dtype of `scratch`, float32 or float64, is that of all numbers.
 
         Raises:
             IndexError: an instruction is unknown, reaches beyond a space, or has a label beyond the classes; it was not

@@ -23,10 +23,10 @@ from esper.runs.presets import resolve
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
 from esper.tolaria.capture import CaptureBackend
-from esper.tolaria.control_plane import ControlPlane
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
+from esper.tolaria.phases import ControlPlane
 from tiny import Bench
 
 MakeBackend = Callable[[], CaptureBackend]

@@ -19,8 +19,8 @@ from esper.simic.agent.policy_step import PolicyStep, blank_inputs
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
 from esper.tolaria.capture import Captured
-from esper.tolaria.control_plane import eager
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.phases import eager
 from tape import TapeBackend
 
 CPU = torch.device("cpu")

@@ -81,12 +81,12 @@ def grown(dtype, **settings):
 
 def test_bf16_trains_nearly_as_float32_does():
     exact, rough = grown(None), grown(torch.bfloat16)
-    told, want = rough.train(3), exact.train(3)
-    torch.testing.assert_close(told.loss, want.loss, rtol=0.05, atol=0.02)
-    assert not bit_equal(told.loss, want.loss)  # something was computed with fewer digits
+    got, want = rough.train(3), exact.train(3)
+    torch.testing.assert_close(got.loss, want.loss, rtol=0.05, atol=0.02)
+    assert not bit_equal(got.loss, want.loss)  # something was computed with fewer digits
     measured = ~want.grad_norm.isnan()
-    assert bool((told.grad_norm.isnan() == ~measured).all())
-    torch.testing.assert_close(told.grad_norm[measured], want.grad_norm[measured], rtol=0.2, atol=0.02)
+    assert bool((got.grad_norm.isnan() == ~measured).all())
+    torch.testing.assert_close(got.grad_norm[measured], want.grad_norm[measured], rtol=0.2, atol=0.02)
     _, rough_val = rough.measure()
     _, exact_val = exact.measure()
     torch.testing.assert_close(rough_val.loss, exact_val.loss, rtol=0.1, atol=0.02)
@@ -115,9 +115,9 @@ def test_a_scaled_loss_gives_the_same_training():
     plain, scaled = grown(None), grown(None)
     scaled.executor.data.scaler.enabled = True
     scaled.executor.data.scaler.scale.copy_(torch.tensor([START, START / 2]))  # powers of two: exact in float32
-    told, want = scaled.train(2), plain.train(2)
-    assert bit_equal(told.loss, want.loss)
-    torch.testing.assert_close(told.grad_norm, want.grad_norm, equal_nan=True)
+    got, want = scaled.train(2), plain.train(2)
+    assert bit_equal(got.loss, want.loss)
+    torch.testing.assert_close(got.grad_norm, want.grad_norm, equal_nan=True)
     for host in (0, 1):
         for name, value in plain.host_params(host).items():
             torch.testing.assert_close(scaled.host_params(host)[name], value)

@@ -12,12 +12,12 @@ from esper.tolaria.coalitions import Coalitions, derive, enumerate_coalitions
 from esper.tolaria.runtime import HostReadCounter
 
 STAGES = [int(stage) for stage in SeedStage if stage is not SeedStage.UNKNOWN]
-HEARD = {4, 6, 7}
+ACTIVE = {4, 6, 7}
 
 
 def sets_by_name(stages, audible, *, interaction_limit=4, fossils_as_players=False, shapley=False, shapley_limit=6):
     """Every named set of one host in evaluation order, with Python sets: {name: set}."""
-    members = {s for s, (stage, active) in enumerate(zip(stages, audible, strict=True)) if stage in HEARD and active}
+    members = {s for s, (stage, active) in enumerate(zip(stages, audible, strict=True)) if stage in ACTIVE and active}
     fossils = {s for s in members if stages[s] == SeedStage.FOSSILIZED}
     players = members if fossils_as_players else members - fossils
     rest = members - players
@@ -54,7 +54,7 @@ def read_names(c: Coalitions, host: int):
 
 
 def hosts(*stages):
-    """Hosts with these stages per slot; whatever may be heard is heard."""
+    """Hosts with these stages per slot; every blended seed is active."""
     return torch.tensor(stages), torch.ones(len(stages), len(stages[0]), dtype=torch.bool)
 
 

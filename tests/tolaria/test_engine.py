@@ -127,7 +127,7 @@ class OnlyTheProtocol:
 
 def test_an_engine_asks_a_client_for_nothing_that_the_protocol_does_not_name():
     plan = script(2, 4, {1: action(Op.GERMINATE), 3: action(Op.PRUNE)})
-    told = []
+    outputs = []
     for wrap in (lambda client: client, OnlyTheProtocol):
         engine = toy_engine(2, 2, 4, losses={3: [1.0, float("nan")]})
         client, rounds = ToyClient(engine.spec, plan), []
@@ -137,12 +137,12 @@ def test_an_engine_asks_a_client_for_nothing_that_the_protocol_does_not_name():
         engine.reset(wrap(client), 1)
         engine.rollout(wrap(client))
         ((stats, metrics),) = rounds
-        told.append((stats.returns.tolist(), stats.rollbacks.tolist(), metrics, len(client.steps), ops_of(client)))
-    assert told[0] == told[1]
-    assert told[0][1] == [0, 1]
+        outputs.append((stats.returns.tolist(), stats.rollbacks.tolist(), metrics, len(client.steps), ops_of(client)))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][1] == [0, 1]
 
 
-# -- what is shown, paid and told -----------------------------------------------------------------------------------
+# -- what is shown, rewarded and reported ---------------------------------------------------------------------------
 
 
 def test_the_reward_sees_the_state_before_the_op_and_what_became_of_it():
@@ -180,7 +180,7 @@ def test_a_restart_forgets_the_last_episode():
 
 
 def test_the_statistics_of_an_episode_are_those_of_its_end():
-    # born in 1, heard from 4 on (FAST), held in 6, fossilized there; slot 1 is born in 3, pruned in 4
+    # born in 1, active from 4 on (FAST), held in 6, fossilized there; slot 1 is born in 3, pruned in 4
     plan = {
         1: action(Op.GERMINATE, slot=0, tempo=0, **LINEAR_FULL),
         3: action(Op.GERMINATE, slot=1, tempo=0, **LINEAR_FULL),

@@ -54,7 +54,7 @@ def failing(active):
 
 @functools.cache
 def episode(executor, listener, trainable):
-    """State of engine and client after an episode and its update, and what they told."""
+    """State of engine and client after an episode and its update, and their outputs."""
     active = []
     engine = tiny.engine(2, LENGTH, on_step=listener(active), rules={"sequential": False}, **HOW[executor])
     engine.timer.enabled = listener is not deaf
@@ -66,9 +66,9 @@ def episode(executor, listener, trainable):
             stats = engine.rollout(client)
         except BrokenError:
             continue
-    told = {name: str(value) for name, value in vars(stats).items() if name != "cost"}
+    outputs = {name: str(value) for name, value in vars(stats).items() if name != "cost"}
     assert len(active) == (0 if listener is deaf else LENGTH)
-    return engine.state_dict(), told, str(client.update()), client.state_dict()
+    return engine.state_dict(), outputs, str(client.update()), client.state_dict()
 
 
 @pytest.mark.parametrize("listener", [quiet, meddling, failing])
@@ -77,9 +77,9 @@ def episode(executor, listener, trainable):
     [("scripted", True), ("streamed", True), ("streamed", False), ("fused", False), ("static", False)],
 )
 def test_a_run_that_is_listened_to_comes_to_the_same_as_one_that_is_not(executor, trainable, listener):
-    state, *told, policy = episode(executor, deaf, trainable)
-    found, *told_too, its_policy = episode(executor, listener, trainable)
+    state, *outputs, policy = episode(executor, deaf, trainable)
+    found, *outputs_too, its_policy = episode(executor, listener, trainable)
     assert same_tree(found, state)
     assert same_tree(its_policy, policy)
-    assert told_too == told
+    assert outputs_too == outputs
     assert bool((state["control.slots.stage"] > 1).any())

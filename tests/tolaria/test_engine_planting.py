@@ -67,7 +67,7 @@ def test_a_planted_seed_is_heard_learns_from_the_first_step_and_stays(executor: 
     assert manifests(stats.stage, stats.blueprint, stats.algorithm, built.spec) == (TWO, TWO)
     assert stats.ops[:, 0].tolist() == [LENGTH, LENGTH]
     assert stats.growth.min() > 1.0
-    assert stats.val_acc.tolist() == stats.committed_acc.tolist()  # all that is heard is permanent
+    assert stats.val_acc.tolist() == stats.committed_acc.tolist()  # all active seeds are fossils
     assert built.state.slots.age[0].tolist() == [LENGTH, 0, LENGTH]
 
 

@@ -139,8 +139,8 @@ def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(task, at):
     assert same_tree(other.state_dict(), engine.state_dict())
     for name in ("returns", "val_acc", "subset_acc", "ops"):
         assert bit_equal(torch.as_tensor(getattr(other_stats, name)), torch.as_tensor(getattr(stats, name))), name
-    told, again = client.update(), other_client.update()
-    assert same_tree({k: torch.tensor(v) for k, v in told.items()}, {k: torch.tensor(v) for k, v in again.items()})
+    metrics, again = client.update(), other_client.update()
+    assert same_tree({k: torch.tensor(v) for k, v in metrics.items()}, {k: torch.tensor(v) for k, v in again.items()})
     assert same_tree(client.state_dict(), other_client.state_dict())
     assert same_tree(saved, copies)  # what was saved is nobody's working memory
 
@@ -211,7 +211,7 @@ def test_a_state_with_a_stage_that_cannot_be_is_refused(stage):
 
 
 def test_when_the_read_of_a_step_is_waited_for_changes_no_number():
-    length, told = 9, []
+    length, outputs = 9, []
     for at_once in (False, True):
         engine = tiny.engine(3, length)
         reports = []
@@ -223,7 +223,7 @@ def test_when_the_read_of_a_step_is_waited_for_changes_no_number():
             if at_once:
                 engine.apply_structure()
         stats = engine.rollout(client)
-        told.append((engine.state_dict(), stats.returns.tolist(), [report.actions.tolist() for report in reports]))
-    assert same_tree(told[0][0], told[1][0])
-    assert told[0][1:] == told[1][1:]
-    assert len(told[0][2]) == length
+        outputs.append((engine.state_dict(), stats.returns.tolist(), [report.actions.tolist() for report in reports]))
+    assert same_tree(outputs[0][0], outputs[1][0])
+    assert outputs[0][1:] == outputs[1][1:]
+    assert len(outputs[0][2]) == length

@@ -131,10 +131,10 @@ def test_the_report_tells_why_and_at_which_strike():
         [0, 0], [0, 0], [0, 0], [0, PanicReason.DIVERGENCE], [0, 0],
     ]  # fmt: skip
     assert [report.panic_strikes[1] for report in reports[10:]] == [0, 1, 2, 3, 0]
-    told = reports[13]
-    assert told.panic_loss[1] == 12.0
-    assert told.panic_thresholds[1, 0] == pytest.approx(11.512925)
-    assert (told.panic_thresholds[1] < 12.0).all()
+    report = reports[13]
+    assert report.panic_loss[1] == 12.0
+    assert report.panic_thresholds[1, 0] == pytest.approx(11.512925)
+    assert (report.panic_thresholds[1] < 12.0).all()
 
 
 # -- seeds and weights ----------------------------------------------------------------------------------------------

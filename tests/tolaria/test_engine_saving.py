@@ -113,7 +113,7 @@ def test_a_host_under_suspicion_goes_on_to_its_panic_after_it_was_taken_up_again
         engine = tiny.engine(2, 18, of=of, on_step=reports.append)
         return engine, ToyClient(engine.spec, script(2, 18, plan)), reports
 
-    whole, client, told = fresh()
+    whole, client, reports = fresh()
     whole.reset(client, 3)
     for _ in range(at):
         whole.step(client)
@@ -125,8 +125,8 @@ def test_a_host_under_suspicion_goes_on_to_its_panic_after_it_was_taken_up_again
     heir.load_state_dict(policy)
     other.rollout(heir)
     assert same_tree(other.state_dict(), whole.state_dict())
-    assert [r.panic_reason[1] for r in told][13] == PanicReason.DIVERGENCE
-    for mine, theirs in zip(resumed, told[at:], strict=True):
+    assert [r.panic_reason[1] for r in reports][13] == PanicReason.DIVERGENCE
+    for mine, theirs in zip(resumed, reports[at:], strict=True):
         assert same_tree(*({k: torch.tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
 
 

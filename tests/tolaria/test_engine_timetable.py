@@ -24,7 +24,7 @@ def born(slot=0, tempo=0, target=FULL):
 
 
 def live(plan, length, *, faults=(), script_of=None, **rules):
-    """Everything that was seen and told of one host."""
+    """Everything that was observed and reported of one host."""
     spec = NullSpec(faults=tuple(Fault(host=0, t=t, loss=NAN) for t in faults)) if script_of is None else script_of
     reports = []
     engine = tiny.engine(1, length, of=dataclasses.replace(NULL, script=spec), rules=rules, on_step=reports.append)
@@ -139,7 +139,7 @@ def test_a_partial_target_that_is_not_raised_is_never_held():
 
 
 def interactions(weight):
-    """What was measured in each step with two seeds, heard together from step 4 on."""
+    """What was measured in each step with two seeds, active together from step 4 on."""
     plan = {1: born(slot=0), 2: born(slot=2)}
     client, reports = live(plan, 8, script_of=NullSpec(interaction=weight), sequential=False)
     return [(inputs.slots, inputs.interactions[0]) for inputs in client.inputs], reports
@@ -150,16 +150,16 @@ def test_two_players_tell_their_interaction_in_every_step_and_it_is_zero_where_t
     additive, _ = interactions(0.0)
     found, reports = interactions(weight)
     assert [r.num_coalitions.item() for r in reports] == [1, 1, 1, 2, 4, 4, 4, 4]
-    for t, ((plain, _), (slots, told)) in enumerate(zip(additive, found, strict=True), start=1):
+    for t, ((plain, _), (slots, measured)) in enumerate(zip(additive, found, strict=True), start=1):
         together = t >= 5
-        assert bool(told[0, 2].isnan()) is not together, t
+        assert bool(measured[0, 2].isnan()) is not together, t
         assert bool(slots.interaction_sum[0, [0, 2]].isnan().any()) is not together, t
-        assert bool(told.diagonal().isnan().all() & told[1].isnan().all())
+        assert bool(measured.diagonal().isnan().all() & measured[1].isnan().all())
         if together:
             v = plain.contribution[0]  # with nothing between them, what each adds is what it is worth
             want = weight * v[0].item() * v[2].item()
             assert abs(want) > 1e-3 or weight == 0.0
-            assert told[0, 2].item() == told[2, 0].item() == pytest.approx(want, abs=2e-5)
+            assert measured[0, 2].item() == measured[2, 0].item() == pytest.approx(want, abs=2e-5)
             assert slots.interaction_sum[0, [0, 2]].tolist() == pytest.approx([want] * 2, abs=2e-5)
             assert slots.boost_received[0, [0, 2]].tolist() == pytest.approx([max(want, 0.0)] * 2, abs=2e-5)
             torch.testing.assert_close(slots.contribution[0, [0, 2]], v[[0, 2]] + want, atol=2e-5, rtol=0.0)

@@ -77,7 +77,7 @@ def test_the_baseline_that_waits_is_plain_training_of_every_host(executor):
 
 @pytest.mark.parametrize("algorithm", [Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])
 def test_a_whole_life_is_plain_training_of_a_network_that_grows(algorithm):
-    # born in 1; hidden in the passes 2 and 3; a third, two thirds and all of it heard; permanent from 7 on
+    # born in 1; hidden in the passes 2 and 3; active with alpha 1/3, 2/3 and 1; fossilized from 7 on
     style = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 3}[algorithm]
     plan = {1: action(Op.GERMINATE, slot=2, blueprint=1, style=style, **LIVE), 6: action(Op.FOSSILIZE, slot=2)}
     run, reference = Watched(8, plan), PlainTraining(Bench(1))

@@ -59,7 +59,7 @@ def test_a_fossil_and_a_rollback_of_the_last_step_are_in_what_is_kept(executor):
     # 2: has no live accuracy in its last step, and went back to what it was after step 4
     assert np.isnan(stats.val_acc[2])
     assert stats.committed_acc[2] == live[3][2] != live[4][2]
-    # growth is of the same networks, and the client was told them too
+    # growth is of the same networks, and the client gets them too
     host, seed = inner.executor.host_params, int(reports[-1].params[0, 2])
     assert stats.growth.tolist() == [1.0 + seed / host, 1.0, 1.0]
     assert client.calls[-1] == "finish"

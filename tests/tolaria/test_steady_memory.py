@@ -52,7 +52,7 @@ def test_seeds_that_come_and_go_leave_no_memory_behind():
         engine = tiny.engine(2, length, executor=name, rules={"sequential": False})
         sizes = []
         for episode in range(6):
-            client = ToyClient(engine.spec, script(2, length, plan))  # it keeps every step it was told of
+            client = ToyClient(engine.spec, script(2, length, plan))  # it keeps every step
             engine.reset(client, episode)
             engine.rollout(client)
             del client

@@ -26,11 +26,11 @@ from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inpu
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards.compiled_rewards import Kernel
 from esper.tolaria.capture import Captured, capture, capture_backend_for
-from esper.tolaria.control_plane import PhaseForm, eager
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.static.executor import StaticExecutor
+from esper.tolaria.phases import PhaseForm, eager
 
 
 def compiled_reward(kernel: Kernel) -> Kernel:

@@ -77,15 +77,13 @@ class SharedBatchIterator:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of one pass: new memory for training, else views of the resident data."""
-        starts = range(0, len(self._data), self._batch_size)
-        if not self._shuffles:
-            for start in starts:
-                stop = start + self._batch_size
+        assert self._order is not None or not self._shuffles, "begin() comes before a training pass"
+        for start in range(0, len(self._data), self._batch_size):
+            stop = start + self._batch_size
+            if self._order is None:
                 yield Batch(self._data.x[start:stop], self._data.y[start:stop])
-            return
-        assert self._order is not None, "begin() comes before a training pass"
-        for start in starts:
-            yield self._gather(self._order[:, start : start + self._batch_size])
+            else:
+                yield self._gather(self._order[:, start:stop])
 
     def _gather(self, index_NB: Tensor) -> Batch:
         flat = index_NB.reshape(-1)

@@ -14,7 +14,6 @@ from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import chosen_amp
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.control_plane import PhaseForm, eager
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
@@ -22,6 +21,7 @@ from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds
 from esper.tolaria.executors.sharded.worker import ShardRunner, shard_of
+from esper.tolaria.phases import PhaseForm, eager
 
 
 def _nothing() -> None:

@@ -214,4 +214,4 @@ def _named(layout: Layout, sets_NKS: Tensor, valid_NK: Tensor, column_NM: Tensor
         column_NM.gather(1, pair_NSS.flatten(1)),
         column_NM[:, layout.committed + 1 : -1],
     )
-    return Coalitions(sets=sets_NKS.contiguous(), valid=valid_NK, names=torch.cat(names, dim=1))
+    return Coalitions(sets=sets_NKS, valid=valid_NK, names=torch.cat(names, dim=1))

@@ -31,8 +31,8 @@ from esper.leyline.tensor_dataclass import replace
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.control_plane import ControlPlane, PhaseForm, eager
 from esper.tolaria.executors.protocol import Executor, StaticGraph
+from esper.tolaria.phases import ControlPlane, PhaseForm, eager
 from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
@@ -49,7 +49,7 @@ class VectorizedEngine:
         spec: the description of this engine for controllers.
         on_step: called with the report of each step in order, when `apply_structure` has read it. Its exceptions are
             raised after the structure was applied, so that the engine can continue.
-        form: eager or compiled phases, see `control_plane`.
+        form: eager or compiled phases, see `phases`.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class VectorizedEngine:
         self._state = replace(self.state, slots=slots, hosts=hosts, memory=memory_of(slots))
         self._coalitions = self._enumerate(self._state, 1)
         now = reading.structure_now(0, self._state, self._coalitions)
-        everyone = np.ones(self.spec.num_envs, dtype=np.bool_)
-        self.executor.apply_structure(data_replace(now, germinated=kinds[0] >= 0, snapshot=everyone))
+        all_hosts = np.ones(self.spec.num_envs, dtype=np.bool_)
+        self.executor.apply_structure(data_replace(now, germinated=kinds[0] >= 0, snapshot=all_hosts))
 
     def rollout(
         self, client: ClientProtocol, *, should_stop: Callable[[], bool] = lambda: False
@@ -140,14 +140,10 @@ class VectorizedEngine:
             if should_stop() and self.t < self.spec.episode_length:
                 self.apply_structure()
                 return None
-        final = self.kept_network()
+        final, steps = self.kept_network(), self.t - first
         client.finish(final)
-        cost = RolloutCost(
-            seconds=time.perf_counter() - began,
-            steps=self.t - first,
-            env_steps=(self.t - first) * self.spec.num_envs,
-            reads=reads_so_far() - reads,
-        )
+        seconds, reads = time.perf_counter() - began, reads_so_far() - reads
+        cost = RolloutCost(seconds=seconds, steps=steps, env_steps=steps * self.spec.num_envs, reads=reads)
         return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost)
 
     def train(
@@ -163,7 +159,7 @@ class VectorizedEngine:
         An unfinished episode that `load_state_dict` restored is continued.
 
         Returns:
-            True when all rounds are done; False if `should_stop` ended the run after a step or a round.
+            False if `should_stop` ended the run after a step or a round, else True.
         """
         for episode in rounds:
             if not (self.episode == episode and 0 < self.t < self.spec.episode_length):
@@ -231,10 +227,8 @@ class VectorizedEngine:
         if self._unread:
             unread, self._unread = self._unread, []
             self._reports.extend(reading.step_reports(self.episode, unread))
-        while self._reports:
-            report = self._reports.popleft()
-            if self.on_step is not None:
-                self.on_step(report)
+        while self._reports and self.on_step is not None:
+            self.on_step(self._reports.popleft())
 
     def outcome(self) -> RolloutStats:
         """The statistics of a finished episode that a checkpoint restored."""

@@ -123,14 +123,9 @@ def check(
     loss_N = val_loss.to(torch.float64)
     mean_N, std_N = _statistics(state)
     enough_N = state.count >= config.min_history
-    thresholds_N3 = torch.stack(
-        (
-            torch.full_like(mean_N, config.guess_factor * config.guess),
-            mean_N + config.std_factor * std_N,
-            config.mean_factor * mean_N,
-        ),
-        dim=1,
-    )
+    guess_bound_N = torch.full_like(mean_N, config.guess_factor * config.guess)
+    bounds = (guess_bound_N, mean_N + config.std_factor * std_N, config.mean_factor * mean_N)
+    thresholds_N3 = torch.stack(bounds, dim=1)
     finite_N = loss_N.abs() < math.inf
     guessing_N = (loss_N - config.guess).abs() < config.guess_band * config.guess
     lobotomy_N = enough_N & (mean_N < config.learned_share * config.guess) & guessing_N

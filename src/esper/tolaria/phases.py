@@ -7,10 +7,12 @@
     end_step   tally, snapshots, outputs for the host
 
 All work is masked over hosts, and parameters follow later, in `apply_structure`. The three functions are pure and take
-whatever changes from step to step as a tensor, so that each can be compiled as a whole (see `control_plane.py`).
+whatever changes from step to step as a tensor, so that each can be compiled as a whole (`ControlPlane`).
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,7 +25,7 @@ from esper.kasmina.rules.rollback import remember, rollback
 from esper.leyline.actions import Head
 from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StoredStep
 from esper.leyline.protocols import ClientProtocol
-from esper.leyline.tensor_dataclass import replace, tensor_dataclass
+from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
 from esper.tolaria import governor, reading
 from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.config import EngineConfig
@@ -243,3 +245,40 @@ def changes(t: int, verdict: ObserveVerdict, executed: ExecuteOutput, ended: End
         snapshot=ended.snapshot,
         keep=ended.keep,
     )
+
+
+PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Turns a phase into the function that a run calls: itself, or a compiled one."""
+
+
+def eager(phase: Callable[..., Any]) -> Callable[..., Any]:
+    """The phase itself."""
+    return phase
+
+
+@final
+class ControlPlane:
+    """The phases with the configuration of an engine, all in one form."""
+
+    def __init__(self, config: EngineConfig, costs: lifecycle.SeedCosts, form: PhaseForm = eager) -> None:
+        self.observe: Callable[..., tuple[ObserveOutput, Measurements]] = form(partial(observe, config=config))
+        self.execute: Callable[..., ExecuteOutput] = form(partial(execute, costs=costs, config=config))
+        self.end_step: Callable[..., EndStepOutput] = form(partial(end_step, config=config))
+
+    def warm_up(self, state: ParallelEnvState, coalitions: Iterable[Coalitions], num_terms: int) -> None:
+        """Call each phase on blank inputs, once for each shape of `coalitions`, so that all is compiled before a step.
+
+        `state` is any state of the engine without the reward's own; the reward has `num_terms`.
+
+        Raises:
+            ConfigError: a phase cannot be compiled.
+        """
+        device, (n, slots) = state.slots.stage.device, state.slots.stage.shape
+        sizes, t = {"N": n, "S": slots, "M": num_terms}, torch.ones((), dtype=torch.int64, device=device)
+        trained, penalty = blank(TrainPass, sizes, device), torch.zeros(n, device=device)
+        for some in coalitions:
+            validated = blank(ValidationPass, sizes | {"K": some.sets.shape[1]}, device)
+            observed, _ = self.observe(state, trained, validated, some, penalty, t)
+        decision = blank(Decision, sizes, device)
+        executed = self.execute(observed, decision.actions, t)
+        self.end_step(observed.verdict, executed, decision, blank(RewardOutput, sizes, device), t)

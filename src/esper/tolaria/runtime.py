@@ -28,19 +28,6 @@ from esper.tolaria.read_counter import HostReadCounter as HostReadCounter
 from esper.tolaria.read_counter import note_intended_read, silence
 from esper.tolaria.read_counter import reads_so_far as reads_so_far
 
-_NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
-    torch.bool: np.bool_,
-    torch.uint8: np.uint8,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float16: np.float16,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-}
-
-
 Arrays = tuple[np.ndarray, ...]
 
 
@@ -49,8 +36,14 @@ class _Piece(NamedTuple):
 
     begin: int
     end: int
-    dtype: type[np.generic]
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
+
+
+def _numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
+    name = str(dtype).removeprefix("torch.")
+    assert hasattr(np, name), f"{dtype} tensors cannot be read as numpy arrays; convert before reading"
+    return np.dtype(name)
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +55,7 @@ def _packing(*forms: tuple[torch.dtype, torch.Size]) -> tuple[tuple[int, ...], t
     for i in order:
         dtype, shape = forms[i]
         end = begin + math.prod(shape) * dtype.itemsize
-        pieces[i] = _Piece(begin, end, _NUMPY_TYPES[dtype], shape)
+        pieces[i] = _Piece(begin, end, _numpy_type(dtype), shape)
         begin = end
     return order, tuple(pieces[i] for i in range(len(forms)))
 
@@ -75,8 +68,6 @@ class Packed:
     def __init__(self, *tensors: Tensor) -> None:
         devices = {t.device for t in tensors}
         assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
-        unknown = {t.dtype for t in tensors} - _NUMPY_TYPES.keys()
-        assert not unknown, f"{unknown} cannot be read as numpy arrays; convert before reading"
         order, self._pieces = _packing(*((t.dtype, t.shape) for t in tensors))
         with silence():
             by_type = [

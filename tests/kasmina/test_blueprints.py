@@ -248,7 +248,7 @@ def test_registering_the_same_object_again_changes_nothing(doubling):
     assert num_blueprints() == before
 
 
-def test_a_second_topology_shares_the_index_of_its_name(doubling):
+def test_a_second_family_shares_the_index_of_its_name(doubling):
     reference = Doubling()
     reference.family = HostFamily.TRANSFORMER
     assert register(reference) == num_blueprints() - 1
@@ -273,7 +273,7 @@ def test_nameless_or_misplaced_blueprints_are_refused():
         register(nameless)
     homeless = Doubling()
     homeless.family = None
-    with pytest.raises(RegistryError, match="no topology"):
+    with pytest.raises(RegistryError, match="no family"):
         register(homeless)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.hosts.slots import InjectionPoint, SlotPosition, Surface, enabled_points, parse_slot_id
+from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points, parse_slot_id
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError
 
@@ -49,7 +49,7 @@ def test_hosts_of_the_presets_have_the_tabulated_size(of, count, offered):
     assert of.num_params() == count
     assert len(of.points()) == offered
     built = host(slots=[p.slot_id for p in of.points()], of=of, size=(32, 32))
-    assert built.num_params() == count == sum(p.numel() for p in built.parameters())
+    assert count == sum(p.numel() for p in built.parameters())
 
 
 def test_points_are_listed_in_action_order_with_their_place():
@@ -59,15 +59,15 @@ def test_points_are_listed_in_action_order_with_their_place():
         InjectionPoint(slot_id="r1c0", channels=8, surface=Surface.POST_POOL, order=2, position=0.5),
     )
     assert DIGITS.points() == expected
-    assert DIGITS.execution_order() == ("r0c0", "r1c0", "r0c1")
 
 
 @pytest.mark.parametrize("pools", range(4))
 def test_the_forward_pass_meets_the_slots_in_execution_order(pools):
     of = spec(blocks=3, pools=pools)
     met = []
-    host(slots=[p.slot_id for p in of.points()], of=of)(images(), lambda slot, h: met.append(slot) or h)
-    assert tuple(met) == of.execution_order()
+    built = host(slots=[p.slot_id for p in of.points()], of=of)
+    built(images(), lambda slot, h: met.append(slot) or h)
+    assert tuple(met) == built.execution_order()
     assert len(met) == 3 + pools
 
 
@@ -83,11 +83,11 @@ def test_disabled_slots_do_not_exist():
     built(images(), lambda slot, h: met.append(slot) or h)
     assert met == ["r1c0"]
     assert built.execution_order() == ("r1c0",)
-    assert [p.slot_id for p in built.points()] == ["r1c0"]
+    assert [p.slot_id for p in built.enabled] == ["r1c0"]
 
 
 def test_the_order_of_the_list_of_slots_does_not_matter():
-    assert host(slots=["r1c0", "r0c1", "r0c0"]).points() == host().points() == DIGITS.points()
+    assert host(slots=["r1c0", "r0c1", "r0c0"]).enabled == host().enabled == DIGITS.points()
 
 
 def test_the_forward_pass_equals_the_layers_written_out():
@@ -133,7 +133,7 @@ def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes):
 
 
 def test_slot_ids_are_row_and_column():
-    assert parse_slot_id("r0c12") == SlotPosition(0, 12)
+    assert parse_slot_id("r0c12") == (0, 12)
     assert parse_slot_id("r10c0") > parse_slot_id("r9c7")
 
 
@@ -161,7 +161,7 @@ def test_slots_that_cannot_be_enabled_are_refused(slots, message):
 
 def test_a_slot_that_would_see_a_single_value_is_refused():
     one_channel = spec(base=1, blocks=2, pools=1)
-    with pytest.raises(ConfigError, match="slot r1c0 would see a single value"):
+    with pytest.raises(ConfigError, match="features at slot r1c0 of a .* image are a single value"):
         host(slots=["r0c0", "r1c0"], of=one_channel, size=(2, 3))
     host(slots=["r0c0", "r0c1"], of=one_channel, size=(2, 3))  # 6 values; two channels of one value
 

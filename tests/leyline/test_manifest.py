@@ -51,7 +51,7 @@ def test_something_else_is_refused(tree: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("seed", "complaint"),
     [
-        (GrownSlot("r9c9", "attention", "ADD"), "the slot 'r9c9', which this run has not; .* names: r0c0, r0c1"),
+        (GrownSlot("r9c9", "attention", "ADD"), "the slot 'r9c9', which this run does not have; .* names: r0c0, r0c1"),
         (GrownSlot("r0c0", "noop", "ADD"), "the blueprint 'noop'"),
         (GrownSlot("r0c0", "atention", "ADD"), "did you mean 'attention'"),
         (GrownSlot("r0c0", "attention", "SUM"), "the algorithm 'SUM'"),

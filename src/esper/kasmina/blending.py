@@ -1,21 +1,20 @@
-"""How the output of a seed enters the features of its host: the one statement of the rule, in value and gradient.
+"""The blend rule: how the output of a seed enters the features of its host, in value and gradient.
 
-    value      h + weight * signal     where the seed is active (alpha > 0); h, to the bit, where it is hidden
+    value      h + weight * signal     of an active seed (alpha > 0); h to the bit if the seed is hidden
 
                 signal          weight
     ADD         delta           alpha
     MULTIPLY    tanh delta      alpha * h
     GATE        delta           alpha * gate
 
-    gradient   through signal and weight, of a hidden seed as if alpha were 1 (straight through: with alpha = 0 it would
-               be exactly zero); to h the incoming one, and through the weight of an active MULTIPLY
+    gradient   through signal and weight; of a hidden seed as if alpha were 1 (straight-through: with alpha = 0 it would
+               be zero). h gets the incoming gradient, and that through the weight of an active MULTIPLY
 
-delta and gate are what the seed and its gate network give for h, or for h without gradient where the seed is isolated.
-Isolation never cuts the path from h to the value, so a permanent seed lets the full gradient through to what lies
-before it.
+delta and gate are the outputs of the seed and its gate network for h, detached if the seed is isolated. Isolation never
+cuts the path from h to the value, so earlier layers get the full gradient.
 
-`blend` is the rule for one seed. Executors that blend the seeds of many hosts at once arrange the same functions
-(`signal_of`, `weight_of`, `delta_grad`, `factor_grad`) by slices or by masks.
+`blend` is the rule for one seed. Executors that blend the seeds of many hosts apply the same functions (`signal_of`,
+`weight_of`, `delta_grad`, `factor_grad`) to slices or under masks.
 
 Shape legend: B = batch; h is [B, C, H, W] or [B, T, D].
 """
@@ -42,7 +41,7 @@ def signal_of(algorithm: Algorithm, delta: Tensor) -> Tensor:
 
 
 def weight_of(algorithm: Algorithm, alpha: Tensor | None, h: Tensor, gate: Tensor | None) -> Tensor | None:
-    """The weight; None stands for 1, also as the alpha of a hidden seed."""
+    """The weight. None stands for 1, also as the alpha of a hidden seed."""
     if algorithm is Algorithm.ADD:
         return alpha
     factor = h if algorithm is Algorithm.MULTIPLY else gate
@@ -53,7 +52,7 @@ def weight_of(algorithm: Algorithm, alpha: Tensor | None, h: Tensor, gate: Tenso
 def delta_grad(
     algorithm: Algorithm, grad: Tensor, signal: Tensor, weight: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """The gradient of delta from that of the value, written into `out` where that is given."""
+    """The gradient of delta from that of the value, written into `out` if it is given."""
     if algorithm is Algorithm.MULTIPLY:
         assert weight is not None, "the weight of MULTIPLY is at least h"
         found: Tensor = torch.ops.aten.tanh_backward(grad * weight, signal)
@@ -64,7 +63,7 @@ def delta_grad(
 
 
 def factor_grad(grad: Tensor, signal: Tensor, alpha: Tensor | None, factor: Tensor) -> Tensor:
-    """The gradient of what is multiplied with alpha in the weight: of h for MULTIPLY, of the gate for GATE."""
+    """The gradient of the other factor of alpha in the weight: h for MULTIPLY, the gate for GATE."""
     found = (grad * signal).sum_to_size(factor.shape)
     return found if alpha is None else found * alpha
 
@@ -83,7 +82,7 @@ def blend(
         delta: the seed's output.
         algorithm: ADD, MULTIPLY or GATE.
         alpha: 0-dimensional, or one weight per example, [B, 1, 1, 1] or [B, 1, 1]; None for a hidden seed.
-        gate: output of the gate network; read by GATE alone, which needs it.
+        gate: output of the gate network, for GATE only.
     """
     others = (None if x is None else x.to(h.dtype) for x in (alpha, gate))
     blended: Tensor = _Blend.apply(h, delta.to(h.dtype), algorithm, *others)  # type: ignore[no-untyped-call]
@@ -92,7 +91,7 @@ def blend(
 
 @final
 class _Blend(torch.autograd.Function):
-    """What a hidden seed puts out is not looked at: infinite or NaN, it does not reach the host."""
+    """The output of a hidden seed is not used in the value, so infinities and NaN do not reach the host."""
 
     @staticmethod
     def forward(

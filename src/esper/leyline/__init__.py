@@ -1,1 +1,1 @@
-"""Leyline: the words everybody shares. Records, tables, protocols, random streams; no behaviour."""
+"""Leyline: dataclasses of tensors, tables, protocols and random streams that all parts share."""

@@ -1,20 +1,20 @@
-"""What a controller can say: one operation and its parameters, as eight heads.
+"""The action space: one operation and its parameters, as eight heads.
 
-One table (`HEADS`) holds name, values, the operations that read a head, and the value it takes when none does.
-Masks, canonical actions, causal credit and reports are all derived from it.
+`HEADS` holds the size of each head, the operations that read it, and its canonical value for all others. Masks,
+canonical actions, causal credit and reports are derived from it.
 
     example   slot=1 blueprint=conv_light style=SIGMOID_ADD tempo=STANDARD alpha_target=FULL ... op=GERMINATE
     stored    [1,    1,                   2,                1,             2,             0, 0,  1]
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from esper.leyline.stages import Algorithm, AlphaCurve
 
 
 class LifecycleOp(IntEnum):
-    """The operations; the value is what the op head stores."""
+    """The operations, by value of the op head."""
 
     WAIT = 0
     GERMINATE = 1
@@ -44,7 +44,7 @@ NUM_HEADS = len(Head)
 
 
 class Style(IntEnum):
-    """Curve of the first ramp and algorithm in one head: a factored mask could not forbid pairs."""
+    """Curve of the first ramp and algorithm; one head, because factored masks cannot forbid pairs."""
 
     LINEAR_ADD = 0
     LINEAR_MULTIPLY = 1
@@ -74,22 +74,21 @@ ALPHA_CURVE_STEEPNESS = (12.0, 12.0, 6.0, 12.0, 24.0)
 ALPHA_CURVE_NAMES = ("LINEAR", "COSINE", "SIGMOID_GENTLE", "SIGMOID", "SIGMOID_SHARP")
 
 NUM_BUILTIN_BLUEPRINTS = 13
-"""Size of the blueprint head unless a user registers more (index 0 is `noop` and never selectable)."""
+"""Size of the blueprint head without blueprints of users; index 0 (`noop`) is never selectable."""
 
 _O = LifecycleOp
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadSpec:
+class HeadSpec(NamedTuple):
     """One row of the head table.
 
     Attributes:
-        size: number of values; 0 for `slot` and `blueprint`, whose size a run decides (`head_sizes`).
+        size: number of values; 0 for `slot` and `blueprint`, whose size depends on the run (`head_sizes`).
         used_by: operations that read the head.
         canonical: stored value when the operation does not read the head.
         bonus: multiplier of the entropy bonus.
-        floor, floor_weight: entropy floor and its penalty's coefficient.
-        alarm: normalized entropy under which a collapse is reported.
+        floor, floor_weight: entropy floor and the coefficient of its penalty.
+        alarm: normalized entropy below which a collapse is reported.
     """
 
     name: str
@@ -102,31 +101,19 @@ class HeadSpec:
     alarm: float
 
 
-def _head(
-    name: str,
-    size: int,
-    used_by: set[LifecycleOp],
-    canonical: int,
-    entropy: tuple[float, float, float, float],
-) -> HeadSpec:
-    bonus, floor, floor_weight, alarm = entropy
-    return HeadSpec(
-        name=name, size=size, used_by=frozenset(used_by), canonical=canonical,
-        bonus=bonus, floor=floor, floor_weight=floor_weight, alarm=alarm,
-    )  # fmt: skip
-
-
-_ALL = set(LifecycleOp)
-_RAMP = {_O.SET_ALPHA_TARGET, _O.PRUNE}
+_ALL = frozenset(LifecycleOp)
+_GERMINATE = frozenset({_O.GERMINATE})
+_RETARGET = frozenset({_O.GERMINATE, _O.SET_ALPHA_TARGET})
+_RAMP = frozenset({_O.SET_ALPHA_TARGET, _O.PRUNE})
 HEADS: tuple[HeadSpec, ...] = (
-    _head("slot", 0, _ALL - {_O.WAIT}, 0, (1.0, 0.15, 0.1, 0.10)),
-    _head("blueprint", 0, {_O.GERMINATE}, 0, (1.3, 0.20, 0.3, 0.05)),
-    _head("style", 4, {_O.GERMINATE, _O.SET_ALPHA_TARGET}, int(Style.SIGMOID_ADD), (1.2, 0.15, 0.1, 0.08)),
-    _head("tempo", 3, {_O.GERMINATE}, 1, (1.3, 0.20, 0.3, 0.05)),
-    _head("alpha_target", 3, {_O.GERMINATE, _O.SET_ALPHA_TARGET}, 2, (1.2, 0.10, 0.1, 0.08)),
-    _head("alpha_speed", 4, _RAMP, 0, (1.2, 0.10, 0.1, 0.08)),
-    _head("alpha_curve", 5, _RAMP, 0, (1.2, 0.10, 0.1, 0.08)),
-    _head("op", NUM_OPS, _ALL, 0, (1.0, 0.30, 0.3, 0.08)),
+    HeadSpec("slot", 0, _ALL - {_O.WAIT}, 0, 1.0, 0.15, 0.1, 0.10),
+    HeadSpec("blueprint", 0, _GERMINATE, 0, 1.3, 0.20, 0.3, 0.05),
+    HeadSpec("style", 4, _RETARGET, int(Style.SIGMOID_ADD), 1.2, 0.15, 0.1, 0.08),
+    HeadSpec("tempo", 3, _GERMINATE, 1, 1.3, 0.20, 0.3, 0.05),
+    HeadSpec("alpha_target", 3, _RETARGET, 2, 1.2, 0.10, 0.1, 0.08),
+    HeadSpec("alpha_speed", 4, _RAMP, 0, 1.2, 0.10, 0.1, 0.08),
+    HeadSpec("alpha_curve", 5, _RAMP, 0, 1.2, 0.10, 0.1, 0.08),
+    HeadSpec("op", NUM_OPS, _ALL, 0, 1.0, 0.30, 0.3, 0.08),
 )
 """The head table, in storage order."""
 
@@ -134,7 +121,7 @@ HEAD_NAMES = tuple(head.name for head in HEADS)
 CANONICAL_ACTION = tuple(head.canonical for head in HEADS)
 
 RELEVANCE: tuple[tuple[bool, ...], ...] = tuple(tuple(op in head.used_by for head in HEADS) for op in LifecycleOp)
-"""`RELEVANCE[op][head]`: does the operation read the head?"""
+"""`RELEVANCE[op][head]`: whether the operation reads the head."""
 
 
 def head_sizes(num_slots: int, num_blueprints: int = NUM_BUILTIN_BLUEPRINTS) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Flat trees of tensors with dotted names: what every part hands to a checkpoint and takes back from it."""
+"""Flat dictionaries of tensors with dotted names, the content of checkpoints."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -10,14 +10,15 @@ from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, r
 
 R = TypeVar("R")
 StateTree = dict[str, Tensor]
+"""Tensors by dotted name."""
 
 
 def check_same_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], owner: str) -> None:
-    """Raise CheckpointError, naming the first differences, unless both trees have the same names, shapes and types."""
+    """Raise CheckpointError with the first differences unless both trees have the same names, shapes and dtypes."""
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"the state of the {owner} misses {missing[:5]} and has unknown {unknown[:5]} "
+            f"the state of the {owner} lacks {missing[:5]} and has unknown {unknown[:5]} "
             f"({len(missing)} and {len(unknown)} names); load a checkpoint of a run with the same configuration."
         )
     for name, own in expected.items():
@@ -30,17 +31,17 @@ def check_same_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def with_prefix(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every name with `prefix.` in front."""
+    """The tree with `prefix.` before every name."""
     return {f"{prefix}.{name}": value for name, value in tree.items()}
 
 
 def below(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a tree under `prefix.`, without it."""
+    """The part of a tree under `prefix.`, without the prefix."""
     return {name.removeprefix(f"{prefix}."): value for name, value in tree.items() if name.startswith(f"{prefix}.")}
 
 
 def tensors_by_name(rec: object) -> dict[str, Tensor]:
-    """The tensors of a record by dotted path."""
+    """The tensors of a dataclass by dotted path."""
     return dict(named_tensors(rec))
 
 

@@ -1,63 +1,50 @@
-"""The family of errors.
-
-    EsperError                 everything a user can cause; the command line prints it as one paragraph, exit code 2
-    ├── ConfigError            a value, a key, or a combination that cannot be
-    │   └── StackingError      a blueprint that cannot be run for many hosts at once
-    ├── DataError              a data set that is missing, broken, or not the one that was named
-    ├── RunDirectoryError      a run directory that exists, is missing, or is not one of ours
-    ├── CheckpointError        a checkpoint that is damaged or belongs to another kind of run
-    ├── RegistryError          a name that nobody registered, or that is registered already
-    ├── TrainingError          learning that cannot go on (three updates without one finite minibatch)
-    └── WorkerError            a process that runs hosts ended before its time
-
-Each message says what was found, what was expected and the way out. What only we can cause is an `assert`.
-"""
+"""Errors that a user can cause. Each message says what was found, what was expected and how to continue."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class EsperError(Exception):
-    """Base of all errors that a user can cause and mend."""
+    """Base of all errors that a user can cause; the command line prints one paragraph and exits with code 2."""
 
 
 class ConfigError(EsperError, ValueError):
-    """A configuration value, key or combination that cannot be."""
+    """An invalid configuration value, key or combination."""
 
 
 class StackingError(ConfigError):
-    """A blueprint that cannot be run for many hosts at once."""
+    """A blueprint whose modules cannot be stacked for many hosts."""
 
 
 class DataError(EsperError):
-    """A data set that is missing, broken, or not the one that was named."""
+    """A data set that is missing, damaged, or different from the expected one."""
 
 
 class RunDirectoryError(EsperError):
-    """A run directory that exists already, is missing, or is not one of ours."""
+    """A run directory that exists already, is missing, or was not written by esper."""
 
 
 class CheckpointError(EsperError):
-    """A checkpoint that is damaged or belongs to another kind of run."""
+    """A checkpoint that is damaged or belongs to a run with another configuration."""
 
 
 class RegistryError(EsperError, KeyError):
-    """A name that nobody registered, or that is registered already."""
+    """A name that is not registered, or is registered already."""
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
 
 
 class TrainingError(EsperError):
-    """Learning that cannot go on."""
+    """Training cannot continue: three updates in a row had no finite minibatch."""
 
 
 class WorkerError(EsperError):
-    """A process that runs hosts ended before its time."""
+    """A process that runs hosts ended early."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as `did you mean 'digits'?`, and all known names; it goes behind a semicolon."""
+    """A hint such as `did you mean 'digits'?`, and all known names; it follows a semicolon in a message."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? Known" if close else "known"

@@ -1,8 +1,4 @@
-"""Files that appear whole or not at all.
-
-What is written goes to a draft beside its place: a new file or folder under a name that nobody can guess, so that
-nothing that was put there before is followed or overwritten. The draft is renamed when it is on the disk.
-"""
+"""Atomic writes: a new file or folder is written beside its place under a random name, synced, and then renamed."""
 
 import os
 import secrets
@@ -15,20 +11,20 @@ from typing import TextIO
 
 
 def draft_of(path: Path) -> Path:
-    """A free name in the folder of `path`, which begins with a dot."""
+    """A hidden random name in the folder of `path`."""
     return path.with_name(f".{path.name}.draft-{secrets.token_hex(8)}")
 
 
 def is_draft(path: Path) -> bool:
-    """Whether `path` has a name that `draft_of` gives."""
+    """Whether `draft_of` made the name of `path`."""
     return path.name.startswith(".") and ".draft-" in path.name
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the place of `path` when the block ends; where the block raises, nothing has changed.
+    """A text file that replaces `path` when the block ends; if the block raises, nothing has changed.
 
-    A file that stood there gives its permissions to the new one; a link is replaced, not followed.
+    The new file gets the permissions of the old one; a link is replaced, not followed.
     """
     draft = draft_of(path)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -47,7 +43,7 @@ def replacing(path: Path) -> Iterator[TextIO]:
 
 
 def mode_of(path: Path) -> int:
-    """Kind and permissions (`st_mode`) of what stands at `path`, without following a link; 0 where nothing does."""
+    """Type and permissions (`st_mode`) of `path`, without following a link; 0 if it does not exist."""
     try:
         return path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -55,7 +51,7 @@ def mode_of(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with all that is in it, or a file; of a link, the link."""
+    """Delete a folder with its content, a file, or a link (not its target)."""
     if stat.S_ISDIR(mode_of(path)):
         shutil.rmtree(path)
     else:
@@ -63,7 +59,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

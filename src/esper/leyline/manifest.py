@@ -1,8 +1,8 @@
-"""What a host has grown into, without its weights: enough to build the same structure anew.
+"""The grown structure of a host without its weights, from which the same structure can be built again.
 
     {"slots": [{"slot": "r0c0", "blueprint": "conv_light", "algorithm": "ADD"}], "sha256": "5d4f..."}
 
-Permanent (fossilized) seeds alone are listed, in the order of the slots; the digest is of the list.
+The list has the fossilized seeds in the order of the slots; the digest is that of the list.
 """
 
 import hashlib
@@ -45,19 +45,19 @@ class GrowthManifest:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> "GrowthManifest":
-        """What `tree` gave; raises ConfigError where it was changed since, or is none."""
+        """The manifest of a `tree`; raises ConfigError if the tree is malformed or does not match its digest."""
         try:
             manifest = cls(tuple(GrownSlot(**row) for row in tree["slots"]))
-            told = tree["sha256"]
+            digest = tree["sha256"]
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{json.dumps(tree, default=str)[:80]} is no structure of a host ({error}); take one that "
-                "`esper evaluate --json` wrote."
+                f"{json.dumps(tree, default=str)[:80]} is no structure of a host ({error}); use the output of "
+                "`esper evaluate --json`."
             ) from error
-        if told != manifest.sha256:
+        if digest != manifest.sha256:
             raise ConfigError(
-                f"a structure says sha256 {str(told)[:12]}..., but its list has {manifest.sha256[:12]}...: it was "
-                "changed after it was written; take it anew from `esper evaluate --json`."
+                f"a structure has the sha256 {str(digest)[:12]}..., but its list has {manifest.sha256[:12]}...: it was "
+                "changed after it was written; use the original output of `esper evaluate --json`."
             )
         return manifest
 
@@ -65,7 +65,7 @@ class GrowthManifest:
 def manifests(
     stage: np.ndarray, blueprint: np.ndarray, algorithm: np.ndarray, spec: EngineSpec
 ) -> tuple[GrowthManifest, ...]:
-    """What each host came to, from its slots [N, S] at the end of an episode."""
+    """The manifest of each host, from its slots [N, S] at the end of an episode."""
     names = {int(a): a.name for a in Algorithm}
     return tuple(
         GrowthManifest(
@@ -83,7 +83,7 @@ def planting_of(grown: Sequence[GrowthManifest], spec: EngineSpec) -> tuple[np.n
     """Blueprint [N, S], -1 where nothing grows, and algorithm [N, S] of one structure per host.
 
     Raises:
-        ConfigError: another number of hosts than `spec` has, or a slot, blueprint or algorithm that it does not know.
+        ConfigError: the number of hosts differs from `spec`, or a slot, blueprint or algorithm is unknown.
     """
     if len(grown) != spec.num_envs:
         raise ConfigError(f"there are structures of {len(grown)} hosts for {spec.num_envs}; give one per host.")
@@ -101,7 +101,7 @@ def planting_of(grown: Sequence[GrowthManifest], spec: EngineSpec) -> tuple[np.n
             ):
                 if name not in known:
                     raise ConfigError(
-                        f"a structure has the {kind} {name!r}, which this run has not; {nearest(name, known)}"
+                        f"a structure has the {kind} {name!r}, which this run does not have; {nearest(name, known)}"
                     )
             place = n, slots[seed.slot]
             if blueprint[place] >= 0:

@@ -1,8 +1,8 @@
-"""What the parts say to each other. One record per message; shapes in the fields.
+"""States and messages between the parts: dataclasses of tensors.
 
-Shape legend: N = hosts, S = slots, K = coalitions, D = features, M = reward terms.
-A float that was not measured is NaN, an integer "step of measurement" that never was is -1; neither is ever a
-plausible default. Percentages are points (0-100). All integers are int64, because that is what indexing needs.
+Shape legend: N = hosts, S = slots, D = features, M = reward terms, J = subsets, L = layers, H = width.
+A float that was not measured is NaN, and the step of a measurement that was never made is -1. Percentages are points
+(0-100). Integers are int64, as indexing needs.
 """
 
 from jaxtyping import Bool, Float, Int
@@ -13,13 +13,13 @@ from esper.leyline.tensor_dataclass import tensor_dataclass
 
 @tensor_dataclass
 class SlotState:
-    """The slots of N hosts, side by side; one row = one host.
+    """The slots of N hosts; one row = one host.
 
     stage   host 0 | DORMANT  TRAINING  BLENDING
             host 1 | DORMANT  DORMANT   DORMANT
-    alpha   host 0 |   0.0      0.0       0.4         how much of a seed is heard
+    alpha   host 0 |   0.0      0.0       0.4         blend weight of a seed
 
-    `lifecycle.empty_slots` holds the empty value of each field; `contribution` and what follows are measurements.
+    `slot_fields.EMPTY` holds the empty value of each field. `contribution` and the fields after it are measurements.
     """
 
     stage: Int[Tensor, "N S"]
@@ -60,7 +60,7 @@ class SlotState:
 
 @tensor_dataclass
 class HostState:
-    """What is known of each host as a whole."""
+    """The state of each host as a whole."""
 
     val_acc: Float[Tensor, " N"]
     val_loss: Float[Tensor, " N"]
@@ -88,7 +88,7 @@ class HostState:
 
 @tensor_dataclass
 class Measurements:
-    """What one train pass and one validation pass told; NaN = not measured in this step.
+    """Results of one train pass and one validation pass; NaN = not measured in this step.
 
     `interactions[n, i, j]` is I_ij of the slots i and j. `subset_acc[n, j]` is the accuracy of the j-th subset of the
     live seeds (bit r of j = the r-th live slot); it is filled in the last step only, for Shapley reports.
@@ -112,7 +112,7 @@ class Measurements:
 
 @tensor_dataclass
 class Observation:
-    """All that a controller may look at in step `t`: the states after ingest, and what is legal."""
+    """The input of a controller in step `t`: the states after ingest, and the legal operations."""
 
     t: int
     episode_length: int
@@ -122,7 +122,7 @@ class Observation:
 
     @property
     def has_gate(self) -> Bool[Tensor, "N S"]:
-        """Slots with a gate network, the second thing masks depend on."""
+        """Slots with a gate network, which masks depend on besides `legal`."""
         return self.slots.has_gate
 
     @property
@@ -146,10 +146,10 @@ class Hidden:
 
 @tensor_dataclass
 class ActResult:
-    """A controller's answer for all hosts, e.g. actions=[[1, 1, 2, 1, 2, 0, 0, 1], ...] (order of `HEADS`).
+    """A controller's output for all hosts, e.g. actions=[[1, 1, 2, 1, 2, 0, 0, 1], ...] (order of `HEADS`).
 
-    `features` are the normalized features the policy saw, `raw_features` the same before normalization; both have
-    width 0 for controllers that do not learn.
+    `features` are the normalized input of the policy, `raw_features` the same before normalization; both have width 0
+    for controllers that do not learn.
     """
 
     actions: Int[Tensor, "N 8"]
@@ -162,7 +162,7 @@ class ActResult:
 
 @tensor_dataclass
 class Transitions:
-    """Which slots changed their stage, one transition per slot at most; `cause` 0 where nothing happened."""
+    """At most one transition per slot; `cause` is 0 where there was none."""
 
     from_stage: Int[Tensor, "N S"]
     to_stage: Int[Tensor, "N S"]
@@ -171,7 +171,7 @@ class Transitions:
 
 @tensor_dataclass
 class GateReadings:
-    """Result of the gate that was asked for each slot; `gate` 0 where none was (1, 2, 3 or 5 otherwise)."""
+    """Result of the gate that each slot asked: `gate` 1, 2, 3 or 5, or 0 for none."""
 
     gate: Int[Tensor, "N S"]
     passed: Bool[Tensor, "N S"]
@@ -181,10 +181,10 @@ class GateReadings:
 
 @tensor_dataclass
 class RewardInputs:
-    """Everything a reward may know of one step: the state *before* the op, and what became of the op.
+    """The input of a reward in one step: the state *before* the op, and the result of the op.
 
-    `target` is the slot the op aimed at, `success` whether it took effect (WAIT always does), `auto_pruned` the number
-    of seeds lost in this step's tick without a PRUNE request.
+    `target` is the slot of the op, `success` whether it took effect (WAIT always does), `auto_pruned` the number of
+    seeds that this step's tick removed without a PRUNE request.
     """
 
     epoch: int | Int[Tensor, ""]
@@ -200,7 +200,7 @@ class RewardInputs:
 
 @tensor_dataclass
 class RewardOutput:
-    """What one step pays. `total` is the sum of `breakdown` over its named terms (`RewardProtocol.terms`)."""
+    """The reward of one step; `total` is the sum of `breakdown` over its terms (`RewardProtocol.terms`)."""
 
     total: Float[Tensor, " N"]
     breakdown: Float[Tensor, "N M"]
@@ -209,9 +209,9 @@ class RewardOutput:
 
 @tensor_dataclass
 class KeptNetwork:
-    """What an episode leaves: each host with its fossilized seeds and nothing else, measured after the last step.
+    """The result of an episode: each host with its fossilized seeds only, measured after the last step.
 
-    `accuracy` (pp) is on the validation split. Hosts that were rolled back in the last step are measured as restored.
+    `accuracy` (pp) is that of the validation split. Hosts that were rolled back in the last step are restored before.
     """
 
     accuracy: Float[Tensor, " N"]
@@ -224,7 +224,7 @@ class StoredStep:
     """One control step as the learner stores it; `t` counts from 1.
 
     `effective_op` is the sampled op where it took effect and WAIT elsewhere. `valid` is False for hosts that were
-    rolled back in this step: they executed nothing and nothing is learned from the row.
+    rolled back in this step: they executed nothing, and the row is not used in training.
     """
 
     t: int

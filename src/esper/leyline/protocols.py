@@ -1,8 +1,8 @@
-"""The contracts between the parts. Whoever satisfies one can take the place of ours.
+"""Interfaces between the parts, which users can implement.
 
-engine  --(Observation)-->  PolicyProtocol  --(ActResult)-->  engine
+engine  --(Observation)-->  PolicyProtocol  --(ActResult)-->   engine
 engine  --(RewardInputs)->  RewardProtocol  --(RewardOutput)-> engine
-engine  --(records)------>  Sink                              reads, never answers
+run     --(records)------>  Sink
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS, head_sizes
+from esper.leyline.checkpoint_tree import StateTree as StateTree
 from esper.leyline.messages import (
     ActResult,
     Hidden,
@@ -24,22 +25,19 @@ from esper.leyline.messages import (
 )
 from esper.leyline.stages import HostFamily
 
-StateTree = dict[str, Tensor]
-"""A flat tree of tensors with dotted names: what checkpoints store."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What a controller must know of the engine it will drive.
+    """The properties of an engine that a controller depends on.
 
     Attributes:
         run_seed: key of every random draw of the run.
         num_envs: N, hosts in this process. host_offset: global number of the first of them.
         slot_ids: the enabled slots in action order, e.g. ("r0c0", "r0c1", "r1c0").
         episode_length: E, control steps per episode.
-        topology: family of the host.
+        family: family of the host.
         num_blueprints: size of the blueprint head. selectable: indices a controller may choose.
-        min_training_epochs: M of the task. auto_gates: whether G1, G2, G3 open without an ADVANCE.
+        min_training_epochs: M of the task. auto_gates: whether the tick asks G1, G2, G3 without an ADVANCE.
     """
 
     run_seed: int
@@ -72,42 +70,42 @@ class EngineSpec:
 
 @runtime_checkable
 class PolicyProtocol(Protocol):
-    """Any controller: learned, scripted, random. All calls are for all N hosts at once."""
+    """A controller: learned, scripted or random. Every call is for all N hosts."""
 
     def initial_hidden(self, n: int) -> Hidden:
         """Zeros, each [L, n, H]."""
         ...
 
     def begin_rollout(self, episode: int, hosts: Tensor) -> None:
-        """Forget the last episode. `hosts` [N] are global host numbers, `episode` counts rounds from 0."""
+        """Start an episode. `hosts` [N] are global host numbers, `episode` counts rounds from 0."""
         ...
 
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
-        """Decide for all hosts in step `obs.t`; carries the recurrent state forward."""
+        """Choose the actions of step `obs.t` and advance the recurrent state."""
         ...
 
     def store(self, step: StoredStep) -> None:
-        """Remember one step; the recurrent state of hosts with `valid` False becomes zero. No host read."""
+        """Store one step and reset the recurrent state of hosts with `valid` False. Does not read the device."""
         ...
 
     def bootstrap(self, obs: Observation) -> Tensor:
-        """Value [N] of the state after the last step, with the carried recurrent state, which stays as it is."""
+        """Value [N] of the state after the last step; the recurrent state is used, but not changed."""
         ...
 
     def rollback(self, mask: Tensor, reward: Tensor) -> None:
-        """The last stored row of each masked host is paid `reward` [N] instead: the host is rolled back now."""
+        """Replace the reward of the last stored row of each masked host, which is rolled back, by `reward` [N]."""
         ...
 
     def update(self) -> Mapping[str, float]:
-        """Learn from the stored rollout; metrics by name. Scripted controllers return an empty mapping."""
+        """Train on the stored rollout and return metrics by name; empty for scripted controllers."""
         ...
 
     def state_dict(self) -> StateTree:
-        """Everything that must survive a restart."""
+        """The state that a checkpoint needs."""
         ...
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        """Restore the result of `state_dict`; raises CheckpointError if names or shapes differ."""
         ...
 
 
@@ -116,7 +114,7 @@ RewardState = TypeVar("RewardState")
 
 @runtime_checkable
 class RewardProtocol(Protocol, Generic[RewardState]):
-    """What a step is worth. Pure: what must be remembered is in the state that is handed in and out."""
+    """The reward of a step, as a pure function of its inputs and a state that is passed in and returned."""
 
     @property
     def terms(self) -> Sequence[str]:
@@ -124,47 +122,47 @@ class RewardProtocol(Protocol, Generic[RewardState]):
         ...
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
-        """Carried state at the start of an episode."""
+        """The state at the start of an episode."""
         ...
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
-        """Pay one step."""
+        """The reward of one step, and the new state."""
         ...
 
     def rollback_reward(self, state: RewardState) -> Tensor:
-        """[N]: what the last row of a host is paid instead when the host is rolled back now."""
+        """[N]: the reward that replaces that of a host's last row when the host is rolled back."""
         ...
 
     def reset_hosts(self, state: RewardState, mask: Tensor) -> RewardState:
-        """Carried state with the masked hosts as at the start of an episode."""
+        """The state with the masked hosts as at the start of an episode."""
         ...
 
 
 @runtime_checkable
 class EpisodeReward(RewardProtocol[RewardState], Protocol):
-    """A reward that pays for what an episode leaves.
+    """A reward that depends on the result of an episode.
 
-    To the learner a rollback interrupts such an episode; with any other reward it ends it, and another one begins.
+    With such a reward the learner treats a rollback as a step within the episode, otherwise as the end of an episode.
     """
 
     def final_reward(self, kept: KeptNetwork) -> Tensor:
-        """[N]: what takes the place of the term `terminal` of the last step, in which not all was known."""
+        """[N]: the term `terminal` of the last step, replaced once the result of the episode is known."""
         ...
 
 
 @runtime_checkable
 class ClientProtocol(PolicyProtocol, RewardProtocol[Any], Protocol):
-    """What drives an engine: a controller and a reward in one object."""
+    """A controller and a reward in one object, which drives an engine."""
 
     def finish(self, kept: KeptNetwork) -> None:
-        """The episode is over, and this is what it left; called once, after the last step and before `update`."""
+        """Take the result of the episode; called once, after the last step and before `update`."""
         ...
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where records of a run go. A sink never answers and a failing sink never stops a run."""
+    """A receiver of the records of a run; an error in a sink does not stop the run."""
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Take one record, made of plain values that were read already."""
+        """Take one record of plain values."""
         ...

@@ -1,38 +1,34 @@
-"""Trees of tensors: arguments and answers taken apart into tensors and put together again.
+"""Trees of tensors: flatten arguments and results into tensors, and rebuild them.
 
-    (Hidden(h, c), None, [x])  <-- flatten, unflatten -->  tensors [h, c, x]  and a form that says what goes where
+    (Hidden(h, c), None, [x])  <-- flatten, unflatten -->  tensors [h, c, x]  and the form of the tree
 
-Inner nodes are records, tuples (also named ones), lists and dictionaries. What is no tensor must be None, a truth value
-or a string and belongs to the form. Plain numbers are refused: whoever records or compiles a function of a tree would
-keep the number of the first call for good.
+Inner nodes are dataclasses of tensors, tuples (also named ones), lists and dictionaries. Other leaves are None, bools
+or strings and belong to the form. Plain numbers are refused: a captured or compiled function would keep the number of
+its first call.
 """
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from esper.leyline.tensor_dataclass import is_tensor_dataclass, rebuilt
+from esper.leyline.tensor_dataclass import build, is_tensor_dataclass
 
 Form = Hashable
 
 
 class _Plain(NamedTuple):
-    """A value that is no tensor; True is not 1."""
+    """A leaf that is not a tensor, with its type, because True == 1."""
 
     kind: type
     value: Hashable
 
 
 class _Node(NamedTuple):
-    """An inner node: how it is built (names of a record or keys of a dictionary), and the forms of its parts.
-
-    `flat`: it is a record, and all of its parts are tensors.
-    """
+    """An inner node: its type, names of fields or keys, and forms of its parts; `flat` if it only holds tensors."""
 
     kind: Any
     names: tuple[Any, ...]
@@ -44,20 +40,20 @@ _TENSOR: Form = "tensor"
 
 
 def flatten(tree: object) -> tuple[list[Tensor], Form]:
-    """The tensors of a tree in a fixed order, and its form, which can be compared and hashed.
+    """The tensors of a tree in a fixed order, and its hashable form.
 
     Raises:
-        TypeError: a plain number, or something that is no part of a tree.
+        TypeError: a plain number, or an object of another type.
     """
     tensors: list[Tensor] = []
     return tensors, _form(tree, tensors)
 
 
-def unflatten(form: Form, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 -- whatever was taken apart
+def unflatten(form: Form, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 -- the type of the flattened tree
     """The tree of this form with these tensors."""
     rest = iter(tensors)
     tree = _built(form, rest)
-    assert next(rest, None) is None, "more tensors than the form has places"
+    assert next(rest, None) is None, "more tensors than the form has leaves"
     return tree
 
 
@@ -71,7 +67,7 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
     if is_tensor_dataclass(value):
         fields, flat = _fields(kind)
         values = fields(value)
-        if _TENSORS.issuperset(map(type, values)):  # most records; there are two hundred tensors in a control step
+        if _TENSORS.issuperset(map(type, values)):  # the common case; a control step has two hundred tensors
             tensors.extend(values)
             return flat
         return _Node(kind, flat.names, tuple(_form(part, tensors) for part in values))
@@ -81,10 +77,10 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
         return _Node(kind, tuple(value), tuple(_form(part, tensors) for part in value.values()))
     if isinstance(value, int | float):
         raise TypeError(
-            f"the plain number {value!r} stands among tensors; it would be recorded for good, so pass it as a tensor."
+            f"the tree contains the plain number {value!r}, which a capture would keep; pass it as a tensor."
         )
     raise TypeError(
-        f"{kind.__name__} is no part of a tree of tensors; use records, tuples, lists and dictionaries of tensors."
+        f"a tree of tensors cannot contain {kind.__name__}; use dataclasses, tuples, lists and dictionaries of tensors."
     )
 
 
@@ -93,7 +89,7 @@ _TENSORS = {Tensor, nn.Parameter}
 
 @lru_cache(maxsize=256)
 def _fields(kind: type) -> tuple[Callable[[object], tuple[Any, ...]], _Node]:
-    """What reads all fields of a record at once, and the form of such a record where all of them are tensors."""
+    """A function that reads all fields of a dataclass, and its form if all of them are tensors."""
     names = tuple(field.name for field in dataclasses.fields(kind))
     read = attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
     return read, _Node(kind, names, (_TENSOR,) * len(names), flat=True)
@@ -106,7 +102,7 @@ def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
         return form.value
     assert isinstance(form, _Node)
     if form.flat:
-        return rebuilt(form.kind, form.names, islice(rest, len(form.parts)))
+        return build(form.kind, dict(zip(form.names, rest, strict=False)))
     parts = [_built(part, rest) for part in form.parts]
     if form.kind is list:
         return parts
@@ -116,4 +112,4 @@ def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
         return form.kind(*parts)
     if issubclass(form.kind, dict):
         return dict(zip(form.names, parts, strict=True))
-    return rebuilt(form.kind, form.names, parts)
+    return build(form.kind, dict(zip(form.names, parts, strict=True)))

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: every draw is a pure function of who asks for it.
+"""Counter-based random numbers: every draw is a pure function of its key and counter.
 
 There is no generator and no global state. A draw is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3", SC'11) with
@@ -6,7 +6,7 @@ as 1, 2, 3", SC'11) with
     key      (low 32 bits, high 32 bits) of the run seed
     counter  (block, stream * 256 + slot, episode * 2**12 + t, host_id)
 
-so the numbers of one host depend neither on how many others there are nor on where it runs.
+so the numbers of a host depend neither on the number of hosts nor on the process that runs it.
 """
 
 import math
@@ -26,7 +26,7 @@ MAX_EPISODES = 2**20
 
 
 class Stream(IntEnum):
-    """Who draws; one number per use, so that uses never share numbers."""
+    """Purpose of a draw; purposes never share numbers."""
 
     HOST_INIT = 0
     SEED_INIT = 1
@@ -72,7 +72,7 @@ def words(
     block: int | Tensor = 0,
 ) -> Tensor:
     """Four 32-bit words per draw, int64 `[..., 4]`; all arguments broadcast against `host` (int64)."""
-    zero = torch.zeros_like(host)  # adding to it keeps plain numbers off the way from host to device
+    zero = torch.zeros_like(host)  # adding to a tensor avoids copies of plain numbers to the device
     parts = (zero + block, zero + (stream * 256 + slot), zero + (episode * 4096 + t), host)
     shape = torch.broadcast_shapes(*(part.shape for part in parts))
     counter = torch.stack([part.expand(shape) for part in parts], dim=-1)
@@ -84,18 +84,9 @@ def to_uniform(word: Tensor) -> Tensor:
     return (word >> 8).to(torch.float32) * 2.0**-24
 
 
-def uniform(
-    run_seed: int,
-    stream: int,
-    host: Tensor,
-    *,
-    episode: int | Tensor = 0,
-    t: int | Tensor = 0,
-    slot: int | Tensor = 0,
-    block: int | Tensor = 0,
-) -> Tensor:
-    """One uniform in [0, 1) per draw (word 0), shape of the broadcast arguments."""
-    return to_uniform(words(run_seed, stream, host, episode=episode, t=t, slot=slot, block=block)[..., 0])
+def uniform(run_seed: int, stream: int, host: Tensor, **counter: int | Tensor) -> Tensor:
+    """One uniform in [0, 1) per draw (word 0 of `words`), in the shape of the broadcast arguments."""
+    return to_uniform(words(run_seed, stream, host, **counter)[..., 0])
 
 
 def word_rows(
@@ -119,7 +110,7 @@ def word_rows(
 
 
 def to_normal(word_a: Tensor, word_b: Tensor) -> Tensor:
-    """Standard normal numbers from two words each (Box-Muller, computed in float64, returned as float32)."""
+    """Standard normal numbers from two words each, by Box-Muller in float64; float32."""
     radius = torch.sqrt(-2.0 * torch.log((word_a.to(torch.float64) + 1.0) * 2.0**-32))
     return (radius * torch.cos(2.0 * math.pi * word_b.to(torch.float64) * 2.0**-32)).to(torch.float32)
 
@@ -127,19 +118,17 @@ def to_normal(word_a: Tensor, word_b: Tensor) -> Tensor:
 def permutation(
     run_seed: int, stream: int, host: Tensor, length: int, *, episode: int | Tensor = 0, t: int | Tensor = 0
 ) -> Tensor:
-    """A permutation of 0..length-1 per host, int64 `[N, length]`: the stable order of `length` random words."""
+    """A permutation of 0..length-1 per host, int64 `[N, length]`: the stable argsort of `length` random words."""
     return word_rows(run_seed, stream, host, length, episode=episode, t=t).argsort(dim=-1, stable=True)
 
 
-def generator_seeds(
-    run_seed: int, stream: int, host: Tensor, *, episode: int = 0, t: int = 0, slot: int = 0, block: int = 0
-) -> list[int]:
-    """Seeds of 64 bits for code that needs a framework generator: words 0 and 1 of a block. `host` [N] on the CPU."""
-    drawn = words(run_seed, stream, host, episode=episode, t=t, slot=slot, block=block)
+def generator_seeds(run_seed: int, stream: int, host: Tensor, **counter: int | Tensor) -> list[int]:
+    """Seeds of 64 bits for PyTorch generators: words 0 and 1 of `words`. `host` [N] is on the CPU."""
+    drawn = words(run_seed, stream, host, **counter)
     return [low | high << 32 for low, high in drawn[:, :2].tolist()]
 
 
-def local_generator(run_seed: int, stream: int, host: int = 0, *, episode: int = 0, t: int = 0) -> torch.Generator:
-    """A CPU generator, seeded with words 0 and 1 of block 0."""
-    (seed,) = generator_seeds(run_seed, stream, torch.tensor([host]), episode=episode, t=t)
+def local_generator(run_seed: int, stream: int, host: int = 0, **counter: int | Tensor) -> torch.Generator:
+    """A CPU generator, seeded with `generator_seeds`."""
+    (seed,) = generator_seeds(run_seed, stream, torch.tensor([host]), **counter)
     return torch.Generator().manual_seed(seed)

@@ -1,17 +1,17 @@
-"""The stages of a slot, the transitions between them, and what each stage is worth to reward shaping.
+"""The stages of a slot, the transitions between them, and the shaping potential of each stage.
 
     DORMANT -> GERMINATED -> TRAINING -> BLENDING -> HOLDING -> FOSSILIZED
                     \\            \\           \\  ^______/  \\
                      `-----------'-----------'------------'--> PRUNED -> EMBARGOED -> RESETTING -> DORMANT
 
-Value 5 is unused and is rejected wherever a stage enters.
+Value 5 is unused; a loaded state that contains it is refused.
 """
 
 from enum import IntEnum
 
 
 class SeedStage(IntEnum):
-    """Where a slot is in its life; the value is what `SlotState.stage` holds."""
+    """Values of `SlotState.stage`."""
 
     UNKNOWN = 0
     DORMANT = 1
@@ -38,35 +38,29 @@ STAGE_POTENTIAL = (0.0, 0.0, 1.0, 2.0, 3.5, 0.0, 5.5, 6.0, 0.0, 0.0, 0.0)
 
 _S = SeedStage
 HAS_MODULE = frozenset({_S.GERMINATED, _S.TRAINING, _S.BLENDING, _S.HOLDING, _S.FOSSILIZED})
-"""Stages in which a slot owns a seed module; the same set is called *live*."""
+"""Stages in which a slot owns a seed module; such a slot is *live*."""
 GROWING = HAS_MODULE - {_S.FOSSILIZED}
-"""Live and not permanent."""
+"""Live stages that are not permanent."""
 COOLDOWN = frozenset({_S.PRUNED, _S.EMBARGOED, _S.RESETTING})
 BLENDED = frozenset({_S.BLENDING, _S.HOLDING, _S.FOSSILIZED})
-"""Stages in which a seed may be heard (alpha may be positive)."""
+"""Stages in which a seed may be active (alpha may be positive)."""
 
-LEGAL_TRANSITIONS = frozenset(
-    {
-        (_S.DORMANT, _S.GERMINATED),
-        (_S.GERMINATED, _S.TRAINING),
-        (_S.GERMINATED, _S.PRUNED),
-        (_S.TRAINING, _S.BLENDING),
-        (_S.TRAINING, _S.PRUNED),
-        (_S.BLENDING, _S.HOLDING),
-        (_S.BLENDING, _S.PRUNED),
-        (_S.HOLDING, _S.FOSSILIZED),
-        (_S.HOLDING, _S.BLENDING),
-        (_S.HOLDING, _S.PRUNED),
-        (_S.PRUNED, _S.EMBARGOED),
-        (_S.EMBARGOED, _S.RESETTING),
-        (_S.RESETTING, _S.DORMANT),
-    }
-)
-"""Every transition that exists; everything else is an error."""
+_NEXT_STAGES = {
+    _S.DORMANT: (_S.GERMINATED,),
+    _S.GERMINATED: (_S.TRAINING, _S.PRUNED),
+    _S.TRAINING: (_S.BLENDING, _S.PRUNED),
+    _S.BLENDING: (_S.HOLDING, _S.PRUNED),
+    _S.HOLDING: (_S.FOSSILIZED, _S.BLENDING, _S.PRUNED),
+    _S.PRUNED: (_S.EMBARGOED,),
+    _S.EMBARGOED: (_S.RESETTING,),
+    _S.RESETTING: (_S.DORMANT,),
+}
+LEGAL_TRANSITIONS = frozenset((before, after) for before, stages in _NEXT_STAGES.items() for after in stages)
+"""All (from, to) pairs of stages that can occur."""
 
 
 class AlphaMode(IntEnum):
-    """Direction of the blend weight's current ramp."""
+    """Direction of the current ramp of alpha."""
 
     HOLD = 0
     UP = 1
@@ -74,7 +68,7 @@ class AlphaMode(IntEnum):
 
 
 class AlphaCurve(IntEnum):
-    """Shape of a ramp; NONE only where there is no module."""
+    """Shape of a ramp; NONE without a module."""
 
     NONE = 0
     LINEAR = 1
@@ -83,7 +77,7 @@ class AlphaCurve(IntEnum):
 
 
 class Algorithm(IntEnum):
-    """How a seed's output joins the host's; NONE only where there never was a seed."""
+    """How the output of a seed enters the features of its host; NONE if there never was a seed."""
 
     NONE = 0
     ADD = 1
@@ -92,7 +86,7 @@ class Algorithm(IntEnum):
 
 
 class Cause(IntEnum):
-    """Why a slot changed its stage."""
+    """Reason of a transition."""
 
     NONE = 0
     OP = 1
@@ -104,12 +98,12 @@ class Cause(IntEnum):
 
 
 class HostFamily(IntEnum):
-    """Family of host networks; decides which blueprints fit and which seeds are isolated."""
+    """Family of host networks, which determines the blueprints that fit."""
 
     CNN = 0
     TRANSFORMER = 1
 
 
 def stages_mask(stages: frozenset[SeedStage]) -> tuple[bool, ...]:
-    """The set as a lookup table over stage values 0..10."""
+    """The set as a lookup table over the stage values 0..10."""
     return tuple(value in stages for value in range(NUM_STAGE_VALUES))

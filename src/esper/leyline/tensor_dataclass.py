@@ -1,11 +1,11 @@
-"""Records: frozen dataclasses of tensors, the only way parts of esper hand each other data.
+"""Frozen dataclasses of tensors, the messages and states of esper.
 
-A record is never compared (tensors have no truth value) and never changed; a step is `record -> record`.
-Fields are tensors, other records, or plain static values (an `int` step number, for instance).
+Fields are tensors, other dataclasses of tensors, or plain values such as the number of a step. They are not compared
+with `==`, because tensors have no truth value.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import torch
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
 def tensor_dataclass(cls: type[R]) -> type[R]:
-    """Make `cls` a record: frozen, keyword-only, without `==`."""
+    """Make `cls` a dataclass of tensors: frozen, keyword-only, without `==`."""
     made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
     _PLAIN_INITS.add(made.__init__)
     return made
@@ -27,22 +27,17 @@ _PLAIN_INITS: set[Callable[..., None]] = set()
 
 
 def replace(rec: R, **changes: Any) -> R:  # noqa: ANN401 -- mirrors dataclasses.replace
-    """A copy of `rec` with some fields exchanged.
+    """A copy of `rec` with other values of some fields."""
+    values = vars(rec) | changes
+    return type(rec)(**values) if len(values) > len(vars(rec)) else build(type(rec), values)  # names unknown fields
 
-    Records are replaced a hundred times a step, and constructing one of 34 fields takes as long as four operators; so
-    the fields are copied at once, unless the constructor also checks them, as it does in tests.
+
+def build(cls: type[R], fields: Mapping[str, Any]) -> R:
+    """An instance from the values of all fields.
+
+    A control step makes a hundred instances, and a constructor call with 34 fields takes as long as four operators. So
+    the fields are stored directly, unless the constructor checks them, as it does in tests.
     """
-    cls, values = type(rec), vars(rec) | changes
-    if cls.__init__ not in _PLAIN_INITS or len(values) > len(vars(rec)):
-        return cls(**values)  # it names the field that is unknown
-    copy = object.__new__(cls)
-    vars(copy).update(values)
-    return copy
-
-
-def rebuilt(cls: type[R], names: Iterable[str], values: Iterable[Any]) -> R:
-    """A record of all its fields, in the way of `replace`; the caller knows that the names are those of the class."""
-    fields = dict(zip(names, values, strict=False))
     if cls.__init__ not in _PLAIN_INITS:
         return cls(**fields)
     made = object.__new__(cls)
@@ -51,7 +46,7 @@ def rebuilt(cls: type[R], names: Iterable[str], values: Iterable[Any]) -> R:
 
 
 def is_tensor_dataclass(value: object) -> bool:
-    """Whether `value` is an instance of a record class."""
+    """Whether `value` is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -67,7 +62,7 @@ def tree_map(f: Callable[..., Tensor], rec: R, *others: R) -> R:
 
 
 def named_tensors(rec: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a record with its dotted path, in field order."""
+    """Every tensor of a dataclass with its dotted path, in field order."""
     for field in dataclasses.fields(rec):  # type: ignore[arg-type]
         value = getattr(rec, field.name)
         if isinstance(value, Tensor):
@@ -77,7 +72,7 @@ def named_tensors(rec: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
 
 
 def lift(mask: Tensor, like: Tensor) -> Tensor:
-    """Give `mask` trailing axes of size 1 until it broadcasts against `like` from the left."""
+    """`mask` with trailing axes of size 1, so that it broadcasts against `like` from the left."""
     missing = like.dim() - mask.dim()
     return mask.reshape(mask.shape + (1,) * missing) if missing else mask
 
@@ -86,9 +81,9 @@ _WORTH_STACKING = 5
 
 
 def where(mask: Tensor, yes: R, no: R) -> R:
-    """Take the record `yes` on the rows that `mask` marks and `no` on the others; what both share costs nothing.
+    """`yes` on the rows that `mask` marks, `no` on the others; fields that are the same object cost nothing.
 
-    Many fields of one shape and type are chosen together: four operators instead of one per field.
+    Many fields of one shape and dtype are stacked: four operators instead of one per field.
     """
     groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
     chosen: dict[str, Any] = {}
@@ -109,7 +104,7 @@ def where(mask: Tensor, yes: R, no: R) -> R:
 
 
 def row(rec: R, index: int) -> R:
-    """One host of a record, kept as a batch of one."""
+    """One host, as a batch of one."""
     return tree_map(lambda a: a[index : index + 1], rec)
 
 
@@ -117,7 +112,7 @@ _DTYPES = {"bool": torch.bool, "int64": torch.int64}
 
 
 def blank(kind: type[R], sizes: Mapping[str, int], device: torch.device) -> R:
-    """A record of zeros; shapes and dtypes are those of its annotations, with the axes in `sizes`."""
+    """Zeros in the shapes and dtypes of the annotations, with the axes in `sizes`."""
     values = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         annotation: Any = field.type

@@ -100,10 +100,10 @@ def test_advance_alone_leads_a_seed_towards_holding_and_nowhere_else():
 def test_no_ramp_is_ever_begun_while_another_one_runs(name, monkeypatch):
     begun, retarget = [], alpha.retarget
 
-    def watched(slots, where, **ramp):
+    def watched(slots, where, *ramp):
         assert (slots.alpha_mode[where] == AlphaMode.HOLD).all()
         begun.append(int(where.sum()))
-        return retarget(slots, where, **ramp)
+        return retarget(slots, where, *ramp)
 
     monkeypatch.setattr(alpha, "retarget", watched)
     random_episode(21, 60, 3, 24, RULES[name])

@@ -212,7 +212,7 @@ class Shuffled(nn.Conv2d):
     ("build", "message"),
     [
         (lambda c: Functional(lambda h: F.dropout(h, 0.5)), "'own' draws from the global random generator"),
-        (lambda c: nn.Conv2d(c, 1, 1), r"'own' makes \(2, 1, .* of features \(2, "),
+        (lambda c: nn.Conv2d(c, 1, 1), r"'own' maps features \(2, .* to \(2, 1, "),
         (Shuffled, "buffer 'order' of Shuffled is torch.int64 and random"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Blueprints: what may grow in a slot, one small class each."""
+"""Blueprints: the networks that can grow in a slot."""
 
 from esper.kasmina.blueprints.cnn import CNN_BLUEPRINTS
 from esper.kasmina.blueprints.gate import GateNetwork as GateNetwork

@@ -76,7 +76,7 @@ class NormShift(nn.Module):
 
 
 def conv_light(c: int) -> nn.Module:
-    """Gamma * ReLU(GN(Conv3x3(h))): 9 C^2 + 3 C parameters."""
+    """ReLU(GN(Conv3x3(h))), scaled: 9 C^2 + 3 C parameters."""
     return _chain(conv=_conv(c, c, 3), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
 
 
@@ -91,7 +91,7 @@ def norm(c: int) -> nn.Module:
 
 
 def depthwise(c: int) -> nn.Module:
-    """Gamma * ReLU(GN(Conv1x1(DWConv3x3(h)))): C^2 + 12 C parameters."""
+    """ReLU(GN(Conv1x1(DWConv3x3(h)))), scaled: C^2 + 12 C parameters."""
     return _chain(
         depthwise=_conv(c, c, 3, groups=c),
         pointwise=_conv(c, c, 1),
@@ -102,7 +102,7 @@ def depthwise(c: int) -> nn.Module:
 
 
 def bottleneck(c: int) -> nn.Module:
-    """Gamma * GN(Conv1x1(ReLU(Conv3x3(ReLU(Conv1x1(h)))))): 2 C b + 9 b^2 + 3 C parameters with b = max(8, C // 4)."""
+    """GN(Conv1x1(ReLU(Conv3x3(ReLU(Conv1x1(h)))))), scaled: 2 C b + 9 b^2 + 3 C parameters with b = max(8, C // 4)."""
     width = max(8, c // 4)
     return _chain(
         down=_conv(c, width, 1),
@@ -116,12 +116,12 @@ def bottleneck(c: int) -> nn.Module:
 
 
 def conv_small(c: int) -> nn.Module:
-    """Gamma * ReLU(GN(Conv1x1(h))): C^2 + 3 C parameters."""
+    """ReLU(GN(Conv1x1(h))), scaled: C^2 + 3 C parameters."""
     return _chain(conv=_conv(c, c, 1), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
 
 
 def conv_heavy(c: int) -> nn.Module:
-    """Gamma * ReLU(GN(Conv3x3(ReLU(GN(Conv3x3(h)))))): 18 C^2 + 5 C parameters."""
+    """ReLU(GN(Conv3x3(ReLU(GN(Conv3x3(h)))))), scaled: 18 C^2 + 5 C parameters."""
     return _chain(
         conv1=_conv(c, c, 3),
         norm1=_group_norm(c),

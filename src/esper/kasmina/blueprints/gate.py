@@ -1,4 +1,4 @@
-"""The gate network: how much of a seed each example hears (algorithm GATE)."""
+"""The gate network of algorithm GATE: the weight of a seed for each example."""
 
 from typing import final
 
@@ -19,7 +19,7 @@ def num_gate_params(channels: int) -> int:
 class GateNetwork(nn.Module):
     """sigmoid(W2 SiLU(W1 mean_space(h) + b1) + b2): one number in (0, 1) per example.
 
-    SiLU rather than ReLU: with few channels all hidden ReLU units can be dead at birth.
+    SiLU, because with few channels all hidden ReLU units can start dead.
     """
 
     def __init__(self, channels: int) -> None:

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 BIRTH_SCALE = 0.01
-"""Start of every layer scale: small against normalized activations, large enough for gradients to pass."""
+"""Initial value of every layer scale: small against normalized activations, but gradients pass."""
 
 
 class LayerScale(nn.Module):
-    """gamma * h with one learnable factor per channel; ReLU comes before it, so a correction may have either sign."""
+    """gamma * h with one trainable factor per channel, so that a correction after a ReLU can have either sign."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class LayerScale(nn.Module):
 
 
 class TanhScale(nn.Module):
-    """tanh(s) * h with one learnable scalar that is zero at birth."""
+    """tanh(s) * h with one trainable scalar that starts at zero."""
 
     def __init__(self) -> None:
         super().__init__()

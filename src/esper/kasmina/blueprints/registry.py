@@ -1,11 +1,11 @@
-"""The table of blueprints: what may grow in a slot, by index and topology.
+"""The registry of blueprints, by index and host family.
 
     index   0     1           2            3      4 ... 7       8 ... 12       13 ...
     name    noop  conv_light  attention    norm   cnn only      transformer    registered by users
-                              (one network per topology under one name and index)
+                              (one network per family under one name and index)
 
-The index is the value of the blueprint head, so the built-in names keep theirs for ever, whether or not a topology has
-a network under them; everything registered later is appended in the order of registration.
+The index is the value of the blueprint head. Built-in names have fixed indices, whether or not a family has a network
+for them; blueprints of users follow in the order of registration.
 """
 
 import abc
@@ -20,21 +20,9 @@ from esper.leyline.errors import RegistryError, nearest
 from esper.leyline.stages import HostFamily
 
 NOOP = "noop"
-BUILTIN_NAMES = (
-    NOOP,
-    "conv_light",
-    "attention",
-    "norm",
-    "depthwise",
-    "bottleneck",
-    "conv_small",
-    "conv_heavy",
-    "lora",
-    "lora_large",
-    "mlp_small",
-    "mlp",
-    "flex_attention",
-)
+_CNN = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
+_TRANSFORMER = ("lora", "lora_large", "mlp_small", "mlp", "flex_attention")
+BUILTIN_NAMES = (NOOP, *_CNN, *_TRANSFORMER)
 """Name of each fixed index."""
 assert len(BUILTIN_NAMES) == NUM_BUILTIN_BLUEPRINTS
 
@@ -43,9 +31,9 @@ class AbstractBlueprint(abc.ABC):
     """How to build one kind of seed.
 
     Attributes:
-        name: unique within a topology. topology: the family of hosts it fits.
-        birth: parameters that start at a constant (name in the built module -> value), whatever `build` gives them.
-            They make a new seed (nearly) silent.
+        name: unique within a family. family: the hosts that it fits.
+        birth: parameters that start at a constant (name in the built module -> value), whatever `build` gives them, so
+            that the output of a new seed is zero or close to zero.
     """
 
     name: str
@@ -57,7 +45,7 @@ class AbstractBlueprint(abc.ABC):
         """The network h -> delta, of equal shape and dtype, for features with `channels` channels."""
 
     def num_params(self, channels: int) -> int:
-        """Number of parameters of the built network; the default builds one and counts."""
+        """Number of parameters of the built network."""
         return sum(p.numel() for p in deterministic_build(lambda: self.build(channels)).parameters())
 
 
@@ -68,8 +56,8 @@ _entries: dict[tuple[int, HostFamily], AbstractBlueprint] = {}
 def register(blueprint: AbstractBlueprint) -> int:
     """Add a blueprint and return its index, the first free one from 13 on.
 
-    Registering the same object again changes nothing and returns its index. A second topology under the name of an
-    earlier registration shares its index.
+    Registering the same object again changes nothing and returns its index. Blueprints of several families can share
+    a name, and then share its index.
 
     Raises:
         RegistryError: the name is built in, taken by another blueprint, or no identifier.
@@ -85,20 +73,20 @@ def register(blueprint: AbstractBlueprint) -> int:
 
 
 def register_builtin(blueprint: AbstractBlueprint) -> int:
-    """Put one of the networks of this package at the index that is reserved for its name."""
+    """Register a blueprint of this package at the index that is reserved for its name."""
     return _enter(BUILTIN_NAMES.index(blueprint.name), blueprint)
 
 
 def unregister(name: str) -> None:
-    """Take back the latest registration, for all its topologies.
+    """Remove the latest registration, for all its families.
 
     Raises:
-        RegistryError: `name` is not the last one registered; removing another would move the indices after it.
+        RegistryError: `name` is not the last one registered, so that other indices would change.
     """
     if name in BUILTIN_NAMES or name != _names[-1]:
         own = ", ".join(_names[NUM_BUILTIN_BLUEPRINTS:]) or "none"
         raise RegistryError(
-            f"{name!r} cannot be unregistered: only the last blueprint of your own can, so that indices stay fixed. "
+            f"{name!r} cannot be unregistered: only your last blueprint can, so that indices stay fixed. "
             f"Registered, in order: {own}."
         )
     index = len(_names) - 1
@@ -108,10 +96,10 @@ def unregister(name: str) -> None:
 
 
 def blueprint_at(index: int, family: HostFamily) -> AbstractBlueprint:
-    """The blueprint with this index in this topology.
+    """The blueprint with this index in this family.
 
     Raises:
-        RegistryError: there is none, for instance because index 0 (`noop`) has no network.
+        RegistryError: there is none; index 0 (`noop`) never has one.
     """
     found = _entries.get((index, family))
     if found is None:
@@ -123,10 +111,10 @@ def blueprint_at(index: int, family: HostFamily) -> AbstractBlueprint:
 
 
 def blueprint_by_name(name: str, family: HostFamily) -> AbstractBlueprint:
-    """The blueprint with this name in this topology.
+    """The blueprint with this name in this family.
 
     Raises:
-        RegistryError: nobody registered it; the message names the nearest one.
+        RegistryError: it is not registered; the message names the nearest one.
     """
     if name not in _names or (_names.index(name), family) not in _entries:
         known = [_names[index] for index in selectable(family)]
@@ -135,7 +123,7 @@ def blueprint_by_name(name: str, family: HostFamily) -> AbstractBlueprint:
 
 
 def selectable(family: HostFamily) -> tuple[int, ...]:
-    """Indices a controller may choose for hosts of this topology, ascending; never 0."""
+    """Indices a controller may choose for hosts of this family, ascending; never 0."""
     return tuple(sorted(index for index, of in _entries if of == family))
 
 
@@ -155,7 +143,7 @@ def own() -> tuple[AbstractBlueprint, ...]:
 
 
 def ensure(blueprint: AbstractBlueprint) -> None:
-    """Register it unless its name is known in its topology; for a process that is told what another one knows."""
+    """Register it unless its name is known in its family; for worker processes."""
     index = _names.index(blueprint.name) if blueprint.name in _names else -1
     if (index, blueprint.family) not in _entries:
         register(blueprint)
@@ -176,5 +164,5 @@ def _checked_name(blueprint: AbstractBlueprint) -> str:
     if not isinstance(name, str) or not name.isidentifier():
         raise RegistryError(f"{blueprint!r} is named {name!r}; a blueprint needs an identifier such as 'conv_light'.")
     if not isinstance(getattr(blueprint, "family", None), HostFamily):
-        raise RegistryError(f"the blueprint {name!r} has no topology; set Topology.CNN or Topology.TRANSFORMER.")
+        raise RegistryError(f"the blueprint {name!r} has no family; set HostFamily.CNN or HostFamily.TRANSFORMER.")
     return name

@@ -23,7 +23,7 @@ Apply = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class CNNHostSpec:
-    """Shape of a convolutional host.
+    """Architecture of a convolutional host.
 
     Attributes:
         in_channels: channels of the input image. base: channels of the first block, doubled in each later one.
@@ -54,7 +54,7 @@ class CNNHostSpec:
         return tuple(self.base * 2**i for i in range(self.blocks))
 
     def points(self) -> tuple[InjectionPoint, ...]:
-        """All places where a seed could grow, in action order."""
+        """All points in action order."""
         channels, n = self.channels(), self.blocks
         pre = [InjectionPoint(slot_id=f"r0c{i}", channels=channels[i], surface=Surface.PRE_POOL, order=i,
                               position=(2 * i + 1) / (2 * n)) for i in range(n)]  # fmt: skip
@@ -62,12 +62,8 @@ class CNNHostSpec:
                                position=(2 * i + 2) / (2 * n)) for i in range(self.pools)]  # fmt: skip
         return (*pre, *post)
 
-    def execution_order(self) -> tuple[str, ...]:
-        """Slot ids in the order in which the forward pass meets them."""
-        return tuple(point.slot_id for point in sorted(self.points(), key=lambda point: point.position))
-
     def largest_activation(self, height: int, width: int) -> int:
-        """Floats of the largest features of one image of this size."""
+        """Floats of the largest features of one image."""
         halvings = (min(i, self.pools) for i in range(self.blocks))
         return max(c * (height >> k) * (width >> k) for c, k in zip(self.channels(), halvings, strict=True))
 
@@ -79,10 +75,10 @@ class CNNHostSpec:
         return convs + outputs[-1] * self.classes + self.classes
 
     def check_image(self, height: int, width: int, points: Iterable[InjectionPoint]) -> None:
-        """Refuse images that the host would pool away, or that leave a seed a single value to look at.
+        """Refuse images that are too small.
 
         Raises:
-            ConfigError: a pooling has nothing to pool, or C*H*W = 1 at one of the `points`.
+            ConfigError: a pooling has no input, or C*H*W = 1 at one of the `points`.
         """
         if min(height, width) >> self.pools < 1:
             raise ConfigError(
@@ -91,12 +87,12 @@ class CNNHostSpec:
         for point in points:
             if self.features(point, (height, width)) == (1, 1, 1):
                 raise ConfigError(
-                    f"slot {point.slot_id} would see a single value of a {height}x{width} image, which no seed can "
-                    "normalize; disable the slot, or use larger images or a larger host.base."
+                    f"the features at slot {point.slot_id} of a {height}x{width} image are a single value, which no "
+                    "seed can normalize; disable the slot, or use larger images or a larger host.base."
                 )
 
     def features(self, point: InjectionPoint, image_size: tuple[int, int]) -> tuple[int, int, int]:
-        """Channels, height and width of what a seed sees at a point."""
+        """Channels, height and width of the features at a point."""
         block = int(point.slot_id.partition("c")[2])
         halvings = min(block + (point.surface is Surface.POST_POOL), self.pools)
         height, width = image_size
@@ -105,7 +101,7 @@ class CNNHostSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the forward pass, and the enabled slot that follows it (None: no slot)."""
+    """A part of the forward pass, and the enabled slot after it, if any."""
 
     run: Callable[[Tensor], Tensor]
     slot_id: str | None
@@ -127,7 +123,7 @@ class Block(nn.Module):
 
 @final
 class CNNHost(nn.Module):
-    """Blocks of doubling width and a linear head; it owns no seeds and is never changed after construction."""
+    """Blocks of doubling width and a linear head, without seeds."""
 
     family = HostFamily.CNN
 
@@ -148,24 +144,16 @@ class CNNHost(nn.Module):
         self.head = nn.Linear(channels[-1], spec.classes)
         drop_batch_counters(self)
 
-    def points(self) -> tuple[InjectionPoint, ...]:
-        """The enabled points in action order."""
-        return self.enabled
-
     def execution_order(self) -> tuple[str, ...]:
-        """The enabled slot ids in the order in which `forward` meets them."""
+        """The enabled slot ids in the order of `forward`."""
         return tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
 
     def features(self, point: InjectionPoint) -> tuple[int, int, int]:
-        """Channels, height and width of what a seed sees at a point."""
+        """Channels, height and width of the features at a point."""
         return self.spec.features(point, self.image_size)
 
-    def num_params(self) -> int:
-        """Number of parameters of the host alone; constant."""
-        return self.spec.num_params()
-
     def segments(self) -> tuple[Segment, ...]:
-        """The forward pass in pieces, so that passes that differ only in later slots can share the earlier pieces."""
+        """The forward pass in parts, so that passes that differ only in later slots can share the earlier ones."""
         enabled = {point.slot_id for point in self.enabled}
         segments: list[Segment] = []
         for i, block in enumerate(self.blocks):
@@ -180,7 +168,7 @@ class CNNHost(nn.Module):
         return logits
 
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
-        """Logits [B, classes] of images [B, C, H, W]; `apply` is called once per enabled slot, in execution order."""
+        """Logits [B, classes] of images [B, C, H, W]; `apply` runs once per enabled slot, in execution order."""
         for segment in self.segments():
             x = segment.run(x)
             if segment.slot_id is not None:

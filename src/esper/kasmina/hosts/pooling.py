@@ -1,7 +1,4 @@
-"""2x2 max pooling that is fast on CPUs for contiguous features.
-
-    F.max_pool2d wants channels-last there and is slower otherwise; converting to and fro costs more than
-    the pooling. Four maxima of strided views need neither.
+"""2x2 max pooling that is fast on CPUs for contiguous features, where F.max_pool2d needs channels-last to be fast.
 
 Ties go to the first of the window in reading order, as in `F.max_pool2d`: columns are compared first, then rows.
 """
@@ -54,7 +51,7 @@ def _rows(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share(grad: Tensor, values: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor]) -> None:
-    """Hand `grad` to the larger of two values, to the first of equals."""
+    """Pass `grad` to the larger of two values, to the first if they are equal."""
     # a product with a mask of floats is vectorized, `torch.where` is not
     second_wins = (values[1] > values[0]).to(grad.dtype)
     torch.mul(grad, second_wins, out=into[1])

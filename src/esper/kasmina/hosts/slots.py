@@ -1,4 +1,4 @@
-"""Slots: named places in a host's forward pass, and which of them a run uses.
+"""Slots: named places in a host's forward pass, and the ones that a run uses.
 
 id r<row>c<column>       action order: by (row, column)       execution order: by place in the forward pass
 """
@@ -14,22 +14,12 @@ _SLOT_ID = re.compile(r"r(0|[1-9][0-9]*)c(0|[1-9][0-9]*)")
 
 
 class Surface(StrEnum):
-    """What kind of features a slot sees."""
+    """Position of a slot relative to its block."""
 
     PRE_POOL = "pre_pool"
     """After the ReLU of a block, before its pooling."""
     POST_POOL = "post_pool"
     """After the pooling of a block."""
-    BLOCK_END = "block_end"
-    """After the last layer of a segment of a transformer."""
-
-
-@dataclass(frozen=True, order=True)
-class SlotPosition:
-    """Row and column of a slot id; sorts in action order."""
-
-    row: int
-    col: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +27,8 @@ class InjectionPoint:
     """A place where a seed can grow.
 
     Attributes:
-        slot_id: e.g. "r0c1". channels: of the features there. surface: where in its block it lies.
-        order: index among all points in action order. position: place in the forward pass in [0, 1], for display.
+        slot_id: e.g. "r0c1". channels: of the features there. surface: its position in its block.
+        order: index among all points in action order. position: place in the forward pass, in [0, 1].
     """
 
     slot_id: str
@@ -48,8 +38,8 @@ class InjectionPoint:
     position: float
 
 
-def parse_slot_id(slot_id: str) -> SlotPosition:
-    """Row and column of "r<row>c<column>", decimal without leading zeros.
+def parse_slot_id(slot_id: str) -> tuple[int, int]:
+    """Row and column of "r<row>c<column>", decimal without leading zeros; sorts in action order.
 
     Raises:
         ConfigError: anything else.
@@ -57,11 +47,11 @@ def parse_slot_id(slot_id: str) -> SlotPosition:
     match = _SLOT_ID.fullmatch(slot_id)
     if match is None:
         raise ConfigError(f"{slot_id!r} is no slot id; expected r<row>c<column> without leading zeros, e.g. 'r0c1'.")
-    return SlotPosition(int(match[1]), int(match[2]))
+    return int(match[1]), int(match[2])
 
 
 def enabled_points(points: Sequence[InjectionPoint], slot_ids: Iterable[str]) -> tuple[InjectionPoint, ...]:
-    """The points that a run uses, in action order whatever the order of `slot_ids`.
+    """The points of a run in action order, for `slot_ids` in any order.
 
     Raises:
         ConfigError: `slot_ids` is empty, names a slot twice, or names one that the host does not offer.

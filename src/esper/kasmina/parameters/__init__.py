@@ -1,1 +1,1 @@
-"""Parameters of N hosts and their seeds side by side: layout, initialization, optimizers, births and snapshots."""
+"""Parameters of N hosts and their seeds: layout, initialization, optimizers, structural changes and snapshots."""

@@ -1,12 +1,11 @@
-"""Dropout whose masks depend on nobody but the host that draws them.
+"""Dropout with keyed masks, which do not depend on other hosts or on the executor.
 
     key       stream DROPOUT of (run seed, host, episode, step, slot)
-    counter   (four elements, number of the mask in this train pass)
+    counter   (index of four elements, number of the mask in this train pass)
 
-`nn.Dropout` draws from the global generator, so that a mask would depend on who drew before. Layers of it in a seed are
-exchanged for `Dropout` when the seed is built. The masks of a host are the same whoever runs it, alone or with others.
+When a seed is built, `Dropout` replaces its layers of `nn.Dropout`, which draw from the global generator.
 
-Shape legend: B = examples per host, G = hosts of a call; the host is the fastest index of the rows, as in `lowering`.
+Shape legend: B = examples per host, G = hosts; the host is the fastest index of the rows, as in `stacked_layers`.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from esper.leyline.random import Stream, philox, to_uniform, words
 
 @dataclass
 class Moment:
-    """When a train pass takes place; whoever begins a pass moves it."""
+    """Episode and step of a train pass; the executor updates them at the start of a pass."""
 
     run_seed: int
     episode: int = 0
@@ -30,7 +29,7 @@ class Moment:
 
 @final
 class Draws:
-    """The masks that the seeds in one slot of some hosts draw in one train pass, one after the other."""
+    """Random numbers of the dropout masks of the seeds in one slot of some hosts, in one train pass."""
 
     def __init__(self, moment: Moment, hosts: Int[Tensor, " G"], slot: int) -> None:
         """`hosts` are global numbers."""
@@ -38,13 +37,13 @@ class Draws:
         self.count = 0
 
     def of(self, hosts: Int[Tensor, " G"]) -> "Draws":
-        """The same masks for other hosts."""
+        """The same state for other hosts."""
         draws = Draws(self._moment, hosts, self._slot)
         draws.count = self.count
         return draws
 
     def uniform(self, shape: tuple[int, ...]) -> Float[Tensor, "..."]:
-        """Numbers in [0, 1) of a shape [B * G, ...] for the next mask."""
+        """Uniform numbers of a shape [B * G, ...] for the next mask."""
         now, num_hosts = self._moment, self.hosts.shape[0]
         own = words(now.run_seed, Stream.DROPOUT, self.hosts, episode=now.episode, t=now.t, slot=self._slot)
         one = (shape[0] // num_hosts, *shape[1:])
@@ -59,7 +58,7 @@ class Draws:
 
 @final
 class Dropout(nn.Module):
-    """Zero with probability `p` in training, scaled so that means stay; whole channels [B * G, C] where `channels`."""
+    """Inverted dropout with probability `p`; of whole channels [B * G, C] if `channels`."""
 
     def __init__(self, p: float, *, channels: bool) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class Dropout(nn.Module):
         """[B * G, ...] -> the same."""
         if not self.training or self.p == 0.0:
             return x
-        assert self.draws is not None, "who draws is said before a train pass"
+        assert self.draws is not None, "`draw_for` must be called before a train pass"
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.channels else tuple(x.shape)
         kept = self.draws.uniform(shape) >= self.p
         return x * (kept / max(1.0 - self.p, torch.finfo(torch.float32).tiny)).to(x.dtype)
@@ -82,11 +81,11 @@ _WHOLE_CHANNELS: dict[type[nn.Module], bool] = {
     nn.Dropout2d: True,
     nn.Dropout3d: True,
 }
-"""Layers that are exchanged, and whether they drop whole channels."""
+"""Layers that are replaced, and whether they drop whole channels."""
 
 
 def with_keyed_dropout(module: nn.Module) -> nn.Module:
-    """`module`, in which every layer of dropout draws keyed masks."""
+    """Replace every dropout layer of `module` by one with keyed masks, in place."""
     holder = nn.ModuleList([module])
     for parent in list(holder.modules()):
         for name, child in parent._modules.items():
@@ -96,11 +95,11 @@ def with_keyed_dropout(module: nn.Module) -> nn.Module:
 
 
 def dropout_layers(module: nn.Module) -> tuple[Dropout, ...]:
-    """The layers of a module that draw masks."""
+    """All keyed dropout layers of a module."""
     return tuple(layer for layer in module.modules() if isinstance(layer, Dropout))
 
 
 def draw_for(layers: tuple[Dropout, ...], draws: Draws | None) -> None:
-    """Let these layers draw the masks of `draws` from now on."""
+    """Let these layers draw from `draws`."""
     for layer in layers:
         layer.draws = draws

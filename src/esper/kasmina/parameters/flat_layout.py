@@ -11,7 +11,7 @@ Shape legend: N = rows of a slab, P = padded length of a row of parameters, Q = 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -261,16 +261,11 @@ def _sites(module: nn.Module, layout: FlatLayout, kind: str) -> tuple[list[int],
     sites: list[_Site] = []
     for spec in layout.tensors:
         shape = None if len(spec.shape) == 1 else spec.shape
-        owners = tuple(_owners(module, (spec.name, *spec.aliases), kind))
+        paths = (name.rpartition(".") for name in (spec.name, *spec.aliases))
+        owners = tuple((getattr(module.get_submodule(path), kind), leaf) for path, _, leaf in paths)
         sites.append(_Site(piece=len(sizes), shape=shape, owners=owners))
         sizes.append(spec.numel)
         if spec.padding:
             sizes.append(spec.padding)
     assert sum(sizes) == layout.total == sum(math.prod(s.shape) + s.padding for s in layout.tensors)
     return sizes, tuple(sites)
-
-
-def _owners(module: nn.Module, names: Iterable[str], kind: str) -> Iterator[tuple[dict[str, Any], str]]:
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        yield getattr(module.get_submodule(path), kind), leaf

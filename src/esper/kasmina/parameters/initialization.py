@@ -1,14 +1,14 @@
-"""How new weights start, as data: a centre and a bound per flat element.
+"""The initial distribution of weights, as a table: a centre and a bound per flat element.
 
     fresh = centre + bound * (2u - 1),   u uniform in [0, 1) from the counter-based stream
 
-Data instead of code, so that the weights of any subset of hosts are drawn by one batched call, and those of one host do
-not depend on which others are drawn with it. The table is found by building the module twice, under two seeds:
+One batched call draws the weights of any hosts, and those of a host do not depend on the others. The table is derived
+from two builds of the module, under two seeds:
 
-    the same in both              the author's constant                  bound 0
-    as `uniform_` left it         linear, convolution, attention ...     its interval
-    otherwise                     e.g. an embedding, `torch.randn`       the module is built anew for each host, under a
-                                                                         seed of its own (`rebuilt`)
+    equal in both                 a constant of the author               bound 0
+    drawn by `uniform_`           linear, convolution, attention ...     the interval of the draw
+    otherwise                     e.g. an embedding, `torch.randn`       the module is built again for each host, under
+                                                                         a seed of its own (`rebuilt`)
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +27,9 @@ from esper.leyline.tensor_dataclass import tensor_dataclass
 
 @tensor_dataclass
 class InitTable:
-    """Start of each flat element: uniform in [centre - bound, centre + bound); padding starts (and stays) at 0.
+    """Each flat element is uniform in [centre - bound, centre + bound); padding is 0.
 
-    `rebuilt` marks elements that the table does not know: they come from a module that is built for one host.
+    `rebuilt` marks elements that are taken from a module built for one host instead.
     """
 
     bound: Float[Tensor, " P"]
@@ -38,7 +38,7 @@ class InitTable:
 
 
 def deterministic_build(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """Build the module of a seed on the CPU, and leave the global generators as they were."""
+    """Build a module on the CPU, without a change of the global generators."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Not torch.manual_seed: that would also seed the generators of accelerators, which are not forked here.
         torch.default_generator.manual_seed(seed)
@@ -52,7 +52,7 @@ class _Draw(NamedTuple):
 
 
 class _UniformDraws(TorchDispatchMode):
-    """Notes what `Tensor.uniform_` draws, which is how layers of PyTorch draw their weights."""
+    """Collects the results of `Tensor.uniform_`, with which layers of PyTorch initialize their weights."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,13 +60,13 @@ class _UniformDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.uniform_.default and len(args) == 3:  # otherwise between 0 and 1, which is rebuilt
+        if func is torch.ops.aten.uniform_.default and len(args) == 3:  # the default interval [0, 1) is not collected
             self.draws.append(_Draw(args[1], args[2], out.clone()))
         return out
 
 
 class Builds(NamedTuple):
-    """The same module built under two seeds, and what was drawn for the first."""
+    """The same module built under two seeds, and the draws of the first build."""
 
     module: nn.Module
     other: nn.Module
@@ -74,10 +74,10 @@ class Builds(NamedTuple):
 
 
 def build_twice(build: Callable[[], nn.Module]) -> Builds:
-    """What `init_table` compares."""
-    with _UniformDraws() as noted:
+    """The input of `init_table`."""
+    with _UniformDraws() as mode:
         module = deterministic_build(build)
-    return Builds(module, deterministic_build(build, seed=1), noted.draws)
+    return Builds(module, deterministic_build(build, seed=1), mode.draws)
 
 
 def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -> InitTable:
@@ -103,7 +103,7 @@ def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -
 
 
 def _start(value: Tensor, other: Tensor, draws: list[_Draw]) -> tuple[float | Tensor, float, bool]:
-    """Centre, bound, and whether the parameter must be taken from a module that is built anew."""
+    """Centre, bound, and whether the parameter is rebuilt."""
     if torch.equal(value, other):
         return value, 0.0, False
     for draw in draws:

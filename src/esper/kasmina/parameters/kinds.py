@@ -1,4 +1,4 @@
-"""Kinds of modules: what a population needs to know of a host, a blueprint or a gate before it has one of them."""
+"""Kinds of modules of a population: its hosts, the seeds of each blueprint, and the gates."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _found: dict[tuple[int, Features | None, str], tuple[object, Any]] = {}
 
 
 def once(of: object, features: Features | None, what: str, find: Callable[[], Found]) -> Found:
-    """What `find` finds out of an object, asked once in a process; the object is kept, so that its identity is."""
+    """The result of `find` for an object, cached per process with the object, whose id stays unique."""
     key = (id(of), features, what)
     if key not in _found:
         _found[key] = (of, find())
@@ -35,7 +35,7 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
 
 @tensor_dataclass
 class Start:
-    """How modules of one kind start. `rebuilt`: some of it is no table, so each newborn is built anew."""
+    """Initial parameters and buffers of modules of one kind. `rebuilt`: some come from a module built for each host."""
 
     table: InitTable
     buffers: Float[Tensor, " Q"]
@@ -45,7 +45,7 @@ class Start:
 @final
 @dataclass(frozen=True)
 class Kind:
-    """One kind of module: its skeleton, how it starts, and how one is built; `source` is the blueprint or the class."""
+    """Modules with the same layout: their template, initial values and builder; `source` is the blueprint or class."""
 
     name: str
     template: Template
@@ -54,7 +54,7 @@ class Kind:
     source: object
 
     def rebuild(self, seeds: list[int]) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R Q"]]:
-        """Parameters and buffers of modules that are built under these seeds of 64 bits, on the CPU."""
+        """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU."""
         params, buffers = [], []
         for seed in seeds:
             module = deterministic_build(self.build, seed)
@@ -64,7 +64,7 @@ class Kind:
 
 
 def host_kind(host: CNNHost, device: torch.device) -> Kind:
-    """The kind of a host; the module itself becomes the skeleton."""
+    """The kind of a host; the template takes the module itself."""
     slots = [point.slot_id for point in host.enabled]
 
     def build() -> nn.Module:
@@ -80,17 +80,15 @@ def gate_kind(channels: int, device: torch.device) -> Kind:
     def build() -> nn.Module:
         return GateNetwork(channels)
 
-    start = _start(build_twice(build), {}, device)
-    skeleton = Template(deterministic_build(build).to(device))
-    return Kind(name="gate", template=skeleton, start=start, build=build, source=GateNetwork)
+    start, template = _start(build_twice(build), {}, device), Template(deterministic_build(build).to(device))
+    return Kind(name="gate", template=template, start=start, build=build, source=GateNetwork)
 
 
 def seed_kind(blueprint: AbstractBlueprint, features: Features, device: torch.device) -> Kind:
-    """The kind of seeds of a blueprint for such features.
+    """The kind of seeds of a blueprint for features of this shape.
 
     Raises:
-        ConfigError: what the blueprint builds cannot grow: its output has another shape than its input, or it draws
-            random numbers that have no key.
+        ConfigError: the built module changes the shape of its input, or draws random numbers without a key.
     """
 
     def build() -> nn.Module:
@@ -104,8 +102,8 @@ def seed_kind(blueprint: AbstractBlueprint, features: Features, device: torch.de
 
     start = once(blueprint, features, "start", find)
     start = replace(start, table=tree_map(lambda x: x.to(device), start.table), buffers=start.buffers.to(device))
-    skeleton = Template(deterministic_build(build).to(device))
-    return Kind(name=blueprint.name, template=skeleton, start=start, build=build, source=blueprint)
+    template = Template(deterministic_build(build).to(device))
+    return Kind(name=blueprint.name, template=template, start=start, build=build, source=blueprint)
 
 
 def _check_seed(name: str, module: nn.Module, features: Features) -> None:
@@ -118,13 +116,13 @@ def _check_seed(name: str, module: nn.Module, features: Features) -> None:
         unkeyed = not torch.equal(torch.get_rng_state(), before)
     if delta.shape != h.shape:
         raise ConfigError(
-            f"blueprint {name!r} makes {tuple(delta.shape)} of features {tuple(h.shape)}; "
+            f"blueprint {name!r} maps features {tuple(h.shape)} to {tuple(delta.shape)}; "
             "a seed must keep the shape of its input."
         )
     if unkeyed:
         raise ConfigError(
-            f"blueprint {name!r} draws from the global random generator when it is trained, so that a host would "
-            "depend on who drew before it; use layers of nn.Dropout, whose masks are keyed here."
+            f"blueprint {name!r} draws from the global random generator in training, so that a host would depend on "
+            "others; use layers of nn.Dropout, whose masks are keyed."
         )
 
 
@@ -139,13 +137,13 @@ def _start(builds: Builds, birth: Mapping[str, float], device: torch.device) -> 
 
 
 def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
-    """The buffers that a module starts with, and whether they were drawn: `other` was built under another seed."""
+    """The initial buffers of a module, and whether they are random; `other` was built under another seed."""
     layout, values, others = buffer_layout(module), dict(module.named_buffers()), dict(other.named_buffers())
     drawn = [name for name, value in values.items() if not torch.equal(value, others[name])]
     for name in drawn:
         if not values[name].is_floating_point():
             raise ConfigError(
                 f"buffer {name!r} of {type(module).__name__} is {values[name].dtype} and random, but all hosts share "
-                "it; draw it from a generator with a seed of your own."
+                "it; draw it from a generator with a fixed seed."
             )
     return layout.pack({spec.name: values[spec.name] for spec in layout.tensors}), bool(drawn)

@@ -1,10 +1,7 @@
-"""Births, deaths and snapshots of a population by masks on the device: what `Population` does by numbers of the host.
+"""Structural changes of a population by masks on the device, without a read.
 
-    by numbers    the host knows who is meant, and only these rows are touched
-    by masks      nobody asks the device: every slot is written, with what it held or with what is new
-
-Both leave the same bits. Weights are drawn for each host whether it germinates or not, because the draw is keyed by
-(host, episode, step, slot) and so does not depend on who takes it.
+`Population` makes the same changes by index and touches the changed rows only; here every row is written, with its old
+or its new values. The results are equal to the bit. Weights are drawn for every host, whether it germinates or not.
 """
 
 from collections.abc import Iterable
@@ -21,20 +18,20 @@ from esper.leyline.stages import SeedStage
 
 
 def restore(population: Population, panicked: Bool[Tensor, " N"], stage: Int[Tensor, "N S"]) -> None:
-    """`Population.restore`: marked hosts and their fossilized seeds return to the snapshot, without optimizer state."""
+    """`Population.restore` of the marked hosts."""
     p = population
     fossils = (panicked[:, None] & (stage == SeedStage.FOSSILIZED)).flatten()
-    for slab, kept, marked in (
+    for slab, snapshot, marked in (
         (p.host, p.host_snapshot, panicked),
         (p.seeds, p.seeds_snapshot, fossils),
         (p.gates, p.gates_snapshot, fossils),
     ):
-        slab.copy_where(kept, marked)
+        slab.copy_where(snapshot, marked)
         slab.forget_optimizer_where(marked)
 
 
 def release(population: Population, gone: Bool[Tensor, "N S"]) -> None:
-    """`Population.release`: nothing remains of the marked seeds."""
+    """`Population.release` of the marked seeds."""
     for slab in (population.seeds, population.gates):
         slab.clear_where(gone.flatten())
 
@@ -47,7 +44,7 @@ def germinate(
     episode: int,
     t: int,
 ) -> None:
-    """`Population.germinate`, where at most one seed of a host is born: a host does one operation in a step."""
+    """`Population.germinate` of at most one seed per host."""
     p = population
     p.seeds.clear_where(born.flatten())
     p.gates.clear_where((born & has_gate).flatten())
@@ -65,34 +62,26 @@ def germinate(
 def _words(
     population: Population, kinds: Iterable[Kind], slot_N: Tensor, episode: int, t: int, *, first_block: int
 ) -> Int[Tensor, "N W"]:
-    """Random words of each host's newborn, as many as the largest kind needs; smaller ones use the first of them."""
-    widest = max(kind.template.parameters.total for kind in kinds)
-    return word_rows(
-        population.run_seed,
-        Stream.SEED_INIT,
-        population.host_ids,
-        widest,
-        episode=episode,
-        t=t,
-        slot=slot_N,
-        first_block=first_block,
-    )
+    """Random words for a new seed of each host, enough for the largest kind; smaller ones use the first of them."""
+    length = max(kind.template.parameters.total for kind in kinds)
+    seed, hosts = population.run_seed, population.host_ids
+    return word_rows(seed, Stream.SEED_INIT, hosts, length, episode=episode, t=t, slot=slot_N, first_block=first_block)
 
 
 def _plant(slab: Slab, rows: slice, kind: Kind, words: Tensor, born: Bool[Tensor, " N"]) -> None:
-    """New modules of one kind in the marked of these rows, which were cleared."""
+    """Write new modules of one kind into the marked ones of these rows, which were cleared."""
     width, num_buffers = kind.template.parameters.total, kind.template.buffers.total
     put_where(born, fresh(kind.start.table, words[:, :width]), slab.params[rows, :width])
     put_where(born, kind.start.buffers.expand(len(born), -1), slab.buffers[rows, :num_buffers])
 
 
 def snapshot_hosts(population: Population, hosts: Bool[Tensor, " N"]) -> None:
-    """`Population.snapshot_hosts`: snapshot of the marked hosts with all their seeds."""
+    """`Population.snapshot_hosts` of the marked hosts."""
     population.host_snapshot.copy_where(population.host, hosts)
     snapshot_seeds(population, hosts[:, None].expand(-1, population.num_slots))
 
 
 def snapshot_seeds(population: Population, seeds: Bool[Tensor, "N S"]) -> None:
-    """`Population.snapshot_seeds`: the marked seeds join the snapshots of their hosts."""
+    """`Population.snapshot_seeds` of the marked seeds."""
     population.seeds_snapshot.copy_where(population.seeds, seeds.flatten())
     population.gates_snapshot.copy_where(population.gates, seeds.flatten())

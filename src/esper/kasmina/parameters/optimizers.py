@@ -1,6 +1,4 @@
-"""Optimizers of hosts and seeds, on slabs: one row [P] per host or seed, all rows in one step.
-
-Everything here is in place on memory of the caller. A row never reads another one.
+"""Optimizers on slabs: one row [P] per host or seed, all rows in one step, in place and independent of each other.
 
 Shape legend: R = rows (hosts or seeds), P = padded parameters of a row.
 """
@@ -45,11 +43,11 @@ class OptimizerSpec:
             raise ConfigError(f"unknown optimizer {self.kind!r}; {nearest(str(self.kind), ('sgd', 'adamw'))}")
         for name in ("host_lr", "seed_lr", "eps", "grad_clip"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0.0):
+            if not 0.0 < value < math.inf:
                 raise ConfigError(f"optimizer.{name} is {value}; it must be a finite number above 0.")
         for name in ("sgd_weight_decay", "adamw_weight_decay"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
+            if not 0.0 <= value < math.inf:
                 raise ConfigError(f"optimizer.{name} is {value}; it must be a finite number, 0 to switch decay off.")
         for name, value in (("momentum", self.momentum), ("betas[0]", self.betas[0]), ("betas[1]", self.betas[1])):
             if not 0.0 <= value < 1.0:
@@ -58,14 +56,14 @@ class OptimizerSpec:
 
 @tensor_dataclass
 class SGDState:
-    """Momentum of each row; zero is also the start, because the first step then gives momentum = gradient."""
+    """Momentum of each row, zero at the start."""
 
     momentum: Float[Tensor, "*R P"]
 
 
 @tensor_dataclass
 class AdamWState:
-    """Moment estimates of each row, and how many steps the row has taken."""
+    """Moment estimates of each row, and its number of steps."""
 
     exp_avg: Float[Tensor, "*R P"]
     exp_avg_sq: Float[Tensor, "*R P"]
@@ -76,7 +74,7 @@ OptimizerState = SGDState | AdamWState
 
 
 def init_state(spec: OptimizerSpec, like: Float[Tensor, "*R P"]) -> OptimizerState:
-    """The state of rows that have not taken a step; `like` gives shape and device."""
+    """The state before the first step; `like` gives shape and device."""
     if spec.kind == "sgd":
         return SGDState(momentum=torch.zeros_like(like))
     steps = torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device)
@@ -84,12 +82,12 @@ def init_state(spec: OptimizerSpec, like: Float[Tensor, "*R P"]) -> OptimizerSta
 
 
 def host_decay_mask(spec: OptimizerSpec, matrix_mask: Bool[Tensor, " P"]) -> Bool[Tensor, " P"]:
-    """Which elements of a host are decayed: all with SGD, matrices alone with AdamW."""
+    """The elements of a host that are decayed: all with SGD, only matrices with AdamW."""
     return torch.ones_like(matrix_mask) if spec.kind == "sgd" else matrix_mask
 
 
 def clip_factor(norm: Float[Tensor, " R"], max_norm: float) -> Float[Tensor, " R"]:
-    """What to multiply gradients of these L2 norms by, so that no norm is above `max_norm`."""
+    """The factor that clips gradients of these L2 norms to `max_norm`."""
     return (max_norm / (norm + _CLIP_EPS)).clamp_(max=1.0)
 
 
@@ -103,34 +101,28 @@ def step_rows(
     decay_mask: Bool[Tensor, " P"] | None = None,
     active: Bool[Tensor, " R"] | None = None,
 ) -> None:
-    """One optimizer step of every active row: `params` and `state` change in place, `grad` is scratch afterwards.
+    """One optimizer step of every active row: `params` and `state` change in place, `grad` is overwritten.
 
     Args:
-        spec: kind and constants; `lr` is given apart because hosts and seeds differ in it.
+        spec: kind and constants.
         params: the weights.
-        grad: their gradients, clipped already.
-        state: what `init_state` gave for these rows.
-        lr: learning rate.
+        grad: their gradients, already clipped.
+        state: the result of `init_state` for these rows.
+        lr: learning rate of these rows.
         decay_mask: elements that are decayed; None for none (seeds).
-        active: rows that take part; the others keep parameters and state to the bit, whatever their gradient is.
+        active: rows that take part (None: all); the others do not change, whatever their gradient is.
     """
-    if active is None:
-        _step_all(spec, params, grad, state, lr, decay_mask)
-        return
-    params_before, state_before = params.clone(), tree_map(torch.clone, state)
-    _step_all(spec, params, grad, state, lr, decay_mask)
-    torch.where(lift(active, params), params, params_before, out=params)
-    for (_, now), (_, before) in zip(named_tensors(state), named_tensors(state_before), strict=True):
-        torch.where(lift(active, now), now, before, out=now)
-
-
-def _step_all(
-    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: OptimizerState, lr: float, decay_mask: Tensor | None
-) -> None:
+    if active is not None:
+        params_before, state_before = params.clone(), tree_map(torch.clone, state)
     if isinstance(state, SGDState):
         _sgd(spec, params, grad, state, lr, decay_mask)
     else:
         _adamw(spec, params, grad, state, lr, decay_mask)
+    if active is None:
+        return
+    torch.where(lift(active, params), params, params_before, out=params)
+    for (_, now), (_, before) in zip(named_tensors(state), named_tensors(state_before), strict=True):
+        torch.where(lift(active, now), now, before, out=now)
 
 
 def _sgd(
@@ -148,7 +140,7 @@ def _adamw(
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019): w := w - lr * wd * w - lr * (m / c1) / (sqrt(v / c2) + eps).
 
-    The denominator is multiplied by c1 as a whole, so that each row's two corrections enter as one factor and one term.
+    The denominator is multiplied by c1, so that the two corrections of a row become one factor and one term.
     """
     beta1, beta2 = spec.betas
     if decay_mask is not None:

@@ -1,10 +1,10 @@
-"""The population: N hosts and their seeds as slabs of parameters, and what may happen to them.
+"""The population: N hosts and their seeds as slabs of parameters, and their structural changes.
 
     host    [N, P]         one row per host
-    seeds   [N * S, P']    one row per slot: whatever blueprint grows there, in its own layout
-    gates   [N * S, P'']   one row per slot: its gate network, where the seed has one
+    seeds   [N * S, P']    one row per slot: its seed, in the layout of its blueprint
+    gates   [N * S, P'']   one row per slot: its gate network, if the seed has one
 
-A row is meaningless without the blueprint that grows in it; the lifecycle knows that, the population is told.
+The slot states say which blueprint a row holds; the caller passes it in.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,9 +29,9 @@ from esper.leyline.random import Stream, generator_seeds
 from esper.leyline.stages import SeedStage
 
 GATE_BLOCK = 2**31
-"""First random block of a gate: far beyond any seed's, so that the two never share numbers."""
+"""First random block of a gate, beyond those of any seed."""
 REBUILD_BLOCK = 2**30
-"""The block whose words seed the generator under which a seed is built anew; likewise."""
+"""The random block that seeds the generator of a rebuilt seed, beyond those of any other."""
 
 
 @final
@@ -39,7 +39,7 @@ class Population:
     """N hosts of one kind with S slots each.
 
     Args:
-        host: a freshly built host, whose initial weights are replaced by each host's own. Built for the device.
+        host: a new host, whose weights are not used; it is moved to the device.
         optimizer: how hosts and seeds are trained.
         num_envs: N. host_offset: global number of the first host.
         run_seed: key of the random streams that draw weights.
@@ -57,7 +57,7 @@ class Population:
     ) -> None:
         self.num_envs, self.run_seed, self.device = num_envs, run_seed, device
         self.optimizer_spec, self._host_offset = optimizer, host_offset
-        self.points = host.points()
+        self.points = host.enabled
         self.num_slots = len(self.points)
         self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
         self.family = host.family
@@ -77,17 +77,14 @@ class Population:
         self.gates, self.gates_snapshot = self._slabs(slots, self.gate_kinds.values())
 
     def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:
-        """A slab that holds any of these kinds in each row, and one for the snapshot of it."""
-        templates = [kind.template for kind in kinds]
-        width = max(template.parameters.total for template in templates)
-        shape = (rows, width, max(template.buffers.total for template in templates))
-        return (
-            Slab(shape, self.optimizer_spec, self.device),
-            Slab(shape, self.optimizer_spec, self.device, trained=False),
-        )
+        """A slab whose rows can hold any of these kinds, and one for its snapshot."""
+        totals = [(kind.template.parameters.total, kind.template.buffers.total) for kind in kinds]
+        params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
+        spec, shape = self.optimizer_spec, (rows, params, buffers)
+        return Slab(shape, spec, self.device), Slab(shape, spec, self.device, trained=False)
 
     def costs(self) -> SeedCosts:
-        """Parameters of each seed and gate by slot, and what may be chosen."""
+        """Parameters of each seed and gate by slot, and the selectable blueprints."""
         num = registry.num_blueprints()
         params = torch.zeros(self.num_slots, num, dtype=torch.int64)
         selectable = torch.zeros(num, dtype=torch.bool)
@@ -101,13 +98,13 @@ class Population:
         )
 
     def draws(self, hosts: Int[Tensor, " G"] | slice, slot: int) -> Draws:
-        """The dropout masks of the seeds in one slot of some hosts (row numbers), for one train pass."""
+        """The dropout masks of one train pass for the seeds in one slot of some hosts (row numbers)."""
         return Draws(self.moment, self.host_ids[hosts], slot)
 
-    # -- births and deaths ------------------------------------------------------------------------------------------
+    # -- germination and removal -------------------------------------------------------------------------------------
 
     def reset(self, episode: int) -> None:
-        """N new hosts with empty slots; they are also the first snapshot."""
+        """N new hosts with empty slots, which are also the first snapshot."""
         everyone = torch.arange(self.num_envs, device=self.device)
         drawn = fresh_rows(self.host_kind.start.table, self.run_seed, Stream.HOST_INIT, self.host_ids, episode=episode)
         self.host.write(everyone, drawn, self.host_kind.start.buffers.expand(self.num_envs, -1))
@@ -117,7 +114,7 @@ class Population:
         self.host_snapshot.copy_rows(self.host, everyone)
 
     def germinate(self, born: np.ndarray, blueprint: np.ndarray, has_gate: np.ndarray, episode: int, t: int) -> None:
-        """Draw new seeds in step `t` where `born` [N, S] is set; `blueprint` and `has_gate` [N, S] say which."""
+        """Draw the seeds marked in `born` [N, S] in step `t`, with their `blueprint` and `has_gate` [N, S]."""
         for s, index, hosts in _groups(born, blueprint):
             channels = self.points[s].channels
             kind = self.seed_kinds[channels, index]
@@ -142,7 +139,7 @@ class Population:
         slab.write(index * self.num_slots + s, params, buffers.to(self.device))
 
     def release(self, gone: np.ndarray) -> None:
-        """Destroy weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""
+        """Clear weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""
         if gone.any():
             rows = self.index(np.flatnonzero(gone))
             self.seeds.clear(rows)
@@ -164,7 +161,7 @@ class Population:
             self.gates_snapshot.copy_rows(self.gates, rows)
 
     def restore(self, hosts: np.ndarray, stage: np.ndarray) -> None:
-        """Take the marked hosts [N] and their fossilized seeds back to the snapshot; no optimizer state remains."""
+        """Restore the marked hosts [N] and their fossilized seeds from the snapshot, without optimizer state."""
         if not hosts.any():
             return
         rows = self.index(np.flatnonzero(hosts))
@@ -173,27 +170,27 @@ class Population:
         fossils = hosts[:, None] & (stage == SeedStage.FOSSILIZED)
         if fossils.any():
             rows = self.index(np.flatnonzero(fossils))
-            for slab, kept in ((self.seeds, self.seeds_snapshot), (self.gates, self.gates_snapshot)):
-                slab.copy_rows(kept, rows)
+            for slab, snapshot in ((self.seeds, self.seeds_snapshot), (self.gates, self.gates_snapshot)):
+                slab.copy_rows(snapshot, rows)
                 slab.forget_optimizer(rows)
 
     # -- persistence --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
-        """All slabs, and what the snapshots keep."""
+        """All slabs and snapshots."""
         tree: StateTree = {}
         for name in ("host", "seeds", "gates"):
             tree |= with_prefix(name, getattr(self, name).tensors())
-            kept: Slab = getattr(self, f"{name}_snapshot")
-            tree |= with_prefix(f"{name}_snapshot", {"params": kept.params, "buffers": kept.buffers})
+            snapshot: Slab = getattr(self, f"{name}_snapshot")
+            tree |= with_prefix(f"{name}_snapshot", {"params": snapshot.params, "buffers": snapshot.buffers})
         return tree
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        """Restore the result of `state_dict`; raises CheckpointError if names or shapes differ."""
         copy_into(self.state_dict(), state, "population")
 
     def index(self, numbers: np.ndarray) -> Int[Tensor, "*shape"]:
-        """Row numbers of the host side as an index on the device; nothing is read."""
+        """Row numbers as an index on the device, without a read."""
         return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self.device, non_blocking=True)
 
 

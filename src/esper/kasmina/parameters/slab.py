@@ -1,13 +1,7 @@
-"""A slab: parameters, buffers and optimizer state of many modules of one kind, one row each, allocated once.
+"""A slab: parameters, buffers and optimizer state of many modules, one row each, allocated once per run.
 
-    rows      host 0 | weights ............ |        a row is cleared, drawn anew, kept or restored by its index;
-              host 1 | weights ............ |        the shapes never change during a run
-
-`Working` is a compact copy of the rows that a train pass updates: an optimizer step then costs what is trained, not
-what could be. It is taken before the pass and written back after it.
-
-Where the host does not know which rows are meant, the same things are done under a mask of rows (`..._where`): the cost
-is that of all rows, and nothing is asked of the device.
+A train pass updates a compact copy of its rows (`Working`), so that an optimizer step costs no more than the trained
+rows. Methods ending in `_where` take a mask of rows instead of indices: they write all rows, without a device read.
 """
 
 from collections.abc import Sequence
@@ -27,14 +21,14 @@ def _take(state: OptimizerState, rows: Tensor, width: int) -> OptimizerState:
 
 
 def put_where(marked: Bool[Tensor, " R"], new: Float[Tensor, "R W"], into: Float[Tensor, "R W"]) -> None:
-    """Write the marked rows of `new` over those of `into`; what lies in the others, NaN or not, does not matter."""
+    """Copy the marked rows of `new` to `into`; the others may hold anything, also NaN."""
     torch.where(marked[:, None], new, into, out=into)
 
 
 @final
 @dataclass(frozen=True)
 class Working:
-    """Rows of a slab that are being trained; `leaves[i]` is what row i uses, as a leaf with its gradient in `grad`."""
+    """Rows of a slab in training; `leaves[i]` is the used part of row i as a leaf, whose gradient is in `grad`."""
 
     rows: Int[Tensor, " R"]
     params: Float[Tensor, "R W"]
@@ -48,27 +42,22 @@ class Slab:
     """R rows of P parameters and Q buffer values, with their optimizer state."""
 
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        spec: OptimizerSpec,
-        device: torch.device,
-        *,
-        trained: bool = True,
+        self, shape: tuple[int, int, int], spec: OptimizerSpec, device: torch.device, *, trained: bool = True
     ) -> None:
-        """All zero. `shape` is (R, P, Q); rows that are only kept, not `trained`, have no optimizer state."""
+        """All zero. `shape` is (R, P, Q); a slab of snapshots is not `trained` and has no optimizer state."""
         num_rows, num_params, num_buffers = shape
         self.params = torch.zeros(num_rows, num_params, device=device)
         self.buffers = torch.zeros(num_rows, num_buffers, device=device)
         self.optimizer = init_state(spec, self.params if trained else self.params[:, :0])
 
     def write(self, rows: Int[Tensor, " R"], params: Float[Tensor, "R W"], buffers: Float[Tensor, "R V"]) -> None:
-        """New modules in these rows: fresh optimizer state; what the module does not use is zero."""
+        """New modules in these rows, with new optimizer state; unused elements are zero."""
         self.clear(rows)
         self.params[rows, : params.shape[1]] = params
         self.buffers[rows, : buffers.shape[1]] = buffers
 
     def clear(self, rows: Int[Tensor, " R"]) -> None:
-        """Nothing remains of the modules in these rows."""
+        """Set everything in these rows to zero."""
         self.params[rows] = 0.0
         self.buffers[rows] = 0.0
         self.forget_optimizer(rows)
@@ -79,7 +68,7 @@ class Slab:
             tensor[rows] = 0
 
     def copy_rows(self, source: "Slab", rows: Int[Tensor, " R"]) -> None:
-        """Take parameters and buffers of these rows from a slab of the same shape."""
+        """Copy parameters and buffers of these rows from a slab of the same shape."""
         self.params[rows] = source.params[rows]
         self.buffers[rows] = source.buffers[rows]
 
@@ -102,7 +91,7 @@ class Slab:
         put_where(marked, source.buffers, self.buffers)
 
     def whole(self) -> Working:
-        """All rows to be trained where they lie: nothing is copied, and `finish` has nothing to do."""
+        """All rows, in place: nothing is copied, and `finish` is not needed."""
         rows = torch.arange(self.params.shape[0], device=self.params.device)
         return Working(
             rows=rows, params=self.params, grad=torch.zeros_like(self.params), optimizer=self.optimizer, leaves=()
@@ -111,32 +100,26 @@ class Slab:
     # -- compact copies -----------------------------------------------------------------------------------------------
 
     def begin(self, rows: Int[Tensor, " R"], widths: Sequence[int]) -> Working:
-        """Compact copy of these rows, ready for autograd; `widths` [R] is how many parameters each of them uses."""
+        """A compact copy of these rows for autograd; `widths` [R] is the number of used parameters of each."""
         params = self.params[rows, : max(widths, default=0)].contiguous()
         grad = torch.zeros_like(params)
         leaves = []
-        for row, slope, width in zip(params.unbind(0), grad.unbind(0), widths, strict=True):
+        for row, row_grad, width in zip(params.unbind(0), grad.unbind(0), widths, strict=True):
             leaf = row[:width].detach().requires_grad_()
-            leaf.grad = slope[:width]
+            leaf.grad = row_grad[:width]
             leaves.append(leaf)
-        return Working(
-            rows=rows,
-            params=params,
-            grad=grad,
-            optimizer=_take(self.optimizer, rows, params.shape[1]),
-            leaves=tuple(leaves),
-        )
+        optimizer = _take(self.optimizer, rows, params.shape[1])
+        return Working(rows=rows, params=params, grad=grad, optimizer=optimizer, leaves=tuple(leaves))
 
     def finish(self, working: Working) -> None:
-        """Write what was trained back into the slab."""
+        """Write the trained rows back into the slab."""
         rows, width = working.rows, working.params.shape[1]
         self.params[rows, :width] = working.params
-        ours, theirs = named_tensors(self.optimizer), named_tensors(working.optimizer)
-        for (_, mine), (_, new) in zip(ours, theirs, strict=True):
-            if mine.dim() > 1:
-                mine[rows, :width] = new
+        for (_, old), (_, new) in zip(named_tensors(self.optimizer), named_tensors(working.optimizer), strict=True):
+            if old.dim() > 1:
+                old[rows, :width] = new
             else:
-                mine[rows] = new
+                old[rows] = new
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything, by name."""

@@ -1,16 +1,13 @@
-"""One module, many hosts: how a module written for one host becomes G of them side by side.
+"""Stacked modules: a module for one host becomes a module for G hosts.
 
     one host      x [B, C, H, W]                 weight [O, C, k, k]
     stacked       x [B * G, C, H, W]             weight [G, O, C, k, k]         row b * G + g belongs to host g
 
-The rows of all hosts form one batch with the host as the fastest index. A module's own `forward` needs no change: what
-it does to each example (means over space, activations, pooling, reshapes) is right for every row. Only layers with
-weights must know whose row it is; `STACKED` says how each kind of layer does that. Because the host is the fastest
-index, [B * G, C, H, W] is [B, G * C, H, W] without a copy, so convolutions and normalizations of all hosts are one
-grouped kernel.
+The rows of all hosts form one batch with the host as the fastest index, so operations on single examples need no
+change, and `STACKED` replaces the layers with weights. [B * G, C, H, W] is [B, G * C, H, W] without a copy, so that
+convolutions and normalizations of all hosts are one grouped kernel.
 
-A module with weights of its own that the table does not know runs through `torch.vmap` instead, as does one whose
-`forward` mixes examples, which `stacking_trial` finds out by running it.
+A module with other weights, or whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch.vmap`.
 """
 
 import copy
@@ -111,12 +108,12 @@ class StackedLayerNorm(nn.LayerNorm):
 
 @final
 class StackedBatchNorm(nn.BatchNorm2d):
-    """Batch normalization over hosts x channels; a channel of one host never meets another host."""
+    """Batch normalization over hosts x channels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B * G, C, ...] -> the same; in train mode each host's running statistics move."""
+        """[B * G, C, ...] -> the same; train mode updates the running statistics of each host."""
         hosts = self.weight.shape[0]
-        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # the slab's rows lie apart
+        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # rows of a slab are not contiguous
         batch_statistics = self.training or mean is None
         y = F.batch_norm(
             _side_by_side(x, hosts),
@@ -168,53 +165,51 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
     LayerScale: StackedLayerScale,
     TanhScale: StackedTanhScale,
 }
-"""How each kind of layer with weights runs for many hosts: the same object with another `forward`."""
+"""The stacked class of each class of layers with weights: the same object with another `forward`."""
 
 
 def _unknown_layer(layer: nn.Module) -> bool:
-    """Whether the layer has weights that no rule knows, or an option that its rule does not cover."""
+    """Whether the layer has weights without a stacked class, or an option that its stacked class does not support."""
     owns = any(True for _ in layer.named_parameters(recurse=False))
     owns |= any(b.is_floating_point() for _, b in layer.named_buffers(recurse=False))
     if type(layer) not in STACKED:
         return owns
     zero_padded = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
-    affine = not isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d) or (
-        layer.weight is not None
-    )
-    return not (zero_padded and affine)
+    norm = isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d)
+    return not zero_padded or (norm and layer.weight is None)
 
 
 @final
 class Vmapped(nn.Module):
-    """Any module for many hosts, through `torch.vmap`; slower, because every operation is batched anew in each call."""
+    """Any module for many hosts through `torch.vmap`, which is slower than stacked layers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._modules.update(module._modules)  # the paths of the original, so that weights are bound here
+        self._modules.update(module._modules)  # the paths of the original, to which weights are bound
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
-        skeleton = copy.deepcopy(module)
-        self._skeleton = [skeleton]  # in a list: it is run, but it is no part of the paths
-        self._dropouts = dropout_layers(module), dropout_layers(skeleton)
+        single = copy.deepcopy(module)
+        self._single = [single]  # in a list, so that it is no submodule
+        self._dropouts = dropout_layers(module), dropout_layers(single)
 
     def _one(self, tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
         """The module of one host."""
         ours, inner = self._dropouts
         if ours and ours[0].draws is not None:
             draw_for(inner, ours[0].draws.of(host[None]))
-        out: Tensor = torch.func.functional_call(self._skeleton[0], tensors, (x,))
+        out: Tensor = torch.func.functional_call(self._single[0], tensors, (x,))
         return out
 
     def train(self, mode: bool = True) -> "Vmapped":
-        """Set the mode of what is run."""
-        self._skeleton[0].train(mode)
+        """Set the mode, also of the module that runs."""
+        self._single[0].train(mode)
         super().train(mode)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""
         tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
-        # running statistics of rows that lie apart would be moved in a copy, and that be forgotten
+        # vmap would update a copy of running statistics that are not contiguous
         stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
         x_BG = x.view(x.shape[0] // hosts, hosts, *x.shape[1:])
@@ -233,27 +228,27 @@ class Vmapped(nn.Module):
 
 
 def _own(module: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
-    """(path, tensor) of everything that was bound; bound views are no `nn.Parameter`, so modules do not list them."""
-    found = []
-    for prefix, layer in module.named_modules():
-        for leaf, tensor in getattr(layer, kind).items():
-            if tensor is not None:
-                found.append((f"{prefix}.{leaf}" if prefix else leaf, tensor))
-    return found
+    """(path, tensor) of all bound tensors; views are no `nn.Parameter`, so `named_parameters` does not list them."""
+    return [
+        (f"{prefix}.{leaf}" if prefix else leaf, tensor)
+        for prefix, layer in module.named_modules()
+        for leaf, tensor in getattr(layer, kind).items()
+        if tensor is not None
+    ]
 
 
 def vmapped(module: nn.Module) -> nn.Module:
-    """A stacked twin by `torch.vmap`."""
+    """The module for many hosts by `torch.vmap`."""
     return Vmapped(copy.deepcopy(module))
 
 
 def can_stack_layers(module: nn.Module) -> bool:
-    """Whether the table knows every layer with weights."""
+    """Whether `STACKED` has every layer with weights."""
     return not any(_unknown_layer(layer) for layer in module.modules())
 
 
 def stack_layers(module: nn.Module) -> nn.Module:
-    """A stacked twin by the table alone; for hosts, whose forward pass takes more than an example to try."""
+    """The module for many hosts with the layers of `STACKED`."""
     assert can_stack_layers(module)
     stacked = copy.deepcopy(module)
     for layer in stacked.modules():

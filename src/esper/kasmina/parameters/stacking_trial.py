@@ -1,7 +1,4 @@
-"""How a module is run for many hosts at once: found by trying, once for each kind.
-
-Shape legend: G = hosts of the trial, B = examples per host.
-"""
+"""The choice how a module is stacked, by trial, once for each kind."""
 
 import copy
 from collections.abc import Callable
@@ -16,17 +13,17 @@ from esper.leyline.errors import StackingError
 
 _HOSTS, _EXAMPLES = 3, 4
 Way = Callable[[nn.Module], nn.Module]
-"""How a module becomes its stacked twin, with the same parameter names; the module itself is not touched."""
+"""A function from a module to its stacked module with the same parameter names; the module is not changed."""
 
 
 def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
-    """How to stack modules of the blueprint `name`: by exchanging their layers by the table, or else by `torch.vmap`.
+    """How to stack modules of the blueprint `name`: with stacked layers, or else with `torch.vmap`.
 
-    Either is used only after it has reproduced `module` host by host on random rows like `example` [1, ...], in train
-    and in evaluation mode, with all gradients.
+    A way is used if it reproduces outputs, gradients and buffers of `module` host by host, on random examples like
+    `example` [1, ...], in train and in evaluation mode.
 
     Raises:
-        StackingError: neither does.
+        StackingError: neither way does.
     """
     ways: tuple[Way, ...] = (stack_layers, vmapped) if can_stack_layers(module) else (vmapped,)
     for way in ways:
@@ -38,32 +35,32 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
 
 
 def _reproduces(stack: nn.Module, module: nn.Module, example: Tensor) -> bool:
-    """Whether the stack gives each of three hosts what the module gives it alone: outputs, gradients, buffers."""
+    """Whether the stacked module gives each of three hosts the results of the module alone."""
     generator = torch.Generator().manual_seed(0)
     layout, buffers = parameter_layout(module), buffer_layout(module)
     rows = torch.randn(_HOSTS, layout.total, generator=generator)
-    kept = torch.rand(_HOSTS, buffers.total, generator=generator) + 0.5
+    state = torch.rand(_HOSTS, buffers.total, generator=generator) + 0.5
     x, pull = (torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator) for _ in range(2))
     stacked, alone = StackedTemplate(copy.deepcopy(stack), layout, buffers), copy.deepcopy(module)
     for training in (False, True):
         alone.train(training)
         try:
-            together = _trial_of_all(stacked, rows, kept, x, pull, training)
+            together = _trial_of_all(stacked, rows, state, x, pull, training)
         except (RuntimeError, IndexError):
-            return False  # the forward pass needs the shape of one host, or something that vmap cannot do
+            return False  # the forward pass needs the shape of one host, or vmap does not support it
         for g in range(_HOSTS):
-            apart = _trial_of_one(alone, g, layout.unpack(rows[g]), buffers.unpack(kept[g].clone()), x, pull)
-            if not all(_near(ours[g], theirs) for ours, theirs in zip(together, apart, strict=True)):
+            single = _trial_of_one(alone, g, layout.unpack(rows[g]), buffers.unpack(state[g].clone()), x, pull)
+            if not all(_near(ours[g], theirs) for ours, theirs in zip(together, single, strict=True)):
                 return False
     return True
 
 
 def _trial_of_all(
-    stacked: StackedTemplate, rows: Tensor, kept: Tensor, x: Tensor, pull: Tensor, training: bool
+    stacked: StackedTemplate, rows: Tensor, state: Tensor, x: Tensor, pull: Tensor, training: bool
 ) -> list[Tensor]:
     """Outputs, gradients of inputs and parameters, and buffers after a pass; the host is the first axis of each."""
     leaves = tuple(view.requires_grad_() for view in stacked.views(rows))
-    moved = stacked.buffer_views(kept.clone())
+    moved = stacked.buffer_views(state.clone())
     stacked.train(training)
     stacked.bind(leaves, moved)
     draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(_HOSTS), 0))
@@ -76,7 +73,7 @@ def _trial_of_all(
 def _trial_of_one(
     alone: nn.Module, g: int, params: dict[str, Tensor], moved: dict[str, Tensor], x: Tensor, pull: Tensor
 ) -> list[Tensor]:
-    """The same of one host, by the module itself."""
+    """The same for one host, by the module itself."""
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     draw_for(dropout_layers(alone), Draws(Moment(0), torch.tensor([g]), 0))
     h = x[:, g].clone().requires_grad_()

@@ -1,7 +1,7 @@
 """The blend weight alpha and its ramps.
 
-retarget   start := alpha, go to `target` in `ticks` steps along a curve; legal only while nothing moves
-step       one tick of every moving ramp; the last one lands exactly on the target
+retarget   start a ramp from the present alpha to `target` in `ticks` steps along a curve; only in alpha mode HOLD
+step       one tick of every running ramp; the last one ends exactly at the target
 """
 
 import torch
@@ -17,7 +17,7 @@ _MIN_STEEPNESS = 0.1
 
 
 def ramp(x: Float[Tensor, "*b"], curve: Int[Tensor, "*b"], steepness: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Share of a ramp that is done after the share `x` of its ticks, by curve.
+    """Share of a ramp that is completed after the share `x` of its ticks, by curve.
 
     LINEAR x; COSINE (1 - cos pi x)/2; SIGMOID (s(k(x-1/2)) - s(-k/2)) / (s(k/2) - s(-k/2)) with the logistic s.
     """
@@ -31,15 +31,14 @@ def ramp(x: Float[Tensor, "*b"], curve: Int[Tensor, "*b"], steepness: Float[Tens
 def retarget(
     slots: SlotState,
     where: Bool[Tensor, "N S"],
-    *,
     target: Float[Tensor, "#N #S"],
     ticks: Int[Tensor, "#N #S"],
     curve: Int[Tensor, "#N #S"],
     steepness: Float[Tensor, "#N #S"],
 ) -> SlotState:
-    """Start a ramp from the present alpha in the marked slots, which must be in HOLD (the guards see to that).
+    """Start a ramp in the marked slots, which are in HOLD (the guards require it).
 
-    No ticks: alpha takes the target at once. A target equal to alpha leaves the slot in HOLD.
+    With 0 ticks alpha becomes the target at once. A target equal to alpha leaves the slot in HOLD.
     """
     gradual = ticks > 0
     moves = gradual & (target != slots.alpha)

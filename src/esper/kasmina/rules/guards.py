@@ -1,8 +1,8 @@
-"""Guards: which operation is legal on which slot. The only code that decides this.
+"""Guards: which operation is legal on which slot. No other code decides this.
 
 op                stage of the slot            alpha_mode   further condition
 WAIT              any                          any
-GERMINATE         DORMANT                      any          room for a seed; sequential: nothing young or cooling
+GERMINATE         DORMANT                      any          room for a seed; sequential: no young seed, no cooldown
 SET_ALPHA_TARGET  BLENDING, HOLDING            HOLD         a gated style only where the seed has a gate network
 PRUNE             GERMINATED..HOLDING          HOLD         age >= min_prune_age
 FOSSILIZE         HOLDING                      HOLD
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from esper.kasmina.rules.config import LifecycleConfig
-from esper.leyline.actions import NUM_OPS, STYLE_ALGORITHM, Head, LifecycleOp
+from esper.leyline.actions import STYLE_ALGORITHM, Head, LifecycleOp
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import (
     COOLDOWN,
@@ -35,7 +35,7 @@ _ANY_MODE = frozenset(AlphaMode)
 _STILL = frozenset({_M.HOLD})
 
 _BLOCKS_GERMINATION = frozenset({_S.GERMINATED, _S.TRAINING}) | COOLDOWN
-"""Stages that keep other slots from germinating when `sequential`: attribution stays readable."""
+"""With `sequential`, no slot may germinate while another one is in these stages."""
 
 
 @lru_cache(maxsize=64)
@@ -50,56 +50,50 @@ def in_stages(stage: Int[Tensor, "N S"], stages: frozenset[SeedStage]) -> Bool[T
 
 
 def _rules(auto: tuple[bool, bool, bool]) -> dict[LifecycleOp, tuple[frozenset[SeedStage], frozenset[AlphaMode]]]:
-    manual = {
-        stage
-        for stage, opens_itself in zip((_S.GERMINATED, _S.TRAINING, _S.BLENDING), auto, strict=True)
-        if not opens_itself
-    }
+    gated = zip((_S.GERMINATED, _S.TRAINING, _S.BLENDING), auto, strict=True)
+    manual = frozenset(stage for stage, automatic in gated if not automatic)
     return {
         LifecycleOp.WAIT: (frozenset(SeedStage), _ANY_MODE),
         LifecycleOp.GERMINATE: (frozenset({_S.DORMANT}), _ANY_MODE),
         LifecycleOp.SET_ALPHA_TARGET: (frozenset({_S.BLENDING, _S.HOLDING}), _STILL),
         LifecycleOp.PRUNE: (GROWING, _STILL),
         LifecycleOp.FOSSILIZE: (frozenset({_S.HOLDING}), _STILL),
-        LifecycleOp.ADVANCE: (frozenset(manual), frozenset({_M.HOLD, _M.UP})),
+        LifecycleOp.ADVANCE: (manual, frozenset({_M.HOLD, _M.UP})),
     }
 
 
 @lru_cache(maxsize=64)
 def _rule_table(auto: tuple[bool, bool, bool], device: torch.device) -> Tensor:
-    """`[((stage * 3 + mode) * 2 + aged) * 2 + free, op]`, bool: the columns of the table above, one row per slot state.
+    """`[((stage * 3 + mode) * 2 + aged) * 2 + free, op]`, bool: the rules above, one row per slot state.
 
-    `aged`: the seed may be pruned; `free`: the host may germinate.
+    `aged`: old enough for PRUNE; `free`: the host may germinate.
     """
     rules = _rules(auto)
 
     def allowed(op: LifecycleOp, stage: int, mode: AlphaMode, aged: bool, free: bool) -> bool:
-        waits = (op is LifecycleOp.PRUNE and not aged) or (op is LifecycleOp.GERMINATE and not free)
-        return stage in rules[op][0] and mode in rules[op][1] and not waits
+        blocked = (op is LifecycleOp.PRUNE and not aged) or (op is LifecycleOp.GERMINATE and not free)
+        return stage in rules[op][0] and mode in rules[op][1] and not blocked
 
     states = itertools.product(range(NUM_STAGE_VALUES), AlphaMode, (False, True), (False, True))
     return torch.tensor([[allowed(op, *state) for op in LifecycleOp] for state in states], device=device)
 
 
 def legal_ops(slots: SlotState, config: LifecycleConfig) -> Bool[Tensor, "N 6 S"]:
-    """`legal[n, op, s]`. Masks, execution, effective ops and baselines all read this and nothing else."""
-    num_slots = slots.stage.shape[1]
+    """`legal[n, op, s]`, which masks, execution, effective ops and baselines all use."""
     table = _rule_table((config.auto_g1, config.auto_g2, config.auto_g3), slots.stage.device)
     aged = slots.age >= config.min_prune_age
     state = (slots.stage * 3 + slots.alpha_mode) * 4 + aged * 2 + _may_germinate(slots, config)[:, None]
-    legal = table[state].transpose(1, 2).contiguous()
-    assert legal.shape == (len(state), NUM_OPS, num_slots)
-    return legal
+    return table[state].transpose(1, 2).contiguous()
 
 
 def _may_germinate(slots: SlotState, config: LifecycleConfig) -> Bool[Tensor, " N"]:
-    """Hosts in which nothing that grows, and no want of room, forbids a further seed."""
+    """Hosts that may germinate another seed, if a slot is DORMANT."""
     num_slots = slots.stage.shape[1]
     max_seeds = num_slots if config.max_seeds is None else config.max_seeds
     free = torch.ones_like(slots.stage[:, 0], dtype=torch.bool)
     if config.sequential:
         free = ~in_stages(slots.stage, _BLOCKS_GERMINATION).any(dim=1)
-    if 0 < max_seeds < num_slots:  # with one seed per slot a DORMANT slot is room enough
+    if 0 < max_seeds < num_slots:  # otherwise a DORMANT slot suffices
         free = free & (in_stages(slots.stage, HAS_MODULE).sum(dim=1) < max_seeds)
     return free
 

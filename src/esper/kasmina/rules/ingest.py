@@ -1,4 +1,4 @@
-"""Measurements into state: what the train and validation passes told is written where the rulebook reads it."""
+"""Write the measurements of the train and validation passes into the states of slots and hosts."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,7 @@ _STABLE_STEPS = 3
 def ingest(
     slots: SlotState, hosts: HostState, seen: Measurements, t: int | Int[Tensor, ""], healthy: Bool[Tensor, " N"]
 ) -> tuple[SlotState, HostState]:
-    """Write the measurements of step `t`; hosts with `healthy` False (rolled back in this step) stay as they are."""
+    """Write the measurements of step `t`; hosts with `healthy` False (rolled back in this step) are unchanged."""
     new_slots = _ingest_slots(slots, seen, t)
     new_hosts = _ingest_hosts(hosts, seen)
     return where(healthy, new_slots, slots), where(healthy, new_hosts, hosts)
@@ -42,7 +42,7 @@ def _ingest_slots(slots: SlotState, seen: Measurements, t: int | Tensor) -> Slot
 
 
 def _velocity(slots: SlotState, new_NS: Tensor, measured_NS: Tensor) -> Tensor:
-    """Velocity := 0.7 velocity + 0.3 (c - c_last) from the second measurement on, starting at 0; missing before."""
+    """0.7 velocity + 0.3 (c - c_last) from the second measurement on, starting at 0; NaN before."""
     again = measured_NS & (slots.contribution_step >= 0)
     before = torch.nan_to_num(slots.contribution_velocity, nan=0.0)
     moved = 0.7 * before + 0.3 * (new_NS - slots.contribution)
@@ -50,7 +50,7 @@ def _velocity(slots: SlotState, new_NS: Tensor, measured_NS: Tensor) -> Tensor:
 
 
 def _ema(old_NS: Tensor, new_NS: Tensor) -> Tensor:
-    """First value, then 0.9 old + 0.1 new; a missing new value changes nothing."""
+    """0.9 old + 0.1 new; the first value starts it, and a missing one changes nothing."""
     smoothed = torch.where(torch.isnan(old_NS), new_NS, 0.9 * old_NS + 0.1 * new_NS)
     return torch.where(torch.isnan(new_NS), old_NS, smoothed)
 
@@ -78,7 +78,7 @@ def _ingest_hosts(hosts: HostState, seen: Measurements) -> HostState:
 
 
 def _stabilization(hosts: HostState, val_loss: Float[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Bool[Tensor, " N"]]:
-    """Latch that closes after three steps in which the loss moved by -5 % to +3 % of itself."""
+    """Count of steps in a row whose loss fell by -5 % to +3 %, and whether it ever reached three."""
     previous = hosts.val_loss
     usable = (previous > 1e-8) & (previous < torch.inf) & ~hosts.stabilized
     relative = (previous - val_loss) / previous

@@ -27,7 +27,7 @@ from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 
 _S = SeedStage
 _FULL = 1.0 - 1e-6
-_AFTER_TICK = {
+_AFTER_TICK: dict[int, int] = {
     _S.GERMINATED: _S.TRAINING,
     _S.TRAINING: _S.BLENDING,
     _S.BLENDING: _S.HOLDING,
@@ -131,7 +131,8 @@ def apply_ops(
     ramps = scheduled | (retuned & ~(holding & (chosen.target >= _FULL)))
     moved = germinated | pruned | fossilized | (ramps & holding)
     slots = transition(slots, moved, chosen.to_stage.masked_fill(scheduled, int(_S.BLENDING)), val_acc_N1)
-    slots = _start_ramps(slots, ramps, scheduled, chosen)
+    ramp_target = chosen.target.masked_fill(scheduled, 0.0)
+    slots = alpha.retarget(slots, ramps, ramp_target, chosen.ticks, chosen.curve, chosen.steepness)
     slots = _germinate(slots, hosts.n_germinated, val_acc_N1, germinated, chosen, costs)
     hosts = _count(hosts, slots, germinated, pruned, fossilized)
     changed = slots.stage != before
@@ -147,18 +148,6 @@ def apply_ops(
         g5=g5,
     )
     return slots, hosts, effects
-
-
-def _start_ramps(slots: SlotState, ramps_NS: Tensor, scheduled_NS: Tensor, chosen: OpParameters) -> SlotState:
-    """The ramps of SET_ALPHA_TARGET, and those of a scheduled PRUNE, whose target is 0."""
-    return alpha.retarget(
-        slots,
-        ramps_NS,
-        target=chosen.target.masked_fill(scheduled_NS, 0.0),
-        ticks=chosen.ticks,
-        curve=chosen.curve,
-        steepness=chosen.steepness,
-    )
 
 
 def _germinate(
@@ -260,13 +249,13 @@ def _automatic(config: LifecycleConfig) -> frozenset[SeedStage]:
 @lru_cache(maxsize=8)
 def _after_tick(device: torch.device) -> Int[Tensor, "11"]:
     """`_AFTER_TICK` by stage value; the other stages lead to themselves."""
-    return torch.tensor([int(_AFTER_TICK.get(s, s)) for s in range(NUM_STAGE_VALUES)], device=device)
+    return torch.tensor([_AFTER_TICK.get(s, s) for s in range(NUM_STAGE_VALUES)], device=device)
 
 
 @lru_cache(maxsize=8)
 def _cooldown(embargo_epochs: int, device: torch.device) -> Int[Tensor, "11"]:
     """Epochs after which a slot in cooldown moves on, by stage value; never reached in the other stages."""
-    waits = {_S.PRUNED: 0, _S.EMBARGOED: embargo_epochs, _S.RESETTING: 0}
+    waits: dict[int, int] = {_S.PRUNED: 0, _S.EMBARGOED: embargo_epochs, _S.RESETTING: 0}
     return torch.tensor([waits.get(s, 2**31) for s in range(NUM_STAGE_VALUES)], device=device)
 
 

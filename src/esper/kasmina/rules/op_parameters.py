@@ -48,29 +48,26 @@ _INTEGERS = (
     (Head.TEMPO, TEMPO_TICKS),
     (Head.ALPHA_SPEED, ALPHA_SPEED_TICKS),
     (Head.ALPHA_CURVE, ALPHA_CURVES),
-    (Head.OP, [int(_STAGE_AFTER.get(op, SeedStage.UNKNOWN)) for op in LifecycleOp]),
+    (Head.OP, tuple(int(_STAGE_AFTER.get(op, SeedStage.UNKNOWN)) for op in LifecycleOp)),
 )
 _FLOATS = ((Head.ALPHA_TARGET, ALPHA_TARGETS), (Head.ALPHA_CURVE, ALPHA_CURVE_STEEPNESS))
+_Column = tuple[Head, Sequence[int] | Sequence[float]]
+_Table = tuple[Tensor, Tensor, Tensor]
+"""The head of each parameter, its row, and the rows of values, padded with zeros."""
 
 
-@lru_cache(maxsize=8)
-def _tables(device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-    """For the integers and the floats: the head of each parameter, its row, and its values, padded with zeros."""
-
-    def table(
-        columns: Sequence[tuple[Head, Sequence[int] | Sequence[float]]], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = torch.tensor([int(head) for head, _ in columns], device=device)
-        width = max(len(values) for _, values in columns)
-        rows = [[*values, *[0] * (width - len(values))] for _, values in columns]
-        return heads, torch.arange(len(rows), device=device), torch.tensor(rows, dtype=dtype, device=device)
-
-    return table(_INTEGERS, torch.int64), table(_FLOATS, torch.float32)
+@lru_cache(maxsize=16)
+def _table(columns: tuple[_Column, ...], dtype: torch.dtype, device: torch.device) -> _Table:
+    width = max(len(values) for _, values in columns)
+    rows = [[*values, *[0] * (width - len(values))] for _, values in columns]
+    heads = torch.tensor([int(head) for head, _ in columns], device=device)
+    return heads, torch.arange(len(rows), device=device), torch.tensor(rows, dtype=dtype, device=device)
 
 
 def op_parameters(actions: Int[Tensor, "N 8"]) -> OpParameters:
     """The parameters of each host's op."""
     columns = [actions[:, Head.BLUEPRINT : Head.BLUEPRINT + 1]]
-    for heads, rows, values in _tables(actions.device):
+    for group, dtype in ((_INTEGERS, torch.int64), (_FLOATS, torch.float32)):
+        heads, rows, values = _table(group, dtype, actions.device)
         columns.extend(values[rows, actions.index_select(1, heads)].split(1, dim=1))
     return OpParameters(*columns)

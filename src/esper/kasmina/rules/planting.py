@@ -1,4 +1,4 @@
-"""Seeds that are permanent before the first step: what a host would be that never had to grow."""
+"""Hosts that start with fossilized seeds, to train a grown structure from the first step."""
 
 import torch
 from jaxtyping import Int
@@ -17,7 +17,7 @@ def planted(
     algorithm: Int[torch.Tensor, "N S"],
     costs: SeedCosts,
 ) -> tuple[SlotState, HostState]:
-    """Fossilized seeds of these kinds in empty slots; `blueprint` is -1 where the slot stays empty."""
+    """Put fossilized seeds into empty slots; `blueprint` is -1 where the slot stays empty."""
     here = blueprint >= 0
     gated = algorithm == Algorithm.GATE
     column = torch.arange(blueprint.shape[1], device=blueprint.device)

@@ -1,4 +1,4 @@
-"""Rollback: what becomes of slots and hosts when the governor takes a host back to its snapshot."""
+"""Rollback: slots and hosts when the governor restores the snapshot of a host."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,7 +11,7 @@ from esper.leyline.messages import HostState, SlotState
 from esper.leyline.stages import GROWING, SeedStage
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, where
 
-_FORGOTTEN = (
+_MEASURED = (
     "val_acc",
     "val_loss",
     "train_acc",
@@ -21,12 +21,12 @@ _FORGOTTEN = (
     "committed_acc",
     "cf_total",
 )
-"""What a host no longer remembers after a rollback."""
+"""Fields of a host that a rollback clears, besides the histories."""
 
 
 @tensor_dataclass
 class FossilMemory:
-    """Measurements of fossilized seeds at the time of their host's snapshot: they belong to the weights kept there."""
+    """Measurements of seeds at the time of their host's snapshot, which holds the weights that were measured."""
 
     contribution: Float[Tensor, "N S"]
     contribution_step: Int[Tensor, "N S"]
@@ -36,28 +36,22 @@ class FossilMemory:
 
 
 def memory_of(slots: SlotState) -> FossilMemory:
-    """What a snapshot taken now would remember."""
-    return FossilMemory(
-        contribution=slots.contribution,
-        contribution_step=slots.contribution_step,
-        contribution_velocity=slots.contribution_velocity,
-        interaction_sum=slots.interaction_sum,
-        boost_received=slots.boost_received,
-    )
+    """The memory of a snapshot that is taken now."""
+    return FossilMemory(**{name: getattr(slots, name) for name in FossilMemory.__annotations__})
 
 
 def remember(memory: FossilMemory, slots: SlotState, taken: Bool[Tensor, "N S"]) -> FossilMemory:
-    """The memory with the marked slots as they are now."""
+    """`memory` with the present measurements of the marked slots."""
     return where(taken, memory_of(slots), memory)
 
 
 def rollback(
-    slots: SlotState, hosts: HostState, panic: Bool[Tensor, " N"], kept: FossilMemory
+    slots: SlotState, hosts: HostState, panic: Bool[Tensor, " N"], memory: FossilMemory
 ) -> tuple[SlotState, HostState, Bool[Tensor, "N S"]]:
-    """Take the masked hosts back to their snapshot: growing seeds are pruned, fossils keep what the snapshot knew.
+    """Prune the growing seeds of the masked hosts and restore the measurements of their fossils from the snapshot.
 
-    Clocks and alpha of a fossil go on: only the tick writes clocks. What the host remembered of its past is forgotten
-    (a new segment begins). Slots in cooldown are untouched.
+    The clocks and the alpha of a fossil stay, because only the tick writes clocks. The measurements and histories of
+    the host are cleared, and a new segment begins. Slots in cooldown are untouched.
 
     Returns:
         Slots, hosts, and the slots that were pruned [N, S].
@@ -65,12 +59,12 @@ def rollback(
     pruned = in_stages(slots.stage, GROWING) & panic[:, None]
     slots = release(transition(slots, pruned, int(SeedStage.PRUNED), torch.nan), pruned)
     fossil = (slots.stage == SeedStage.FOSSILIZED) & panic[:, None]
-    slots = select(fossil, dict(vars(kept)), slots)
+    slots = select(fossil, dict(vars(memory)), slots)
 
-    # x + NaN is NaN and x + 0 is x, for all fields in one call
+    # x + NaN is NaN and x + 0 is x: one call clears all fields
     gone = torch.zeros_like(hosts.val_acc).masked_fill(panic, torch.nan)
-    forgotten = torch._foreach_add([getattr(hosts, name) for name in _FORGOTTEN], [gone] * len(_FORGOTTEN))
-    changes = dict(zip(_FORGOTTEN, forgotten, strict=True))
+    cleared = torch._foreach_add([getattr(hosts, name) for name in _MEASURED], [gone] * len(_MEASURED))
+    changes = dict(zip(_MEASURED, cleared, strict=True))
     for name in ("acc_hist", "loss_hist"):
         changes[name] = getattr(hosts, name) + gone[:, None]
     changes["plateau_count"] = hosts.plateau_count * ~panic

@@ -1,4 +1,4 @@
-"""Empty values of slot and host fields, and writing many fields under one mask."""
+"""Empty values of slot and host fields, and writes of many fields under one mask."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -29,7 +29,7 @@ IDENTITY: dict[str, tuple[torch.dtype, float]] = {
     "germ_curve": (_INT, AlphaCurve.NONE),
     "acc_at_stage_start": (_FLOAT, _NAN),
 }
-"""Fields that survive the removal of a module; they are emptied when the slot is DORMANT again."""
+"""Fields that stay when the module is removed, until the slot is DORMANT again."""
 
 MODULE: dict[str, tuple[torch.dtype, float]] = {
     "has_gate": (_BOOL, False),
@@ -43,7 +43,7 @@ MODULE: dict[str, tuple[torch.dtype, float]] = {
     "alpha_total": (_INT, 0),
     "alpha_done": (_INT, 0),
 }
-"""Fields that describe the module and its blend weight."""
+"""Fields of the module and its blend weight."""
 
 MEASURED: dict[str, tuple[torch.dtype, float]] = {
     "acc_at_germination": (_FLOAT, _NAN),
@@ -60,37 +60,26 @@ MEASURED: dict[str, tuple[torch.dtype, float]] = {
     "grad_health_prev": (_FLOAT, _NAN),
     "grad_ratio_ema": (_FLOAT, _NAN),
 }
-"""Fields that hold measurements of the seed."""
+"""Measurements of the seed."""
 
 RELEASED = {**MODULE, **MEASURED}
 EMPTY = {**IDENTITY, **RELEASED}
 
 _HOST_EMPTY: dict[str, tuple[torch.dtype, float]] = {
-    "val_acc": (_FLOAT, _NAN),
-    "val_loss": (_FLOAT, _NAN),
-    "train_acc": (_FLOAT, _NAN),
-    "train_loss": (_FLOAT, _NAN),
-    "prev_val_acc": (_FLOAT, _NAN),
-    "prev_val_loss": (_FLOAT, _NAN),
-    "committed_acc": (_FLOAT, _NAN),
-    "cf_total": (_FLOAT, _NAN),
-    "host_params": (_INT, 0),
+    **dict.fromkeys(
+        ("val_acc", "val_loss", "train_acc", "train_loss", "prev_val_acc", "prev_val_loss"), (_FLOAT, _NAN)
+    ),
+    **dict.fromkeys(("committed_acc", "cf_total", "best_acc"), (_FLOAT, _NAN)),
+    **dict.fromkeys(("n_germinated", "n_pruned", "n_fossilized", "n_contributing", "host_params"), (_INT, 0)),
+    **dict.fromkeys(("plateau_count", "stable_count", "segment"), (_INT, 0)),
     "last_op": (_INT, LifecycleOp.WAIT),
     "last_success": (_BOOL, True),
-    "n_germinated": (_INT, 0),
-    "n_pruned": (_INT, 0),
-    "n_fossilized": (_INT, 0),
-    "n_contributing": (_INT, 0),
-    "best_acc": (_FLOAT, _NAN),
-    "plateau_count": (_INT, 0),
-    "stable_count": (_INT, 0),
     "stabilized": (_BOOL, False),
-    "segment": (_INT, 0),
 }
 
 
 def empty_slots(num_envs: int, num_slots: int, device: torch.device) -> SlotState:
-    """N x S dormant slots."""
+    """DORMANT slots [N, S]."""
     shape = (num_envs, num_slots)
     return SlotState(**{name: torch.full(shape, v, dtype=d, device=device) for name, (d, v) in EMPTY.items()})
 
@@ -103,59 +92,49 @@ def new_hosts(num_envs: int, host_params: int, device: torch.device) -> HostStat
     return HostState(**fields, acc_hist=missing, loss_hist=missing.clone())
 
 
-@lru_cache(maxsize=64)
-def _columns(names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor([EMPTY[name][1] for name in names], dtype=dtype, device=device)[:, None, None]
-
-
 @lru_cache(maxsize=16)
-def _by_dtype(names: tuple[str, ...]) -> tuple[tuple[torch.dtype, tuple[str, ...]], ...]:
-    return tuple((d, tuple(n for n in names if EMPTY[n][0] is d)) for d in (_INT, _FLOAT, _BOOL))
-
-
-_RELEASED_NAMES, _EMPTY_NAMES = tuple(RELEASED), tuple(EMPTY)
+def _empty_by_dtype(names: tuple[str, ...], device: torch.device) -> list[tuple[list[str], Tensor]]:
+    """The names of each dtype, and their empty values [F, 1, 1]."""
+    groups = [(d, [name for name in names if EMPTY[name][0] is d]) for d in (_INT, _FLOAT, _BOOL)]
+    return [(g, torch.tensor([EMPTY[n][1] for n in g], dtype=d, device=device)[:, None, None]) for d, g in groups]
 
 
 def _fill_empty(slots: SlotState, where_NS: Tensor, names: tuple[str, ...]) -> SlotState:
-    """Write the empty value of the named fields where the mask is set.
-
-    Fields of one type are stacked, so that the cost is three operations per type instead of one per field.
-    """
+    """Write the empty value of the named fields under the mask, with three operators per type of field."""
     changes: dict[str, Tensor] = {}
-    for dtype, group in _by_dtype(names):
-        stacked = torch.stack([getattr(slots, name) for name in group])
-        filled = torch.where(where_NS, _columns(group, dtype, where_NS.device), stacked)
+    for group, empty in _empty_by_dtype(names, where_NS.device):
+        filled = torch.where(where_NS, empty, torch.stack([getattr(slots, name) for name in group]))
         changes.update(zip(group, filled.unbind(0), strict=True))
     return replace(slots, **changes)
 
 
 def release(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
-    """The module leaves the slot: its parameters, blend weight and measurements are forgotten."""
-    return _fill_empty(slots, where, _RELEASED_NAMES)
+    """Remove the module from the marked slots: its fields, its blend weight and its measurements become empty."""
+    return _fill_empty(slots, where, tuple(RELEASED))
 
 
 def vacate(slots: SlotState, where: Bool[Tensor, "N S"]) -> SlotState:
-    """The slot is DORMANT: every field takes its empty value."""
-    return _fill_empty(slots, where, _EMPTY_NAMES)
+    """Set every field of the marked slots to its empty value."""
+    return _fill_empty(slots, where, tuple(EMPTY))
 
 
 def require_known_stages(slots: SlotState) -> None:
-    """Refuse states from outside with a stage that cannot be stored. Reads the device: for loading, not for the loop.
+    """Refuse a loaded state with a stage that is never stored. Reads the device, so it does not belong in the loop.
 
     Raises:
         CheckpointError: a stage is UNKNOWN, the unused value 5, or outside the table.
     """
     stored = torch.tensor([stage for stage in SeedStage if stage is not SeedStage.UNKNOWN], device=slots.stage.device)
-    strange = slots.stage[~torch.isin(slots.stage, stored)].unique().tolist()
-    if strange:
+    unknown = slots.stage[~torch.isin(slots.stage, stored)].unique().tolist()
+    if unknown:
         raise CheckpointError(
-            f"slots have the stages {strange}; stored stages are {', '.join(str(int(s)) for s in stored)}. "
+            f"slots have the stages {unknown}; stored stages are {', '.join(str(int(s)) for s in stored)}. "
             "The state was changed or is of another version: use an older checkpoint."
         )
 
 
 def select(where: Bool[Tensor, "N S"], chosen: Mapping[str, Tensor | float | int], slots: SlotState) -> SlotState:
-    """`slots` with each named field replaced by its chosen value ([N,S], broadcastable, or a number) under the mask."""
+    """`slots` with new values of the named fields under the mask: tensors that broadcast to [N, S], or numbers."""
     changes = {}
     for name, value in chosen.items():
         old = getattr(slots, name)

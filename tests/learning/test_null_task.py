@@ -16,9 +16,9 @@ ROUNDS, HOSTS = 40, 16
 def learned(request, tmp_path_factory) -> dict:
     """Every number of one run with the preset `small`."""
     report = tmp_path_factory.mktemp("learning") / "curve.json"
-    told = ["--seeds", str(request.param), "--rounds", str(ROUNDS), "--num-envs", str(HOSTS), "--json", str(report)]
+    options = ["--seeds", str(request.param), "--rounds", str(ROUNDS), "--num-envs", str(HOSTS), "--json", str(report)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT, *told], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, SCRIPT, *options], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(report.read_text())["results"]
     return run

@@ -30,9 +30,9 @@ DTYPES = {Int: torch.int64, Bool: torch.bool, Float: torch.float32}
 
 
 class ToyReward:
-    """A reward with one term; the engine below pays by itself, this only shows that calls are handed on."""
+    """A reward with one term; the engine below computes its own rewards, this only shows that calls are forwarded."""
 
-    terms = ("paid",)
+    terms = ("reward",)
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> torch.Tensor:
         return torch.full((n,), float(slots * steps), device=device)
@@ -50,7 +50,7 @@ class ToyReward:
 
 
 class ToyEngine:
-    """Pays 1 for GERMINATE in slot 1 and 0 otherwise, so the best policy is known in advance.
+    """Rewards GERMINATE in slot 1 with 1, else 0, so the best policy is known in advance.
 
     What is observed of a host depends on its global number and the step alone. In step 3 only WAIT is legal.
     `panics` maps a step to the local hosts that are rolled back in it.

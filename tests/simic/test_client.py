@@ -81,13 +81,13 @@ def test_a_rollback_marks_the_row_before_it_and_resets_the_row_after_it(make_cli
     client.buffer.validate()
 
 
-def test_a_reward_of_whole_episodes_needs_a_term_that_its_end_takes_the_place_of(make_client):
+def test_an_episode_reward_needs_a_terminal_term(make_client):
     class Nameless(type(make_client(HOSTS).reward)):
         def final_reward(self, kept):
             return kept.accuracy
 
     client = make_client(HOSTS)
-    with pytest.raises(ConfigError, match=r"no term 'terminal' among \['paid'\]"):
+    with pytest.raises(ConfigError, match=r"no term 'terminal' among \['reward'\]"):
         SimicClient(client.agent.network, Nameless(), client.config, client.spec, read=client._read, device="cpu",
                     total_updates=1)  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_a_state_with_other_names_or_shapes_is_refused(make_client):
 def test_the_reward_is_handed_on(make_client):
     client = make_client(HOSTS)
     state = client.initial_state(3, 2, 5, torch.device("cpu"))
-    assert client.terms == ("paid",)
+    assert client.terms == ("reward",)
     assert state.tolist() == [10.0] * 3
     assert client.rollback_reward(state).tolist() == [-10.0] * 3
     assert client.reset_hosts(state, torch.tensor([True, False, False])).tolist() == [0.0, 10.0, 10.0]

@@ -29,7 +29,7 @@ def test_every_baseline_drives_an_engine_and_learns_nothing() -> None:
         assert stats is not None
         assert stats.ops.sum() == 3 * 12
         assert client.update() == {}
-        if name != "heuristic":  # which first waits for the host to settle, longer than these twelve steps
+        if name != "heuristic":  # which first waits until training is stable, longer than these twelve steps
             assert (stats.germinated.sum() == 0) == (name in ("wait_only", "static_final"))
 
 
@@ -68,8 +68,8 @@ def follow_the_best_schedule(num_slots: int, episode_length: int, training: int)
     """An episode of two hosts of the null task, driven by the schedule that is worked out for it."""
     lifecycle = {"min_training_epochs": training}
     slots = tuple(f"r0c{i}" for i in range(num_slots))
-    told = {"task": "null", "num_envs": 2, "episode_length": episode_length, "slots": slots, "lifecycle": lifecycle}
-    config = resolve(told)
+    settings = {"task": "null", "num_envs": 2, "episode_length": episode_length, "slots": slots, "lifecycle": lifecycle}
+    config = resolve(settings)
     engine = engine_of(config, None, CPU)
     rows = null.best_schedule(episode_length, training, num_slots)
     policy = scheduled(Schedule.from_rows("best", 1, rows), engine.spec)
@@ -91,7 +91,7 @@ def follow_the_best_schedule(num_slots: int, episode_length: int, training: int)
 def test_the_best_schedule_of_the_null_task_reaches_its_value_in_the_engine(num_slots, episode_length, training, worth):
     stats = follow_the_best_schedule(num_slots, episode_length, training)
     assert stats.committed_acc.tolist() == pytest.approx([worth] * 2, abs=1e-4)
-    assert stats.val_acc.tolist() == pytest.approx([worth] * 2, abs=1e-4)  # nothing is heard that is not permanent
+    assert stats.val_acc.tolist() == pytest.approx([worth] * 2, abs=1e-4)  # only permanent seeds are active
     assert stats.fossilized.tolist() == [num_slots] * 2
     assert stats.refused.tolist() == [0, 0]
     assert null.best_schedule_value(episode_length, training, num_slots) == pytest.approx(worth, abs=5e-5)

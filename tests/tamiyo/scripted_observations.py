@@ -59,7 +59,7 @@ def legal_only(num_envs: int, num_slots: int, *pairs: tuple[int, int]) -> torch.
 def step(
     obs: Observation, act, effective_op: torch.Tensor | None = None, valid: torch.Tensor | None = None
 ) -> StoredStep:
-    """What the engine stores; unless told otherwise every op took effect."""
+    """What the engine stores; every op took effect by default."""
     n = obs.num_envs
     never, zero = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
     return StoredStep(

@@ -221,7 +221,7 @@ def test_the_clock_moves_the_step_and_the_freshness_of_what_was_measured():
     assert moved(before, replace(before, t=32)) == {0, column(29)}
 
 
-# From what was measured in a step to what is seen of it. -------------------------------------------------------------
+# From the measurements of a step to its features. -------------------------------------------------------------
 
 
 def measurements(num_slots: int = 2, **changes: torch.Tensor) -> Measurements:
@@ -236,14 +236,14 @@ def measurements(num_slots: int = 2, **changes: torch.Tensor) -> Measurements:
 
 
 def life(*steps: Measurements, num_slots: int = 2, stage: SeedStage = SeedStage.BLENDING) -> list[torch.Tensor]:
-    """What is seen of one host [D] in steps 1, 2, ... whose slots stay in `stage`."""
+    """Features of one host [D] in steps 1, 2, ... whose slots stay in `stage`."""
     device = torch.device("cpu")
     slots, hosts = empty_slots(1, num_slots, device), new_hosts(1, 100, device)
     slots = replace(slots, stage=torch.full_like(slots.stage, stage), blueprint=torch.ones_like(slots.blueprint))
     legal, healthy = torch.ones(1, 6, num_slots, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
     seen = []
-    for t, told in enumerate(steps, start=1):
-        slots, hosts = ingest(slots, hosts, told, t, healthy)
+    for t, measured in enumerate(steps, start=1):
+        slots, hosts = ingest(slots, hosts, measured, t, healthy)
         obs = Observation(t=t, episode_length=60, slots=slots, hosts=hosts, legal=legal)
         seen.append(observe(obs)[0][0])
     return seen
@@ -296,7 +296,7 @@ def test_a_measurement_moves_its_own_columns_in_its_step_and_in_the_next(field):
 
 
 def contributions(*values: float) -> list[torch.Tensor]:
-    """What is seen of a single slot that contributed so much in each step."""
+    """Features of a single slot with these contributions, one per step."""
     return life(*(measurements(1, contribution=torch.tensor([[value]])) for value in values), num_slots=1)
 
 

@@ -1,4 +1,4 @@
-"""What the policy sees: every column by hand, by a scalar twin, and within its range on hostile states."""
+"""Features: every column by hand, by a scalar reference, and within its range on hostile states."""
 
 import math
 
@@ -20,7 +20,7 @@ def bounds(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([f.low for f in columns]), torch.tensor([f.high for f in columns])
 
 
-# A scalar twin: one number at a time, as one would say it. -----------------------------------------------------------
+# The scalar reference: one number at a time. -----------------------------------------------------------
 
 
 def c1(x: float) -> float:
@@ -88,13 +88,13 @@ def slot_block(obs: Observation, n: int, s: int) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_slots", [1, 3, 6])
-def test_every_column_agrees_with_its_scalar_twin(seed, num_slots):
+def test_every_column_agrees_with_its_scalar_reference(seed, num_slots):
     obs = random_observation(seed, n=16, s=num_slots)
     want = [host_block(obs, n) + [v for s in range(num_slots) for v in slot_block(obs, n, s)] for n in range(16)]
     torch.testing.assert_close(observe(obs)[0], torch.tensor(want), atol=1e-6, rtol=0)
 
 
-def test_states_of_the_twin_test_hold_every_stage():
+def test_states_of_the_reference_test_hold_every_stage():
     stages = torch.cat([random_observation(seed, n=16, s=3).slots.stage.flatten() for seed in range(4)])
     assert stages.unique().tolist() == [stage for stage in SeedStage if stage is not SeedStage.UNKNOWN]
 

@@ -17,7 +17,7 @@ COLUMN = {feature.name: 23 + i for i, feature in enumerate(SLOT_FEATURES)}
 def seen() -> torch.Tensor:
     """Features [T, D] of a host whose first slot is germinated in step 1 and fossilized in step 17.
 
-    Ten passes of training, five ticks of blending: heard from step 13 on, held from 17 on, permanent from 18 on. The
+    Ten passes of training, five ticks of blending: active from step 13, held from 17, permanent from 18. The
     second slot is germinated in step 12 and pruned in step 20.
     """
     plan = {
@@ -33,7 +33,7 @@ def seen() -> torch.Tensor:
     return torch.cat([observe(step.obs)[0] for step in client.steps])
 
 
-def test_freshness_is_missing_until_the_seed_is_heard_and_ages_when_it_is_not_measured_any_more(seen):
+def test_freshness_is_missing_until_the_seed_is_active_and_ages_while_it_is_not_measured(seen):
     fresh = seen[:, COLUMN["freshness"]].tolist()
     assert fresh[0] == 0.0  # the slot is empty
     assert fresh[1:12] == [-1.0] * 11  # steps 2 to 12
@@ -42,7 +42,7 @@ def test_freshness_is_missing_until_the_seed_is_heard_and_ages_when_it_is_not_me
 
 
 def test_the_velocity_is_zero_until_the_second_measurement_and_not_zero_from_it_on(seen):
-    # it is heard for the first time in step 13, and more in every step until it is held
+    # it is active from step 13, with more weight in every step until it is held
     velocity, contribution = seen[:, COLUMN["contribution_velocity"]], seen[:, COLUMN["contribution"]]
     assert (velocity[:13] == 0).all()
     assert (contribution[:12] == 0).all()

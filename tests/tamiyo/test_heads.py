@@ -187,7 +187,7 @@ def scalar_decision(case: Case, n: int) -> tuple[list[int], list[float], list[fl
     return actions, log_prob, entropy
 
 
-def test_decisions_agree_with_a_scalar_twin():
+def test_decisions_agree_with_a_scalar_reference():
     case = Case(11, 300)
     out = evaluate_heads(case.logits, *case.state, uniforms=case.uniforms)
     actions, log_prob, entropy = (
@@ -439,7 +439,7 @@ def test_a_stored_action_outside_its_mask_makes_the_log_probability_missing():
     case = Case(22, 30)
     actions = case.sample().actions
     wrong = actions.clone()
-    wrong[4, Head.BLUEPRINT] = 12  # of another topology
+    wrong[4, Head.BLUEPRINT] = 12  # of another host family
     assert check_stored_actions(actions, *case.state)
     assert not check_stored_actions(wrong, *case.state)
     log_prob = case.evaluate(wrong).log_prob

@@ -325,7 +325,7 @@ def test_every_parameter_gets_a_finite_gradient_that_is_not_zero():
     for rows in network.trunk_slices():
         assert network.trunk.weight.grad[rows].any()
         assert network.trunk.bias.grad[rows].any()
-    # and so does every single embedding, gate unit, and value of a head, but noop, which nobody may choose
+    # and so does every single embedding, gate unit, and value of a head, but noop, which cannot be chosen
     rows = [network.embedding, *(x for layer in network.core for x in (layer.input_weight, layer.recurrent_weight))]
     assert all(x.grad.any(dim=1).all() for x in rows)
     for head, output in zip(Head, network.head_outputs, strict=True):

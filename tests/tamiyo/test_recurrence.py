@@ -20,11 +20,11 @@ def drawn(hosts=HOSTS, steps=STEPS, width=WIDTH, dtype=torch.float64, seed=0):
     return normal(hosts, steps, 4 * width), normal(hosts, width), normal(hosts, width), reset, normal(4 * width, width)
 
 
-def gradients(form, given, slope):
+def gradients(form, given, grad):
     """Gradients of gates, first state and weight."""
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
     learning = [x for x in leaves if x.requires_grad]
-    return torch.autograd.grad(form(*leaves), learning, slope)
+    return torch.autograd.grad(form(*leaves), learning, grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -39,8 +39,8 @@ def test_it_is_the_cell_step_after_step_to_the_bit(hosts, dtype):
 def test_its_gradients_are_those_of_autograd(hosts, steps, block, monkeypatch):
     monkeypatch.setattr(recurrence, "_BLOCK", block)
     given = drawn(hosts, steps, width=8)
-    slope = torch.randn(hosts, steps, 8, dtype=torch.float64)
-    for got, want in zip(gradients(lstm_sequence, given, slope), gradients(lstm_steps, given, slope), strict=True):
+    grad = torch.randn(hosts, steps, 8, dtype=torch.float64)
+    for got, want in zip(gradients(lstm_sequence, given, grad), gradients(lstm_steps, given, grad), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
@@ -54,9 +54,9 @@ def test_its_gradients_are_those_of_finite_differences():
 def test_a_reset_cuts_the_past_off(everywhere):
     gates, h, c, reset, weight = drawn()
     reset[:] = everywhere
-    slope = torch.zeros(HOSTS, STEPS, WIDTH, dtype=torch.float64)
-    slope[:, -1] = 1.0  # only the last output matters
-    of_gates, of_h, _, _ = gradients(lstm_sequence, (gates, h, c, reset, weight), slope)
+    grad = torch.zeros(HOSTS, STEPS, WIDTH, dtype=torch.float64)
+    grad[:, -1] = 1.0  # only the last output matters
+    of_gates, of_h, _, _ = gradients(lstm_sequence, (gates, h, c, reset, weight), grad)
     assert bool((of_h == 0).all()) is everywhere
     assert bool((of_gates[:, :-1] == 0).all()) is everywhere
     assert (of_gates[:, -1] != 0).any()
@@ -66,8 +66,8 @@ def test_what_it_is_given_stays_as_it_was():
     for hosts in (1, 3):
         given = drawn(hosts)
         before = [x.clone() for x in given]
-        slope = torch.ones(hosts, STEPS, WIDTH, dtype=torch.float64)
-        gradients(lstm_sequence, given, slope)
+        grad = torch.ones(hosts, STEPS, WIDTH, dtype=torch.float64)
+        gradients(lstm_sequence, given, grad)
         lstm_sequence(*given)
         assert all(map(torch.equal, given, before))
 

@@ -97,7 +97,7 @@ def escrow_attribution(x: HostRow, w: RewardConfig, rho: float) -> tuple[float, 
 
 
 def fossilize_value(x: HostRow, w: RewardConfig) -> float:
-    """Value f, what FOSSILIZE pays beyond its cost."""
+    """Value f, reward of FOSSILIZE beyond its cost."""
     c, g, held = x.seed_contribution, x.counterfactual_improvement, legit(x.epochs_in_stage)
     if not (x.has_seed and x.stage == SeedStage.HOLDING and ok(g)):
         return w.invalid_fossilize_penalty
@@ -111,7 +111,7 @@ def fossilize_value(x: HostRow, w: RewardConfig) -> float:
 
 
 def prune_value(x: HostRow, w: RewardConfig) -> float:
-    """Value u, what PRUNE pays beyond its cost and the potential it gives back."""
+    """Value u, reward of PRUNE beyond its cost and the potential it gives back."""
     c, age, worst = x.seed_contribution, x.seed_age, w.prune_good_seed_penalty
     if not x.has_seed:
         return -0.2
@@ -135,9 +135,9 @@ def action_value(x: HostRow, w: RewardConfig) -> float:
         case LifecycleOp.GERMINATE:
             if x.has_seed:
                 return w.germinate_cost + w.germinate_with_seed_penalty
-            paid = x.epoch < x.max_epochs and not w.disable_pbrs
+            allowed = x.epoch < x.max_epochs and not w.disable_pbrs
             worth = w.pbrs_weight * w.gamma * STAGE_POTENTIAL[SeedStage.GERMINATED] * timing(x.epoch, w)
-            return w.germinate_cost + (worth if paid else 0.0)
+            return w.germinate_cost + (worth if allowed else 0.0)
         case LifecycleOp.SET_ALPHA_TARGET:
             return w.set_alpha_target_cost
         case LifecycleOp.ADVANCE:

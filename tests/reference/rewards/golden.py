@@ -1,4 +1,4 @@
-"""Recorded rewards: cases with inputs and expected pay, and the comparison of both implementations with them.
+"""Recorded rewards: cases with inputs and expected rewards, and the comparison of both implementations with them.
 
 A file is `{mode, config, cases}`, or `{mode, presets, cases}` in mode `loss`; a case is `{inputs, reward, components}`.
 `inputs.seed` is null where the target slot holds no live seed, and null stands for "not measured" elsewhere.
@@ -65,7 +65,7 @@ _ALREADY_PLURAL = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One recorded row. `terms` and `info` hold what the file tells of the breakdown, under our names."""
+    """One recorded row. `terms` and `info` hold the breakdown of the file, under our names."""
 
     row: HostRow
     config: RewardConfig
@@ -147,9 +147,11 @@ def kernel_arguments(rows: Sequence[HostRow], dtype: torch.dtype = torch.float64
     width = max((len(row.drip_pools) for row in rows), default=0)
     padded = [(*row.drip_pools, *[DripPool(scale=0.0)] * (width - len(row.drip_pools))) for row in rows]
     shape = (len(rows), width)
-    scales, paid = ([[getattr(p, name) for p in pools] for pools in padded] for name in ("scale", "contribution"))
+    scales, contributions = (
+        [[getattr(p, name) for p in pools] for pools in padded] for name in ("scale", "contribution")
+    )
     arguments["drip_scales"] = torch.tensor(scales, dtype=dtype).reshape(shape)
-    arguments["drip_contributions"] = torch.tensor(paid, dtype=dtype).reshape(shape)
+    arguments["drip_contributions"] = torch.tensor(contributions, dtype=dtype).reshape(shape)
     return arguments
 
 
@@ -157,7 +159,7 @@ def _kernel_name(name: str) -> str:
     return name if name in _ALREADY_PLURAL else _PLURALS.get(name, name + "s")
 
 
-def pay_rows(rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype = torch.float64) -> RewardOutput:
+def outputs_of(rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype = torch.float64) -> RewardOutput:
     """The kernel on rows."""
     weights = config.loss.pack() if config.mode == "loss" else config.pack()
     return compute_reward_batched(
@@ -166,21 +168,21 @@ def pay_rows(rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype =
 
 
 def batched_rewards(cases: Sequence[GoldenCase], dtype: torch.dtype = torch.float64) -> list[RowReward]:
-    """The kernel's pay of each case, as the scalar reference would return it."""
-    paid: dict[int, RowReward] = {}
+    """The kernel's output of each case, in the form of the scalar reference."""
+    outputs: dict[int, RowReward] = {}
     for config in {case.config for case in cases}:
         chosen = [index for index, case in enumerate(cases) if case.config == config]
-        out = pay_rows([cases[index].row for index in chosen], config, dtype)
+        out = outputs_of([cases[index].row for index in chosen], config, dtype)
         for index, terms, info, opened in zip(
             chosen, out.breakdown.tolist(), out.info.tolist(), out.drip_opened.tolist(), strict=True
         ):
             named = dict(zip(REWARD_TERMS, terms, strict=True))
-            paid[index] = RowReward(terms=named, info=dict(zip(REWARD_INFO, info, strict=True)), drip_opened=opened)
-    return [paid[index] for index in range(len(cases))]
+            outputs[index] = RowReward(terms=named, info=dict(zip(REWARD_INFO, info, strict=True)), drip_opened=opened)
+    return [outputs[index] for index in range(len(cases))]
 
 
 def error_of(case: GoldenCase, got: RowReward) -> float:
-    """Largest absolute difference between a recorded case and what an implementation pays; inf where NaN differs."""
+    """Largest absolute difference between a recorded case and what an implementation returns; inf where NaN differs."""
     pairs = [(case.reward, got.total), (case.drip_opened, got.drip_opened)]
     pairs += [(want, got.terms.get(name, 0.0)) for name, want in case.terms.items()]
     pairs += [(want, got.info[name]) for name, want in case.info.items()]

@@ -26,7 +26,7 @@ from reference.rewards.row import (
 
 
 def reward_of_row(x: HostRow, config: RewardConfig) -> RowReward:
-    """What one host is paid for one step, before the adjustments that need memory."""
+    """Reward of one host for one step, without the terms that depend on the past."""
     return SCALAR_REWARDS[config.mode](x, config)
 
 
@@ -50,12 +50,12 @@ def basic_reward(x: HostRow, w: RewardConfig) -> RowReward:
         measured = [pool for pool in x.drip_pools if ok(pool.contribution)]
         instalments = [clip(pool.scale * pool.contribution, -w.negative_drip_ratio * most, most) for pool in measured]
         terms["drip"] = sum(instalments, start=0.0)
-    paid = _plain(x, terms)
-    return RowReward(terms=terms, escrow_next=paid.escrow_next, drip_opened=opened, flags=paid.flags)
+    output = _plain(x, terms)
+    return RowReward(terms=terms, escrow_next=output.escrow_next, drip_opened=opened, flags=output.flags)
 
 
 def basic_fossilization(x: HostRow, w: RewardConfig) -> tuple[float, float]:
-    """What FOSSILIZE pays now, and the scale of the pool it opens (0 = none)."""
+    """Immediate reward of FOSSILIZE, and the scale of the pool it opens (0 = none)."""
     c = x.seed_contribution
     g = x.counterfactual_improvement if ok(x.counterfactual_improvement) else 0.0
     if x.stage != SeedStage.HOLDING:

@@ -72,7 +72,7 @@ class HostRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RowReward:
-    """What a row pays; terms and info that a mode does not use are left out."""
+    """Reward of a row; terms and info that a mode does not use are left out."""
 
     terms: Terms
     info: Terms = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """One reward step with memory in plain floats, one host at a time: the definition `reward_step` is held to.
 
-The order is that of the step: measure what the slots occupy and moved, pay the target slot, then adjust by memory.
+Order: occupancy and alpha movement, reward of the target slot, then terms that depend on the past.
 """
 
 import math
@@ -77,17 +77,17 @@ class HostMemory:
 
 
 def step_of_host(x: HostStep, memory: HostMemory, w: RewardConfig) -> RowReward:
-    """Pay one step of one host and bring `memory` up to date, in place."""
+    """Reward one step of one host; updates `memory` in place."""
     op = x.op if x.success else int(LifecycleOp.WAIT)
     row = row_of_step(x, memory, w, op)
-    paid = reward_of_row(row, w)
-    terms: Terms = dict(paid.terms)
+    output = reward_of_row(row, w)
+    terms: Terms = dict(output.terms)
     for slot, memo in zip(x.slots, memory.slots, strict=True):
         alive = slot.stage in HAS_MODULE
         memo.prev_alpha = slot.alpha if alive else 0.0
         memo.prev_params = slot.params if alive else 0
     if w.mode == "escrow":
-        memory.slots[x.target].escrow = paid.escrow_next
+        memory.slots[x.target].escrow = output.escrow_next
         for slot, memo in zip(x.slots, memory.slots, strict=True):
             memo.escrow *= slot.stage in HAS_MODULE
         if row.last_step:
@@ -99,10 +99,10 @@ def step_of_host(x: HostStep, memory: HostMemory, w: RewardConfig) -> RowReward:
         terms["hindsight"] = hindsight(x, memory, w, op)
         if row.last_step and not w.disable_pbrs:
             terms["germination_clawback"] = -clawback(x, w, op)
-    if paid.drip_opened > 0:
-        memory.slots[x.target].drip_scale = paid.drip_opened
-    memory.potential_before, memory.potential = memory.potential, paid.info.get("objective_potential", 0.0)
-    return replace(paid, terms=terms)
+    if output.drip_opened > 0:
+        memory.slots[x.target].drip_scale = output.drip_opened
+    memory.potential_before, memory.potential = memory.potential, output.info.get("objective_potential", 0.0)
+    return replace(output, terms=terms)
 
 
 def row_of_step(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> HostRow:
@@ -170,12 +170,12 @@ def hindsight(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> floa
     if op != LifecycleOp.FOSSILIZE:
         return 0.0
     u, ledger = x.slots[x.target].contribution, memory.slots[x.target].ledger
-    thanks = 0.0
+    credit = 0.0
     if u > 0:
         for step, help_given in ledger.items():
-            thanks += w.hindsight_weight * math.tanh(HINDSIGHT_SCALE * help_given * u) * w.gamma ** (x.epoch - step)
+            credit += w.hindsight_weight * math.tanh(HINDSIGHT_SCALE * help_given * u) * w.gamma ** (x.epoch - step)
     ledger.clear()
-    return min(w.hindsight_cap, thanks)
+    return min(w.hindsight_cap, credit)
 
 
 def clawback(x: HostStep, w: RewardConfig, op: int) -> float:

@@ -1,4 +1,4 @@
-"""Where the formulas jump: the rows in which rounding an input to float32 may change the pay by more than rounding.
+"""Where the formulas jump: the rows in which rounding an input to float32 may change the reward by more than rounding.
 
 Such rows are left out of comparisons between float32 and float64, by this rule and never by hand.
 """

@@ -33,13 +33,13 @@ def validate_reward_inputs(
     drip_scales: Tensor | None = None,
     drip_contributions: Tensor | None = None,
 ) -> None:
-    """Raise DataError where a row cannot be paid; arguments as in the kernel, `last_step` bool [N].
+    """Raise DataError where a row has no valid reward; arguments as in the kernel, `last_step` bool [N].
 
-    The numbers of `config` were checked when it was made. The kernel itself never raises on data: it pays such rows as
-    if what is missing were neutral.
+    The numbers of `config` were checked when it was made. The kernel never raises on data: it treats missing
+    numbers of such rows as neutral.
 
     Raises:
-        DataError: the first kind of row that cannot be paid. ValueError, TypeError: an argument whose shape or dtype
+        DataError: the first kind of row without a valid reward. ValueError, TypeError: an argument whose shape or dtype
             does not fit the others, by its name.
     """
     check_arguments(
@@ -63,9 +63,11 @@ def validate_reward_inputs(
     ):
         _raise_at(marked_N, problem)
     if drip_scales is not None:
-        paid = torch.zeros_like(drip_scales, dtype=torch.bool)
-        paid = paid if drip_contributions is None else ~torch.isnan(drip_contributions)
-        _raise_at(((drip_scales != 0) & ~paid).any(-1), "has an open pool whose fossil has no measured contribution")
+        measured = torch.zeros_like(drip_scales, dtype=torch.bool)
+        measured = measured if drip_contributions is None else ~torch.isnan(drip_contributions)
+        _raise_at(
+            ((drip_scales != 0) & ~measured).any(-1), "has an open pool whose fossil has no measured contribution"
+        )
 
 
 def _problems(
@@ -90,7 +92,7 @@ def _problems(
     if config.mode == "escrow":
         yield ~known["stable"], "has no stable accuracy, which mode 'escrow' needs"
     if config.mode in ("sparse", "minimal", "objective"):
-        yield last_step & ~known["committed"], f"ends without a committed accuracy, which mode {config.mode!r} pays"
+        yield last_step & ~known["committed"], f"ends without a committed accuracy, which mode {config.mode!r} rewards"
 
 
 def _require_like(name: str, value: Tensor, like: Tensor) -> None:

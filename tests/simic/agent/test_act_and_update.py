@@ -1,6 +1,6 @@
 """The two calls of the policy see the same: what `act` decided in a rollout is what an update evaluates.
 
-The policies here are far from uniform, so that heads, recurrent state and values depend strongly on what was seen.
+The policies here are far from uniform, so that heads, recurrent state and values depend strongly on the features.
 """
 
 import pytest

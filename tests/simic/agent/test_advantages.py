@@ -151,7 +151,7 @@ tests.compare_with_the_kernel(gae_on_cuda, torch.device("cpu"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_equals_its_twin_when_it_is_interpreted():
+def test_the_kernel_equals_its_reference_when_it_is_interpreted():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     here = os.path.dirname(__file__)
     done = subprocess.run([sys.executable, "-c", ON_THE_CPU], env=environment, cwd=here, capture_output=True, text=True)
@@ -160,7 +160,7 @@ def test_the_kernel_equals_its_twin_when_it_is_interpreted():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs CUDA and Triton")
-def test_the_kernel_equals_its_twin_on_the_device():
+def test_the_kernel_equals_its_reference_on_the_device():
     compare_with_the_kernel(compute_gae, torch.device("cuda"))
 
 

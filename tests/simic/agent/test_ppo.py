@@ -282,12 +282,12 @@ def one_step_rows(client, rewards: torch.Tensor, values: torch.Tensor) -> None:
 
 def test_a_rollout_is_scaled_by_the_returns_of_those_before_it_and_the_first_by_its_own(rolled_out, make_engine):
     client = rolled_out(return_momentum=0.75)
-    paid = torch.tensor([3.0, -3.0]).repeat(3)  # mean 0, deviation 3
-    one_step_rows(client, paid, torch.zeros(6))
+    rewards = torch.tensor([3.0, -3.0]).repeat(3)  # mean 0, deviation 3
+    one_step_rows(client, rewards, torch.zeros(6))
     found = [learn(client)["return_scale"]]
     for update, factor in ((1, 5.0), (2, 1.0)):
         make_engine(HOSTS).run(client, update)
-        one_step_rows(client, factor * paid, torch.zeros(6))
+        one_step_rows(client, factor * rewards, torch.zeros(6))
         found.append(learn(client, update_index=update)["return_scale"])
     # 9, then 9 again because 225 comes after it, then 0.75 * 9 + 0.25 * 225 = 63
     assert found == pytest.approx([3.0, 3.0, math.sqrt(63.0)])
@@ -404,7 +404,7 @@ def test_every_pass_over_the_hosts_has_an_order_of_its_own(rolled_out, monkeypat
 
 def test_the_coefficients_of_an_update_are_those_of_its_place_in_the_run(rolled_out):
     client = rolled_out(ent_coef=0.05, ent_coef_end=0.01, vf_coef_start=0.05, vf_coef=0.5, vf_coef_warmup=10)
-    names, found = ("entropy_coef", "value_coef", "floor_scale"), []
+    names, found = ("ent_coef", "vf_coef", "floor_scale"), []
     for position in (0, 5, 19):
         client.agent.schedule_position = position
         weights_now = ppo.loss_weights(client.agent, client.config, torch.device("cpu"))

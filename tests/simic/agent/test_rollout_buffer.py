@@ -179,11 +179,11 @@ def test_rollbacks_that_are_marked_together_are_those_that_are_marked_step_by_st
             one_by_one.mark_terminal(mask[:, t], penalty[:, t])
             one_by_one.store(t, **fields)
             together.store(t, **fields)
-        rows, paid = torch.zeros(N, T, dtype=torch.bool), torch.zeros(N, T)
-        rows[:, :-1], paid[:, :-1] = mask[:, 1:], penalty[:, 1:]  # in step t the last row is that of the step before
-        together.roll_back(rows, paid, ends=True)
+        rows, rewards = torch.zeros(N, T, dtype=torch.bool), torch.zeros(N, T)
+        rows[:, :-1], rewards[:, :-1] = mask[:, 1:], penalty[:, 1:]  # in step t the last row is that of the step before
+        together.roll_back(rows, rewards, ends=True)
         assert same(one_by_one, together)
-        num_marked += int((one_by_one.slabs.rewards == paid).sum())
+        num_marked += int((one_by_one.slabs.rewards == rewards).sum())
     assert num_marked > 20
 
 
@@ -249,16 +249,16 @@ def test_advantages_are_normalized_once():
 def test_minibatches_are_made_of_normalized_advantages_and_of_returns_that_are_not():
     # deltas 1, 3 and 8 of single steps: mean 4, deviation sqrt(26 / 3)
     buffer = new_buffer()
-    paid, ends = torch.tensor([2.0, 4.0, 9.0]), torch.ones(N, dtype=torch.bool)
-    buffer.store(0, **column(0, reward=paid, value=torch.ones(N), terminal=ends))
+    rewards, ends = torch.tensor([2.0, 4.0, 9.0]), torch.ones(N, dtype=torch.bool)
+    buffer.store(0, **column(0, reward=rewards, value=torch.ones(N), terminal=ends))
     buffer.compute_advantages_and_returns()
-    told = buffer.normalize_advantages()
+    normalized = buffer.normalize_advantages()
     batch = buffer.sequences(torch.arange(N))
     want = torch.tensor([-3.0, -1.0, 4.0]) / (26 / 3) ** 0.5
     torch.testing.assert_close(batch.advantages[:, 0], want)
-    assert torch.equal(batch.advantages, told.advantages)
+    assert torch.equal(batch.advantages, normalized.advantages)
     assert not batch.advantages[:, 1:].any()
-    assert batch.returns[:, 0].tolist() == paid.tolist()
+    assert batch.returns[:, 0].tolist() == rewards.tolist()
 
 
 def test_sequences_are_whole_rows_of_the_chosen_hosts():
@@ -326,12 +326,12 @@ def test_a_rollback_that_ends_nothing_exchanges_the_reward_of_the_row_before_it(
 
 
 def test_the_end_of_an_episode_is_paid_to_the_last_valid_row_discounted_by_the_steps_between():
-    buffer, paid = new_buffer(num_envs=4, gamma=0.5), torch.ones(N, T)
+    buffer, rewards = new_buffer(num_envs=4, gamma=0.5), torch.ones(N, T)
     last_valid = [4, 3, 1, None]
     for t in range(T):
         row = {name: value[0] for name, value in column(t).items()} | {"truncated": False, "terminal": False}
         for n, last in enumerate(last_valid):
-            buffer.add(n, **row | {"reward": paid[0, 0], "valid": last is not None and t <= last})
+            buffer.add(n, **row | {"reward": rewards[0, 0], "valid": last is not None and t <= last})
     buffer.add_final_reward(torch.tensor([8.0, 8.0, 8.0, 8.0]), torch.full((4,), 5.0))
     # in time: 8 in the place of 5; one step before the end 1/2 * 8, three before 1/8 * 8
     ends = [row[last] for row, last in zip(buffer.slabs.rewards.tolist(), last_valid, strict=True) if last is not None]

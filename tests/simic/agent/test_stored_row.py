@@ -1,4 +1,4 @@
-"""The row of a step: what is kept of a valid one, what is neutral."""
+"""The row of a step: a valid one is stored, others are neutral."""
 
 import torch
 

@@ -8,7 +8,7 @@ import torch
 from esper.leyline.messages import HostState, RewardInputs, SlotState
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, RewardOutput
 from esper.simic.rewards.config import as_kind
-from reference.rewards.golden import pay_rows
+from reference.rewards.golden import outputs_of
 from reference.rewards.row import DripPool, HostRow
 from reference.rewards.step import HostMemory, HostStep, SlotMemory, SlotRow
 
@@ -99,11 +99,11 @@ def random_rows(count: int, key: int, *, legal: bool = False) -> tuple[HostRow, 
         "loss_delta": real(-2, 2),
         "potential_prev": real(-0.5, 1),
     }
-    scales, paid = real(0, 0.2, odd=0.0), real(-12, 12, missing=0.2)
+    scales, contributions = real(0, 0.2, odd=0.0), real(-12, 12, missing=0.2)
     lists = [column.tolist() for column in columns.values()]
     return tuple(
         HostRow(**dict(zip(columns, values, strict=True)), drip_pools=(DripPool(scale=a, contribution=b),))
-        for *values, a, b in zip(*lists, scales.tolist(), paid.tolist(), strict=True)
+        for *values, a, b in zip(*lists, scales.tolist(), contributions.tolist(), strict=True)
     )
 
 
@@ -112,13 +112,13 @@ def replace_rows(rows, **changes):
     return [dataclasses.replace(row, **changes) for row in rows]
 
 
-def pay(row: HostRow, mode: str = "shaped", **numbers) -> RewardOutput:
+def output_of(row: HostRow, mode: str = "shaped", **numbers) -> RewardOutput:
     """The kernel on one row."""
-    return pay_rows([row], RewardConfig(mode=mode, **numbers))
+    return outputs_of([row], RewardConfig(mode=mode, **numbers))
 
 
 def empty_record(kind, *shape: int, dtype=torch.float64):
-    """A record of the given [N,S] with nothing measured: floats NaN, integers 0, booleans False."""
+    """A dataclass of the given [N,S] with nothing measured: floats NaN, integers 0, booleans False."""
     values = {}
     for field in dataclasses.fields(kind):
         width = (5,) if field.name.endswith("_hist") else ()

@@ -35,7 +35,7 @@ def kernel(mode="shaped", **changes):
              "config_weights": RewardConfig().pack()}
     compute_reward_batched(**(given | changes), mode=mode)
 
-def told(**reward):
+def settings(**reward):
     resolve({"task": "null", "reward": reward})
 
 def outcome(source):
@@ -55,14 +55,14 @@ CASES = {
     "RewardConfig(mode='shapd')": (CONFIG, "reward.mode is 'shapd'", "did you mean 'shaped'?"),
     "RewardConfig(mode=3)": (CONFIG, "reward.mode is 3", "known names: basic,"),
     "RewardConfig(mode=['shaped'])": (CONFIG, "reward.mode is ['shaped']", "Known names: basic,"),
-    "told(mode='shapd')": (CONFIG, "unknown reward 'shapd'", "did you mean 'shaped'?"),
+    "settings(mode='shapd')": (CONFIG, "unknown reward 'shapd'", "did you mean 'shaped'?"),
     "make_reward('shapd')": ("RegistryError", "no reward is named 'shapd'", "did you mean 'shaped'?"),
     "make_reward('sparse', RewardConfig())": (CONFIG, "reward 'sparse' was given", "config.with_mode('sparse')"),
     "register_reward('sparse')": ("RegistryError", "'sparse' is registered already", "choose another name"),
     "RewardConfig(attribution='mean')": (CONFIG, "reward.attribution is 'mean'", "'harmonic' or 'minimum'"),
-    "told(max_rents=1.0)": (CONFIG, "unknown key reward.max_rents", "did you mean 'max_rent'"),
+    "settings(max_rents=1.0)": (CONFIG, "unknown key reward.max_rents", "did you mean 'max_rent'"),
     "RewardConfig.from_mapping({'max_rents': 1})": (CONFIG, "reward.max_rents is not", "did you mean 'max_rent'?"),
-    "told(loss={'target': 1.0})": (CONFIG, "unknown key reward.loss.target", "target_loss"),
+    "settings(loss={'target': 1.0})": (CONFIG, "unknown key reward.loss.target", "target_loss"),
     "RewardConfig.from_mapping({'loss': {'target': 1}})": (CONFIG, "reward.loss.target is not", "'target_loss'"),
     # numbers that are none, or of the wrong kind
     "RewardConfig(max_rent=float('nan'))": (CONFIG, "reward.max_rent is nan", FINITE),
@@ -79,14 +79,14 @@ CASES = {
     "LossRewardConfig(target_loss=float('inf'))": (CONFIG, "reward.loss.target_loss is inf", FINITE),
     "LossRewardConfig(grace_epochs=2.5)": (CONFIG, "reward.loss.grace_epochs is 2.5", "a whole number."),
     "RewardConfig(loss=None)": (CONFIG, "reward.loss is None", "a LossRewardConfig"),
-    "told(max_rent=float('nan'))": (CONFIG, "reward.max_rent is nan", FINITE),
-    "told(max_rent='1')": (CONFIG, 'reward.max_rent is "1"', "it must be a number."),
+    "settings(max_rent=float('nan'))": (CONFIG, "reward.max_rent is nan", FINITE),
+    "settings(max_rent='1')": (CONFIG, 'reward.max_rent is "1"', "it must be a number."),
     # numbers that cannot be
     "RewardConfig(gamma=0.99)": (CONFIG, "reward.gamma is 0.99", "0.995, the discount the learner uses"),
-    "told(gamma=0.99)": (CONFIG, "reward.gamma is 0.99", "0.995, the discount the learner uses"),
+    "settings(gamma=0.99)": (CONFIG, "reward.gamma is 0.99", "0.995, the discount the learner uses"),
     "resolve({'task': 'null', 'ppo': {'gamma': 0.99}})": (CONFIG, "ppo.gamma is 0.99", "leave ppo.gamma out"),
     "RewardConfig(rent_host_params_floor=0.999)": (CONFIG, "reward.rent_host_params_floor is 0.999", ">= 1"),
-    "told(rent_host_params_floor=0)": (CONFIG, "reward.rent_host_params_floor is 0", ">= 1"),
+    "settings(rent_host_params_floor=0)": (CONFIG, "reward.rent_host_params_floor is 0", ">= 1"),
     # rows
     "check(stages=torch.tensor([3, 5]))": (DATA, "row 1 has a stage that does not exist", "0 to 10 without 5"),
     "check(previous_stages=torch.tensor([5, 2]))": (DATA, "row 0 has a previous stage", "0 to 10 without 5"),
@@ -123,8 +123,8 @@ CASES = {
 SOUND = (
     "RewardConfig(max_rent=2)",
     "RewardConfig.from_mapping({'loss': {'target_loss': 1}, 'max_rent': 2, 'drip_fraction': 1, 'mode': 'basic_plus'})",
-    "told(rent_host_params_floor=1)",
-    "told(mode='loss', loss={'target_loss': 1})",
+    "settings(rent_host_params_floor=1)",
+    "settings(mode='loss', loss={'target_loss': 1})",
     "make_reward('escrow', RewardConfig(mode='escrow', rollback_penalty=None))",
     "check()",
     "check(drip_scales=None, drip_contributions=None)",

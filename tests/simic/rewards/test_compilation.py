@@ -28,8 +28,8 @@ def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():
     blank, real = _blank_inputs(3, 2, CPU), reward_inputs(random_hosts(3, 2, 1, 1, key=2), dtype=torch.float32)
     forms = [{name: (v.shape, v.dtype) for name, v in named_tensors(x)} for x in (blank, real)]
     assert forms[0] == forms[1]
-    paid, _ = reward_step(blank, initial_state(3, 2, 1, CPU, config), config)
-    assert not paid.breakdown.any()
+    output, _ = reward_step(blank, initial_state(3, 2, 1, CPU, config), config)
+    assert not output.breakdown.any()
 
 
 def test_a_failed_compilation_names_the_way_out():

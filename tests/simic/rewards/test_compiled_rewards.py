@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from reward_toys import host_row, pay, random_rows, replace_rows, seed
+from reward_toys import host_row, output_of, random_rows, replace_rows, seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.leyline.errors import ConfigError
 from esper.simic.rewards import MODES, REWARD_INFO, REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.simic.rewards.compiled_rewards import check_arguments, check_static
-from reference.rewards.golden import kernel_arguments, pay_rows
+from reference.rewards.golden import kernel_arguments, outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.thresholds import near_threshold
 
@@ -30,18 +30,18 @@ SWITCHED_OFF = RewardConfig(
 
 def assert_parity(rows, config, tolerance):
     """Every column of the kernel against the scalar reference; info that the reference leaves out is not compared."""
-    out, want = pay_rows(rows, config), [reward_of_row(row, config) for row in rows]
-    terms = [[paid.terms.get(name, 0.0) for name in REWARD_TERMS] for paid in want]
-    rest = [[paid.total, paid.escrow_next, paid.drip_opened] for paid in want]
+    out, want = outputs_of(rows, config), [reward_of_row(row, config) for row in rows]
+    terms = [[output.terms.get(name, 0.0) for name in REWARD_TERMS] for output in want]
+    rest = [[output.total, output.escrow_next, output.drip_opened] for output in want]
     near = {"rtol": 0, "atol": tolerance, "equal_nan": True}
     torch.testing.assert_close(out.breakdown, torch.tensor(terms, dtype=torch.float64), **near)
     got = torch.stack((out.total, out.escrow_next, out.drip_opened), dim=-1)
     torch.testing.assert_close(got, torch.tensor(rest, dtype=torch.float64), **near)
-    assert out.flags.tolist() == [list(paid.flags) for paid in want]
+    assert out.flags.tolist() == [list(output.flags) for output in want]
     for column, name in enumerate(REWARD_INFO):
         if name in want[0].info:
-            told = torch.tensor([paid.info[name] for paid in want], dtype=torch.float64)
-            torch.testing.assert_close(out.info[:, column], told, **near)
+            info = torch.tensor([output.info[name] for output in want], dtype=torch.float64)
+            torch.testing.assert_close(out.info[:, column], info, **near)
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_kernel_and_scalar_reference_agree_for_other_configurations(mode, number
 def test_float32_inputs_pay_the_same_to_five_digits(mode):
     config = RewardConfig(mode=mode)
     rows = [row for row in random_rows(1000, 3) if not near_threshold(row, config)]
-    single, double = pay_rows(rows, config, torch.float32), pay_rows(rows, config)
+    single, double = outputs_of(rows, config, torch.float32), outputs_of(rows, config)
     assert single.total.dtype == single.breakdown.dtype == single.info.dtype == torch.float32
     torch.testing.assert_close(single.total.double(), double.total, rtol=1e-5, atol=1e-5)
 
@@ -73,7 +73,7 @@ def test_the_total_is_the_sum_of_finite_terms_for_every_pattern_of_missing_value
     rows = list(random_rows(300, 4))
     for missing in itertools.chain(itertools.combinations(optional, 2), [(), optional]):
         rows += replace_rows(rows[:2], **dict.fromkeys(missing, math.nan))
-    out = pay_rows(rows, RewardConfig(mode=mode))
+    out = outputs_of(rows, RewardConfig(mode=mode))
     torch.testing.assert_close(out.breakdown.sum(-1), out.total, rtol=0, atol=1e-12)
     for name in ("total", "breakdown", "escrow_next", "drip_opened"):
         assert torch.isfinite(getattr(out, name)).all(), name
@@ -84,10 +84,10 @@ def test_the_total_is_the_sum_of_finite_terms_for_every_pattern_of_missing_value
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_is_paid_the_same_bit_for_bit_in_any_company(mode):
     rows, config = list(random_rows(301, 5)), RewardConfig(mode=mode)
-    whole = pay_rows(rows, config)
+    whole = outputs_of(rows, config)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    shuffled = pay_rows([rows[i] for i in order.tolist()], config)
-    parts = [pay_rows(rows[a:b], config) for a, b in itertools.pairwise((0, 1, 2, 9, 77, 301))]
+    shuffled = outputs_of([rows[i] for i in order.tolist()], config)
+    parts = [outputs_of(rows[a:b], config) for a, b in itertools.pairwise((0, 1, 2, 9, 77, 301))]
     for index, value in enumerate(whole):
         torch.testing.assert_close(shuffled[index], value[order], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(torch.cat([part[index] for part in parts]), value, rtol=0, atol=0, equal_nan=True)
@@ -106,7 +106,7 @@ def test_seed_fields_of_rows_without_a_seed_are_never_read(mode):
         )
         for row, other in zip(blank, random_rows(300, 7), strict=True)
     ]  # fmt: skip
-    for left, right in zip(pay_rows(blank, config), pay_rows(noise, config), strict=True):
+    for left, right in zip(outputs_of(blank, config), outputs_of(noise, config), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
 
 
@@ -149,9 +149,9 @@ def test_suspicions_are_flagged_and_never_paid():
                      counterfactual_improvement=-1, **seed(6, 1, 4, 5, 18))  # fmt: skip
     leaning = dataclasses.replace(toxic, seed_contribution=6.0, counterfactual_improvement=0.8)
     honest = dataclasses.replace(toxic, counterfactual_improvement=4.0)
-    out = pay_rows([toxic, leaning, honest], RewardConfig())
+    out = outputs_of([toxic, leaning, honest], RewardConfig())
     assert out.flags.tolist() == [[False, True], [True, False], [False, False]]
-    assert pay(toxic, "objective").flags.tolist() == [[False, True]]
+    assert output_of(toxic, "objective").flags.tolist() == [[False, True]]
 
 
 def test_unknown_modes_and_foreign_weights_are_refused():

@@ -11,7 +11,7 @@ from reward_toys import host_row, random_rows, reward_inputs, seed
 from esper.leyline.actions import LifecycleOp as Op
 from esper.leyline.stages import STAGE_POTENTIAL
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, make_reward
-from reference.rewards.golden import pay_rows
+from reference.rewards.golden import outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.step import HostStep, SlotRow
 
@@ -50,9 +50,9 @@ def germinated(first_epoch=12):
 def test_the_shaping_of_a_seed_telescopes_to_its_last_potential(path, mode):
     rows = observations(path)
     config = RewardConfig(mode=mode)
-    lent = pay_rows([germinated()], config).breakdown[0, ACTION].item() + 0.15
-    paid = pay_rows(rows, config).breakdown[:, POTENTIAL].tolist()
-    total = lent + sum(GAMMA**k * value for k, value in enumerate(paid, start=1))
+    lent = outputs_of([germinated()], config).breakdown[0, ACTION].item() + 0.15
+    rewards = outputs_of(rows, config).breakdown[:, POTENTIAL].tolist()
+    total = lent + sum(GAMMA**k * value for k, value in enumerate(rewards, start=1))
     assert total == pytest.approx(0.3 * GAMMA ** (len(rows) + 1) * potential_of(rows[-1]), abs=1e-10)
 
 
@@ -63,11 +63,11 @@ def test_a_prune_pays_back_what_the_shaping_lent(path, mode):
     m, last = len(rows), potential_of(rows[-1])
     before = potential_of(rows[-2]) if m > 1 else STAGE_POTENTIAL[2]
     rows[-1] = host_row(**(vars(rows[-1]) | {"action": int(Op.PRUNE)}))
-    total = sum(GAMMA**k * v for k, v in enumerate(pay_rows(rows, config).breakdown[:, POTENTIAL].tolist(), start=1))
+    total = sum(GAMMA**k * v for k, v in enumerate(outputs_of(rows, config).breakdown[:, POTENTIAL].tolist(), start=1))
     if mode == "basic":
         assert total == pytest.approx(0.3 * GAMMA**m * (before - last) - 0.3 * GAMMA, abs=1e-10)
         return
-    lent = pay_rows([germinated()], config).breakdown[0, ACTION].item() + 0.15
+    lent = outputs_of([germinated()], config).breakdown[0, ACTION].item() + 0.15
     repaid = -0.3 * last  # the part of PRUNE's action term that is potential
     on, off = reward_of_row(rows[-1], config), reward_of_row(rows[-1], RewardConfig(mode=mode, disable_pbrs=True))
     assert on.terms["action"] - off.terms["action"] == pytest.approx(repaid)
@@ -78,19 +78,19 @@ accuracies = st.lists(st.floats(5, 95), min_size=2, max_size=25)
 
 
 def objective_episode(values, committed, grown, fossilized):
-    """Rewards and potential terms of one host with the measurements of `values`, and the J it should be paid."""
+    """Rewards and potential terms of one host with the measurements of `values`, and the J it should get."""
     reward, steps = make_reward("objective"), len(values)
-    state, paid, shaping = reward.initial_state(1, 2, steps, CPU), [], []
+    state, rewards, shaping = reward.initial_state(1, 2, steps, CPU), [], []
     fossil = SlotRow(stage=7, prev_stage=6, age=9, alpha=1.0, params=fossilized)
     for t, value in enumerate(values, start=1):
         growing = SlotRow(stage=3, prev_stage=2, age=t, params=grown * t)
         given_host = HostStep(epoch=t, max_epochs=steps, op=0, target=0, val_acc=value, committed_acc=committed,
                               host_params=6418, slots=(fossil, growing))  # fmt: skip
         out, state = reward.step(reward_inputs([given_host]), state)
-        paid.append(out.total.item())
+        rewards.append(out.total.item())
         shaping.append(out.breakdown[0, 0].item())
     worth = committed / 100 - 0.03 * math.log(1 + fossilized / 6418)
-    return paid, shaping, worth
+    return rewards, shaping, worth
 
 
 def discounted(values):
@@ -100,9 +100,9 @@ def discounted(values):
 @few
 @given(accuracies, st.floats(0, 100), st.integers(0, 900), st.integers(0, 50_000))
 def test_the_objective_pays_its_value_discounted_once_whatever_was_measured_before(values, committed, grown, fossil):
-    paid, shaping, worth = objective_episode(values, committed, grown, fossil)
+    rewards, shaping, worth = objective_episode(values, committed, grown, fossil)
     assert discounted(shaping) == pytest.approx(0, abs=1e-10)
-    assert discounted(paid) == pytest.approx(GAMMA ** (len(values) - 1) * worth, abs=1e-10)
+    assert discounted(rewards) == pytest.approx(GAMMA ** (len(values) - 1) * worth, abs=1e-10)
 
 
 outcome = st.tuples(st.lists(st.floats(5, 95), min_size=8, max_size=8), st.floats(0, 100), st.integers(0, 50_000))
@@ -113,8 +113,8 @@ outcome = st.tuples(st.lists(st.floats(5, 95), min_size=8, max_size=8), st.float
 def test_episodes_are_ranked_by_their_objective(one, other):
     returns, values = [], []
     for measured, committed, fossil in (one, other):
-        paid, _, worth = objective_episode(measured, committed, 0, fossil)
-        returns.append(discounted(paid))
+        rewards, _, worth = objective_episode(measured, committed, 0, fossil)
+        returns.append(discounted(rewards))
         values.append(worth)
     if abs(values[0] - values[1]) > 1e-9:
         assert (returns[0] > returns[1]) == (values[0] > values[1])
@@ -140,15 +140,15 @@ def test_more_contribution_within_the_progress_never_earns_less(one, other, slac
 def test_a_higher_loss_is_never_paid_better_and_a_regression_never_rewarded(one, other):
     low, high = sorted((one, other))
     rows = [host_row(action=0, epoch=4, max_epochs=9, val_acc=0, loss_delta=delta) for delta in (low, high)]
-    paid = pay_rows(rows, RewardConfig(mode="loss")).total.tolist()
-    assert paid[0] >= paid[1]
-    assert high <= 0 or paid[1] <= 0
+    rewards = outputs_of(rows, RewardConfig(mode="loss")).total.tolist()
+    assert rewards[0] >= rewards[1]
+    assert high <= 0 or rewards[1] <= 0
 
 
 @pytest.mark.parametrize("mode", ["shaped", "escrow"])
 def test_costs_never_pay_and_no_single_term_dwarfs_the_others(mode):
     rows = random_rows(10_000, 12, legal=True)
-    breakdown = pay_rows(rows, RewardConfig(mode=mode)).breakdown
+    breakdown = outputs_of(rows, RewardConfig(mode=mode)).breakdown
     for name in ("blending_warning", "holding_warning", "rent", "alpha_shock", "occupancy", "fossil_upkeep"):
         assert (breakdown[:, REWARD_TERMS.index(name)] <= 0).all(), name
     unbounded = [REWARD_TERMS.index(name) for name in ("attribution", "terminal")]
@@ -157,6 +157,6 @@ def test_costs_never_pay_and_no_single_term_dwarfs_the_others(mode):
 
 
 def test_the_ratio_penalty_is_never_a_bonus():
-    info = pay_rows(random_rows(2000, 13), RewardConfig()).info
+    info = outputs_of(random_rows(2000, 13), RewardConfig()).info
     assert (info[:, 1] <= 0).all()
     assert (info[:, 1] >= -0.3).all()

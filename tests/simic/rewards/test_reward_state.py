@@ -1,4 +1,4 @@
-"""The step with memory: parity with its scalar twin, and each adjustment by hand-computed numbers."""
+"""The step with memory: parity with the scalar reference, and each adjustment by hand-computed numbers."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def one_step(given, mode="shaped", state=None, **numbers):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_step_and_scalar_twin_agree_on_terms_and_memory_through_an_episode(mode):
+def test_step_and_scalar_reference_agree_on_terms_and_memory_through_an_episode(mode):
     reward, config, count, slots = make_reward(mode), RewardConfig(mode=mode), 40, 3
     state = reward.initial_state(count, slots, STEPS, CPU)
     memories = [fresh_memory(slots) for _ in range(count)]
@@ -197,8 +197,8 @@ def test_hindsight_is_bounded_needs_a_contribution_and_is_paid_once():
         terms, state = one_step(host(ripe, other, epoch=epoch, cf_total=9.0), state=state)
         assert "hindsight" not in terms
     assert state.ledger[0, 0, 19:22].tolist() == [50.0] * 3
-    paid, after = one_step(host(ripe, other, epoch=23, op=Op.FOSSILIZE, cf_total=9.0), state=state)
-    assert paid["hindsight"] == pytest.approx(0.2)  # four times almost 0.1, capped
+    output, after = one_step(host(ripe, other, epoch=23, op=Op.FOSSILIZE, cf_total=9.0), state=state)
+    assert output["hindsight"] == pytest.approx(0.2)  # four times almost 0.1, capped
     assert not after.ledger.any()
     useless = dataclasses.replace(ripe, contribution=-1.0)
     assert "hindsight" not in one_step(host(useless, other, epoch=23, op=Op.FOSSILIZE, cf_total=9.0), state=state)[0]

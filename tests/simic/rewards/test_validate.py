@@ -1,4 +1,4 @@
-"""Rows that cannot be paid are named before they are."""
+"""Rows without a valid reward are refused."""
 
 import pytest
 import torch

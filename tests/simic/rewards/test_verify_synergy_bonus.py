@@ -70,10 +70,10 @@ def test_interactions_come_from_pairs_and_not_from_sums(report):
 
 
 def test_the_report_says_where_its_numbers_come_from(report):
-    told = report[1]
-    assert set(told) == {"script", "version", "environment", "config", "results"}
-    assert told["script"] == "verify_synergy_bonus"
-    assert told["environment"]["torch"] == torch.__version__
+    entry = report[1]
+    assert set(entry) == {"script", "version", "environment", "config", "results"}
+    assert entry["script"] == "verify_synergy_bonus"
+    assert entry["environment"]["torch"] == torch.__version__
 
 
 def test_a_device_that_does_not_exist_ends_with_two():
@@ -86,8 +86,8 @@ def test_a_kernel_that_pays_a_millionth_too_much_is_found(script, monkeypatch):
     true = script.compute_reward_batched
 
     def generous(*args, **kwargs):
-        paid = true(*args, **kwargs)
-        return paid._replace(breakdown=paid.breakdown + 1e-6)
+        output = true(*args, **kwargs)
+        return output._replace(breakdown=output.breakdown + 1e-6)
 
     monkeypatch.setattr(script, "compute_reward_batched", generous)
     assert script.main(script.Options(device="cpu")) == 1
@@ -97,9 +97,9 @@ def test_interactions_that_forget_the_empty_coalition_are_found(script, monkeypa
     true = script.derive
 
     def forgetful(coalitions, accuracy):
-        told = true(coalitions, accuracy)
+        entry = true(coalitions, accuracy)
         all_off = coalitions.split(coalitions.names).all_off
-        return replace(told, interactions=told.interactions - accuracy.gather(1, all_off)[..., None])
+        return replace(entry, interactions=entry.interactions - accuracy.gather(1, all_off)[..., None])
 
     monkeypatch.setattr(script, "derive", forgetful)
     assert script.main(script.Options(device="cpu")) == 1

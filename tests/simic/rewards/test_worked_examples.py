@@ -8,7 +8,7 @@ from reward_toys import host_row, named, reward_inputs, seed
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.simic.rewards import LOSS_PRESETS, RewardConfig, initial_state, make_reward, reward_step
-from reference.rewards.golden import pay_rows
+from reference.rewards.golden import outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import DripPool
 from reference.rewards.step import HostStep, SlotRow
@@ -229,7 +229,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("number", EXAMPLES)
 def test_a_worked_example_is_paid_by_kernel_and_scalar_reference(number):
     config, given, terms, total = EXAMPLES[number]
-    batched, scalar = pay_rows([given], config), reward_of_row(given, config)
+    batched, scalar = outputs_of([given], config), reward_of_row(given, config)
     assert batched.total.item() == pytest.approx(total, abs=6e-8)
     assert named(batched) == pytest.approx(terms, abs=6e-8)
     assert scalar.total == pytest.approx(total, abs=6e-8)
@@ -238,17 +238,17 @@ def test_a_worked_example_is_paid_by_kernel_and_scalar_reference(number):
 
 def test_the_discount_of_example_8_is_the_sigmoid_of_three_times_the_gate_signal():
     config, given, _, _ = EXAMPLES[8]
-    assert pay_rows([given], config).info[0, 0].item() == pytest.approx(0.2314752, abs=6e-8)
+    assert outputs_of([given], config).info[0, 0].item() == pytest.approx(0.2314752, abs=6e-8)
 
 
 def test_examples_19_to_21_leave_the_account_at_its_target_at_the_bound_and_empty():
-    out = pay_rows([EXAMPLES[number][1] for number in (19, 20, 21)], ESCROW)
+    out = outputs_of([EXAMPLES[number][1] for number in (19, 20, 21)], ESCROW)
     assert out.escrow_next.tolist() == pytest.approx([2.1213203, 2.0, 0.0], abs=6e-8)
 
 
 def test_example_25_opens_a_pool_that_pays_over_the_ninety_steps_that_are_left():
     config, given, _, _ = EXAMPLES[25]
-    for opened in (pay_rows([given], config).drip_opened.item(), reward_of_row(given, config).drip_opened):
+    for opened in (outputs_of([given], config).drip_opened.item(), reward_of_row(given, config).drip_opened):
         assert opened == pytest.approx(0.0064909, abs=6e-8)
         assert opened * 90 == pytest.approx(0.5841818, abs=6e-7)
 
@@ -270,34 +270,34 @@ def test_example_32_thanks_a_seed_for_help_it_gave_ten_steps_before_it_was_fossi
 
 def test_a_rollback_in_step_2_of_4_leaves_the_return_at_the_discounted_objective():
     # the example of docs/rewards.md: potentials 0.40 and 0.30, J 0.50; row 2 is neutral
-    reward, paid = make_reward("objective"), [0.0] * 5
+    reward, rewards = make_reward("objective"), [0.0] * 5
     state = reward.initial_state(1, 1, 4, torch.device("cpu"))
     for step, accuracy in ((1, 40.0), (2, float("nan")), (3, 30.0), (4, 45.0)):
         if step == 2:
-            paid[1] = reward.rollback_reward(state).item()
+            rewards[1] = reward.rollback_reward(state).item()
         host = HostStep(
             epoch=step, max_epochs=4, op=0, target=0, val_acc=accuracy, committed_acc=50.0, host_params=6418,
             slots=(SlotRow(),),
         )  # fmt: skip
         out, state = reward.step(reward_inputs([host]), state)
-        paid[step] = out.total.item()
+        rewards[step] = out.total.item()
         if step == 2:
-            paid[2], state = 0.0, reward.reset_hosts(state, torch.tensor([True]))
-    assert paid[1:] == pytest.approx([0.0, 0.0, 0.2985, 0.2])
-    assert sum(0.995 ** (t - 1) * r for t, r in enumerate(paid) if t) == pytest.approx(0.995**3 * 0.5)
+            rewards[2], state = 0.0, reward.reset_hosts(state, torch.tensor([True]))
+    assert rewards[1:] == pytest.approx([0.0, 0.0, 0.2985, 0.2])
+    assert sum(0.995 ** (t - 1) * r for t, r in enumerate(rewards) if t) == pytest.approx(0.995**3 * 0.5)
 
 
 def test_example_33_earns_exactly_the_discounted_accuracy_of_a_host_that_never_changes():
     reward = make_reward("objective")
-    state, paid = reward.initial_state(1, 1, 60, torch.device("cpu")), []
+    state, rewards = reward.initial_state(1, 1, 60, torch.device("cpu")), []
     for step in range(1, 61):
         host = HostStep(
             epoch=step, max_epochs=60, op=0, target=0, val_acc=50.0, committed_acc=50.0, host_params=6418,
             slots=(SlotRow(),),
         )  # fmt: skip
         out, state = reward.step(reward_inputs([host]), state)
-        paid.append(out.total.item())
-    assert paid[0] == pytest.approx(0.4975)
-    assert paid[1:59] == pytest.approx([-0.0025] * 58)
-    assert paid[59] == pytest.approx(0.0)
-    assert sum(0.995**k * r for k, r in enumerate(paid)) == pytest.approx(0.3719904, abs=6e-8)
+        rewards.append(out.total.item())
+    assert rewards[0] == pytest.approx(0.4975)
+    assert rewards[1:59] == pytest.approx([-0.0025] * 58)
+    assert rewards[59] == pytest.approx(0.0)
+    assert sum(0.995**k * r for k, r in enumerate(rewards)) == pytest.approx(0.3719904, abs=6e-8)

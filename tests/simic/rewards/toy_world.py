@@ -63,7 +63,7 @@ class ToySlot:
         if self.stage == 4:
             self.alpha = min(1.0, round(self.alpha + 1 / RAMP_STEPS, 9))
             ready = self.alpha == 1.0
-        if self.stage == 2:  # training starts in the step of the germination; its potential was paid by GERMINATE
+        if self.stage == 2:  # training starts in the step of the germination; its potential was rewarded to GERMINATE
             self.stage = 3
         if ready:
             self.enter({3: 4, 4: 6}[self.stage], accuracy)
@@ -146,7 +146,7 @@ class Actor:
 
 
 def play(actors: dict[str, Actor], config: RewardConfig) -> dict[str, float]:
-    """Discounted sum of what each actor is paid in one episode of its own host."""
+    """Discounted return of each actor in one episode of its own host."""
     hosts = [
         dataclasses.replace(actor, slots=[ToySlot() for _ in range(SLOTS)], history=[]) for actor in actors.values()
     ]
@@ -156,7 +156,7 @@ def play(actors: dict[str, Actor], config: RewardConfig) -> dict[str, float]:
     for t in range(1, STEPS + 1):
         steps = [host.observe(t, fossils) for host in hosts]
         out, state = reward.step(reward_inputs(steps), state)
-        for host, step, paid in zip(hosts, steps, out.total.tolist(), strict=True):
-            host.earned += GAMMA ** (t - 1) * paid
+        for host, step, value in zip(hosts, steps, out.total.tolist(), strict=True):
+            host.earned += GAMMA ** (t - 1) * value
             host.act(step)
     return dict(zip(actors, (host.earned for host in hosts), strict=True))

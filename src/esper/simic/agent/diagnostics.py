@@ -33,8 +33,8 @@ def update_row(
     return metric_row(
         {
             "lr": torch.full((), lr, dtype=torch.float64, device=valid.device),
-            "entropy_coef": weights.entropy,
-            "value_coef": weights.value,
+            "ent_coef": weights.entropy,
+            "vf_coef": weights.value,
             "floor_scale": weights.floor,
             "forced_share": (rollout.forced & valid).sum() / valid.sum(),
             "explained_variance": torch.where(explainable, explained, torch.nan),

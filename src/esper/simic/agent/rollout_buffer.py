@@ -50,25 +50,8 @@ class SequenceBatch:
     hidden0: Hidden
 
 
-_NAMES = {
-    "state": "states",
-    "raw_state": "raw_states",
-    "blueprint_index": "blueprint_index",
-    "actions": "actions",
-    "effective_op": "effective_op",
-    "log_prob": "log_probs",
-    "value": "values",
-    "reward": "rewards",
-    "bootstrap_value": "bootstrap_values",
-    "terminal": "terminal",
-    "truncated": "truncated",
-    "valid": "valid",
-    "reset": "reset",
-    "forced": "forced",
-    "legal": "legal",
-    "has_gate": "has_gate",
-}
-"""Name of one step of a field -> its slab."""
+_NAMES = {name: name if name in SequenceBatch.__annotations__ else f"{name}s" for name in Row.__annotations__}
+"""Field of `Row` -> its slab, e.g. value -> values."""
 _DEFAULTS = {"bootstrap_value": 0, "terminal": 0, "truncated": 0, "valid": 1, "reset": 0, "forced": 0}
 
 Entry = int | float | bool | Tensor
@@ -241,15 +224,11 @@ class TamiyoRolloutBuffer:
         rows = {name: slab.index_select(0, hosts) for name, slab in named_tensors(self.slabs) if "." not in name}
         return SequenceBatch(hidden0=tree_map(lambda h: h.index_select(1, hosts), self.slabs.hidden0), **rows)
 
-    def open_ends(self) -> Bool[Tensor, "N T"]:
-        """The last valid row of each host, where it is neither terminal nor truncated."""
+    def validate(self) -> None:
+        """Check that the last valid row of each host is terminal or truncated; raises ValueError. Reads: for tests."""
         s = self.slabs
         later_NT = s.valid.flip(1).cumsum(1).flip(1) - s.valid.to(torch.int64)
-        return s.valid & (later_NT == 0) & ~(s.terminal | s.truncated)
-
-    def validate(self) -> None:
-        """Check that every rollout ends terminal or truncated; raises ValueError. Reads the device: for tests."""
-        faults = self.open_ends().nonzero().tolist()
+        faults = (s.valid & (later_NT == 0) & ~(s.terminal | s.truncated)).nonzero().tolist()
         if faults:
             raise ValueError(
                 f"rows (host, step) {faults[:8]} end a rollout but are neither terminal nor truncated; "

@@ -89,9 +89,9 @@ class Subject:
     @classmethod
     def build(cls, num_envs: int, options: Options) -> "Subject":
         """The preset `small` on the null task, paid by the objective."""
-        told: dict[str, object] = {"task": "null", "preset": "small", "num_envs": num_envs}
-        told |= {"episode_length": options.episode_length, "compile": options.compile}
-        config = resolve(told | {"device": options.device, "threads": torch.get_num_threads()})
+        given: dict[str, object] = {"task": "null", "preset": "small", "num_envs": num_envs}
+        given |= {"episode_length": options.episode_length, "compile": options.compile}
+        config = resolve(given | {"device": options.device, "threads": torch.get_num_threads()})
         engine = engine_of(config, None, device_of(config))
         return cls(engine, learner_of(config, engine.spec))
 

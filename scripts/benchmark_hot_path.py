@@ -109,7 +109,7 @@ def notes(device: torch.device) -> list[str]:
 
 def measure(options: Options, names: Sequence[str]) -> list[Row]:
     """One row per setting."""
-    told = {
+    given = {
         "task": options.task,
         "num_envs": options.hosts,
         "episode_length": options.steps,
@@ -122,7 +122,7 @@ def measure(options: Options, names: Sequence[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as open_runs:
         subjects = []
         for number, setting in enumerate(settings):
-            config = configured(told, setting)
+            config = configured(given, setting)
             subject = Subject(config, telemetry=setting.telemetry, folder=Path(folder) / str(number))
             subjects.append(open_runs.enter_context(subject))
         costs = alternating(subjects, options.rounds)

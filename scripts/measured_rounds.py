@@ -112,14 +112,14 @@ class Setting:
             if not separator:
                 raise ConfigError(f"the setting {pair!r} is no assignment; write NAME=VALUE, e.g. executor=fused.")
             try:
-                told = tomllib.loads(f"value = {value}")["value"]
+                given = tomllib.loads(f"value = {value}")["value"]
             except tomllib.TOMLDecodeError:
-                told = value  # a bare word is a string
+                given = value  # a bare word is a string
             *path, leaf = name.split(".")
             table = values
             for part in path:
                 table = table.setdefault(part, {})
-            table[leaf] = told
+            table[leaf] = given
         telemetry = values.pop("telemetry", "off")
         if telemetry not in ("on", "off"):
             raise ConfigError(f"telemetry is {telemetry!r}; it must be on or off.")
@@ -218,10 +218,10 @@ def alternating(subjects: Sequence[Subject], rounds: int) -> list[list[RoundCost
     return costs
 
 
-def configured(told: Mapping[str, Any], setting: Setting) -> RunConfig:
+def configured(given: Mapping[str, Any], setting: Setting) -> RunConfig:
     """The run of a setting; by default in this process, on one thread, with the preset `small`."""
     base = {"preset": "small", "workers": 1, "threads": max(torch.get_num_threads(), 1)}
-    return resolve({**base, **told, **setting.values})
+    return resolve({**base, **given, **setting.values})
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -121,7 +121,7 @@ def _sync_warnings(device: torch.device, sites: Counter[str]) -> Iterator[None]:
 
 def count(options: Options) -> list[Scope]:
     """Run the rounds, with events as in a recorded run, and count the reads by scope."""
-    told = {
+    given = {
         "task": options.task,
         "num_envs": options.hosts,
         "episode_length": options.steps,
@@ -130,16 +130,16 @@ def count(options: Options) -> list[Scope]:
         "device": options.device,
         "compile": "off",  # every operator must be visible
     }
-    config = configured(told, Setting.parse(options.setting))
+    config = configured(given, Setting.parse(options.setting))
     device = device_of(config)
     parts = assemble(config, device)
     engine, client = parts.engine, parts.client
 
-    def told_of_step(step: StepReport) -> None:
+    def given_of_step(step: StepReport) -> None:
         for _ in events.step_events([step], engine.spec):
             pass
 
-    engine.on_step = told_of_step
+    engine.on_step = given_of_step
     steps = Scope(name="control step", budget=options.step_budget)
     updates = Scope(name="update", budget=options.update_budget)
     rest = Scope(name="round, besides these", budget=options.round_budget)

@@ -43,14 +43,14 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
     first, note, second, third, *rounds, done, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
-    assert note.startswith("note: no seed can become permanent before step 8, and a round has 3;")
-    assert second == "recorded in runs/digits-quickstart-s3, on cpu"
-    assert third == "executor: native (C++ compiled for this processor), hosts shared by 2 processes"
+    assert note.startswith("note: no seed can be fossilized before step 8, but a round has 3 steps;")
+    assert second == "run directory: runs/digits-quickstart-s3, device: cpu"
+    assert third == "executor: native (C++ compiled for this CPU), 2 processes"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
     number = r"\d+\.\d\d"
     kept = f"committed validation {number}, committed test {number}; growth {number}x; 2 hosts; "
     assert re.match(f"done: 100·J {number} ± {number}; {kept}", done)
-    assert way_on == "compare it with the baselines: esper evaluate runs/digits-quickstart-s3"
+    assert way_on == "compare with baselines: esper evaluate runs/digits-quickstart-s3"
     run = folder / "runs" / "digits-quickstart-s3"
     assert tomllib.loads((run / "config.toml").read_text())["seed"] == 3
     found = json.loads((run / "summary.json").read_text())
@@ -135,8 +135,8 @@ REFUSED = [
     (NULL + "--set ppo.lx=3", "unknown key ppo.lx; did you mean 'lr'?"),
     (NULL + "--set lr=3", "did you mean ppo.lr?"),
     (NULL + "--set ppo.lr=nan", "ppo.lr is nan"),
-    (NULL + "--set nonsense", "is no assignment; write --set NAME=VALUE"),
-    (NULL + "--set =3", "is no assignment"),
+    (NULL + "--set nonsense", "is not an assignment; write --set NAME=VALUE"),
+    (NULL + "--set =3", "is not an assignment"),
     (NULL + "--set ppo.lr=1 ppo.lr.x=3", "lr is a value, not a table"),
     (NULL + "--episode-length 0", "episode_length is 0"),
     (NULL + "--num-envs 0", "num_envs is 0"),
@@ -147,12 +147,12 @@ REFUSED = [
     (NULL + "--config broken.toml", "not valid TOML"),
     (NULL + "--config unknown.toml", "unknown key ppo.learning_rat"),
     (NULL + "--config nowhere.toml", "cannot be read"),
-    (NULL + "--run-dir folder", "exists already and is left as it is"),
-    (NULL + "--run-dir ten.toml", "exists already and is left as it is"),
-    (NULL + "--run-dir ten.toml/run", "cannot be made (Not a directory)"),
+    (NULL + "--run-dir folder", "exists already"),
+    (NULL + "--run-dir ten.toml", "exists already"),
+    (NULL + "--run-dir ten.toml/run", "cannot be created (Not a directory)"),
     (NULL + "--plugins nowhere.py", "there is no plugin"),
     (NULL + "--plugins fails.py", "in line 2 of"),
-    (NULL + "--set experimental=true graph=static", "task 'null' runs no networks that could be selected by masks"),
+    (NULL + "--set experimental=true graph=static", "task 'null' has no networks; leave graph out"),
     (
         "train --executor streamed --set experimental=true graph=static",
         "set executor to 'auto' or 'fused', or graph to 'dynamic'",
@@ -162,21 +162,21 @@ REFUSED = [
     ("train --task fashion_mnist --data-dir data", "truncated"),
     ("train --resume nowhere", "it does not exist"),
     ("train --resume folder", "it has no config.toml"),
-    ("train --resume ten.toml", "it is no folder"),
-    ("evaluate", "nothing is named to be evaluated"),
+    ("train --resume ten.toml", "it is not a folder"),
+    ("evaluate", "no controller given; name a run directory"),
     ("evaluate nowhere", "neither a run directory nor a baseline"),
     ("evaluate heuristc", "did you mean 'heuristic'?"),
     ("evaluate folder", "it has no config.toml"),
-    ("evaluate folder data", "folder, data are several run directories; name one of them"),
+    ("evaluate folder data", "folder, data are several run directories; give one, and any baselines"),
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
-    ("evaluate static_final wait_only --task null", "none is named that grows; name a run directory, or one of random"),
-    ("evaluate random --task null --best", "no run is named; name one, or leave it out"),
+    ("evaluate static_final wait_only --task null", "none is named; add a run directory, or one of random"),
+    ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
     ("evaluate random --task null --num-envs 0", "num_envs is 0"),
     ("evaluate random --task null --json ten.toml/x.json", "cannot be written"),
-    ("evaluate random --task null --json folder", "is a folder and is left as it is"),
-    ("evaluate random --task null --json pipe", "is no regular file and is left as it is"),
-    ("evaluate random --task null --json to_pipe", "is no regular file and is left as it is"),
-    ("evaluate random --task null --json to_nothing", "is no regular file and is left as it is"),
+    ("evaluate random --task null --json folder", "is a folder; name another file"),
+    ("evaluate random --task null --json pipe", "is not a regular file; name another file"),
+    ("evaluate random --task null --json to_pipe", "is not a regular file; name another file"),
+    ("evaluate random --task null --json to_nothing", "is not a regular file; name another file"),
     ("tasks --plugins no_such_module", "there is no plugin module"),
 ]
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_changed_by_a_resume_is_refused(folder: Path, capfd: pyte
         assert small_runs.resume(folder / "run", *option) == 2
         assert "cannot be changed when a run is resumed" in capfd.readouterr().err
     assert main(["evaluate", "run", "--task", "null"]) == 2
-    assert "task cannot be given with a run" in capfd.readouterr().err
+    assert "task cannot be changed for an existing run" in capfd.readouterr().err
     assert contents(folder) == before
 
 
@@ -308,7 +308,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert out.endswith(f"stopped; continue with: esper train --resume {run}\n")
-    assert "ending after this step" in err
+    assert "stopping after this step" in err
     assert "Traceback" not in err
     done = num_lines(run / "metrics.jsonl")
     assert small_runs.resume(run, "--rounds", str(done + 1)) == 0
@@ -393,8 +393,8 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
 
 def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert _why("native", cpu) == " (C++ compiled for this processor)"
+    assert _why("native", cpu) == " (C++ compiled for this CPU)"
     assert _why("streamed", cpu) == " (chosen by image size)"
     monkeypatch.setattr("esper.cpp.build.compiler", lambda: None)
-    assert "with a C++ compiler such as g++ small hosts run natively" in _why("fused", cpu)
+    assert "install a C++ compiler such as g++" in _why("fused", cpu)
     assert _why("fused", gpu) == " (chosen by image size)"

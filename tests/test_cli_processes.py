@@ -81,7 +81,7 @@ def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_bluepr
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert any(
-            "executor: native (C++ compiled for this processor), hosts shared by 2 processes" in line for line in lines
+            "executor: native (C++ compiled for this CPU), 2 processes" in line for line in lines
         )
         assert any(line.startswith("round 1/200  ") for line in lines)
         os.killpg(process.pid, signal.SIGINT)

@@ -73,7 +73,7 @@ def test_capture_of_a_fused_executor_on_the_cpu_is_refused():
     chosen = config(task="tiny", executor="fused", capture="on", experimental=True)
     with pytest.raises(ConfigError, match="capture is 'on', but the run is on cpu"):
         engine_of(chosen, build.dataset_of(chosen, CPU), CPU)
-    with pytest.raises(ConfigError, match="the executor is 'streamed'"):
+    with pytest.raises(ConfigError, match="executor 'streamed' cannot be captured"):
         engine_of(replace(chosen, executor="streamed"), build.dataset_of(chosen, CPU), CPU)
 
 

@@ -176,7 +176,7 @@ def test_one_host_has_a_mean_and_no_spread() -> None:
         "13.00",
         "1.00x",
     ]
-    assert verdict(list(rows.values())) == "x cannot be told apart from wait_only: +1.00 in 100·J on 1 host."
+    assert verdict(list(rows.values())) == "x does not differ significantly from wait_only: +1.00 in 100·J on 1 host."
 
 
 def test_the_run_comes_first_then_the_strongest_constant_schedule_then_the_others_by_j() -> None:
@@ -192,7 +192,7 @@ def test_the_run_comes_first_then_the_strongest_constant_schedule_then_the_other
                        "95 % interval -4.00 to -3.00."),
         ((15.0, 16.0), "trained is better than the best baseline, b: +1.50 in 100·J on 2 hosts, "
                        "95 % interval +1.00 to +2.00."),
-        ((13.0, 16.0), "trained cannot be told apart from the best baseline, b: +0.50 in 100·J on 2 hosts, "
+        ((13.0, 16.0), "trained does not differ significantly from the best baseline, b: +0.50 in 100·J on 2 hosts, "
                        "95 % interval -1.00 to +2.00."),
     ],
 )  # fmt: skip
@@ -286,7 +286,7 @@ def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
     rows = {row["name"]: row for row in found["controllers"]}
     assert rows["static_final"]["structures"] == rows["trained"]["structures"]
     grown = any(structure["slots"] for structure in rows["trained"]["structures"])
-    said = "the structure that trained ended with, host by host" if grown else "trained ended without a permanent seed"
+    said = "each host has the final structure of trained" if grown else "trained ended without fossilized seeds"
     assert f"static_final: {said}" in capfd.readouterr().out
 
 
@@ -312,7 +312,7 @@ def test_static_final_of_a_controller_that_kept_nothing_is_wait_only_to_the_bit(
 def test_static_final_of_nobody_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for names in (["static_final"], ["wait_only", "static_final"]):
         assert main(["evaluate", *names, "--task", "null"]) == 2
-        assert "none is named that grows; name a run directory, or one of random," in capfd.readouterr().err
+        assert "none is named; add a run directory, or one of random," in capfd.readouterr().err
 
 
 @pytest.mark.slow

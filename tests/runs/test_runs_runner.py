@@ -147,8 +147,8 @@ def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_remains(
     with interrupted_at(2, 3, signal.SIGINT, signal.SIGTERM):
         assert train(path) == 130
     out, err = capfd.readouterr()
-    assert "once more ends it at once" in err
-    assert "ended at once" in out
+    assert "again to stop at once" in err
+    assert "stopped; continue from the last checkpoint" in out
     assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00001"]
     assert resume(path) == 0
     assert_same_run(path, whole["null"])
@@ -178,7 +178,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     out, err = capfd.readouterr()
     assert "round-00002-step-0006/state.safetensors does not match its checksum" in err
     assert "Using round-00002 instead" in err
-    assert "continuing after 2 of 3 rounds\n" in out
+    assert "continuing after 2 rounds (of 3)\n" in out
     assert max(event["t"] for event in records(path)["events.jsonl"] if event["round"] == 3) <= 2  # the rest was cut
     assert checkpoints(path / "checkpoints")[0].name == "round-00002-step-0002"
     assert resume(path) == 0
@@ -237,7 +237,7 @@ def test_a_complete_run_has_nothing_to_resume(whole: dict[str, Path], capfd: pyt
     before = contents(whole["null"])
     assert resume(whole["null"]) == 2
     assert resume(whole["null"], "--rounds", "2") == 2
-    assert "has done 3 rounds and 3 are asked for" in capfd.readouterr().err
+    assert "has completed 3 rounds and rounds is 3" in capfd.readouterr().err
     assert contents(whole["null"]) == before
 
 
@@ -296,7 +296,7 @@ def test_a_run_directory_that_is_being_written_is_refused(
     with RunDirectory.reopen(path):
         before = contents(path)
         assert resume(path) == 2
-        assert "being written by another process" in capfd.readouterr().err
+        assert "another process is writing to" in capfd.readouterr().err
         assert contents(path) == before
 
 
@@ -309,10 +309,10 @@ def test_a_run_whose_checkpoints_are_missing_or_lie_elsewhere_is_refused_and_lef
     before = contents(tmp_path)
     for more in ((), ("--rounds", "9")):
         assert resume(path, *more) == 2
-        assert "has records but no checkpoint to continue from; put its checkpoints back" in capfd.readouterr().err
+        assert "has records but no checkpoint to continue from; restore its checkpoints" in capfd.readouterr().err
     (path / "checkpoints").symlink_to(tmp_path / "aside")
     assert resume(path, "--rounds", "9") == 2
-    assert "checkpoints is not a folder of the run itself" in capfd.readouterr().err
+    assert "checkpoints is not a folder and cannot be resumed" in capfd.readouterr().err
     (path / "checkpoints").unlink()
     assert contents(tmp_path) == before
 
@@ -334,7 +334,7 @@ def test_a_run_records_the_executor_that_was_taken_and_goes_on_with_it(
     }
     with interrupted_at(2, 3):
         assert train(tmp_path / "run", "tiny") == 130
-    assert "executor: native (C++ compiled for this processor)" in capfd.readouterr().out
+    assert "executor: native (C++ compiled for this CPU)" in capfd.readouterr().out
     monkeypatch.setattr("esper.tolaria.executors.choice._NATIVE_BYTES", 0)  # a later version has another rule
     assert resume(tmp_path / "run") == 0
     assert "executor: native\n" in capfd.readouterr().out

@@ -40,11 +40,11 @@ class Clock:
         return self.now
 
 
-def plain() -> Console:
+def plain() -> RunConsole:
     return RunConsole(file=io.StringIO(), width=200)
 
 
-def written(console: Console) -> list[str]:
+def written(console: RunConsole) -> list[str]:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -121,7 +121,7 @@ def test_other_records_are_no_concern_of_the_display() -> None:
     assert written(console) == []
 
 
-def terminal(width: int = 150, height: int = 20) -> Console:
+def terminal(width: int = 150, height: int = 20) -> RunConsole:
     return RunConsole(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
 
 

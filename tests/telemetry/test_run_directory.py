@@ -39,7 +39,7 @@ def test_a_path_that_exists_is_refused_and_left_as_it_is(tmp_path: Path) -> None
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("folder", "file", "link"):
-        with pytest.raises(RunDirectoryError, match="exists already and is left as it is; name a new folder"):
+        with pytest.raises(RunDirectoryError, match="exists already; name a new folder"):
             RunDirectory.create(tmp_path / name, CONFIG)
     assert list((tmp_path / "folder").iterdir()) == []
     assert (tmp_path / "file").read_text() == "mine"
@@ -49,7 +49,7 @@ def test_a_path_that_exists_is_refused_and_left_as_it_is(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["file/run", "/proc/no/run"])
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="cannot be made"):
+    with pytest.raises(RunDirectoryError, match="cannot be created"):
         RunDirectory.create(tmp_path / name, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -106,21 +106,21 @@ def test_records_that_were_lost_are_reported_and_the_rest_goes_on(tmp_path: Path
 def test_one_process_at_a_time_writes_to_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "run"
     first = RunDirectory.create(path, CONFIG)
-    with pytest.raises(RunDirectoryError, match="being written by another process"):
+    with pytest.raises(RunDirectoryError, match="another process is writing to"):
         RunDirectory.reopen(path)
     first.close()
     RunDirectory.reopen(path).close()
     (path / "metrics.jsonl").unlink()  # what is locked may have been lost
     with RunDirectory.reopen(path) as first, RunDirectory.reopen(path) as second:
         first.rewind({}, CONFIG)
-        with pytest.raises(RunDirectoryError, match="being written by another process"):
+        with pytest.raises(RunDirectoryError, match="another process is writing to"):
             second.rewind({}, CONFIG)
 
 
 def test_what_is_no_run_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    for name, said in (("folder", "has no config.toml"), ("file", "is no folder"), ("nothing", "does not exist")):
+    for name, said in (("folder", "has no config.toml"), ("file", "is not a folder"), ("nothing", "does not exist")):
         with pytest.raises(RunDirectoryError, match=said):
             require_run(tmp_path / name)
 
@@ -150,11 +150,11 @@ def test_what_a_run_writes_into_is_not_followed_out_of_its_directory(tmp_path: P
     (path / name).unlink(missing_ok=True)
     elsewhere.mkdir() if name == "checkpoints" else elsewhere.write_text("mine")
     (path / name).symlink_to(elsewhere)
-    with pytest.raises(RunDirectoryError, match=f"{name} is not a (regular file|folder) of the run itself"):
+    with pytest.raises(RunDirectoryError, match=f"{name} is not a (regular file|folder) and cannot be resumed"):
         RunDirectory.reopen(path)
     (path / name).unlink()
     (path / name).mkdir() if name != "checkpoints" else os.mkfifo(path / name)
-    with pytest.raises(RunDirectoryError, match=f"{name} is not a (regular file|folder) of the run itself"):
+    with pytest.raises(RunDirectoryError, match=f"{name} is not a (regular file|folder) and cannot be resumed"):
         RunDirectory.reopen(path)
 
 

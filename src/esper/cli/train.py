@@ -233,7 +233,7 @@ def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "H
     for line in _executor_lines(config, parts, asked):
         console.say(line)
     if start is not None:
-        console.say(f"continuing after {start.place} of {config.rounds} rounds")
+        console.say(f"continuing after {start.place} (of {config.rounds})")
     done = start.rounds_done * config.episode_length + start.step if start else 0
     progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
     listeners = Hub({"progress": progress})

@@ -31,7 +31,7 @@ _BELOW = {
     "cell_rms": 1e-6,
     **{f"entropy_{head.name}": head.alarm for head in HEADS},
 }
-"""Collapsed probability ratios, a critic worse than a constant, a dead recurrent state, heads that stopped exploring."""
+"""Collapsed probability ratios, a critic worse than a constant, a dead recurrent state, heads without exploration."""
 
 
 def alarms(metrics: Mapping[str, float]) -> Iterator[Alarm]:

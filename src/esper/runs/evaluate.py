@@ -278,7 +278,7 @@ def paired_difference(values: np.ndarray, reference: np.ndarray) -> Difference:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One sentence: the trained controller against the best baseline, or without one the best baseline against wait_only."""
+    """One sentence: the trained controller against the best baseline, or else that one against wait_only."""
     has_run = rows[0].name == TRAINED
     best = max(rows[has_run:], key=lambda row: row.objective)
     subject, other = (TRAINED, f"the best baseline, {best.name}") if has_run else (best.name, REFERENCE)

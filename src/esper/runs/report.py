@@ -121,7 +121,7 @@ class RoundSoFar:
         self._ops = np.zeros(len(LifecycleOp), dtype=np.int64)
 
     def add(self, reports: Sequence[StepReport], seconds: Sequence[float]) -> list[dict[str, object]]:
-        """Fields for each of some successive steps of one round; `seconds` is the time of each since the round began."""
+        """Fields for each of successive steps of one round; `seconds` is the time of each since the round began."""
         if reports[0].episode != self._episode:
             self._begin(reports[0].episode)
         op, reason, live, committed, fossils, host, stage = (

@@ -50,8 +50,8 @@ class RunConsole(Console):
 class Shown:
     """The displayed values of a record of kind "step" (a round in progress) or "round".
 
-    `objective` (100·J) and `committed` (pp) are means over hosts for the committed networks, `live` (pp) for the networks
-    with all live seeds. `ops` counts effective operations, `slots` slots by stage.
+    `objective` (100·J) and `committed` (pp) are means over hosts for the committed networks, `live` (pp) with all
+    live seeds. `ops` counts effective operations, `slots` slots by stage.
     """
 
     round: int

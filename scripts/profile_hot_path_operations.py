@@ -219,7 +219,11 @@ def told_of(options: Options, task: str, hosts: int) -> dict[str, Any]:
     """Settings of the measured runs."""
     sizes = {"num_envs": hosts, "episode_length": options.steps, "rounds": 3, "schedule_rounds": 3}
     eager = {"compile": "off"}  # compiled steps have no single operations
-    return {"task": task, "device": options.device, "threads": options.threads, "ppo": {"update_epochs": 1}} | sizes | eager
+    return (
+        {"task": task, "device": options.device, "threads": options.threads, "ppo": {"update_epochs": 1}}
+        | sizes
+        | eager
+    )
 
 
 def control_plane(options: Options, hosts: int) -> tuple[list[Row], Subject]:

@@ -1,10 +1,10 @@
-"""A recorder for the CPU that remembers what a CUDA graph would: operators and memory, and nothing of Python.
+"""A capture backend for the CPU that remembers what a CUDA graph would: operators and memory, and nothing of Python.
 
-    record   the function runs once; each operator is written down with the very tensors it was given
+    capture  the function runs once; each operator is written down with the very tensors it was given
     replay   the operators run again on those tensors, and their results are copied to where they first were
 
 So a number that was baked in stays what it was, memory that was exchanged is not seen, and a read of the device is an
-error, all as on a GPU. Recording executes nothing: what it wrote into memory that was there before is put back.
+error, all as on a GPU. Capture executes nothing: what it wrote into memory that was there before is put back.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class _Writer(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
-            raise RuntimeError("a tensor is made from plain numbers, a copy from the host, which cannot be recorded")
+            raise RuntimeError("a tensor is made from plain numbers, a copy from the host, which cannot be captured")
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.keep(value)
@@ -48,23 +48,23 @@ class _Writer(TorchDispatchMode):
             self.before.setdefault(whole.data_ptr(), (whole, whole.clone()))
 
 
-class TapeRecorder:
+class TapeBackend:
     """`esper.tolaria.capture.CaptureBackend` for tests; counts what it was asked for."""
 
     def __init__(self) -> None:
-        self.warmed = self.recorded = self.replayed = 0
+        self.warmed_up = self.captured = self.replayed = 0
 
-    def warm(self, run: Callable[[], T]) -> T:
-        self.warmed += 1
+    def warm_up(self, run: Callable[[], T]) -> T:
+        self.warmed_up += 1
         return run()
 
-    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        self.recorded += 1
+    def capture(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        self.captured += 1
         writer = _Writer()
         with HostReadCounter() as reads, writer:
             answer = run()
         if reads.unintended:
-            raise RuntimeError(f"the device is read while it records: {reads.by_site}")
+            raise RuntimeError(f"the device is read during capture: {reads.by_site}")
         for memory, content in writer.before.values():
             memory.copy_(content)
 

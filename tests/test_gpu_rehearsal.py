@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tape import TapeRecorder
+from tape import TapeBackend
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import checks
@@ -16,22 +16,22 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 def test_replayed_decisions_and_pay():
-    checks.check_decisions_and_pay(CPU, checks.config(CPU), TapeRecorder)
+    checks.check_decisions_and_rewards(CPU, checks.config(CPU), TapeBackend)
 
 
 def test_a_replayed_policy_step_sees_the_step_number():
-    checks.check_step_is_an_argument(CPU, TapeRecorder)
+    checks.check_step_is_an_argument(CPU, TapeBackend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16"])
 def test_replayed_training(dtype):
-    checks.check_replayed_training(CPU, TapeRecorder, dtype)
+    checks.check_replayed_training(CPU, TapeBackend, dtype)
 
 
 @pytest.mark.slow
 def test_a_run_with_everything_replayed():
-    checks.check_captured_run(CPU, TapeRecorder)
+    checks.check_captured_run(CPU, TapeBackend)
 
 
 @pytest.mark.compiled

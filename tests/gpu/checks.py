@@ -29,7 +29,7 @@ from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
 from tiny import Bench
 
-MakeRecorder = Callable[[], CaptureBackend]
+MakeBackend = Callable[[], CaptureBackend]
 STEPS = 8
 NULL = {
     "task": "null", "num_envs": 6, "episode_length": STEPS, "reward": {"mode": "shaped"},
@@ -42,7 +42,7 @@ def config(device: torch.device, **told: object) -> RunConfig:
     import small_runs
 
     assert small_runs.OPTIONS  # registers the tiny task
-    eager = {"compile": "off"} if device.type == "cpu" else {}  # a tape records PyTorch alone
+    eager = {"compile": "off"} if device.type == "cpu" else {}  # a tape captures PyTorch alone
     return resolve({**NULL, "device": str(device), **eager, **told})
 
 
@@ -51,20 +51,20 @@ def parts(chosen: RunConfig, device: torch.device) -> tuple[VectorizedEngine, Si
     return engine, learner_of(chosen, engine.spec)
 
 
-def recording(monkeypatch: pytest.MonkeyPatch, make: MakeRecorder) -> None:
-    """Everything that can be captured is, by recorders of the test's choice."""
+def capturing(monkeypatch: pytest.MonkeyPatch, make: MakeBackend) -> None:
+    """Everything that can be captured is, by backends of the test's choice."""
     import esper.tolaria.executors.choice as choice
 
     for module in (kernels, choice):
         monkeypatch.setattr(module, "capture_backend_for", lambda wanted, device: make())
 
 
-def check_decisions_and_pay(device: torch.device, forms: RunConfig, make_recorder: MakeRecorder | None) -> None:
-    """A second learner in other forms, shown the steps of an eager one, decides and pays alike."""
+def check_decisions_and_rewards(device: torch.device, forms: RunConfig, make_backend: MakeBackend | None) -> None:
+    """A second learner in other forms, shown the steps of an eager one, decides and rewards alike."""
     engine, client = parts(replaced(forms, compile="off", capture="off"), device)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if make_recorder is not None:
-            recording(monkeypatch, make_recorder)
+        if make_backend is not None:
+            capturing(monkeypatch, make_backend)
         other = learner_of(forms, engine.spec)
     for episode in range(2):
         engine.reset(client, episode)
@@ -115,7 +115,7 @@ def check_control_plane(device: torch.device) -> None:
             for a, b in zip(tensors, expected, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5, equal_nan=True)
             if name == "observe":
-                happened.update(["panic"] * int(got[0].verdict.panic.sum()))
+                happened.update(["panic"] * int(got[0].verdict.governor.panic.sum()))
             if name == "execute":
                 happened.update(SeedStage(stage).name for stage in got.state.slots.stage.flatten().tolist())
             return got
@@ -148,7 +148,7 @@ def trained(
 ) -> tuple[list[TrainPass], Tensor, Bench]:
     """Mixed seeds for some epochs: what was told, accuracies of all coalitions afterwards."""
     bench = Bench(3, device=device, scaler_dtype=dtype)
-    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor.data, recorder=recorder)
+    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor.data, capture_backend=recorder)
     bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
     bench.grow("r1c0", "conv_heavy", SeedStage.BLENDING, alpha=0.3, algorithm=Algorithm.GATE, hosts=[0, 2])
     bench.grow("r0c1", "norm", SeedStage.TRAINING, algorithm=Algorithm.MULTIPLY, hosts=[1])
@@ -158,11 +158,11 @@ def trained(
     return told, executor.evaluate(epochs, bench.slots, found).loss, bench
 
 
-def check_replayed_training(device: torch.device, make_recorder: MakeRecorder, dtype: torch.dtype | None) -> None:
+def check_replayed_training(device: torch.device, make_backend: MakeBackend, dtype: torch.dtype | None) -> None:
     """Replayed epochs give what eager ones give. Atomic additions may round differently, hence the tolerance."""
     atol = 1e-3 if dtype is None else 3e-2
     want, loss, eager = trained(device, "fused", dtype, None, 4)
-    got, loss_replayed, replayed = trained(device, "fused", dtype, make_recorder(), 4)
+    got, loss_replayed, replayed = trained(device, "fused", dtype, make_backend(), 4)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.loss, b.loss, atol=atol, rtol=atol)
     torch.testing.assert_close(loss_replayed, loss, atol=atol, rtol=atol)
@@ -195,13 +195,13 @@ def check_half_precision(device: torch.device, kind: str, dtype: torch.dtype) ->
     assert bool((steps == 0).all()) if dtype is torch.bfloat16 else bool((steps > 0).all())
 
 
-def check_captured_run(device: torch.device, make_recorder: MakeRecorder) -> None:
+def check_captured_run(device: torch.device, make_backend: MakeBackend) -> None:
     """A whole run with everything replayed: it goes on for two rounds, and its first losses are the eager ones."""
     losses: list[list[Tensor]] = []
-    for make in (None, make_recorder):
+    for make in (None, make_backend):
         with pytest.MonkeyPatch.context() as monkeypatch:
             if make is not None:
-                recording(monkeypatch, make)
+                capturing(monkeypatch, make)
             engine, client = parts(config(device, **TINY), device)
         seen: list[Tensor] = []
         for episode in range(2):
@@ -217,7 +217,7 @@ def check_captured_run(device: torch.device, make_recorder: MakeRecorder) -> Non
         torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
 
-def check_step_is_an_argument(device: torch.device, make_recorder: MakeRecorder) -> None:
+def check_step_is_an_argument(device: torch.device, make_backend: MakeBackend) -> None:
     """A replayed policy step sees the step number: the features of another step differ in the columns of time."""
     _, client = parts(config(device), device)
     from esper.simic.agent.policy_step import PolicyStep, blank_inputs
@@ -225,7 +225,7 @@ def check_step_is_an_argument(device: torch.device, make_recorder: MakeRecorder)
 
     step = PolicyStep(client.agent.network, client.agent.selectable, STEPS)
     inputs = blank_inputs(client.agent.network, 6, client.spec.num_slots, device)
-    replayed = capture(step, inputs, False, recorder=make_recorder(), name="policy step")
+    replayed = capture(step, inputs, False, recorder=make_backend(), name="policy step")
     for t in (1, 5, 8):
         now = replace(inputs, t=torch.full((), t, device=device))
         assert torch.equal(replayed(now, False).act.raw_features, step(now, False).act.raw_features)

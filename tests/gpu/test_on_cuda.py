@@ -8,7 +8,7 @@ from checks import (
     TINY,
     check_captured_run,
     check_control_plane,
-    check_decisions_and_pay,
+    check_decisions_and_rewards,
     check_executors,
     check_half_precision,
     check_replayed_training,
@@ -19,7 +19,7 @@ from checks import (
 
 from esper.simic.agent.advantages import gae_scan
 from esper.simic.compilation import graphs_compiled
-from esper.tolaria.capture import CudaRecorder
+from esper.tolaria.capture import CudaGraphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,15 +30,15 @@ CUDA = torch.device("cuda", 0)
 SYNC = "called a synchronizing CUDA operation"
 
 
-def recorder() -> CudaRecorder:
-    return CudaRecorder(CUDA)
+def backend() -> CudaGraphs:
+    return CudaGraphs(CUDA)
 
 
 @pytest.mark.parametrize(
     ("compile", "replayed"), [("off", True), ("on", False), ("on", True)], ids=["replayed", "compiled", "both"]
 )
 def test_policy_step_and_reward_agree_in_every_form(compile, replayed):
-    check_decisions_and_pay(CUDA, config(CUDA, compile=compile), recorder if replayed else None)
+    check_decisions_and_rewards(CUDA, config(CUDA, compile=compile), backend if replayed else None)
 
 
 def test_the_compiled_phases_of_a_step_answer_as_the_eager_ones():
@@ -57,16 +57,16 @@ def test_nothing_is_compiled_after_the_first_round():
 
 
 def test_a_replayed_policy_step_sees_the_step_number():
-    check_step_is_an_argument(CUDA, recorder)
+    check_step_is_an_argument(CUDA, backend)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["float32", "bf16", "fp16"])
 def test_fused_training_is_replayed_as_it_is_run(dtype):
-    check_replayed_training(CUDA, recorder, dtype)
+    check_replayed_training(CUDA, backend, dtype)
 
 
 def test_a_run_with_everything_replayed_is_the_eager_run():
-    check_captured_run(CUDA, recorder)
+    check_captured_run(CUDA, backend)
 
 
 @pytest.mark.parametrize("capture", ["off", "on"])

@@ -65,17 +65,9 @@ NO_BUFFERS = torch.zeros(0)
 
 
 @pytest.mark.parametrize("name", CNN_NAMES)
-def test_the_formula_gives_the_tabulated_number_of_parameters(name):
+def test_a_blueprint_has_the_tabulated_number_of_parameters(name):
     blueprint = blueprint_by_name(name, HostFamily.CNN)
     assert tuple(blueprint.num_params(c) for c in (8, 16, 32, 64)) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", CNN_NAMES)
-def test_the_formula_counts_what_is_built_at_every_width(name):
-    blueprint = blueprint_by_name(name, HostFamily.CNN)
-    for channels in (1, *WIDTHS, 24, 48, 100):
-        assert blueprint.num_params(channels) == sum(p.numel() for p in blueprint.build(channels).parameters())
-    assert blueprint.num_params(6) == AbstractBlueprint.num_params(blueprint, 6)
 
 
 @pytest.mark.parametrize("name", CNN_NAMES)

@@ -1,4 +1,4 @@
-"""The best that can be done on the scripted task can be decided by the heads as they are."""
+"""The heads can express the best schedule of the scripted task."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from esper.tamiyo.heads import sample_heads
 from esper.tasks import null
 from toys import ToyClient
 
-HOSTS, SURE = 4, 40.0
+HOSTS, SURE = 4, 1000.0  # e^-1000 is 0 in float64
 
 
 class SureClient(ToyClient):
-    """Follows the best schedule by nothing but large logits: each entry as soon as it is due, in order, else WAIT.
+    """Follows the best schedule through large logits alone: each entry as soon as it is due, in order, else WAIT.
 
-    The numbers it draws with are the least and the most convenient ones, by turns; every draw must come out alike.
+    Hosts draw with the smallest and the largest uniform number in turn; all must draw the same action.
     """
 
     def follow(self) -> "SureClient":
@@ -56,4 +56,4 @@ def test_the_best_schedule_is_a_policy_of_the_heads_and_reaches_its_value_on_the
     assert ops == [step.action[Head.OP] for step in null.best_schedule(60, 10, 3)]
     best = null.best_schedule_value(60, 10, 3)
     assert stats.committed_acc.tolist() == pytest.approx([best] * HOSTS, abs=1e-4)
-    assert min(client.certainty) > 1.0 - 1e-6  # no share of any step goes to another op
+    assert min(client.certainty) > 1.0 - 1e-6  # no other op has any probability

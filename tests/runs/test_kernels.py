@@ -21,7 +21,7 @@ from esper.simic.compilation import graphs_compiled
 from esper.tolaria.capture import Captured
 from esper.tolaria.control_plane import eager
 from esper.tolaria.engine import VectorizedEngine
-from tape import TapeRecorder
+from tape import TapeBackend
 
 CPU = torch.device("cpu")
 SMALL = {"ppo": {"feature_width": 16, "hidden_width": 16, "update_epochs": 1, "num_minibatches": 2}}
@@ -78,10 +78,10 @@ def test_capture_of_a_fused_executor_on_the_cpu_is_refused():
 
 
 def test_a_replayed_learner_plays_and_learns_as_the_eager_one_to_the_bit(monkeypatch):
-    tapes: list[TapeRecorder] = []
+    tapes: list[TapeBackend] = []
 
-    def on_tape(choice: str, device: torch.device) -> TapeRecorder:
-        tapes.append(TapeRecorder())
+    def on_tape(choice: str, device: torch.device) -> TapeBackend:
+        tapes.append(TapeBackend())
         return tapes[-1]
 
     eager = {"reward": {"mode": "shaped"}, "compile": "off"}
@@ -89,18 +89,18 @@ def test_a_replayed_learner_plays_and_learns_as_the_eager_one_to_the_bit(monkeyp
     rounds(want_engine, want, range(2))
     monkeypatch.setattr(kernels, "capture_backend_for", on_tape)
     engine, client = parts(**eager)
-    assert [tape.recorded for tape in tapes] == [1, 1], "recorded before the first step"
+    assert [tape.captured for tape in tapes] == [1, 1], "captured before the first step"
     rounds(engine, client, range(2))
     for name, value in want.state_dict().items():
         assert torch.equal(client.state_dict()[name], value), name
-    assert [tape.recorded for tape in tapes] == [1, 1]
+    assert [tape.captured for tape in tapes] == [1, 1]
     assert all(tape.replayed > 2 * 14 for tape in tapes)
 
 
-def test_a_new_number_of_hosts_or_another_way_to_decide_is_a_recording_of_its_own():
+def test_a_new_number_of_hosts_or_another_way_to_decide_is_a_capture_of_its_own():
     engine, client = parts()
     step = PolicyStep(client.agent.network, client.agent.selectable, 14)
-    replayed = Captured(step, TapeRecorder(), name="the policy step")
+    replayed = Captured(step, TapeBackend(), name="the policy step")
     for n, deterministic in ((4, False), (3, False), (4, True)) * 2:
         inputs = blank_inputs(client.agent.network, n, engine.spec.num_slots, CPU)
         got, want = replayed(inputs, deterministic), step(inputs, deterministic)

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from esper.telemetry.progress import (
     FIRST_INTERVAL,
@@ -42,7 +41,7 @@ class Clock:
 
 
 def plain() -> Console:
-    return Console(file=io.StringIO(), width=200)
+    return RunConsole(file=io.StringIO(), width=200)
 
 
 def written(console: Console) -> list[str]:
@@ -123,11 +122,11 @@ def test_other_records_are_no_concern_of_the_display() -> None:
 
 
 def terminal(width: int = 150, height: int = 20) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+    return RunConsole(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
 
 
 def screen(progress: RunProgress, width: int = 150) -> str:
-    page = Console(file=io.StringIO(), width=width)
+    page = RunConsole(file=io.StringIO(), width=width)
     page.print(progress.page())
     return "\n".join(written(page))
 

@@ -8,29 +8,27 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.fused.training_program import structure_key
-from tape import TapeRecorder
+from tape import TapeBackend
 from tiny import Bench, adamw, same_tree
 from toys import ToyClient, action, script
 
 S, GATE = SeedStage, Algorithm.GATE
 
 
-def references(
-    num_envs: int = 3, **settings: object
-) -> tuple[Bench, FusedExecutor, Bench, FusedExecutor, TapeRecorder]:
-    """Two equal benches: one run as it is, one replayed."""
-    eager, replayed, tape = Bench(num_envs, **settings), Bench(num_envs, **settings), TapeRecorder()
+def references(num_envs: int = 3, **settings: object) -> tuple[Bench, FusedExecutor, Bench, FusedExecutor, TapeBackend]:
+    """Two equal benches: one eager, one replayed."""
+    eager, replayed, tape = Bench(num_envs, **settings), Bench(num_envs, **settings), TapeBackend()
     return (
         eager,
         FusedExecutor(eager.executor.data),
         replayed,
-        FusedExecutor(replayed.executor.data, recorder=tape),
+        FusedExecutor(replayed.executor.data, capture_backend=tape),
         tape,
     )
 
 
 def train_both(found: tuple, t: int) -> None:
-    """One epoch each; what is told and what is learned must be equal to the bit."""
+    """One epoch each; metrics and weights must be equal to the bit."""
     eager, plain, replayed, captured, _ = found
     want, got = plain.train_epoch(t, eager.slots), captured.train_epoch(t, replayed.slots)
     for name, value in vars(want).items():
@@ -48,20 +46,20 @@ def test_every_epoch_of_a_changing_population_is_that_of_the_eager_executor(opti
         bench.grow("r1c0", "conv_heavy", S.BLENDING, alpha=0.3, algorithm=GATE, hosts=[0, 2])
         bench.grow("r0c1", "norm", S.TRAINING, algorithm=Algorithm.MULTIPLY, hosts=[1])
     train_both(found, 2)
-    recorded = tape.recorded
+    captures = tape.captured
     for bench in (eager, replayed):
         bench.set("r1c0", [0, 2], alpha=0.7)
     train_both(found, 3)
-    assert tape.recorded == recorded + 1, "another alpha is no other structure; the short last batch came again"
+    assert tape.captured == captures + 1, "another alpha is no other structure; the short last batch came again"
     for bench in (eager, replayed):
         bench.set("r0c0", 0, stage=int(S.BLENDING), alpha=0.5, alpha_mode=int(AlphaMode.DOWN))
     train_both(found, 4)
     train_both(found, 5)
     for bench in (eager, replayed):
         bench.set("r0c0", 0, alpha=0.2)
-    recorded = tape.recorded
+    captures = tape.captured
     train_both(found, 6)
-    assert tape.recorded == recorded
+    assert tape.captured == captures
     assert tape.replayed > 10
 
 
@@ -75,9 +73,9 @@ def test_a_structure_that_returns_is_replayed_with_the_weights_of_now():
     train_both(found, 3)
     for bench in (eager, replayed):
         bench.set("r0c0", 1, stage=int(S.DORMANT), alpha=0.0)
-    recorded = tape.recorded
+    captures = tape.captured
     train_both(found, 4)
-    assert tape.recorded == recorded
+    assert tape.captured == captures
 
 
 def test_a_frozen_seed_is_replayed_with_the_weights_it_has_learned_meanwhile():
@@ -95,7 +93,7 @@ def test_a_frozen_seed_is_replayed_with_the_weights_it_has_learned_meanwhile():
         for _ in range(2):
             t += 1
             train_both(found, t)
-    assert tape.recorded == 2 * 3, "two structures: a batch, a short batch, a step"
+    assert tape.captured == 2 * 3, "two structures: a batch, a short batch, a step"
 
 
 def test_half_precision_is_replayed_with_its_loss_scales():
@@ -134,14 +132,14 @@ def test_a_whole_episode_replayed_is_the_eager_one_to_the_bit():
     length = 9
     plan = {t: action(LifecycleOp.GERMINATE, slot=t // 2, style=t, tempo=0, blueprint=t) for t in (1, 3)}
     plan |= {5: action(LifecycleOp.PRUNE, slot=0, alpha_speed=1), 7: {0: action(LifecycleOp.FOSSILIZE, slot=1)}}
-    trees, tape = [], TapeRecorder()
+    trees, tape = [], TapeBackend()
     for recorder in (None, tape):
         engine = tiny.engine(3, length, executor="fused", rules={"sequential": False})
-        engine.executor = FusedExecutor(engine.executor.data, recorder=recorder)
+        engine.executor = FusedExecutor(engine.executor.data, capture_backend=recorder)
         client = ToyClient(engine.spec, script(3, length, plan))
         for episode in (0, 1):
             engine.reset(client, episode)
             engine.rollout(client)
         trees.append(engine.state_dict())
     assert same_tree(*trees)
-    assert tape.replayed > tape.recorded > 0
+    assert tape.replayed > tape.captured > 0

@@ -56,9 +56,9 @@ def test_the_state_of_a_run_holds_both_states_weights_optimizers_governor_reward
     assert control["reward"]
     moments = {"momentum"} if optimizer == "sgd" else {"exp_avg", "exp_avg_sq", "steps"}
     slabs = {f"{part}.{name}" for part in ("host", "seeds", "gates") for name in ({"params", "buffers"} | moments)}
-    kept = {f"kept_{part}.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")}
+    snapshots = {f"{part}_snapshot.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")}
     want = {f"control.{part}.{name}" for part, names in control.items() for name in names}
-    want |= {f"executor.population.{name}" for name in slabs | kept}
+    want |= {f"executor.population.{name}" for name in slabs | snapshots}
     assert tree.keys() == want | {"place", "executor.episode", "executor.loss_scale", "executor.good_steps"}
     weights = {f"network.{name}" for name in client.agent.network.state_dict()}
     statistics = {name for name in policy if name.startswith(("observations.", "returns."))}

@@ -11,9 +11,8 @@ from esper.tolaria.governor import (
     PanicReason,
     after_rollback,
     check,
-    fossil_patch_due,
     initial,
-    snapshot_due,
+    snapshots_due,
 )
 
 CPU = torch.device("cpu")
@@ -211,27 +210,26 @@ def test_a_host_is_judged_the_same_alone_and_among_others():
         assert torch.equal(many.thresholds[3:4].nan_to_num(-1), one.thresholds.nan_to_num(-1))
 
 
-def test_a_healthy_host_is_kept_every_fifth_step_and_when_a_seed_fossilizes():
+def due(state, verdict, t, *fossilized):
+    return [hosts.tolist() for hosts in snapshots_due(state, ~verdict.panic, t, torch.tensor(fossilized))]
+
+
+def test_a_healthy_host_is_snapshotted_every_fifth_step_and_when_a_seed_fossilizes():
     state, verdict = check(initial(2, CPU), losses(1.0, 1.0))
-    fossilized = torch.tensor([True, False])
-    assert snapshot_due(state, verdict, 4, fossilized).tolist() == [True, False]
-    assert snapshot_due(state, verdict, 5, fossilized).tolist() == [True, True]
+    assert due(state, verdict, 4, True, False) == [[True, False], [False, False]]
+    assert due(state, verdict, 5, True, False) == [[True, True], [False, False]]
 
 
-def test_a_suspect_host_is_not_kept_but_its_new_fossil_is():
+def test_of_a_host_with_strikes_only_a_new_fossil_is_snapshotted():
     state, verdict = check(after([1.0] * 10), losses(50.0))
-    fossilized, nothing = torch.tensor([True]), torch.tensor([False])
-    assert not snapshot_due(state, verdict, 5, fossilized).item()
-    assert fossil_patch_due(state, verdict, fossilized).item()
-    assert not fossil_patch_due(state, verdict, nothing).item()
+    assert due(state, verdict, 5, True) == [[False], [True]]
+    assert due(state, verdict, 5, False) == [[False], [False]]
 
 
-def test_a_host_that_was_rolled_back_keeps_nothing_in_that_step():
+def test_nothing_is_snapshotted_of_a_host_that_was_rolled_back_in_this_step():
     state, verdict = check(after([1.0] * 10 + [50.0]), losses(math.nan))
-    fossilized = torch.tensor([True])
     for guards in (state, after_rollback(state, verdict.panic)):
-        assert not snapshot_due(guards, verdict, 5, fossilized).item()
-        assert not fossil_patch_due(guards, verdict, fossilized).item()
+        assert due(guards, verdict, 5, True) == [[False], [False]]
 
 
 @pytest.mark.parametrize(

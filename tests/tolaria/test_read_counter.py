@@ -129,13 +129,6 @@ def test_nested_counters_count_each_for_itself():
     assert (inner.intended, outer.intended) == (1, 1)
 
 
-def test_without_operators_only_methods_are_counted():
-    with HostReadCounter(watch_operators=False) as reads:
-        X[MASK]
-        X[0].item()
-    assert [read.call for read in reads.unintended] == ["item"]
-
-
 def test_the_result_of_a_watched_call_is_unchanged():
     with HostReadCounter():
         assert X[1].item() == 1.0

@@ -1,4 +1,4 @@
-"""esper evaluate: a trained controller and baselines on equal hosts."""
+"""esper evaluate: compares a trained controller with baselines."""
 
 import json
 import os
@@ -23,45 +23,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Compare a trained controller and baselines on fresh hosts with equal seeds.
+    """Compare a trained controller with baselines on the same new hosts.
 
-    Baselines: wait_only, random, fixed_schedule, heuristic, static_final.
+    Baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic, static_final, best_schedule (null
+    task only). A run directory alone is compared with all of them.
 
-    A run alone is compared with all of them.
-
-    Nobody learns, and nothing in the run directory is changed.
+    The controller is not trained further, and the run directory is not changed.
     """
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE ...")] = ()
-    """A run directory and names of baselines, in any order."""
+    """A run directory, names of baselines, or both."""
     best: Flag = False
-    """The checkpoint of the run with the best committed accuracy of ten rounds, instead of the newest."""
+    """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Text = None
-    """Task, where no run is given. (digits)"""
+    """Task, if no run is given. (digits)"""
     preset: Text = None
-    """Preset, where no run is given. (quickstart)"""
+    """Preset, if no run is given. (quickstart)"""
     reward: Text = None
-    """Reward, where no run is given. (objective)"""
+    """Reward, if no run is given. (objective)"""
     num_envs: Annotated[int, placeholder("N")] = 16
     """Hosts per controller. (16)"""
     episode_length: Number = None
-    """Control steps per host, where no run is given. (by the task)"""
+    """Control steps per episode, if no run is given. (set by the task)"""
     seed: Number = None
-    """Seed of the evaluation hosts. (the training seed plus 1,000,000)"""
+    """Seed of the evaluation hosts. (training seed + 1000000)"""
     device: Text = None
-    """auto, cpu, cuda or cuda:N. (that of the run)"""
+    """auto, cpu, cuda or cuda:N. (as in the run)"""
     data_dir: FilePath = None
-    """Folder of the task's data files. (that of the run)"""
+    """Folder of the data files. (as in the run)"""
     plugins: Plugins = ()
-    """Your own code that registers tasks, blueprints or rewards; with a run, the code it names that is allowed."""
+    """Plugins to import; with a run, those of its plugins that may be executed."""
     trust: Flag = False
-    """Allow all code (plugins) that the run directory names."""
+    """Execute all plugins that the run directory names."""
     json: FilePath = None
-    """Also write the comparison, with the numbers of every host, to this file; - writes it instead of the table."""
+    """Also write the results of every host to this JSON file; - prints JSON instead of the table."""
 
 
 def evaluate(command: Evaluate) -> int:
-    """A table of controllers on equal hosts."""
+    """Evaluate the controllers and print the comparison."""
     from esper.runs import evaluate as comparison
     from esper.runs import tables
 
@@ -100,7 +99,7 @@ def evaluate(command: Evaluate) -> int:
 
 
 def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence["Row"]) -> list[str]:
-    """Whose structure `static_final` has, where it is among them."""
+    """A sentence that names the controller whose structure `static_final` starts with."""
     from esper.runs.evaluate import REFERENCE
     from esper.tamiyo.baselines import STATIC
 
@@ -109,23 +108,23 @@ def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence["Row"
     source = controllers[0][0]
     (row,) = (row for row in rows if row.name == source)
     if not any(structure["slots"] for structure in row.structures):
-        return [f"static_final: {source} ended without a permanent seed, so this is {REFERENCE} again."]
-    return [f"static_final: the structure that {source} ended with, host by host, from step 1."]
+        return [f"static_final: {source} ended without fossilized seeds, so this equals {REFERENCE}."]
+    return [f"static_final: each host has the final structure of {source} from step 1."]
 
 
 def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run and the baselines that are named; none is all of them."""
+    """The run and the baselines among the arguments; no baselines means all."""
     from esper.runs.evaluate import NAMES
 
     if not controllers:
-        raise ConfigError(f"nothing is named to be evaluated; name a run directory, or any of {', '.join(NAMES)}.")
+        raise ConfigError(f"no controller given; name a run directory, or any of {', '.join(NAMES)}.")
     runs = [name for name in controllers if name not in NAMES]
     baselines = [name for name in dict.fromkeys(controllers) if name in NAMES]
     for name in runs:
         if not Path(name).exists():
             raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, NAMES)}")
     if len(runs) > 1:
-        raise ConfigError(f"{', '.join(runs)} are several run directories; name one of them, and any baselines.")
+        raise ConfigError(f"{', '.join(runs)} are several run directories; give one, and any baselines.")
     return Path(runs[0]) if runs else None, tuple(baselines)
 
 
@@ -133,27 +132,25 @@ def _evaluated_config(command: Evaluate, run: Path | None) -> "RunConfig":
     from esper.runs.presets import recorded, resolve
     from esper.runs.values import read_toml
 
-    told = overrides(command)
+    given = overrides(command)
     for name in ("seed", "num_envs"):  # of the evaluation hosts, not of the run
-        told.pop(name, None)
+        given.pop(name, None)
     if run is None:
         if command.best:
-            raise ConfigError("--best chooses a checkpoint of a run, and no run is named; name one, or leave it out.")
-        return resolve(told)
-    allowed = told.pop("plugins", [])
-    if own := sorted(told.keys() - {"device", "data_dir"}):
-        raise ConfigError(
-            f"{', '.join(own)} cannot be given with a run: it is evaluated as it was trained; leave it out."
-        )
+            raise ConfigError("--best needs a run directory; name one, or leave it out.")
+        return resolve(given)
+    allowed = given.pop("plugins", [])
+    if own := sorted(given.keys() - {"device", "data_dir"}):
+        raise ConfigError(f"{', '.join(own)} cannot be changed for an existing run; leave it out.")
     require_run(run)
     if command.data_dir is not None:
-        told["data_dir"] = str(command.data_dir.expanduser().absolute())
-    return recorded(read_toml(run / CONFIG) | told, allowed=allowed, trust=command.trust)
+        given["data_dir"] = str(command.data_dir.expanduser().absolute())
+    return recorded(read_toml(run / CONFIG) | given, allowed=allowed, trust=command.trust)
 
 
 @contextmanager
 def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
-    """Where the JSON goes; a file that cannot be written is refused before the evaluation rather than after it."""
+    """Gives a function that writes the JSON; raises before the evaluation if the file cannot be written."""
     if path is None:
         yield lambda report: None
     elif str(path) == "-":
@@ -170,15 +167,11 @@ def _json_file(path: Path | None) -> Iterator[Callable[[object], None]]:
 
 
 def _writable(path: Path) -> Path:
-    """The regular file at `path`, or where a link leads, or `path` where nothing is; raises ConfigError otherwise."""
+    """`path` if it is free, else the regular file it is or links to; raises ConfigError otherwise."""
     target = path.resolve()
     if target.is_file() and os.access(target, os.W_OK):
         return target
     if not mode_of(path):
         return path
-    kind = (
-        "a file that may not be written" if target.is_file() else "a folder" if target.is_dir() else "no regular file"
-    )
-    raise ConfigError(
-        f"{path} is {kind} and is left as it is; name another file with --json, or - for standard output."
-    )
+    kind = "not writable" if target.is_file() else "a folder" if target.is_dir() else "not a regular file"
+    raise ConfigError(f"{path} is {kind}; name another file with --json, or - for standard output.")

@@ -1,6 +1,6 @@
-"""Which command was asked for, and what is said when it fails.
+"""The entry point: parses the command line, runs a command, and prints its errors.
 
-Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+Commands import torch only when they run, so that `--help` stays fast.
 """
 
 import io
@@ -24,18 +24,18 @@ Command = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 2 refused, 130 ended early by a signal)."""
-    # Threads that wait by spinning take the core from those that work when a machine is shared; read when torch loads.
+    """Run one command; returns the exit code: 0 done, 2 error, 130 stopped by a signal."""
+    # Waiting OpenMP threads must not spin, which slows a shared machine; torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no box characters is no reason to fail
+            stream.reconfigure(errors="replace")  # terminals without box characters
     try:
         command: Train | Evaluate | Tasks = tyro.cli(
             Command,
             prog="esper",
             args=arguments,
-            description="Networks that grow while they train, and a controller that learns to grow them.",
+            description="Train networks that grow while they train, and the controller that decides where and when.",
             config=(tyro.conf.DisallowNone,),
         )
         if isinstance(command, Train):
@@ -46,9 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     except EsperError as error:
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
-    except BrokenPipeError:  # `esper --help | head`; what is left in the buffer would fail when the process ends
+    except BrokenPipeError:  # `esper --help | head`; else flushing the rest would fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("esper: ended at once", file=sys.stderr)
+        print("esper: stopped", file=sys.stderr)
         return EXIT_STOPPED

@@ -1,4 +1,4 @@
-"""What the options of several commands have in common: types of values, and how they become a configuration."""
+"""Option types shared by the commands, and their conversion to configuration values."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def placeholder(metavar: str) -> object:
-    """What stands for the value in the help; `None` is no default worth telling."""
+    """The name of the value in the help, without the default `None`."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -29,10 +29,10 @@ Plugins = Annotated[Names, placeholder("MODULE|FILE.py ...")]
 
 
 def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """What the command line says of a configuration, as nested tables.
+    """The configuration values given on the command line, as nested tables.
 
     Args:
-        command: the options of a command; those that are None are left out.
+        command: the options of a command; None means not given.
         assignments: values of --set.
 
     Raises:
@@ -54,14 +54,14 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
 
 
 def joined(groups: tuple[tuple[T, ...], ...]) -> list[T]:
-    """The values of an option that was given several times, several at a time."""
+    """All values of an option that may be given several times."""
     return [value for group in groups for value in group]
 
 
 def _assign(given: dict[str, Any], assignment: str) -> None:
     name, separator, text = assignment.partition("=")
     if not separator or not all(name.split(".")):
-        raise ConfigError(f"--set {assignment!r} is no assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
+        raise ConfigError(f"--set {assignment!r} is not an assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -76,7 +76,7 @@ def _assign(given: dict[str, Any], assignment: str) -> None:
 
 
 def warn(lines: Iterable[str]) -> None:
-    """Sentences for stderr."""
+    """Print sentences to stderr."""
     from esper.telemetry.progress import RunConsole
 
     for line in lines:

@@ -1,4 +1,4 @@
-"""esper tasks: what can be trained."""
+"""esper tasks: lists the tasks."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class Tasks:
     """List the tasks."""
 
     plugins: Plugins = ()
-    """Your own code that registers tasks."""
+    """Plugins that register tasks."""
 
 
 def tasks(command: Tasks) -> int:
-    """A table of the tasks."""
+    """Print the table of tasks."""
     from esper.runs import tables
     from esper.runs.plugins import load_plugins
     from esper.tasks import presets  # noqa: F401 -- registers the built-in tasks

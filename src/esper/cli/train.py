@@ -1,5 +1,6 @@
-"""esper train: a new run, or the rest of an old one."""
+"""esper train: starts or resumes a run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -43,56 +44,56 @@ _RUNS = Path("runs")
 class Train:
     """Train a controller that grows networks.
 
-    A run has its own folder: configuration, records, checkpoints and a summary.
+    Configuration, metrics, checkpoints and summary go to the run directory.
 
-    Ctrl-C ends it after this step; --resume continues as if it had never ended.
+    Ctrl-C stops after the current step; --resume continues with identical results.
     """
 
     config: FilePath = None
-    """Configuration file (TOML); options of the command line win over it."""
+    """Configuration file (TOML); command-line options override it."""
     task: Text = None
-    """What is trained; `esper tasks` lists the names. (digits)"""
+    """Task, one of those that `esper tasks` lists. (digits)"""
     preset: Text = None
-    """Set of values to start from: quickstart, small or paper. (quickstart)"""
+    """Base settings: quickstart, small or paper. (quickstart)"""
     rounds: Number = None
-    """Rounds in all, those before a resume included. (by the preset)"""
+    """Total rounds, including those before a resume. (set by the preset)"""
     num_envs: Number = None
-    """Hosts that train in parallel. (by the preset)"""
+    """Hosts that train in parallel. (set by the preset)"""
     episode_length: Number = None
-    """Control steps (host epochs) per round. (by the task)"""
+    """Control steps (host epochs) per round. (set by the task)"""
     seed: Number = None
-    """Run seed: the same seed gives the same run. (0)"""
+    """Random seed; equal seeds give equal runs. (0)"""
     reward: Text = None
-    """Reward by name: a built-in mode such as objective or shaped, or one that a plugin registers. (objective)"""
+    """Reward: a built-in mode such as objective or shaped, or one from a plugin. (objective)"""
     device: Text = None
     """auto, cpu, cuda or cuda:N. (auto)"""
     data_dir: FilePath = None
-    """Folder of the task's data files. (the environment variable ESPER_DATA)"""
+    """Folder of the data files. ($ESPER_DATA)"""
     executor: Text = None
-    """How hosts are run: streamed (one by one), fused (all at once), native (in C++, on a CPU) or auto (by a rule)."""
+    """How hosts are run: streamed (one by one), fused (all at once), native (C++ on a CPU) or auto. (auto)"""
     workers: Number = None
-    """Processes that share the hosts of a CPU. (by the preset)"""
+    """Processes that share the hosts on a CPU. (set by the preset)"""
     compile: Text = None
-    """How a step beside the hosts is run: off (eager), on (compiled by PyTorch) or auto. (auto)"""
+    """Use torch.compile for policy and reward: off, on or auto, which is on for CUDA. (auto)"""
     amp: Text = None
-    """Precision of host training: off, auto, bf16 or fp16. (off)"""
+    """Mixed precision of host training: off, auto, bf16 or fp16. (off)"""
     checkpoint_every: Number = None
-    """Rounds between two checkpoints. (1)"""
+    """Rounds between checkpoints. (1)"""
     plugins: Plugins = ()
-    """Your own code that registers tasks, blueprints, rewards or listeners."""
+    """Plugins that register tasks, blueprints, rewards or listeners."""
     set: Annotated[Names, placeholder("NAME=VALUE ...")] = ()
-    """Any other value by its name in config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
+    """Any other setting of config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
     run_dir: FilePath = None
-    """Where the run is recorded. (a new folder under runs/)"""
+    """Run directory to create. (a new folder under runs/)"""
     resume: FilePath = None
-    """Run directory to continue, with its own configuration; only --rounds, --device, --data-dir, --compile and
-    --checkpoint-every may be given with it, and --trust or --plugins to allow its code."""
+    """Run directory to continue. Only --rounds, --device, --data-dir, --compile and --checkpoint-every can be changed;
+    --trust or --plugins allow its plugins."""
     trust: Flag = False
-    """Allow all code (plugins) that a run directory names, with --resume or --config."""
+    """Execute all plugins that a run directory names, with --resume or --config."""
 
 
 def train(command: Train) -> int:
-    """A new run, or the rest of an old one."""
+    """Start or resume a run."""
     from esper.runs.presets import resolve
     from esper.runs.values import plain
 
@@ -114,7 +115,7 @@ def _resume(command: Train, path: Path) -> int:
 
     require_run(path)
     config = _continued(command, path)
-    with RunDirectory.reopen(path) as directory:  # nothing is changed before everything was checked
+    with RunDirectory.reopen(path) as directory:  # checks everything before it changes anything
         checkpoint, damaged, complaints = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
         if checkpoint and start:
@@ -133,7 +134,7 @@ def _resume(command: Train, path: Path) -> int:
 
 
 def _continued(command: Train, path: Path) -> "RunConfig":
-    """The configuration of a run with what may be changed of it."""
+    """The configuration of an existing run with the changes of the command line."""
     from esper.runs.identity import CHANGEABLE
     from esper.runs.presets import recorded
     from esper.runs.values import read_toml
@@ -145,7 +146,7 @@ def _continued(command: Train, path: Path) -> "RunConfig":
     if extra:
         raise ConfigError(
             f"{', '.join(extra)} cannot be changed when a run is resumed, only {', '.join(CHANGEABLE)} can; "
-            "leave it out, or start a new run for other settings."
+            "leave it out, or start a new run."
         )
     if command.data_dir is not None:
         given["data_dir"] = str(command.data_dir.expanduser().absolute())
@@ -154,17 +155,17 @@ def _continued(command: Train, path: Path) -> "RunConfig":
 
 def _require_something_to_do(path: Path, checkpoint: "Checkpoint", config: "RunConfig") -> None:
     done = checkpoint.header.rounds_done
-    at_the_end = any(name.startswith("engine.") for name in checkpoint.state)  # its hosts are there to be tested
-    only_summary_missing = done == config.rounds and at_the_end and not (path / SUMMARY).exists()
+    has_hosts = any(name.startswith("engine.") for name in checkpoint.state)  # needed for the test accuracy
+    only_summary_missing = done == config.rounds and has_hosts and not (path / SUMMARY).exists()
     if done >= config.rounds and not only_summary_missing:
         raise ConfigError(
-            f"{path} has done {done} rounds and {config.rounds} are asked for; go on with more, such as "
+            f"{path} has completed {done} rounds and rounds is {config.rounds}; ask for more, such as "
             f"--resume {path} --rounds {done + 10}."
         )
 
 
 def _assembled(config: "RunConfig") -> "Parts":
-    """What a run is made of, after the first line of the command: data may take a while to load."""
+    """Print the first lines of a run, then build its parts, which may take a while."""
     from esper.runs.build import assemble, device_of
     from esper.simic.compilation import is_compiled
     from esper.telemetry.progress import RunConsole
@@ -176,29 +177,46 @@ def _assembled(config: "RunConfig") -> "Parts":
     first = _first_fossil(config)
     if first > config.episode_length:
         RunConsole().say(
-            f"note: no seed can become permanent before step {first}, and a round has {config.episode_length}; "
-            "give a larger --episode-length, or a smaller lifecycle.min_training_epochs with --set"
+            f"note: no seed can be fossilized before step {first}, but a round has {config.episode_length} steps; "
+            "use a larger --episode-length, or --set a smaller lifecycle.min_training_epochs"
         )
     if is_compiled(config.compile, device):
         RunConsole().say(
-            "compiling (half a minute or more for the first run of its kind on a machine, seconds for the next)"
+            "compiling (half a minute or more in the first run, seconds once the compiler cache is filled)"
         )
     return assemble(config, device)
 
 
 def _why(executor: str, device: "torch.device") -> str:
-    """Why "auto" took this executor, in a few words."""
+    """Why "auto" chose this executor."""
     from esper.cpp.build import compiler
 
     if executor == "native":
-        return " (C++ compiled for this processor)"
+        return " (C++ compiled for this CPU)"
     if device.type == "cpu" and compiler() is None:
-        return " (chosen by image size; with a C++ compiler such as g++ small hosts run natively, several times faster)"
+        return " (install a C++ compiler such as g++ to run small hosts several times faster)"
     return " (chosen by image size)"
 
 
+def _executor_lines(config: "RunConfig", parts: "Parts", asked: str) -> Iterator[str]:
+    """What a run says about how its hosts are run; nothing for a task without networks."""
+    from esper.tolaria.executors.native.executor import NativeExecutor
+    from esper.tolaria.executors.sharded.executor import ShardedExecutor
+
+    engine = parts.engine
+    if config.graph == "static":
+        yield "graph: static (metrics appear at the end of each round)"
+    elif engine.config.executor != "auto":
+        why = _why(engine.config.executor, engine.spec.device) if asked == "auto" else ""
+        workers = f", {engine.config.workers} processes" if engine.config.workers > 1 else ""
+        yield f"executor: {engine.config.executor}{why}{workers}"
+    if isinstance(engine.executor, NativeExecutor | ShardedExecutor) and engine.executor.refused:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())
+        yield f"hosts with these blueprints are run by PyTorch, which is slower: {reasons}"
+
+
 def _first_fossil(config: "RunConfig") -> int:
-    """The step of the earliest FOSSILIZE: born in 1, trained, blended in the fewest ticks, then held."""
+    """The earliest step with FOSSILIZE: germinate in step 1, train, blend at the fastest tempo, hold."""
     from esper.leyline.actions import TEMPO_TICKS
 
     return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
@@ -211,17 +229,11 @@ def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "H
     from esper.telemetry.progress import RunConsole, RunProgress
 
     console = RunConsole()
-    console.say(f"recorded in {directory.path}, on {parts.engine.spec.device}")
-    if (taken := parts.engine.config.executor) != "auto":  # a task without networks has none
-        workers = parts.engine.config.workers
-        shared = f", hosts shared by {workers} processes" if workers > 1 else ""
-        if config.graph == "static":
-            console.say("graph: static (records arrive at the end of a round)")
-        else:
-            console.say(f"executor: {taken}{_why(taken, parts.engine.spec.device) if asked == 'auto' else ''}{shared}")
+    console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
+    for line in _executor_lines(config, parts, asked):
+        console.say(line)
     if start is not None:
-        inside = f" and {start.step} steps" if start.step else ""
-        console.say(f"continuing after {start.rounds_done} of {config.rounds} rounds{inside}")
+        console.say(f"continuing after {start.place} of {config.rounds} rounds")
     done = start.rounds_done * config.episode_length + start.step if start else 0
     progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
     listeners = Hub({"progress": progress})
@@ -231,19 +243,19 @@ def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "H
         with progress:
             summary = runner.run()
     except KeyboardInterrupt:
-        console.say(f"ended at once; continue from the last checkpoint with: esper train --resume {directory.path}")
+        console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
         return EXIT_STOPPED
     warn(listeners.complaints())
     if summary is None:
         console.say(f"stopped; continue with: esper train --resume {directory.path}")
         return EXIT_STOPPED
     console.say(tables.done(summary))
-    console.say(f"compare it with the baselines: esper evaluate {directory.path}")
+    console.say(f"compare with baselines: esper evaluate {directory.path}")
     return 0
 
 
 def _free_name(config: "RunConfig") -> Path:
-    """The first of runs/<task>-<preset>-s<seed>, ...-2, ...-3 that does not exist."""
+    """The first free name of runs/<task>-<preset>-s<seed>, ...-2, ...-3."""
     name = f"{config.task}-{config.preset}-s{config.seed}"
     candidates = (_RUNS / (name if i == 1 else f"{name}-{i}") for i in count(1))
     return next(path for path in candidates if not path.exists())

@@ -1,4 +1,4 @@
-"""Detectors of learning that goes wrong: what they find becomes an event. Those of ten rounds are in `trend.py`."""
+"""Thresholds on training metrics; a crossed one becomes an alarm event. Alarms over ten rounds are in `trend.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,14 @@ class Alarm:
     threshold: float
 
 
-_NEVER = {"actions_outside_mask": 0.0, "nonfinite_logits": 0.0}
-"""What should be impossible, and makes log-probabilities and with them losses NaN."""
-_ABOVE = {"ratio_max": 5.0, "hidden_rms": 10.0, "cell_rms": 10.0, "nonfinite_minibatches": 0.0, **_NEVER}
+_ABOVE = {
+    "ratio_max": 5.0,
+    "hidden_rms": 10.0,
+    "cell_rms": 10.0,
+    "nonfinite_minibatches": 0.0,
+    "actions_outside_mask": 0.0,
+    "nonfinite_logits": 0.0,
+}
 _BELOW = {
     "ratio_min": 0.1,
     "explained_variance": -0.5,
@@ -26,12 +31,11 @@ _BELOW = {
     "cell_rms": 1e-6,
     **{f"entropy_{head.name}": head.alarm for head in HEADS},
 }
-"""Joint probability ratio, a critic worse than a constant, a dead or exploding recurrent state, heads that no longer
-explore."""
+"""Collapsed probability ratios, a critic worse than a constant, a dead recurrent state, heads that stopped exploring."""
 
 
 def alarms(metrics: Mapping[str, float]) -> Iterator[Alarm]:
-    """Every metric that is beyond its threshold; missing ones (NaN) are never."""
+    """Every metric beyond its threshold. A missing metric (NaN) raises no alarm."""
     for name, value in metrics.items():
         if value > _ABOVE.get(name, float("inf")):
             yield Alarm(name, value, _ABOVE[name])
@@ -40,7 +44,7 @@ def alarms(metrics: Mapping[str, float]) -> Iterator[Alarm]:
 
 
 def flag_alarms(steps: Sequence[int]) -> Iterator[Alarm]:
-    """A mark of the reward that one host had in at least one step of an episode; `steps` counts them by mark."""
+    """The reward flags that a host raised in an episode; `steps` counts the steps of each flag."""
     for name, count in zip(FLAGS, steps, strict=True):
         if count:
             yield Alarm(f"{name}_steps", float(count), 0.0)

@@ -1,4 +1,4 @@
-"""A run, assembled on one page: engine, policy, reward, learner."""
+"""Assembles a run: engine, policy, reward, learner."""
 
 import os
 from dataclasses import dataclass, replace
@@ -10,12 +10,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs.config import RunConfig
 from esper.runs.identity import run_shape
-from esper.runs.kernels import (
-    phase_form,
-    policy_form,
-    require_replayed_training,
-    reward_form,
-)
+from esper.runs.kernels import phase_form, policy_form, require_replayed_training, reward_form
 from esper.runs.plugins import load_plugins
 from esper.simic.client import SimicClient
 from esper.simic.compilation import is_compiled
@@ -33,13 +28,13 @@ from esper.tolaria.runtime import choose_device, host_read
 
 
 def read_floats(metrics: torch.Tensor) -> list[float]:
-    """The one read of an update."""
+    """The single host read of a PPO update."""
     values: list[float] = host_read(metrics)[0].tolist()
     return values
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """Where the run lives, with threads and memory of the process set; ConfigError where there is no such device."""
+    """The device of the run. Also sets the threads and the allocator; raises ConfigError if the device is missing."""
     keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -49,7 +44,7 @@ def device_of(config: RunConfig) -> torch.device:
 
 
 def dataset_of(config: RunConfig, device: torch.device) -> Dataset | None:
-    """The task's data; raises DataError where they are missing or broken."""
+    """The data set of the task; raises DataError if files are missing or broken."""
     return load_dataset(config.task_spec(), config.seed, device, config.data_path())
 
 
@@ -61,7 +56,7 @@ def engine_of(
     engine_config: EngineConfig | None = None,
     on_step: StepListener | None = None,
 ) -> VectorizedEngine:
-    """The hosts of a run; raises ConfigError where they are to be replayed and cannot be."""
+    """The engine of a run; raises ConfigError if `capture` is on and the executor does not support it."""
     engine = build_engine(
         engine_config or config.engine(),
         config.task_spec(),
@@ -76,27 +71,27 @@ def engine_of(
 
 
 def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
-    """Who pays, compiled and captured before the first step where that was chosen.
+    """The reward function, compiled and captured if the configuration says so.
 
     Raises:
-        ConfigError: the reward cannot be compiled or captured, here or at all.
+        ConfigError: the reward cannot be compiled or captured.
     """
     reward = make_reward(config.reward_name, config.reward)
     if isinstance(reward, ContributionReward):
         if (form := reward_form(config, spec)) is not None:
             reward.warm_up(form, spec.num_envs, spec.num_slots, spec.device)
     elif isinstance(reward, ObjectiveReward):
-        pass  # twenty operators, which are left as they are
+        pass  # about twenty operators: always eager
     elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
         raise ConfigError(
-            f"{asked[0]} is 'on', but reward {config.reward_name!r} is not built on ContributionReward, which is what "
-            f"can be compiled or captured; leave {asked[0]} out."
+            f"{asked[0]} is 'on', but only rewards built on ContributionReward can be compiled or captured, and "
+            f"{config.reward_name!r} is not; leave {asked[0]} out."
         )
     return reward
 
 
 def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
-    """A new policy with its reward and its optimizer."""
+    """A newly initialized policy with its reward and optimizer."""
     network = TamiyoNetwork(
         num_slots=spec.num_slots,
         head_sizes=spec.head_sizes,
@@ -118,16 +113,16 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
 
 
 def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
-    """A controller that does not learn, paid like the run."""
+    """A baseline controller with the reward of the run."""
     return ScriptedClient(make_baseline(name, spec), reward_of(config, spec))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of; `shape` is what its checkpoints say of it.
+    """The parts of a run.
 
-    `config` is that of the run with the executor, the workers, the form of a step and the precision that were taken:
-    a run that is resumed goes on with the same ones, also under a later version that would take others.
+    `config` names the executor, workers, compile setting and precision that were actually chosen, so that a resumed run
+    uses the same ones even if a later version would choose others. `shape` is the `run_shape` stored in checkpoints.
     """
 
     config: RunConfig
@@ -137,15 +132,15 @@ class Parts:
 
 
 def assemble(config: RunConfig, device: torch.device) -> Parts:
-    """A new run, before its first step, with everything compiled that is to be.
+    """A new run before its first step, compiled and warmed up.
 
     Raises:
-        DataError: data are missing or broken. ConfigError: the run cannot be as it is configured.
+        DataError: data are missing or broken. ConfigError: the configuration cannot run on this device.
     """
     dataset = dataset_of(config, device)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
-    taken = replace(
+    chosen = replace(
         config,
         executor=engine.config.executor,
         workers=engine.config.workers,
@@ -154,4 +149,4 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     )
     learner = learner_of(config, engine.spec)
     engine.warm_up(len(learner.terms))
-    return Parts(taken, engine, learner, shape)
+    return Parts(chosen, engine, learner, shape)

@@ -1,14 +1,13 @@
-"""Checkpoints: one folder each, complete or absent.
+"""Checkpoints: one folder each, written atomically.
 
     checkpoints/round-00003/            after three rounds
-    checkpoints/round-00003-step-0017/  inside the fourth round
-    checkpoints/best/                   after the ten rounds with the best committed accuracy; stays
+    checkpoints/round-00003-step-0017/  in the middle of the fourth round
+    checkpoints/best/                   after the ten rounds with the highest mean J; never deleted
         state.safetensors               every tensor, by dotted name
-        header.json                     format, place, record cursor, cost so far, what kind of run it belongs to
+        header.json                     format, position in the run, sizes of the record files, cost, shape, config
         checksums.json                  SHA-256 of both
 
-A folder is written under another name and renamed when it is on the disk, so a crash leaves no half of one. Nothing is
-ever unpickled.
+A folder is written under a temporary name and renamed once it is on disk. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -41,15 +40,15 @@ _ASIDE = "damaged-"
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a checkpoint says of itself.
+    """Metadata of a checkpoint.
 
     Attributes:
-        rounds_done: complete rounds. step: steps done of the next round, 0 at its boundary.
-        cursor: length in bytes of each record file at this point.
-        total: cost of the complete rounds. begun: cost of the steps of the next one.
-        shape: what must agree with the run that loads it (task, data identity, slots, sizes).
-        config: the configuration of the run, as in config.toml.
-        trend: committed accuracies of the last rounds, and the best so far.
+        rounds_done: complete rounds. step: completed steps of the next round, 0 between rounds.
+        cursor: length in bytes of each record file.
+        total: cost of the complete rounds. begun: cost of the steps of the next round.
+        shape: properties that must match the run that loads it (`run_shape`).
+        config: the configuration, as in config.toml.
+        trend: mean J of the last rounds, and the best so far.
     """
 
     rounds_done: int
@@ -64,20 +63,20 @@ class Header:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Header":
-        """The header that was written as JSON; raises TypeError where keys are missing or unknown."""
+        """A header from JSON; raises TypeError if keys are missing or unknown."""
         costs = {name: Cost(**fields[name]) for name in ("total", "begun")}
         return cls(**{**fields, **costs, "trend": Trend.of(fields["trend"])})
 
     @property
     def place(self) -> str:
-        """Where in the run it was taken, in words."""
+        """The position in the run, such as "3 rounds and 17 steps"."""
         rounds = f"{self.rounds_done} round{'s' * (self.rounds_done != 1)}"
         return f"{rounds} and {self.step} steps" if self.step else rounds
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and found whole."""
+    """A checkpoint whose checksums match."""
 
     path: Path
     header: Header
@@ -85,19 +84,12 @@ class Checkpoint:
 
 
 def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: bool = False) -> Path:
-    """Write one checkpoint under `folder` and remove all but the newest three.
+    """Write a checkpoint under `folder`, remove all but the newest three, and return its path.
 
-    Args:
-        folder: where checkpoints lie.
-        header: what it says of itself.
-        state: every tensor, by name.
-        best: it takes the place of the best one so far, which is not counted among the three.
-
-    Returns:
-        Its path.
+    With `best` it replaces the best checkpoint, which does not count among the three.
 
     Raises:
-        CheckpointError: it cannot be written; those that were there are left as they are.
+        CheckpointError: it cannot be written; older checkpoints are untouched.
     """
     place = f"round-{header.rounds_done:05d}" + (f"-step-{header.step:04d}" if header.step else "")
     target = folder / (BEST if best else place)
@@ -107,7 +99,7 @@ def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: boo
             remove(old)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}); mend that, then "
+            f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then "
             f"continue with --resume {folder.parent}."
         ) from error
     return target
@@ -123,7 +115,7 @@ def _write(target: Path, header: Header, state: Mapping[str, Tensor]) -> None:
         (draft / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
         for file in (*draft.iterdir(), draft):
             sync(file)
-        if mode_of(target):  # the same place of the same run, reached again after a resume
+        if mode_of(target):  # a resumed run reached the same position again
             target.rename(draft_of(target))
         draft.rename(target)
     except BaseException:
@@ -136,20 +128,17 @@ def checkpoints(folder: Path) -> list[Path]:
     """All checkpoint folders, newest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda item: _place(item[0]), reverse=True)]
-
-
-def _place(match: re.Match[str]) -> tuple[int, int]:
-    return int(match[1]), int(match[2] or 0)
+    found.sort(key=lambda item: (int(item[0][1]), int(item[0][2] or 0)), reverse=True)
+    return [path for _, path in found]
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint; raises CheckpointError that says what is damaged."""
+    """Read a checkpoint; raises CheckpointError that names what is damaged."""
     try:
         sums = json.loads((path / _CHECKSUMS).read_text())
         for name in (_STATE, _HEADER):
             if _digest(path / name) != sums.get(name):
-                raise CheckpointError(f"{path / name} does not match its checksum: the file was damaged or changed.")
+                raise CheckpointError(f"{path / name} does not match its checksum: the file was damaged or edited.")
         fields = json.loads((path / _HEADER).read_text())
         if fields.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {fields.get('format')}, but this version reads format {FORMAT}.")
@@ -161,13 +150,13 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]:
-    """The newest whole checkpoint; the best one, which may be older, where all others are damaged.
+    """The newest intact checkpoint; if all are damaged, the best one.
 
     Returns:
-        It, or None where the run ended before its first one; the newer ones that are damaged; a sentence for each.
+        The checkpoint, or None if there is none; the damaged newer ones; a sentence for each of those.
 
     Raises:
-        CheckpointError: there are some, and all are damaged.
+        CheckpointError: all checkpoints are damaged.
     """
     damaged: list[Path] = []
     complaints: list[str] = []
@@ -186,19 +175,18 @@ def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]
 
 
 def set_aside(damaged: list[Path]) -> None:
-    """Rename checkpoints that cannot be used, so that they are not the newest any more; none replaces another."""
+    """Rename damaged checkpoints, so that they no longer count as the newest."""
     for path in damaged:
         path.rename(path.with_name(f"{_ASIDE}{path.name}-{secrets.token_hex(4)}"))
 
 
 def require_same_shape(found: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint of another kind of run; raises CheckpointError that names the first difference."""
+    """Raise CheckpointError that names the first difference between the shapes of checkpoint and run."""
     for key in sorted(found.keys() | expected.keys()):
         if found.get(key) != expected.get(key):
             raise CheckpointError(
                 f"the checkpoint {path} was made with {key} = {_short(found.get(key))}, but this run has "
-                f"{_short(expected.get(key))}; resume it with the configuration, the data and the plugins of its own "
-                "run directory."
+                f"{_short(expected.get(key))}; use the configuration, data and plugins of its own run directory."
             )
 
 
@@ -207,7 +195,7 @@ def _short(value: object) -> str:
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes of all tensors, in the order of their names."""
+    """SHA-256 over names, dtypes, shapes and bytes of all tensors, sorted by name."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()

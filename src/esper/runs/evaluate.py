@@ -1,4 +1,4 @@
-"""Comparison of controllers on fresh hosts: the same hosts, data order and seeds for each of them, nobody learns."""
+"""Compares controllers on the same fresh hosts: equal seeds and data order, no learning."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,23 +31,22 @@ from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
 
 SEED_OFFSET = 1_000_000
-"""Evaluation hosts have the training seed plus this: they were never trained on."""
+"""Added to the training seed, so that evaluation hosts differ from all training hosts."""
 RESAMPLES = 10_000
 REFERENCE = "wait_only"
 TRAINED = "trained"
 BEST_SCHEDULE = "best_schedule"
 NAMES = (*BASELINES, BEST_SCHEDULE)
-"""Of all baselines."""
 _CONSTANT = ("fixed_schedule", "fixed_schedule_fill", BEST_SCHEDULE)
 _FREE = ("num_envs", "data")
-"""What an evaluation may have otherwise than the training: other hosts, and another split drawn by their seed."""
+"""Entries of `run_shape` that may differ between training and evaluation."""
 
 Maker = Callable[[EngineSpec], ClientProtocol]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one controller came to on the evaluation hosts; arrays [N], accuracies in percentage points."""
+    """Results of one controller: episode statistics, test accuracy (pp) [N] and the structure of each host."""
 
     name: str
     stats: RolloutStats
@@ -57,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences over hosts with its 95 % interval; the ends are NaN where there is one host."""
+    """Mean of the paired differences over hosts with its 95 % interval; NaN bounds for a single host."""
 
     mean: float
     low: float
@@ -69,16 +68,14 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the comparison: means over all hosts, of the network that is kept of each.
+    """One line of the comparison: means over all hosts of their committed networks (host and fossilized seeds).
 
     Attributes:
-        objective, objective_std: 100·J and its standard deviation.
-        difference: of 100·J to the run's, or without a run to that of wait_only, on the same hosts.
-        committed, test: accuracy (pp) on the validation and the test split, and its standard deviation.
+        objective: 100·J. difference: paired difference in 100·J to the trained controller, else to wait_only.
+        committed, test: accuracy (pp) on the validation and the test split.
         growth: (host + fossilized parameters) / host parameters. ops: effective operations of all hosts, by name.
-        shaped_return: undiscounted sum of rewards; a diagnostic, which ranks nothing.
-        hosts: the numbers of every single host, in the order of the hosts, for statistics of one's own.
-        structures: what each host came to, as `GrowthManifest.tree`.
+        shaped_return: undiscounted sum of rewards; a diagnostic that does not rank controllers.
+        hosts: the values of every host. structures: `GrowthManifest.tree` of every host.
     """
 
     name: str
@@ -106,19 +103,19 @@ def evaluate(
     num_envs: int,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> list[Outcome]:
-    """One episode of each controller on `num_envs` hosts of seed `run_seed`; the test split is touched at its end.
+    """One episode of each controller on `num_envs` hosts of seed `run_seed`; the test split is read at its end.
 
     Args:
-        config: the task and all settings; that of the run where a trained controller is among them.
-        controllers: name and maker of each, from `baseline` and `trained`, as `in_order` sorts them.
-        run_seed: key of all draws of the evaluation.
+        config: of the run if a trained controller is compared.
+        controllers: from `baseline` and `trained`, sorted by `in_order`.
+        run_seed: key of all random draws.
         num_envs: hosts per controller.
-        on_start: told the name of each controller before its hosts begin.
+        on_start: called with the name of each controller before its episode.
 
     Raises:
-        ConfigError, RegistryError, CheckpointError, DataError: what cannot be evaluated, before anything is.
+        ConfigError, RegistryError, CheckpointError, DataError: a controller cannot be evaluated.
     """
-    config = replace(config, compile="off")  # an episode of each is over before anything is compiled
+    config = replace(config, compile="off")  # one episode is shorter than a compilation
     engine_config = config.engine(run_seed=run_seed, num_envs=num_envs)
     device = device_of(config)
     dataset = dataset_of(config, device)
@@ -139,12 +136,9 @@ def evaluate(
 
 
 def in_order(controllers: Sequence[tuple[str, Maker]]) -> list[tuple[str, Maker]]:
-    """The order in which they are evaluated: whose structure `static_final` has comes first, and itself last.
+    """The order of evaluation: `static_final` last, and first the controller whose final structure it starts with.
 
-    That is the trained controller where there is one, else the first one named that grows anything.
-
-    Raises:
-        ConfigError: `static_final` is among them, and nobody who grows.
+    That is the trained controller, else the first one that can grow; raises ConfigError if there is none.
     """
     names = [name for name, _ in controllers]
     if STATIC not in names:
@@ -152,20 +146,20 @@ def in_order(controllers: Sequence[tuple[str, Maker]]) -> list[tuple[str, Maker]
     growing = [name for name in (TRAINED, *names) if name in names and name not in (STATIC, REFERENCE)]
     if not growing:
         raise ConfigError(
-            f"{STATIC} has the structure that another controller ends with, and none is named that grows; name a run "
-            f"directory, or one of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))} with it."
+            f"{STATIC} starts with the final structure of another controller, and none is named; add a run directory, "
+            f"or one of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}."
         )
     rank = {growing[0]: 0, STATIC: 2}
     return sorted(controllers, key=lambda controller: rank.get(controller[0], 1))
 
 
 def all_baselines(config: RunConfig) -> tuple[str, ...]:
-    """The names of all that the task of a run can be compared with."""
+    """Names of the baselines that the task supports."""
     return (*BASELINES, BEST_SCHEDULE) if _is_solved(config) else BASELINES
 
 
 def _is_solved(config: RunConfig) -> bool:
-    """Whether the best schedule of the task is known: it is for the built-in dynamics of scripted tasks."""
+    """Whether the best schedule is known: it is for scripted tasks with the built-in dynamics."""
     script, known = task_by_name(config.task).script, null.NullSpec()
     if script is None:
         return False
@@ -174,11 +168,7 @@ def _is_solved(config: RunConfig) -> bool:
 
 
 def baseline(name: str, config: RunConfig) -> tuple[str, Maker]:
-    """A controller by name from `all_baselines`.
-
-    Raises:
-        ConfigError: it is the best schedule, which is not known for the task.
-    """
+    """A baseline by name; raises ConfigError for `best_schedule` if the task has none."""
     if name != BEST_SCHEDULE:
         return name, partial(baseline_of, name, config)
     if not _is_solved(config):
@@ -193,7 +183,7 @@ def _best_schedule(config: RunConfig, spec: EngineSpec) -> ClientProtocol:
 
 @dataclass(frozen=True)
 class Trained:
-    """A controller of a run: after how much of it, and a sentence for each newer checkpoint that is damaged."""
+    """The controller of a run, its position in the run, and a sentence for each damaged newer checkpoint."""
 
     controller: tuple[str, Maker]
     place: str
@@ -201,11 +191,7 @@ class Trained:
 
 
 def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
-    """The controller of a run's newest whole checkpoint, or the one that did best in ten rounds.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The controller of a run's newest intact (or best) checkpoint; raises CheckpointError if there is none."""
     complaints: list[str] = []
     if best:
         checkpoint = _best(run)
@@ -221,16 +207,16 @@ def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
 def _best(run: Path) -> Checkpoint:
     folder = run / CHECKPOINTS
     if not (folder / BEST).exists():
-        told = f"its newest is {names[0].name}" if (names := checkpoints(folder)) else "it has no other either"
+        newest = f"the newest is {names[0].name}" if (names := checkpoints(folder)) else "it has no other either"
         raise CheckpointError(
-            f"{run} has no best checkpoint, which is the mean of ten rounds and so comes after the tenth at the "
-            f"earliest ({told}); leave --best out, or train longer."
+            f"{run} has no best checkpoint ({newest}): it is chosen by a mean of ten rounds, so the first one follows "
+            "round 10; leave --best out, or train longer."
         )
     return load(folder / BEST)
 
 
 def _trained_client(checkpoint: Checkpoint, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
-    """The policy alone: statistics as they were, no rollout that was under way. It is never asked to learn."""
+    """The policy of a checkpoint with its statistics, without the rollout in progress."""
     found = {name: value for name, value in checkpoint.header.shape.items() if name not in _FREE}
     own = run_shape(config, spec, {})
     require_same_shape(found, {name: value for name, value in own.items() if name not in _FREE}, checkpoint.path)
@@ -241,10 +227,7 @@ def _trained_client(checkpoint: Checkpoint, config: RunConfig, spec: EngineSpec)
 
 
 def table(outcomes: Sequence[Outcome], weights: RewardConfig) -> list[Row]:
-    """The comparison: the run, the strongest constant schedule, and the others by J, best first.
-
-    Differences are to the run where there is one, else to wait_only.
-    """
+    """The comparison: the trained controller, the strongest constant schedule, then the others by J, best first."""
     objectives = {outcome.name: objective_of(outcome.stats, weights) for outcome in outcomes}
     reference = objectives[TRAINED if TRAINED in objectives else REFERENCE]
     rows = [_row(outcome, objectives[outcome.name], reference) for outcome in outcomes]
@@ -283,7 +266,7 @@ def _row(outcome: Outcome, objective: np.ndarray, reference: np.ndarray) -> Row:
 
 
 def paired_difference(values: np.ndarray, reference: np.ndarray) -> Difference:
-    """Of [N] values to the reference's on the same hosts, with the percentile bootstrap interval (Efron, 1979)."""
+    """Mean of values [N] minus reference [N], with the percentile bootstrap interval (Efron, 1979)."""
     differences = values - reference
     if differences.size == 1:
         return Difference(float(differences[0]), math.nan, math.nan)
@@ -295,7 +278,7 @@ def paired_difference(values: np.ndarray, reference: np.ndarray) -> Difference:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """In words: the run compared to the best baseline, or without a run the best baseline to wait_only."""
+    """One sentence: the trained controller against the best baseline, or without one the best baseline against wait_only."""
     has_run = rows[0].name == TRAINED
     best = max(rows[has_run:], key=lambda row: row.objective)
     subject, other = (TRAINED, f"the best baseline, {best.name}") if has_run else (best.name, REFERENCE)
@@ -307,14 +290,14 @@ def verdict(rows: Sequence[Row]) -> str:
     interval = "" if math.isnan(found.low) else f", 95 % interval {found.low:+z.2f} to {found.high:+z.2f}"
     numbers = f"{found.mean:+z.2f} in 100·J on {hosts}{interval}"
     if not (found.low > 0.0 or found.high < 0.0):
-        return f"{subject} cannot be told apart from {other}: {numbers}."
+        return f"{subject} does not differ significantly from {other}: {numbers}."
     return f"{subject} is {'better' if found.mean > 0.0 else 'worse'} than {other}: {numbers}."
 
 
 def report(
     rows: Sequence[Row], config: RunConfig, run: Path | None, place: str, seed: int, num_envs: int
 ) -> dict[str, Any]:
-    """The comparison as plain values, the numbers of every host included."""
+    """The comparison as JSON values, including those of every host."""
     return {
         "task": config.task,
         "preset": config.preset,

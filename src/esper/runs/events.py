@@ -1,21 +1,21 @@
-"""What happened in a run, as event lines: sparse, readable, built from numbers that were read already.
+"""The lines of events.jsonl, built from step reports that are on the host already.
 
-kind            when               says
-run_started     once               task, data, sizes, settings, versions
-rollback        a host panics      why, by which numbers, which seeds were lost, whether its last step is paid otherwise
-stage_changed   a slot moves       from, to, cause, blueprint, alpha, contribution; gate and score if a gate let it
-refused         a gate says no     which FOSSILIZE, and its failed checks
-shapley         end of an episode  share of each seed in the accuracy of its host
-episode         end of an episode  what each host came to: 100·J and accuracy of the network that is kept, ...
-run_finished    once               what summary.json says
-alarm           end of an episode  which metric is beyond its threshold, in how many steps the reward of a host was
-                                   suspicious, and every ten rounds whether J rose, fell or stood still
+kind            when                       fields
+run_started     once                       task, data, sizes, settings, versions
+rollback        a host is rolled back      reason, loss and thresholds, pruned seeds, whether its last reward changed
+stage_changed   a slot changes its stage   from, to, cause, blueprint, alpha, contribution; gate and score if one passed
+refused         G5 refuses a FOSSILIZE     slot, score, failed checks
+shapley         end of an episode          Shapley value of each live seed
+episode         end of an episode          results of each host: 100·J, accuracy of its committed network, counts
+run_finished    once                       the fields of summary.json
+alarm           end of an episode          a metric beyond its threshold, reward flags of a host, and every ten rounds
+                                           the trend of J
 
 {"kind": "stage_changed", "round": 1, "t": 4, "host": 2, "slot": "r0c1", "serial": 0, "from": "TRAINING",
  "to": "BLENDING", "cause": "AUTO", "blueprint": "conv_light", "alpha": 0.0, "contribution": null, "gate": "G2",
  "score": 0.41}
 
-Rounds and steps count from 1 as in metrics.jsonl (0: before the first); `host` is the global number of one, or -1.
+Rounds and steps count from 1 (0: before the first); `host` is a global host number, or -1 for the run.
 """
 
 import platform
@@ -51,7 +51,7 @@ _CAUSES = {int(cause): cause.name for cause in Cause}
 
 
 def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int, device: torch.device) -> Event:
-    """The first event of a run; `shape` is what its checkpoints say of it, `fingerprint` that of its configuration."""
+    """The first event of a run, from `identity.run_shape` and `identity.fingerprint`."""
     return {
         "kind": "run_started",
         "round": 0,
@@ -67,15 +67,15 @@ def run_started(shape: Mapping[str, object], fingerprint: str, host_params: int,
 
 
 def step_events(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
-    """The events of successive steps, in the order in which they happened to each host.
+    """The events of successive steps, in order for each host.
 
-    Several steps at once cost little more than one: what takes time is asking, and in most steps little happens.
+    Converting many steps at once takes about as long as one.
     """
     return merge(_rollbacks(reports, spec), _moves(reports, spec), _refusals(reports, spec), key=itemgetter("t"))
 
 
 def _all(reports: Sequence[StepReport], field: str) -> np.ndarray:
-    """A field of all reports, [T, ...]."""
+    """A field of all reports, stacked to [T, ...]."""
     return np.stack([getattr(report, field) for report in reports])
 
 
@@ -84,26 +84,25 @@ def _head(report: StepReport, kind: str, spec: EngineSpec, host: int) -> Event:
 
 
 def _rows(at: tuple[np.ndarray, ...], *tables: np.ndarray) -> Iterator[tuple[Any, ...]]:
-    """The values of the `tables` at each of the places `at`; one conversion for all."""
+    """The values of each table at the indices `at`."""
     return zip(*(table[at].tolist() for table in tables), strict=True)
 
 
 def _rollbacks(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
     for i, n in np.argwhere(_all(reports, "panic_reason")).tolist():
         report = reports[i]
-        pruned = [spec.slot_ids[s] for s in np.flatnonzero(report.rolled_back[n])]
         yield _head(report, "rollback", spec, n) | {
             "reason": PanicReason(int(report.panic_reason[n])).name.lower(),
             "loss": float(report.panic_loss[n]),
             "thresholds": [float(x) for x in report.panic_thresholds[n]],
             "strikes": int(report.panic_strikes[n]),
-            "pruned": pruned,
+            "pruned": [spec.slot_ids[s] for s in np.flatnonzero(report.rolled_back[n])],
             "row_marked": bool(report.row_marked[n]),
         }
 
 
 def _moves(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
-    """Those of the operations of a step, then those of its tick."""
+    """Stage changes: those by the operation of a step, then those by its tick."""
     before, after, cause = np.stack([(report.op_moves, report.tick_moves) for report in reports]).transpose(
         2, 0, 1, 3, 4
     )
@@ -118,7 +117,7 @@ def _moves(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
         places, of_move, of_seed, strict=True
     ):
         opened = passed and gate != 0 and _GATE_OF.get((old, new)) == gate
-        yield {  # written out, because there may be thousands in a step
+        yield {  # no `_head`: there may be thousands in a step
             "kind": "stage_changed",
             "round": reports[i].episode + 1,
             "t": reports[i].t,
@@ -137,7 +136,7 @@ def _moves(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
 
 
 def _refusals(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event]:
-    """A FOSSILIZE that its gate refused; gates that keep a seed waiting are no event."""
+    """FOSSILIZE operations that gate G5 refused."""
     refused = (_all(reports, "gate") == 5) & ~_all(reports, "gate_passed")
     for i, n, s in np.argwhere(refused).tolist():
         report = reports[i]
@@ -155,17 +154,14 @@ def _refusals(reports: Sequence[StepReport], spec: EngineSpec) -> Iterator[Event
 def round_events(
     stats: RolloutStats, metrics: Mapping[str, float], spec: EngineSpec, trend: Trend, weights: RewardConfig
 ) -> Iterator[Event]:
-    """The events of the end of a round: what its hosts came to, and what is wrong with learning.
-
-    `weights` are those of J.
-    """
+    """The events at the end of a round: results of its hosts and alarms; `weights` are those of J."""
     head = {"round": stats.episode + 1, "t": spec.episode_length}
     shapley = shapley_of(stats)
     for n, s in np.argwhere(np.isfinite(shapley)).tolist():
         place = {"host": spec.host_offset + n, "slot": spec.slot_ids[s]}
         yield {"kind": "shapley", **head, **place, "value": float(shapley[n, s])}
-    for n, came_to in enumerate(_came_to(stats, weights)):
-        yield {"kind": "episode", **head, "host": spec.host_offset + n, **came_to}
+    for n, results in enumerate(_results(stats, weights)):
+        yield {"kind": "episode", **head, "host": spec.host_offset + n, **results}
     for host, alarm in (
         *((-1, found) for found in (*alarms(metrics), *trend.alarms())),
         *(
@@ -177,8 +173,8 @@ def round_events(
         yield {"kind": "alarm", **head, "host": host, **vars(alarm)}
 
 
-def _came_to(stats: RolloutStats, weights: RewardConfig) -> Iterator[Event]:
-    """What each host came to; one conversion for all."""
+def _results(stats: RolloutStats, weights: RewardConfig) -> Iterator[Event]:
+    """The results of each host."""
     floats = {
         "objective": objective_of(stats, weights),
         "committed_accuracy": stats.committed_acc,

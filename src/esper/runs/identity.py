@@ -1,4 +1,4 @@
-"""What makes a run the same run: the shape and the settings that a checkpoint and whoever continues it must share."""
+"""Which settings must not change when a run is resumed, and the shape that its checkpoints share."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from esper.runs.config import RunConfig
 from esper.runs.values import flat, plain
 
 CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "record_steps")
-"""Settings that a resumed run may change without becoming another run."""
+"""Settings that a resumed run may change."""
 
 
 def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object]) -> dict[str, object]:
-    """What a checkpoint and the run that loads it must have in common; `identity` is that of the data set."""
+    """Properties that a checkpoint and the run that loads it must share; `identity` is that of the data set."""
     shape = {
         "task": config.task,
-        "data": {name: value for name, value in identity.items() if not _is_place(value)},
+        "data": {name: value for name, value in identity.items() if not _is_path(value)},
         "seed": config.seed,
         "slots": config.slots,
         "num_envs": config.num_envs,
@@ -35,23 +35,23 @@ def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object
     return plain
 
 
-def _is_place(value: object) -> bool:
-    """Where data lie is not what they are: a folder may be moved between two parts of a run."""
+def _is_path(value: object) -> bool:
+    """Paths are ignored: the data folder may move between two parts of a run."""
     return isinstance(value, str) and Path(value).is_absolute()
 
 
 def fingerprint(config: RunConfig) -> str:
-    """SHA-256 of all settings that decide the numbers of a run."""
+    """SHA-256 of all settings that affect the results of a run."""
     decisive = {name: value for name, value in plain(config).items() if name not in CHANGEABLE}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def require_same_config(found: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse to continue with other settings than a checkpoint was made with; raises ConfigError."""
+    """Raise ConfigError if the configuration differs from the one in a checkpoint (`found`)."""
     was, now = flat(found), flat(json.loads(json.dumps(plain(config))))
     for name in sorted(was.keys() | now.keys()):
         if name not in CHANGEABLE and was.get(name) != now.get(name):
             raise ConfigError(
-                f"{name} is {now.get(name)} in config.toml, but the run was made with {was.get(name)}; put it back, or "
+                f"{name} is {now.get(name)} in config.toml, but the run was made with {was.get(name)}; restore it, or "
                 "start a new run for other settings."
             )

@@ -1,18 +1,17 @@
-"""Every function that is compiled or replayed, with its eager twin: the one place where a run chooses among them.
+"""Chooses for each function of a run whether it runs eagerly, compiled, or as a captured CUDA graph.
 
     function      what it is                            setting `compile`   setting `capture`
     observe       losses judged, measurements to state  compiled            eager
-    policy_step   a decision of all hosts               compiled            replayed, CUDA
+    policy_step   a decision of all hosts               compiled            captured, CUDA
     execute       ops, tick and feedback of all hosts   compiled            eager
-    reward        the reward of a step of all hosts,    compiled            replayed, CUDA
+    reward        the reward of a step of all hosts,    compiled            captured, CUDA
                   in all modes but `objective`
     end_step      tally, snapshots, outputs of a step   compiled            eager
-    train_batch   forward, backward and optimizer step  eager               replayed, CUDA, executor "fused"
+    train_batch   forward, backward and optimizer step  eager               captured, CUDA, executor "fused"
                   of a batch of all hosts
 
-All forms of a function give the same answer, and the eager one stays importable. Compiling and recording happen here,
-before the first step; `graphs_compiled` and `Captured.num_captures` tell whether it happened again later. What
-`compile` and `capture` mean on a device is decided in `simic/compilation.py` and `tolaria/capture.py`.
+All forms give the same results. Functions are compiled and captured before the first step; `graphs_compiled` and
+`Captured.num_captures` count recompilations and recaptures.
 """
 
 from collections.abc import Callable
@@ -35,20 +34,16 @@ from esper.tolaria.executors.static.executor import StaticExecutor
 
 
 def compiled_reward(kernel: Kernel) -> Kernel:
-    """One graph for each mode, formula of attribution and number of hosts: numbers and clocks enter as tensors."""
+    """The compiled kernel: one graph per reward mode, attribution formula and number of hosts."""
     step = CompiledStep(lambda given: kernel(**given), name="the reward kernel")
     return lambda **given: step(given)
 
 
 def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:
-    """What makes the policy step of a run: eager or compiled, recorded or not.
-
-    Raises:
-        ConfigError: it was asked for and cannot be, here or when it is made.
-    """
+    """Wraps the policy step as the configuration asks; raises ConfigError if it cannot be compiled or captured."""
     recorder = capture_backend_for(config.capture, spec.device)
 
-    def made(step: PolicyStep) -> PolicyFunction:
+    def wrap(step: PolicyStep) -> PolicyFunction:
         decide: PolicyFunction = step
         example = blank_inputs(step.network, spec.num_envs, spec.num_slots, spec.device)
         if is_compiled(config.compile, spec.device):
@@ -58,37 +53,33 @@ def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], P
             decide = capture(decide, example, False, recorder=recorder, name="the policy step")
         return decide
 
-    return made
+    return wrap
 
 
 def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
-    """What makes the pure phases of a control step: eager, or compiled in the first reset of the engine."""
+    """Wraps the phases of a control step: eager, or compiled at the first reset of the engine."""
     compiled = is_compiled(config.compile, device)
     return partial(CompiledStep, name="a phase of the control step") if compiled else eager
 
 
 def reward_form(config: RunConfig, spec: EngineSpec) -> Callable[[Kernel], Kernel] | None:
-    """What makes the form of the reward kernel, None where it is eager: compiled, and then captured or not.
-
-    Raises:
-        ConfigError: capture was asked for on a device that cannot.
-    """
+    """Wraps the reward kernel, None if it stays eager; raises ConfigError if the device does not support capture."""
     compiled = is_compiled(config.compile, spec.device)
     recorder = capture_backend_for(config.capture, spec.device)
     if not compiled and recorder is None:
         return None
 
-    def made(kernel: Kernel) -> Kernel:
+    def wrap(kernel: Kernel) -> Kernel:
         kernel = compiled_reward(kernel) if compiled else kernel
         return kernel if recorder is None else Captured(kernel, recorder, name="the reward kernel")
 
-    return made
+    return wrap
 
 
 def require_replayed_training(config: RunConfig, engine: VectorizedEngine) -> None:
-    """Refuse `capture = "on"` where hosts are trained by an executor that cannot be replayed; raises ConfigError."""
+    """Raise ConfigError if `capture` is on and the executor cannot be captured."""
     if config.capture == "on" and not isinstance(engine.executor, FusedExecutor | StaticExecutor | ScriptedExecutor):
         raise ConfigError(
-            f"capture is 'on', but the executor is {engine.config.executor!r}, whose hosts are trained one after "
-            "another and not replayed; use executor 'fused', or leave capture out."
+            f"capture is 'on', but executor {engine.config.executor!r} cannot be captured; use executor 'fused', or "
+            "leave capture out."
         )

@@ -1,4 +1,4 @@
-"""Code of the user: modules that register tasks, blueprints and rewards, imported before their names are looked up.
+"""Plugins: user modules that register tasks, blueprints, rewards or listeners.
 
 plugins = ["my_package.growth", "rewards/frugal.py"]      an importable module, or a file
 """
@@ -16,17 +16,17 @@ from esper.leyline.errors import ConfigError
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import each of them, once per process.
+    """Import plugins, each once per process.
 
     Args:
-        names: importable modules (the working directory counts), or paths that end in .py.
+        names: modules importable from the working directory or the environment, or paths that end in .py.
 
     Raises:
-        ConfigError: one is missing or fails; the message names the file, the line and what went wrong there.
+        ConfigError: a plugin is missing or fails; the message names file, line and error.
     """
     for name in names:
         if (here := str(Path.cwd())) not in sys.path:
-            sys.path.append(here)  # last: a file that is named like an installed module does not replace it
+            sys.path.append(here)  # last, so that local files never shadow installed modules
         if is_file(name):
             _load_file(Path(name))
         else:
@@ -34,12 +34,12 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def require_trusted(names: Sequence[str], allowed: Sequence[str], *, trust: bool) -> None:
-    """Refuse to import code that only a run directory names: whoever made it would decide what runs here.
+    """Refuse to run code that only a run directory names, which may have been downloaded.
 
     Args:
         names: plugins that the run directory names.
-        allowed: plugins that the command line names.
-        trust: whether the command line allows all of them.
+        allowed: plugins named on the command line.
+        trust: whether --trust allows all.
 
     Raises:
         ConfigError: some are not allowed.
@@ -47,13 +47,13 @@ def require_trusted(names: Sequence[str], allowed: Sequence[str], *, trust: bool
     unknown = not_among(names, allowed)
     if unknown and not trust:
         raise ConfigError(
-            f"the run directory names code that would be executed: {', '.join(unknown)}. Read it first; then allow it "
-            f"by name (--plugins {' '.join(unknown)}) or allow all code that the run names (--trust)."
+            f"the run directory names code that would be executed: {', '.join(unknown)}. Read it first, then allow it "
+            f"by name (--plugins {' '.join(unknown)}) or allow all code of the run (--trust)."
         )
 
 
 def not_among(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Plugins of `names` that are neither the same file nor the same module as one of `others`."""
+    """Plugins of `names` that are not among `others`, comparing files by their real path."""
     known = {_identity(name) for name in others}
     return [name for name in names if _identity(name) not in known]
 
@@ -63,7 +63,7 @@ def _identity(name: str) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Whether a plugin's name is a path rather than a module."""
+    """Whether a plugin is a file rather than a module."""
     return name.endswith(".py")
 
 
@@ -78,7 +78,7 @@ def _load_file(path: Path) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up while it is being imported
+    sys.modules[name] = module  # dataclasses look up their module during import
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -101,13 +101,13 @@ def _load_module(name: str) -> None:
 
 
 def _failed(name: str, error: BaseException) -> ConfigError:
-    """Says where it went wrong: in the innermost frame that is the user's own."""
+    """The error with the innermost line of user code."""
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
     if isinstance(error, SyntaxError):
         place = f" in line {error.lineno} of {error.filename}"
     else:
         others = (str(Path(__file__).resolve().parents[2]), sysconfig.get_path("stdlib"), "<frozen")
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [f for f in frames if not f.filename.startswith(others) and "site-packages" not in f.filename]
-        place = f" in line {theirs[-1].lineno} of {theirs[-1].filename}" if theirs else ""
-    return ConfigError(f"the plugin {name} fails{place}: {what}. Mend it, or leave it out of plugins.")
+        user_frames = [f for f in frames if not f.filename.startswith(others) and "site-packages" not in f.filename]
+        place = f" in line {user_frames[-1].lineno} of {user_frames[-1].filename}" if user_frames else ""
+    return ConfigError(f"the plugin {name} fails{place}: {what}. Fix it, or leave it out of plugins.")

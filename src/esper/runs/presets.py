@@ -1,7 +1,7 @@
-"""Presets: complete sets of values by name. What a task decides (host, episode length, slots) is not repeated here.
+"""Presets, and how a configuration is resolved from preset, task, file and command line.
 
-quickstart   digits within minutes on two CPU cores: `make train`
-small        a run that learns: 100 rounds of 16 hosts, network of width 128
+quickstart   10 rounds of 16 hosts, minutes on two CPU cores: `make train`
+small        100 rounds of 16 hosts, network of width 128
 paper        the published size: 200 rounds of 12 hosts, network of width 512
 """
 
@@ -26,7 +26,7 @@ DEFAULT_PRESET = "quickstart"
 
 
 def quickstart() -> Values:
-    """Ten rounds; the schedules are shortened to match."""
+    """`small` in ten rounds, with schedules to match."""
     return small() | {
         "preset": "quickstart",
         "rounds": 10,
@@ -52,7 +52,7 @@ def small() -> Values:
 
 
 def paper() -> Values:
-    """Twelve hosts, a network of width 512, one epoch per update over all hosts at once."""
+    """Twelve hosts, a network of width 512, one full-batch epoch per update."""
     ppo = PPOConfig(
         feature_width=512,
         hidden_width=512,
@@ -70,15 +70,14 @@ PRESETS: Mapping[str, Callable[[], Values]] = {"quickstart": quickstart, "small"
 
 
 def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bool = False) -> RunConfig:
-    """The configuration of a run from a file and the command line, complete and checked; plugins are imported.
+    """The complete configuration of a run from a file and the command line; imports its plugins.
 
-    Paths in a file are relative to its folder, those of the command line to the working directory. `reward.mode` may
-    be any registered reward: one that is not built in becomes `custom_reward`. Plugins that only the file of a run
-    directory names are imported with `trust` alone.
+    Paths in a file are relative to its folder, those of the command line to the working directory. A registered name in
+    `reward.mode` that is not built in becomes `custom_reward`. Plugins named only by the file of a run directory need
+    `trust`.
 
     Raises:
-        ConfigError, RegistryError: unknown task, preset or key, a value out of range, a combination that cannot be, or
-            a plugin that fails.
+        ConfigError, RegistryError: unknown task, preset or key, invalid value or combination, or a failing plugin.
     """
     above = _with_absolute_paths(overrides, Path())
     below = _with_absolute_paths(read_toml(file), file.parent) if file else {}
@@ -86,34 +85,35 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bo
     if file is not None and is_run(file.parent):
         require_trusted(plugins, plugin_names(above), trust=trust)
     load_plugins(plugins)
-    told = merge(_with_custom_reward(below), _with_custom_reward(above))
-    preset = _name(told, "preset", DEFAULT_PRESET)
+    given = merge(_with_custom_reward(below), _with_custom_reward(above))
+    preset = _name(given, "preset", DEFAULT_PRESET)
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
     base = PRESETS[preset]()
-    task = task_by_name(_name(told, "task", base["task"]))
+    task = task_by_name(_name(given, "task", base["task"]))
     if task.needs_data_dir and (folder := os.environ.get(DATA_VARIABLE)):
         base["data_dir"] = os.path.abspath(folder)
-    mode = _name(_table(told, "reward"), "mode", base["reward"]["mode"])
-    reward = _name(told, "custom_reward", "") or mode
-    return parse(RunConfig, merge(merge(base, task_values(task, reward)), told))
+    mode = _name(_table(given, "reward"), "mode", base["reward"]["mode"])
+    reward = _name(given, "custom_reward", "") or mode
+    return parse(RunConfig, merge(merge(base, task_values(task, reward)), given))
 
 
 def recorded(values: Mapping[str, Any], *, allowed: Sequence[str] = (), trust: bool = False) -> RunConfig:
-    """The configuration that a run directory records.
+    """The configuration of an existing run, from the tables of its config.toml; imports its plugins.
 
     Args:
-        values: its tables. The plugins that they name are imported.
-        allowed: plugins that the command line names; they must be among those.
-        trust: whether all of them may be imported.
+        values: the tables.
+        allowed: plugins named on the command line; the run must name them too.
+        trust: whether all plugins may be imported.
 
     Raises:
-        ConfigError, RegistryError: as `resolve`, and a plugin that is not allowed.
+        ConfigError, RegistryError: as `resolve`, or a plugin that is not allowed.
     """
     plugins = plugin_names(values)
     if others := not_among(allowed, plugins):
         raise ConfigError(
-            f"{', '.join(others)} is no plugin of the run, which names {', '.join(plugins) or 'none'}; leave it out."
+            f"{', '.join(others)} is not a plugin of this run, which names {', '.join(plugins) or 'none'}; leave it "
+            "out."
         )
     require_trusted(plugins, allowed, trust=trust)
     load_plugins(plugins)
@@ -121,7 +121,7 @@ def recorded(values: Mapping[str, Any], *, allowed: Sequence[str] = (), trust: b
 
 
 def plugin_names(values: Mapping[str, Any]) -> list[str]:
-    """The plugins that `values` name; raises ConfigError unless they are a list of names."""
+    """The list of plugins; raises ConfigError if it is not a list of names."""
     names = values.get("plugins", [])
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"plugins is {json.dumps(names, default=str)}; it must be a list of modules or .py files.")
@@ -141,7 +141,7 @@ def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
-    """Run directories are resumed from anywhere."""
+    """Absolute paths, so that a run can be resumed from any folder."""
 
     def absolute(path: str) -> str:
         return os.path.abspath(folder / Path(path).expanduser())
@@ -155,7 +155,7 @@ def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
 
 
 def _with_custom_reward(values: Mapping[str, Any]) -> Values:
-    """Who names a built-in mode does not want a reward that was named before, and the other way round."""
+    """A built-in mode resets `custom_reward`; any other registered reward sets it."""
     reward = _table(values, "reward")
     mode = reward.get("mode")
     if not isinstance(mode, str):
@@ -165,6 +165,6 @@ def _with_custom_reward(values: Mapping[str, Any]) -> Values:
     if mode not in reward_names():
         raise ConfigError(
             f"unknown reward {mode!r}; {suggest(mode, reward_names())} "
-            "One of your own is registered by a module in plugins."
+            "Register your own in a module and name it in plugins."
         )
     return {**values, "custom_reward": mode, "reward": {k: v for k, v in reward.items() if k != "mode"}}

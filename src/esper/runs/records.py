@@ -1,14 +1,15 @@
-"""What the steps of a run leave behind: events.jsonl, steps.jsonl, and what listeners are told.
+"""Writes step reports to events.jsonl and steps.jsonl and passes them to listeners, several steps at a time.
 
 engine --step report--> Records --32 steps, or those of a quarter second--> files, listeners
 
-Steps are recorded several at a time, because asking numpy what happened takes as long for many steps as for one. When
-that is depends on the clock; what is recorded, and in which order, does not. A listener of the user's may act upon what
-it hears, so where there is one nothing is held back.
+Converting many steps takes numpy about as long as one. The clock decides how many are written at once, but not what is
+written or in which order. With a listener of the user's, every step is written at once.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import final
 
 from esper.leyline.protocols import EngineSpec
@@ -22,18 +23,18 @@ from esper.tolaria.state import StepReport
 
 MOST_STEPS = 32
 LONGEST = 0.25
-"""Seconds that a step waits for others, if one comes after it."""
+"""Seconds after which the arrival of a step writes those that wait."""
 
 
 @final
 class Records:
-    """Records the steps of a run, and its other events in the order in which they are told.
+    """Records the steps and the other events of a run, in order.
 
     Args:
-        directory: where lines are written. listeners: who is told, of each step and each event.
+        directory: receives the lines. listeners: receive each step and each event.
         spec: of the engine. weights: those of J.
-        terms: the names of the reward's columns, where every step of every host is recorded; else None.
-        clock: seconds from any moment on.
+        terms: names of the reward terms if steps.jsonl is written, else None.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Records:
         self._so_far = RoundSoFar(weights)
 
     def begin(self) -> None:
-        """A round, or what is left of one, begins now: the seconds of its steps count from here."""
+        """Start the clock of a round, or of the rest of one."""
         self._began = self._clock()
 
     def step(self, report: StepReport) -> None:
-        """Take a step; it is recorded by the time of the next `flush` at the latest."""
+        """Record a step, at the latest with the next `flush`."""
         if self._held and self._held[0].episode != report.episode:
             self.flush()
         now = self._clock()
@@ -68,7 +69,7 @@ class Records:
             self.flush()
 
     def flush(self) -> None:
-        """Record the steps that were held back."""
+        """Write the steps that wait."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -78,16 +79,14 @@ class Records:
         if self._terms is not None:
             for report in held:
                 self._directory.write_steps(step_lines(report, self._spec, self._terms))
-        rest = iter(found)
-        event = next(rest, None)
+        events_of = {t: list(group) for t, group in groupby(found, key=itemgetter("t"))}
         for report, shown in zip(held, self._so_far.add(held, times), strict=True):
-            while event is not None and event["t"] == report.t:
+            for event in events_of.get(report.t, ()):
                 self._listeners.write(str(event["kind"]), event)
-                event = next(rest, None)
             self._listeners.write("step", shown)
 
     def write_events(self, lines: Iterable[events.Event]) -> None:
-        """Record other events, after the steps that were told before."""
+        """Record other events, after the steps so far."""
         self.flush()
         found = list(lines)
         self._directory.write_events(found)

@@ -1,4 +1,4 @@
-"""Numbers of a round, of an episode in progress, and of a whole run, as plain values by name."""
+"""Metrics of a round, of a round in progress, and of a run, as JSON values by name."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from esper.tolaria.state import RolloutStats, StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What some rounds, or a part of one, took.
+    """Cost of some rounds, or of a part of one.
 
     Attributes:
-        env_steps: hosts x control steps. steps: control steps. reads: reads of the device during them.
-        seconds: wall time of the steps. update_seconds: wall time of the learner's updates.
+        env_steps: hosts x control steps. steps: control steps. reads: host reads of the device.
+        seconds: wall time of the steps. update_seconds: wall time of PPO updates.
     """
 
     env_steps: int = 0
@@ -41,7 +41,7 @@ _SEED_STAGES = tuple((int(s), s.name) for s in SeedStage if s is not SeedStage.D
 
 
 def ops_by_name(ops: np.ndarray) -> dict[str, int]:
-    """Number of effective operations by name; `ops` is [..., 6] or counts [6]."""
+    """Number of effective operations by name; `ops` is [..., 6]."""
     totals = ops.reshape(-1, len(_OPS)).sum(axis=0)
     return dict(zip(_OPS, totals.tolist(), strict=True))
 
@@ -52,23 +52,23 @@ def device_name(device: torch.device) -> str:
 
 
 def slots_by_stage(stage: np.ndarray) -> dict[str, int]:
-    """Number of slots in each stage that occurs, dormant ones left out."""
+    """Number of slots by stage, without dormant ones."""
     counts = np.bincount(stage.reshape(-1), minlength=len(SeedStage) + 1).tolist()
     return {name: counts[value] for value, name in _SEED_STAGES if counts[value]}
 
 
 def objective_of(stats: RolloutStats, weights: RewardConfig) -> np.ndarray:
-    """100·J of the network that is kept of each host [N], whatever the reward of the run is."""
+    """100·J of the committed network of each host [N], independent of the reward of the run."""
     return 100.0 * objective_value(stats.committed_acc, stats.fossil_params, stats.host_params, weights)
 
 
 def round_line(
     stats: RolloutStats, cost: Cost, metrics: Mapping[str, float], weights: RewardConfig
 ) -> dict[str, object]:
-    """One line of metrics.jsonl. Accuracies in percentage points; learner's metrics under their own names.
+    """One line of metrics.jsonl, with accuracies in percentage points and the `metrics` of the learner.
 
-    `objective_mean` and `objective_std` are of 100·J over all hosts; live accuracies and the shaped return are
-    diagnostics. `cost` is that of the whole round, also where the process that ended it is not the one that began it.
+    `objective_*` are of 100·J; live accuracy and shaped return are diagnostics. `cost` covers the whole round, also if
+    it was resumed in between.
     """
     shapley, objective = shapley_of(stats), objective_of(stats, weights)
     return {
@@ -97,7 +97,7 @@ def round_line(
 
 
 def shapley_of(stats: RolloutStats) -> np.ndarray:
-    """Shapley value (pp) of each live seed at the end [N, S]; NaN where none was measured."""
+    """Shapley value (pp) of each live seed at the end of the episode [N, S]; NaN if not measured."""
     if stats.subset_acc.shape[1] == 0:
         return np.full(stats.stage.shape, np.nan)
     live = np.isin(stats.stage, tuple(HAS_MODULE)) & (stats.alpha > 0.0)
@@ -107,9 +107,9 @@ def shapley_of(stats: RolloutStats) -> np.ndarray:
 
 @final
 class RoundSoFar:
-    """Sums what the steps of a round report in this process: the records of kind "step", for who shows them.
+    """Running totals of a round for listeners: the fields of kind "step".
 
-    Means are over the hosts that were measured; `weights` are those of J.
+    Means are over the measured hosts; `weights` are those of J.
     """
 
     def __init__(self, weights: RewardConfig) -> None:
@@ -121,7 +121,7 @@ class RoundSoFar:
         self._ops = np.zeros(len(LifecycleOp), dtype=np.int64)
 
     def add(self, reports: Sequence[StepReport], seconds: Sequence[float]) -> list[dict[str, object]]:
-        """Take successive steps of one round; `seconds` since it began in this process, of each. One record a step."""
+        """Fields for each of some successive steps of one round; `seconds` is the time of each since the round began."""
         if reports[0].episode != self._episode:
             self._begin(reports[0].episode)
         op, reason, live, committed, fossils, host, stage = (
@@ -139,27 +139,27 @@ class RoundSoFar:
             _histograms(stage, len(SeedStage) + 1).tolist(),
             strict=True,
         )  # fmt: skip
-        records: list[dict[str, object]] = []
-        for report, passed, worth, kept, as_it_stands, chosen, slots in rows:
+        fields: list[dict[str, object]] = []
+        for report, elapsed, objective_mean, committed_mean, live_mean, op_counts, slots in rows:
             self._steps += 1
-            records.append(
+            fields.append(
                 {
                     "round": report.episode + 1,
                     "t": report.t,
-                    "objective_mean": worth,
-                    "committed_accuracy_mean": kept,
-                    "live_accuracy_mean": as_it_stands,
-                    "ops": dict(zip(_OPS, chosen, strict=True)),
+                    "objective_mean": objective_mean,
+                    "committed_accuracy_mean": committed_mean,
+                    "live_accuracy_mean": live_mean,
+                    "ops": dict(zip(_OPS, op_counts, strict=True)),
                     "slots": {name: slots[value] for value, name in _SEED_STAGES if slots[value]},
                     "env_steps": self._steps * num_hosts,
-                    "seconds": passed,
+                    "seconds": elapsed,
                 }
             )
-        return records
+        return fields
 
 
 def _histograms(values: np.ndarray, kinds: int) -> np.ndarray:
-    """How often each of the numbers 0 .. kinds-1 occurs in each row of `values` [T, ...]; [T, kinds]."""
+    """Counts [T, kinds] of each of 0 .. kinds-1 in each row of `values` [T, ...]."""
     rows = values.reshape(len(values), -1)
     shifted = rows + kinds * np.arange(len(rows))[:, None]
     return np.bincount(shifted.reshape(-1), minlength=kinds * len(rows)).reshape(len(rows), kinds)
@@ -175,22 +175,22 @@ def _means_of_known(values: np.ndarray) -> list[float]:
 
 
 def mean_of_known(values: np.ndarray) -> float:
-    """Mean of what was measured; NaN where nothing was (a host that was rolled back has no live accuracy)."""
+    """Mean of the finite values; NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(known.sum()) / known.size if known.size else float("nan")
 
 
 def standard_deviation(values: np.ndarray) -> float:
-    """Of a sample; NaN where it has one member."""
+    """Sample standard deviation; NaN for a single value."""
     return float(values.std(ddof=1, dtype=np.float64)) if values.size > 1 else float("nan")
 
 
 def summary(
     config: RunConfig, device: torch.device, last: RolloutStats, test_acc: np.ndarray, total: Cost, digest: str
 ) -> dict[str, object]:
-    """summary.json of a complete run; `total` is the cost of all its rounds, those before a resume included.
+    """summary.json of a complete run: `final_*` are means over the committed networks of the `last` round.
 
-    What is called final is of the networks that the last round leaves, all hosts of it; `test_acc` [N] is theirs too.
+    `test_acc` [N] is theirs; `total` is the cost of all rounds, including those before a resume.
     """
     objective = objective_of(last, config.reward)
     return {

@@ -1,4 +1,4 @@
-"""The loop of a run: rounds, records, checkpoints, a clean end when somebody asks for it.
+"""The loop of a run: rounds, records, checkpoints, and a clean stop on signals.
 
 engine --on_step--> records: events.jsonl, steps.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
@@ -34,24 +34,24 @@ from esper.tolaria.read_counter import reads_so_far
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
 
-_ENDING = b"\nesper: ending after this step; once more ends it at once\n"
+_STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
 
 
 def restore(engine: VectorizedEngine, client: SimicClient, checkpoint: Checkpoint, shape: Mapping[str, object]) -> None:
-    """Bring engine and client to a checkpoint; raises CheckpointError where it belongs to another kind of run."""
+    """Load a checkpoint into engine and client; raises CheckpointError if its shape differs."""
     require_same_shape(checkpoint.header.shape, shape, checkpoint.path)
     if state := below("engine", checkpoint.state):
-        engine.load_state_dict(state, client)  # begins the episode anew, so the client comes after it
+        engine.load_state_dict(state, client)  # resets the client, which is loaded next
     client.load_state_dict(below("policy", checkpoint.state))
 
 
 @final
 class Runner:
-    """Owns the order of things in a run, and nothing else.
+    """Runs all rounds and writes records, checkpoints and the summary.
 
     Args:
-        config: the run. engine, client: who is trained and who learns. directory: where records go.
-        listeners: who is told meanwhile. shape: what its checkpoints say of the run (`identity.run_shape`).
+        config, engine, client: the run, its hosts and its learner. directory: receives records and checkpoints.
+        listeners: receive steps, rounds and events. shape: of the run (`identity.run_shape`).
         start: header of the checkpoint that engine and client were restored from, None for a new run.
     """
 
@@ -81,9 +81,9 @@ class Runner:
         engine.on_step = self.records.step
 
     def run(self) -> dict[str, object] | None:
-        """Run to the end. Returns the summary, or None where a signal ended the run early (a checkpoint is there)."""
+        """Run to the end. Returns the summary, or None if a signal stopped the run after writing a checkpoint."""
         remaining = range(self.rounds_done, self.config.rounds)
-        with _stop_signals(self._ask_to_stop):
+        with _stop_signals(self._request_stop):
             if self.new:
                 self.records.write_events([self._started()])
             self._mark()
@@ -92,16 +92,14 @@ class Runner:
                     self.client, remaining, on_round=self._on_round, should_stop=lambda: self._stop
                 )
             finally:
-                self.records.flush()  # whatever ended the run, its last steps say why
+                self.records.flush()  # also after an exception: the last steps help to explain it
             if complete:
                 return self._finish()
             self._save()
             return None
 
-    def _ask_to_stop(self) -> None:
+    def _request_stop(self) -> None:
         self._stop = True
-
-    # -- what the engine reports --------------------------------------------------------------------------------------
 
     def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         cost = Cost(
@@ -135,20 +133,18 @@ class Runner:
         )
 
     def _mark(self) -> None:
-        """A round, or what is left of one, begins now."""
+        """Start the clocks of a round, or of the rest of one."""
         self._began, self._reads_before = time.monotonic(), reads_so_far()
         self.records.begin()
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     @property
     def _all_done(self) -> bool:
         return self.rounds_done == self.config.rounds
 
     def _finish(self) -> dict[str, object]:
-        """Summary of the complete run, also of one that was ended between its last checkpoint and its summary."""
+        """Summarize the complete run, also after a resume from its last checkpoint."""
         if self.last is None:
-            self.last = self.engine.outcome()  # the last episode was restored at its end
+            self.last = self.engine.outcome()  # resumed at the end of the last episode
         (test_acc,) = host_read(self.engine.test())
         digest = state_digest(self._final_state())
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
@@ -159,7 +155,7 @@ class Runner:
         return result
 
     def _save(self) -> None:
-        """A checkpoint of now. The hosts are in it where the episode is not over, or where they are the result."""
+        """Save a checkpoint of the current state, unless there is one."""
         inside = self.engine.t if 0 < self.engine.t < self.config.episode_length else 0
         if self._saved_at == (self.rounds_done, inside):
             return
@@ -167,7 +163,10 @@ class Runner:
         self._saved_at = (self.rounds_done, inside)
 
     def _now(self, inside: int) -> tuple[Header, StateTree]:
-        """What a checkpoint of now holds; `inside` steps of an episode that is not over, else 0."""
+        """Header and state now; `inside` is the number of steps of an unfinished episode, else 0.
+
+        Hosts are part of the state only inside an episode and at the end of the run.
+        """
         state: StateTree = with_prefix("policy", self.client.state_dict())
         if inside or self._all_done:
             state |= with_prefix("engine", self.engine.state_dict())
@@ -184,7 +183,7 @@ class Runner:
         return header, state
 
     def _begun_so_far(self) -> Cost:
-        """Cost of the steps of the episode that is not over."""
+        """Cost of the unfinished episode."""
         steps = self.engine.t
         return replace(
             self.begun,
@@ -203,17 +202,17 @@ class Runner:
 
 
 @contextmanager
-def _stop_signals(ask: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the run to end after the current step; a second one ends it at once."""
-    asked = False
+def _stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt."""
+    requested = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal requested
+        if requested:
             raise KeyboardInterrupt
-        asked = True
-        os.write(2, _ENDING)  # no stream is safe to write to from a handler
-        ask()
+        requested = True
+        os.write(2, _STOPPING)  # Python streams are not safe in a signal handler
+        request_stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,12 +1,12 @@
-"""Every step of every host as a line of steps.jsonl: what was measured, what was decided, what was paid.
+"""The lines of steps.jsonl: measurements, decision and reward of every step of every host.
 
 {"kind": "step", "round": 1, "t": 4, "host": 2, "val_acc": 61.0, "val_loss": 1.2, "train_loss": 1.3,
  "committed_acc": 58.5, "total_params": 5210, "coalitions": 4, "op": "GERMINATE", "slot": "r0c0", "blueprint": "norm",
  "style": 2, "tempo": 1, "alpha_target": 2, "alpha_speed": 0, "alpha_curve": 0, "effective_op": "GERMINATE",
  "success": true, "value": 0.1, "op_probability": 0.2, "reward": 0.01, "terms": {"potential": 0.01}, "flags": []}
 
-Terms that are zero are left out. A host that was rolled back in the step decided nothing: `op` and `reward` are null.
-Its line of the step before keeps what was paid then, although the rollback replaces it.
+Zero terms are left out. In a step with a rollback the host makes no decision: `op` and `reward` are null. The rollback
+replaces the reward of the previous step, whose line keeps the old value.
 """
 
 import math
@@ -23,7 +23,7 @@ _PLAIN_HEADS = [head for head in Head if head not in (Head.SLOT, Head.BLUEPRINT,
 
 
 def step_lines(report: StepReport, spec: EngineSpec, terms: Sequence[str]) -> Iterator[Line]:
-    """One line per host; `terms` are the names of the columns of the reward."""
+    """One line per host; `terms` are the names of the reward terms."""
     names = ("val_acc", "val_loss", "train_loss", "committed_acc", "total_params", "reward", "value", "op_log_prob")
     columns = {name: getattr(report, name).tolist() for name in names}
     actions, effective, coalitions = (x.tolist() for x in (report.actions, report.effective_op, report.num_coalitions))
@@ -41,5 +41,5 @@ def step_lines(report: StepReport, spec: EngineSpec, terms: Sequence[str]) -> It
         line |= {"effective_op": _OPS[effective[n]], "success": effective[n] == action[Head.OP]}
         line |= {"value": columns["value"][n], "op_probability": math.exp(columns["op_log_prob"][n])}
         line["reward"] = columns["reward"][n]
-        line["terms"] = {name: paid for name, paid in zip(terms, breakdown[n], strict=True) if paid}
+        line["terms"] = {name: value for name, value in zip(terms, breakdown[n], strict=True) if value}
         yield line | {"flags": [name for name, marked in zip(FLAGS, flags[n], strict=True) if marked]}

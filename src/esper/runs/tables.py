@@ -1,4 +1,4 @@
-"""What the commands print, as tables that fit into 80 columns."""
+"""The tables and sentences that the commands print, at most 80 columns wide."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from esper.leyline.actions import LifecycleOp
 from esper.runs.evaluate import REFERENCE, TRAINED, Difference, Row
 from esper.tasks.registry import TaskSpec
 
-LEGEND = """Means over the hosts, of the network that is kept: host and fossilized seeds.
-val, test: accuracy in % on the validation and the test split. 100·J: val minus
-the price of growth. vs: paired difference in 100·J with its 95 % interval."""
+LEGEND = """Means over hosts, each with its fossilized seeds only (the committed network).
+val, test: accuracy in %. 100·J: val minus the price of added parameters.
+vs: paired difference in 100·J with its 95 % interval."""
 
 
 def comparison(rows: Sequence[Row]) -> Table:
-    """What the controllers came to."""
+    """Results of the controllers."""
     reference = TRAINED if rows[0].name == TRAINED else REFERENCE
     page = _page("controller", "100·J", f"vs {reference}", "val", "test", "growth")
     for row in rows:
@@ -32,7 +32,7 @@ def comparison(rows: Sequence[Row]) -> Table:
 
 
 def operations(rows: Sequence[Row]) -> Table:
-    """What the controllers did: effective operations per host."""
+    """Effective operations per host."""
     names = [op.name for op in LifecycleOp]
     page = _page("ops per host", *(name.lower().removesuffix("_target") for name in names))
     for row in rows:
@@ -41,13 +41,13 @@ def operations(rows: Sequence[Row]) -> Table:
 
 
 def rollbacks(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each controller whose hosts were rolled back."""
+    """A sentence for each controller with rollbacks."""
     times = {row.name: "once" if row.rollbacks == 1 else f"{row.rollbacks} times" for row in rows if row.rollbacks}
     return [f"{name}: hosts were rolled back {number}." for name, number in times.items()]
 
 
 def done(summary: Mapping[str, Any]) -> str:
-    """The last line of a run but one: what the networks of its last round came to."""
+    """The result of a run: its last round, in one line."""
     hosts = summary["num_envs"]
     return (
         f"done: 100·J {_with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
@@ -59,7 +59,7 @@ def done(summary: Mapping[str, Any]) -> str:
 
 
 def tasks(found: Sequence[TaskSpec]) -> Table:
-    """What can be trained."""
+    """The registered tasks."""
     page = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("task", "slots", "steps", "data", "description"):
         page.add_column(column, no_wrap=column != "description")

@@ -1,10 +1,10 @@
-"""How J goes from round to round: which policy is the best, and whether learning stands still.
+"""The trend of J over rounds: selects the best policy and raises alarms.
 
     round      1 ... 10 | 11 ... 20 | 21          a mean of ten rounds
-    best                ^ from here on, in every round: the highest mean so far is a checkpoint of its own
-    alarm                           ^ every ten rounds: the mean against that of the ten before
+    best                ^ from here on, every round: a new highest mean saves the best checkpoint
+    alarm                           ^ every ten rounds: the mean against that of the ten rounds before
 
-One round says little, for its hosts are others than those of the round before: hence ten.
+Single rounds are noisy, because each has new hosts.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,7 @@ _RISE, _FALL, _STANDSTILL = 2.0, -2.0, 0.5
 
 @dataclass(frozen=True)
 class Trend:
-    """Mean 100·J of each of the last twenty rounds, oldest first.
-
-    `rounds` are all rounds so far and `best` is the highest mean of ten of them.
-    """
+    """`recent`: mean 100·J of the last twenty rounds, oldest first; `best`: the highest mean of ten rounds so far."""
 
     rounds: int = 0
     recent: tuple[float, ...] = ()
@@ -30,18 +27,18 @@ class Trend:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Trend":
-        """The trend that was written as JSON; raises TypeError where keys are missing or unknown."""
+        """A trend from JSON; raises TypeError if keys are missing or unknown."""
         return cls(**(fields | {"recent": tuple(fields["recent"])}))
 
     def after(self, objective: float) -> tuple["Trend", bool]:
-        """The trend after one more round, and whether the mean of the last ten is the best so far."""
+        """The trend after another round, and whether the mean of the last ten is a new best."""
         recent = (*self.recent, objective)[-2 * WINDOW :]
         mean = _mean(recent[-WINDOW:])
         better = mean is not None and (self.best is None or mean > self.best)
         return Trend(self.rounds + 1, recent, mean if better else self.best), better
 
     def alarms(self) -> Iterator[Alarm]:
-        """Every ten rounds: whether the mean rose or fell by more than two points, or hardly changed."""
+        """Every ten rounds: J rose or fell by more than two points, or changed by at most half a point."""
         now, before = _mean(self.recent[-WINDOW:]), _mean(self.recent[: len(self.recent) - WINDOW])
         if self.rounds % WINDOW or now is None or before is None:
             return
@@ -55,5 +52,5 @@ class Trend:
 
 
 def _mean(rounds: tuple[float, ...]) -> float | None:
-    """Mean of ten rounds; None where there are fewer."""
+    """Mean of ten rounds; None if there are fewer."""
     return sum(rounds) / WINDOW if len(rounds) == WINDOW else None

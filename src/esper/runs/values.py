@@ -1,6 +1,6 @@
-"""Trees of plain values: what configuration files and command lines say, before it is a configuration.
+"""Nested dictionaries of plain values, from TOML files and the command line, and their validation.
 
-Nothing is converted that could hide a mistake: `rounds = "3"` and `rounds = true` are refused, `lr = 1` is a float.
+Validation is strict: `rounds = "3"` and `rounds = true` are refused; only `lr = 1` is accepted as a float.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from esper.leyline.errors import ConfigError
 C = TypeVar("C")
 Values = dict[str, Any]
 _MOST_NAMES = 16
-"""Longer lists are not printed: nobody reads them in an error."""
+"""Error messages print no longer lists."""
 
 
 def plain(config: object) -> Values:
-    """A configuration as nested dictionaries of plain values, without the keys whose value is None."""
+    """A configuration as nested dictionaries of plain values, without None."""
     tree: Values = {}
     for f in fields(config):  # type: ignore[arg-type]
         value = getattr(config, f.name)
@@ -41,7 +41,7 @@ def flat(values: Mapping[str, Any], path: str = "") -> Values:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
-    """`base` with the keys of `over` in their place, table by table."""
+    """`base` updated with `over`, recursively."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -50,7 +50,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
 
 
 def read_toml(path: Path) -> Values:
-    """The tables of a configuration file; raises ConfigError where it is missing or no TOML."""
+    """The tables of a TOML file; raises ConfigError if it is missing or malformed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -58,25 +58,25 @@ def read_toml(path: Path) -> Values:
             f"the configuration file {path} cannot be read ({error.strerror}); check the path."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} is not valid TOML: {error}. Mend that line.") from error
+        raise ConfigError(f"the configuration file {path} is not valid TOML: {error}. Correct that line.") from error
 
 
 def parse(cls: type[C], values: Mapping[str, Any]) -> C:
-    """An instance of the dataclass `cls`, checked without conversions.
+    """An instance of the dataclass `cls`, validated strictly.
 
     Raises:
-        ConfigError: the first wrong key, with the nearest valid name or what its value must be.
+        ConfigError: the first wrong key, with the nearest valid name or the expected type.
     """
     _refuse_unknown(values, cls, "", _leaves(cls))
     try:
-        # as JSON, where a list is a tuple and a table a dataclass, but a string is never a number
+        # strict JSON mode: lists become tuples and tables dataclasses, but strings never become numbers
         return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(_first_problem(error)) from None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, and all of them where they are few."""
+    """The nearest known names, and all of them if they are few."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
@@ -92,7 +92,7 @@ def _first_problem(error: ValidationError) -> str:
         return str(cause)
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
-        return f"{name} is missing; add it, or start from a preset, which has a value for everything."
+        return f"{name} is missing; add it, or start from a preset, which sets every value."
     wish = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     return f"{name} is {json.dumps(problem['input'])}; it must be {_KINDS.get(problem['type'], wish)}."
 
@@ -118,13 +118,13 @@ def _refuse_unknown(values: Mapping[str, Any], cls: type, path: str, everywhere:
             if not isinstance(value, Mapping):
                 raise ConfigError(
                     f"{path}{key} is {json.dumps(value, default=str)}, but it is a table; "
-                    f"set its keys, such as {path}{key}.{_an_example(nested)}."
+                    f"set its keys, such as {path}{key}.{_example_key(nested)}."
                 )
             _refuse_unknown(value, nested, f"{path}{key}.", everywhere)
 
 
 def _leaves(cls: type, path: str = "") -> list[str]:
-    """Dotted names of all settings."""
+    """Dotted names of all leaves."""
     names: list[str] = []
     for f in fields(cls):
         nested = _nested_type(f)
@@ -132,7 +132,7 @@ def _leaves(cls: type, path: str = "") -> list[str]:
     return names
 
 
-def _an_example(cls: type) -> str:
+def _example_key(cls: type) -> str:
     names = [f.name for f in fields(cls)]
     return "mode" if "mode" in names else names[0]
 

@@ -1,12 +1,12 @@
-"""The learner as the engine sees it: a controller and a reward in one object.
+"""The client of the engine that learns: policy and reward in one object.
 
-    engine --(Observation)--> act --> store --> ... --> update       the policy: features, network, heads, PPO
-    engine --(RewardInputs)-> step                                   the reward: handed on to a RewardProtocol
+    engine --(Observation)--> act --> store --> ... --> update       policy: features, network, heads, PPO
+    engine --(RewardInputs)-> step                                   reward: forwarded to a RewardProtocol
 
 Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -14,14 +14,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
-from esper.leyline.checkpoint_tree import below, check_same_shapes, with_prefix
+from esper.leyline.checkpoint_tree import below, check_same_shapes, restored, tensors_by_name, with_prefix
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StoredStep
 from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
-from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.agent.adam import AdamState
-from esper.simic.agent.policy_step import PolicyFunction, PolicyInputs, PolicyStep, without
+from esper.simic.agent.policy_step import Decision, PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.stored_row import Row
@@ -30,28 +28,13 @@ from esper.tamiyo.features import feature_dim, observe
 from esper.tamiyo.network import TamiyoNetwork
 
 
-@tensor_dataclass
-class _Seen:
-    """What `act` saw in step `t`, kept until `store` writes it."""
-
-    t: int
-    blueprint_index: Int[Tensor, "N S"]
-    forced: Bool[Tensor, " N"]
-
-
-def _eager(step: PolicyStep) -> PolicyFunction:
-    """The policy step as it is."""
-    return step
-
-
 @final
 class SimicClient:
-    """Policy and reward behind `ClientProtocol`; the owner of the network, its optimizer, the buffer, the statistics.
+    """Policy and reward behind `ClientProtocol`; owns the network, its optimizer, the buffer and the statistics.
 
-    The parts are ready when they come: an initialized `network` of `spec`'s shape, a `reward`, and `read`, which
-    brings the metrics of an update to the host (the only host read here). `total_updates` is the length of the run,
-    for the schedules; `policy_form` makes the form of the policy step.
-    Raises ConfigError where the parts do not fit together.
+    `network` is initialized and has the shape of `spec`. `read` brings the metrics of an update to the host, the only
+    host read here. `total_updates` is the length of the run, for the schedules. `policy_form` makes the policy step
+    eager, compiled or captured. Raises ConfigError where the parts do not fit together.
     """
 
     def __init__(
@@ -64,12 +47,14 @@ class SimicClient:
         read: Read,
         device: torch.device | str,
         total_updates: int,
-        policy_form: Callable[[PolicyStep], PolicyFunction] = _eager,
+        policy_form: Callable[[PolicyStep], PolicyFunction] = lambda step: step,
     ) -> None:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
         _require_fit(network, ppo_config, spec)
         self.spec, self.config, self.reward = spec, ppo_config, reward
+        self.terms, self.initial_state = reward.terms, reward.initial_state
+        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
         self.device = torch.device(device)
         self._read = read
         self.agent = new_agent(
@@ -82,7 +67,7 @@ class SimicClient:
         self._clock_T = torch.arange(1, spec.episode_length + 1, device=self.device)
         shape_TN = (spec.episode_length, spec.num_envs)
         self._rolled_back_TN = torch.zeros(shape_TN, dtype=torch.bool, device=self.device)
-        self._paid_for_it_TN = torch.zeros(shape_TN, device=self.device)
+        self._rollback_reward_TN = torch.zeros(shape_TN, device=self.device)
         self._episode_reward = reward if isinstance(reward, EpisodeReward) else None
         self._terminal_column = _terminal_column(reward) if self._episode_reward else None
         self._terminal_N = torch.zeros(spec.num_envs, device=self.device)
@@ -99,7 +84,6 @@ class SimicClient:
             gae_lambda=ppo_config.gae_lambda,
         )
         self.updates = 0
-        self._seen: _Seen | None = None
         self.begin_rollout(0, spec.host_ids())
 
     # The policy -------------------------------------------------------------------------------------------------------
@@ -109,7 +93,7 @@ class SimicClient:
         return self.agent.network.initial_hidden(n, self.device)
 
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
-        """Empty buffer, zero recurrent state, and all random numbers of the episode in one draw."""
+        """Empty the buffer, zero the recurrent state, draw all random numbers of the episode."""
         self._buffer.reset()
         self._columns = 0  # written so far
         self._rolled_back_TN.zero_()
@@ -117,16 +101,16 @@ class SimicClient:
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
         self._episode, self._hosts = episode, hosts.to(self.device)
         self._uniforms_TNh = policy_uniforms(self.spec.run_seed, self._hosts, episode, self.spec.episode_length)
-        self._seen = None
+        self._decision: tuple[int, Decision] | None = None  # of this step, until it is stored
 
     @property
     def hidden(self) -> Hidden:
-        """The recurrent state that the next step begins with, each [L, N, H]; none between `act` and `store`."""
+        """The recurrent state before the next step, each [L, N, H]; undefined between `act` and `store`."""
         return without(self._reset_N, self._carried)
 
     @torch.no_grad()
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
-        """Observe, normalize with frozen statistics, one forward pass, sample all heads; nothing is read."""
+        """See `PolicyStep`; nothing is read."""
         inputs = PolicyInputs(
             t=self._clock_T[obs.t - 1],
             slots=obs.slots,
@@ -139,21 +123,22 @@ class SimicClient:
         )
         decision = self._decide(inputs, deterministic)
         self._carried = decision.act.hidden
-        self._seen = _Seen(t=obs.t, blueprint_index=decision.blueprint_index, forced=decision.forced)
+        self._decision = obs.t, decision
         return decision.act
 
     @torch.no_grad()
     def store(self, step: StoredStep) -> None:
         """Write column `step.t - 1`; hosts that were rolled back start their next step from a zero state."""
-        assert self._seen is not None, "act() comes before store()"
-        assert self._seen.t == step.t, "store() takes the step that act() just decided"
+        assert self._decision is not None, "act() comes before store()"
+        t, decision = self._decision
+        assert t == step.t, "store() takes the step that act() just decided"
         row = Row(
             state=step.act.features,
             raw_state=step.act.raw_features,
             actions=step.act.actions,
             log_prob=step.act.log_prob,
             value=step.act.value,
-            blueprint_index=self._seen.blueprint_index,
+            blueprint_index=decision.blueprint_index,
             legal=step.obs.legal,
             has_gate=step.obs.has_gate,
             effective_op=step.effective_op,
@@ -163,40 +148,41 @@ class SimicClient:
             truncated=step.truncated,
             valid=step.valid,
             reset=self._reset_N,
-            forced=self._seen.forced,
+            forced=decision.forced,
         )
         self._buffer.put(step.t - 1, row)
         self._columns = step.t
         self._reset_N = ~step.valid
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
-        """Value of the state after the last step, with the carried recurrent state, which stays as it is."""
+        """Value of the state after the last step, given the recurrent state, which is not changed."""
         return compute_batched_bootstrap(self.agent, obs, self._carried)
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
-        """The last stored row of each masked host is paid `reward` instead, see `buffer`."""
+        """The last stored row of each masked host gets `reward` instead, see `buffer`."""
         if self._columns:
             self._rolled_back_TN[self._columns - 1].copy_(mask)
-            self._paid_for_it_TN[self._columns - 1].copy_(reward)
+            self._rollback_reward_TN[self._columns - 1].copy_(reward)
 
     @property
     def buffer(self) -> TamiyoRolloutBuffer:
-        """The rollout so far: rows that are not valid become neutral, and rows before rollbacks are changed, at once.
+        """The rollout so far, with neutral invalid rows, and the rewards of rollbacks.
 
-        An `EpisodeReward` ends none.
+        A rollback ends the segment of its host, except under an `EpisodeReward`.
         """
+        ends = self._episode_reward is None
         self._buffer.neutralize()
-        self._buffer.roll_back(self._rolled_back_TN.t(), self._paid_for_it_TN.t(), ends=self._episode_reward is None)
+        self._buffer.roll_back(self._rolled_back_TN.t(), self._rollback_reward_TN.t(), ends=ends)
         self._rolled_back_TN.zero_()
         return self._buffer
 
     def finish(self, kept: KeptNetwork) -> None:
-        """The episode is over and left `kept`, for which an `EpisodeReward` pays the last valid row of each host."""
+        """Add the final reward of an `EpisodeReward` to the last valid row of each host."""
         if self._episode_reward is not None:
             self.buffer.add_final_reward(self._episode_reward.final_reward(kept), self._terminal_N)
 
     def update(self) -> dict[str, float]:
-        """One PPO update from the stored rollout; metrics by name, missing ones NaN."""
+        """One PPO update from the stored rollout; metrics by name, NaN where missing."""
         metrics = run_ppo_updates(
             self.agent,
             self.buffer,
@@ -211,42 +197,22 @@ class SimicClient:
 
     # The reward -------------------------------------------------------------------------------------------------------
 
-    @property
-    def terms(self) -> Sequence[str]:
-        """Names of the columns of a reward's breakdown."""
-        return self.reward.terms
-
-    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
-        """Carried state of the reward at the start of an episode."""
-        return self.reward.initial_state(n, slots, steps, device)
-
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
-        """Pay one step."""
-        paid, state = self.reward.step(inputs, state)
+        """Reward one step, and remember the terminal term for `finish`."""
+        output, state = self.reward.step(inputs, state)
         if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
-            self._terminal_N = paid.breakdown[:, self._terminal_column]
-        return paid, state
-
-    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
-        """[N]: what the last row of a host is paid when the host is rolled back now."""
-        return self.reward.rollback_reward(state)
-
-    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
-        """Carried state with the masked hosts as at the start of an episode."""
-        return self.reward.reset_hosts(state, mask)
+            self._terminal_N = output.breakdown[:, self._terminal_column]
+        return output, state
 
     # Persistence ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
         """Weights, optimizer, statistics and counters; inside an episode also its rows and the recurrent state."""
-        agent, optimizer = self.agent, self.agent.optimizer
+        agent = self.agent
         counters = (self.updates, agent.schedule_position, agent.barren_updates)
         state = {
             **with_prefix("network", {k: v.detach().clone() for k, v in agent.network.state_dict().items()}),
-            **with_prefix(
-                "optimizer",
-                {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq, "step": optimizer.step},
-            ),
+            **with_prefix("optimizer", tensors_by_name(agent.optimizer)),
             **with_prefix("observations", agent.observations.state_dict()),
             **with_prefix("returns", agent.returns.state_dict()),
             "counters": torch.tensor(counters),
@@ -259,9 +225,7 @@ class SimicClient:
         own = {name: x for name, x in self.state_dict().items() if not name.startswith("rollout.")}
         check_same_shapes(state, {**own, **self._episode_state()} if rollout else own, "policy")
         self.agent.network.load_state_dict(below("network", state))
-        self.agent.optimizer = AdamState(
-            **{name: x.to(self.device).clone() for name, x in below("optimizer", state).items()}
-        )
+        self.agent.optimizer = restored(self.agent.optimizer, below("optimizer", state), "optimizer")
         self.agent.observations.load_state_dict(below("observations", state))
         self.agent.returns.load_state_dict(below("returns", state))
         self.updates, self.agent.schedule_position, self.agent.barren_updates = state["counters"].tolist()
@@ -269,17 +233,15 @@ class SimicClient:
             self.begin_rollout(int(rollout["episode"]), rollout["hosts"])
             self._buffer.load_state_dict(below("buffer", rollout))
             self._columns = self._buffer.num_steps
-            self._carried = Hidden(h=rollout["h"].to(self.device).clone(), c=rollout["c"].to(self.device).clone())
+            self._carried = restored(self._carried, {name: rollout[name] for name in ("h", "c")}, "recurrent state")
             self._reset_N = rollout["reset"].to(self.device).clone()
 
     def _episode_state(self) -> StateTree:
-        """What is carried from step to step of an episode."""
-        hidden = self.hidden
+        """State carried between the steps of an episode."""
         carried = {
             "episode": torch.tensor(self._episode),
             "hosts": self._hosts.clone(),
-            "h": hidden.h,
-            "c": hidden.c,
+            **tensors_by_name(self.hidden),
             "reset": self._reset_N.clone(),
         }
         return with_prefix("rollout", {**carried, **with_prefix("buffer", self.buffer.state_dict())})
@@ -287,30 +249,30 @@ class SimicClient:
 
 @torch.no_grad()
 def compute_batched_bootstrap(agent: PPOAgent, obs: Observation, hidden: Hidden) -> Float[Tensor, " N"]:
-    """Value of `obs` for all hosts in one forward pass; `hidden` is not modified."""
+    """Value of `obs` for all hosts; `hidden` is not modified."""
     raw, blueprint_index = observe(obs)
     return agent.network.step(agent.observations.normalize(raw), blueprint_index, hidden).value
 
 
 def policy_uniforms(run_seed: int, hosts: Int[Tensor, " N"], episode: int, steps: int) -> Float[Tensor, "T N 8"]:
-    """One uniform per step, host and head of an episode; those of a host do not depend on the others."""
+    """One uniform per step, host and head of an episode; a host's numbers do not depend on the other hosts."""
     t_T11 = torch.arange(1, steps + 1, device=hosts.device)[:, None, None]
     block_h = torch.arange(NUM_HEADS, device=hosts.device)
     return uniform(run_seed, Stream.POLICY_SAMPLING, hosts[None, :, None], episode=episode, t=t_T11, block=block_h)
 
 
 def _terminal_column(reward: RewardProtocol[Any]) -> int:
-    """Column of the term that `final_reward` takes the place of."""
+    """Column of the term that `final_reward` replaces."""
     if "terminal" not in reward.terms:
         raise ConfigError(
-            f"the reward has final_reward(), but no term 'terminal' among {list(reward.terms)}; name the term that the "
-            "last step pays 'terminal', or leave final_reward() out."
+            f"the reward has final_reward(), but no term 'terminal' among {list(reward.terms)}; name the "
+            "reward of the last step 'terminal', or leave final_reward() out."
         )
     return list(reward.terms).index("terminal")
 
 
 def _require_fit(network: TamiyoNetwork, config: PPOConfig, spec: EngineSpec) -> None:
-    """Raise ConfigError unless the network has the heads of the engine and the sizes of the configuration."""
+    """Raise ConfigError unless the network fits the engine's heads and the configured sizes."""
     found = (*network.head_sizes, network.feature_width, network.hidden_width, network.num_layers)
     wanted = (*spec.head_sizes, config.feature_width, config.hidden_width, config.num_layers)
     if found != wanted:

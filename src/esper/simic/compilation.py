@@ -1,11 +1,10 @@
-"""Eager or compiled: what the setting `compile` means, and how a function of tensors is compiled.
+"""The setting `compile`, and how a function of tensors is compiled.
 
     "off"    eager, on every device
     "on"     compiled by `torch.compile`, on every device; on the CPU that takes 10 to 30 seconds for each graph
     "auto"   "on" on CUDA, "off" on the CPU
 
-Both forms give the same answer. Which functions there are is listed in `runs/kernels.py`; `graphs_compiled`
-tells whether one of them was compiled again after the warm-up.
+The compiled functions are listed in `runs/kernels.py`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -32,12 +31,12 @@ def is_compiled(choice: CompileChoice, device: torch.device) -> bool:
 
 
 def graphs_compiled() -> int:
-    """Graphs that this process has compiled so far; after a warm-up the number must not grow."""
+    """Graphs that this process has compiled; constant after the warm-up."""
     return CompiledStep.graphs_built
 
 
 def explained(what: str, error: Exception) -> ConfigError:
-    """What a failed compilation means to the user; `what` names the function."""
+    """The ConfigError for a failed compilation of `what`."""
     first_line = (str(error).splitlines() or [""])[0]
     return ConfigError(
         f"{what} could not be compiled ({type(error).__name__}: {first_line}); set compile = 'off', or "
@@ -45,48 +44,42 @@ def explained(what: str, error: Exception) -> ConfigError:
     )
 
 
-def entered(recorded: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
-    """The graph compiled for inputs of these shapes and dtypes.
+def compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
+    """The graph compiled for the shapes and dtypes of `inputs`; raises RuntimeError, ImportError if that fails.
 
-    The guards of `torch.compile` are left out: whoever calls the result has compared shapes, dtypes and devices, and
-    checking a hundred arguments again takes as long as a small graph.
-
-    Raises:
-        RuntimeError, ImportError: the compiler failed.
+    Without the guards of `torch.compile`: `CompiledStep` has compared shapes, dtypes and devices, and a second check of
+    a hundred arguments takes as long as a small graph.
     """
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    run = torch.compile(recorded.forward, fullgraph=True, dynamic=False, options=options)
+    run = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=options)
     run(*inputs)
     return lambda tensors: run(*tensors)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """One compiled graph and the form of its answer.
+    """One compiled graph and the structure of its result.
 
-    `passed[i]` is the argument that is handed on as tensor i of the answer, None where the graph computes it.
+    `passed[i]` is the index of the argument that is tensor i of the result, None where the graph computes it.
     """
 
     run: Run
     passed: tuple[int | None, ...]
-    answer: Form
+    result: Form
 
     def __call__(self, weights: Iterable[Tensor], given: Sequence[Tensor]) -> Any:  # noqa: ANN401
-        """The answer for these tensors."""
+        """The result for these tensors."""
         computed = iter(self.run([*weights, *(x.contiguous() for x in given)]))
-        return unflatten(self.answer, [next(computed) if i is None else given[i] for i in self.passed])
+        return unflatten(self.result, [next(computed) if i is None else given[i] for i in self.passed])
 
 
 @final
 class CompiledStep:
     """A function of trees of tensors without gradients, compiled in the first call with arguments of a new form.
 
-    Its operators are recorded as they are executed, and the graph is compiled. Read as Python code, a comparison of a
-    tensor with a member of an enumeration would be taken for a plain value, and cached tables would be made anew in
-    every call. The weights of a module are arguments, so training in place is seen; other tensors that the function
-    reaches must stay the same.
-
-    Answers may share memory with each other, so nobody may write into them.
+    `make_fx` traces its operators, because Dynamo treats a comparison of a tensor with an enum member as a constant and
+    rebuilds cached tables in every call. The weights of a module are arguments of the graph, so in-place training takes
+    effect; other tensors that the function uses become constants. Results may share memory and are read-only.
 
     Raises:
         TypeError: an argument is a plain number. ConfigError: the compiler failed.
@@ -103,7 +96,7 @@ class CompiledStep:
 
     @property
     def num_graphs(self) -> int:
-        """Forms of arguments that were compiled so far."""
+        """Number of compiled argument forms."""
         return len(self._graphs)
 
     @torch.no_grad()
@@ -120,26 +113,26 @@ class CompiledStep:
     def _compiled(self, given: Sequence[Tensor], form: Form) -> _Graph:
         from torch.fx.experimental.proxy_tensor import make_fx  # imported late: it takes seconds
 
-        answers: list[tuple[tuple[int | None, ...], Form]] = []
+        results: list[tuple[tuple[int | None, ...], Form]] = []
 
         def on_tensors(*tensors: Tensor) -> list[Tensor]:
             weights, arguments = dict(zip(self._weights, tensors, strict=False)), tensors[len(self._weights) :]
-            outputs, answer = flatten(self._applied(weights, unflatten(form, arguments)))
+            outputs, result = flatten(self._applied(weights, unflatten(form, arguments)))
             places = {id(x): i for i, x in enumerate(arguments)}
             passed = tuple(places.get(id(x)) for x in outputs)
-            answers.append((passed, answer))
+            results.append((passed, result))
             return [x.contiguous() for x, i in zip(outputs, passed, strict=True) if i is None]
 
-        def own() -> list[Tensor]:  # one tensor given twice would be taken for one argument
+        def own() -> list[Tensor]:  # make_fx would merge a tensor given twice into one argument
             return [x.detach().clone(memory_format=torch.contiguous_format) for x in (*self._weights.values(), *given)]
 
-        self._function(*unflatten(form, list(given)))  # makes the tables that are kept, which become constants
-        recorded = make_fx(on_tensors)(*own())
+        self._function(*unflatten(form, list(given)))  # fills the cached tables, which become constants
+        graph = make_fx(on_tensors)(*own())
         try:
-            run = entered(recorded, own())
-        except (RuntimeError, ImportError) as error:  # what every part of the compiler raises
+            run = compiled(graph, own())
+        except (RuntimeError, ImportError) as error:  # the errors of the compiler
             raise explained(self._name, error) from error
-        return _Graph(run, *answers[0])
+        return _Graph(run, *results[0])
 
     def _applied(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401
         if self._function is self._module:

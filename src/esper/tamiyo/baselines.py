@@ -1,13 +1,13 @@
-"""Controllers that learning is compared with, by name.
+"""Controllers to compare a learned one with, by name.
 
-    wait_only             never grows: the value of the host alone
+    wait_only             never grows: the score of the host alone
     random                any legal action, uniformly
     fixed_schedule        one seed at fixed steps (schedule `single`)
     fixed_schedule_fill   one seed in every slot at fixed steps (schedule `fill`)
     heuristic             hand-written rules
-    static_final          waits, on hosts in which the structure that another controller ended with grows from the start
+    static_final          waits, on hosts that start with the final structure of another controller
 
-They drive the same engine as a learned controller. Shape legend: N = hosts, S = slots, V = values of a head.
+Shape legend: N = hosts, S = slots, V = values of a head.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ STATIC = "static_final"
 
 @final
 class WaitOnly:
-    """The script that always waits."""
+    """Always waits."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._wait = canonical_actions(spec.device)[LifecycleOp.WAIT]
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
-        """Nothing."""
+        """No memory."""
         del episode, hosts
         return NoMemory()
 
@@ -48,14 +48,14 @@ class WaitOnly:
         return self._wait.expand(obs.num_envs, -1).clone()
 
     def remember(self, memory: NoMemory, step: StoredStep) -> NoMemory:
-        """Nothing."""
+        """No memory."""
         del step
         return memory
 
 
 @tensor_dataclass
 class Draws:
-    """Which numbers are drawn: the global number of each host, and the episode."""
+    """Keys of the random draws: global host numbers and the episode."""
 
     hosts: Int[Tensor, " N"]
     episode: Int[Tensor, ""]
@@ -63,7 +63,7 @@ class Draws:
 
 @final
 class UniformRandom:
-    """The script that draws op, slot and each head that the op reads uniformly among what is legal."""
+    """Draws op, slot and each head that the op reads uniformly among the legal values."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._run_seed = spec.run_seed
@@ -71,11 +71,11 @@ class UniformRandom:
         self._masks = _value_masks(spec)
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Draws:
-        """Keys of the episode's draws."""
+        """Keys of the draws of this episode."""
         return Draws(hosts=hosts, episode=torch.tensor(episode, device=hosts.device))
 
     def decide(self, obs: Observation, memory: Draws) -> Int[Tensor, "N 8"]:
-        """One uniform per host and head; op first, then slot, then what they read."""
+        """One uniform per host and head: op, then slot given op, then the other heads."""
         u_N8 = uniform(
             self._run_seed, Stream.RANDOM_BASELINE, memory.hosts[:, None],
             episode=memory.episode, t=obs.t, block=self._heads,
@@ -91,16 +91,13 @@ class UniformRandom:
         return actions
 
     def remember(self, memory: Draws, step: StoredStep) -> Draws:
-        """Nothing: draws are keyed by the step."""
+        """Unchanged: draws are keyed by the step."""
         del step
         return memory
 
 
 def _value_masks(spec: EngineSpec) -> Bool[Tensor, "6 8 V"]:
-    """Values each head may take given the op: its canonical one, or all that exist where the op reads the head.
-
-    Slot and op depend on the state and are drawn apart.
-    """
+    """Values of each head given the op: all where the op reads it (never op, slot), else the canonical one."""
     values = max(spec.head_sizes)
 
     def mask(op: LifecycleOp, head: Head) -> list[bool]:
@@ -132,7 +129,7 @@ _MAKERS: dict[str, Callable[[EngineSpec], ScriptedPolicy[Any]]] = {
     "fixed_schedule": lambda spec: scheduled(single(spec), spec),
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
     "heuristic": lambda spec: ScriptedPolicy(Heuristic(spec), spec),
-    # the controller alone: whoever compares plants the structure (`VectorizedEngine.plant`)
+    # the comparison plants the structure (`VectorizedEngine.plant`)
     STATIC: lambda spec: ScriptedPolicy(WaitOnly(spec), spec),
 }
 BASELINES = tuple(_MAKERS)
@@ -140,11 +137,7 @@ BASELINES = tuple(_MAKERS)
 
 
 def make_baseline(name: str, spec: EngineSpec) -> ScriptedPolicy[Any]:
-    """The baseline with that name, for the engine of `spec`.
-
-    Raises:
-        RegistryError: there is no baseline of that name.
-    """
+    """The baseline `name` for the engine of `spec`; raises RegistryError if there is none."""
     if name not in _MAKERS:
         raise RegistryError(f"unknown baseline {name!r}; {nearest(name, _MAKERS)}")
     return _MAKERS[name](spec)

@@ -1,11 +1,10 @@
-"""What the policy sees: an observation as numbers with declared ranges.
+"""Features: an observation as numbers with declared ranges.
 
     features [N, 23 + 31 S]  =  host block [23] | slot 0 [31] | slot 1 [31] | ...       all zero for a DORMANT slot
     blueprint_index [N, S]      which blueprint a slot holds or held last; -1 for a DORMANT slot
 
-Two tables name every column with its range and its unit. All columns are gathered raw first and encoded together:
-`clamp(raw / unit, low, high)`. What was not measured takes the lower end of its range; where 0 stands for it instead,
-`_slot_columns` says so.
+Two tables name every column with its range and unit. All columns are encoded together: `clamp(raw / unit, low, high)`.
+A missing value (NaN) becomes `low`, unless `_slot_columns` replaces it by 0.
 
 Shape legend: N = hosts, S = slots, D = features.
 """
@@ -34,8 +33,8 @@ class Feature:
     """One column.
 
     Attributes:
-        low, high: declared range, both included; values beyond are clamped.
-        unit: what the raw value is divided by. per_episode: it is divided by the length of the episode instead.
+        low, high: range, both included; values outside are clamped.
+        unit: divisor of the raw value. per_episode: the divisor is the length of the episode instead.
     """
 
     name: str
@@ -101,26 +100,20 @@ def feature_dim(num_slots: int) -> int:
     return len(HOST_FEATURES) + len(SLOT_FEATURES) * num_slots
 
 
-def feature_names(num_slots: int) -> tuple[str, ...]:
-    """Name of every column, e.g. `val_acc` and `slot_2.alpha`."""
-    slots = (f"slot_{s}.{feature.name}" for s in range(num_slots) for feature in SLOT_FEATURES)
-    return (*(feature.name for feature in HOST_FEATURES), *slots)
-
-
 def observe(obs: Observation) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N S"]]:
-    """Features and blueprint indices, from the state alone; finite for every state, whatever was measured."""
+    """Features and blueprint indices; finite for every state, measured or not."""
     return features_of(obs.slots, obs.hosts, obs.t, obs.episode_length)
 
 
 def features_of(
     slots: SlotState, hosts: HostState, t: int | Int[Tensor, ""], episode_length: int
 ) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N S"]]:
-    """As `observe`, from its parts; where one graph serves all steps, `t` is a tensor."""
+    """`observe` from its parts; `t` is a tensor where one compiled graph serves all steps."""
     tables = _tables(episode_length, slots.stage.device)
     stage_NSC = tables.stage[slots.stage]
     stage_width = 1 + NUM_STAGE_CLASSES
     host_values = _host_columns(hosts, t, stage_NSC[..., stage_width:].mean(dim=1), tables.op)
-    slot_values = torch.stack(_slot_columns(slots, t), dim=-1)  # of several types, converted where they are written
+    slot_values = torch.stack(_slot_columns(slots, t), dim=-1)  # promotes mixed dtypes
     host_NC = tables.host.scaled(torch.cat(host_values, dim=1))
     slot_NSC = tables.slot.scaled(torch.cat((stage_NSC[..., :stage_width], slot_values), dim=-1))
     slot_NSC = slot_NSC * stage_NSC[..., :1]  # the occupied flag
@@ -130,16 +123,17 @@ def features_of(
 
 def symlog(x: Float[Tensor, "*R"]) -> Float[Tensor, "*R"]:
     """`sign(x) ln(1 + |x|)`: linear near zero, logarithmic far from it."""
-    return x.sign() * x.abs().log1p()
+    return x.abs().log1p().copysign(x)
 
 
 def _host_columns(
     hosts: HostState, t: int | Tensor, counts_NC: Float[Tensor, "N 3"], op_table: Float[Tensor, "6 6"]
 ) -> tuple[Tensor, ...]:
     """The host block before scaling, in the order of `HOST_FEATURES`."""
+    hosts_N = len(counts_NC)
     loss_NH = symlog(torch.cat((hosts.val_loss[:, None], hosts.loss_hist), dim=1))
     return (
-        _everywhere(t, counts_NC[:, :1]),
+        t.expand(hosts_N, 1) if isinstance(t, Tensor) else torch.full((hosts_N, 1), t, device=counts_NC.device),
         loss_NH[:, :1],
         hosts.val_acc[:, None],
         loss_NH[:, 1:],
@@ -150,18 +144,12 @@ def _host_columns(
     )
 
 
-def _everywhere(t: int | Tensor, like: Float[Tensor, "N 1"]) -> Float[Tensor, "N 1"]:
-    """The step in every row; filling with a tensor would read it."""
-    return t.to(like.dtype).expand_as(like) if isinstance(t, Tensor) else torch.full_like(like, float(t))
-
-
 def _slot_columns(slots: SlotState, t: int | Tensor) -> tuple[Tensor, ...]:
     """The slot block after the stage, before scaling, in the order of `SLOT_FEATURES`; each [N, S]."""
     ramping = (slots.alpha_total > 0) & (slots.alpha_mode != int(AlphaMode.HOLD))
     velocity = torch.where(ramping, (slots.alpha_target - slots.alpha_start) / slots.alpha_total, 0.0)
-    # A norm that overflowed tells no more than one that was not taken; the exploding flag says the rest.
-    grad_norm = slots.grad_norm.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    was_graded = ~slots.grad_health.isnan()
+    grad_norm = slots.grad_norm.nan_to_num(nan=0.0, posinf=0.0)  # an infinite norm has the exploding flag
+    has_grads = slots.grad_health >= 0.0  # False for NaN
     freshness = torch.where(slots.contribution_step < 0, math.nan, FRESHNESS_DECAY ** (t - slots.contribution_step))
     return (
         slots.alpha,
@@ -176,10 +164,10 @@ def _slot_columns(slots: SlotState, t: int | Tensor) -> tuple[Tensor, ...]:
         velocity,
         slots.algorithm - 1,
         slots.interaction_sum.nan_to_num(nan=0.0),
-        symlog(grad_norm),
+        grad_norm.log1p(),
         slots.grad_health,
-        slots.grad_vanishing & was_graded,
-        slots.grad_exploding & was_graded,
+        slots.grad_vanishing & has_grads,
+        slots.grad_exploding & has_grads,
         slots.grad_health_prev,
         slots.epochs_in_stage,
         freshness,
@@ -196,14 +184,14 @@ class _Scale:
     high: Float[Tensor, " C"]
 
     def scaled(self, raw: Float[Tensor, "*R C"]) -> Float[Tensor, "*R C"]:
-        """In units and within the range; what is missing is at its lower end. Writes into `raw`."""
+        """`clamp(raw / unit, low, high)`, NaN as `low`. Writes into `raw`."""
         raw.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
         return raw.div_(self.unit).clamp_(self.low, self.high)
 
 
 @tensor_dataclass
 class _Tables:
-    """Constants of one run on a device; `stage` holds the occupied flag, the stage, and the three host counts."""
+    """Constants on a device; rows of `stage` are the occupied flag, the stage, and three counts of the host."""
 
     host: _Scale
     slot: _Scale

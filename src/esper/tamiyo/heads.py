@@ -3,15 +3,14 @@
     op  ->  slot given op  ->  style given op and slot
      `--->  blueprint, tempo, alpha_target, alpha_speed, alpha_curve given op
 
-A head that the op does not read may only take its canonical value; its log-probability, entropy and gradient are then
-exactly zero, because a softmax over one choice is constant.
+A head that the op does not read has one allowed value, the canonical one; its log-probability, entropy and gradient are
+exactly zero.
 
-Nothing here reads the device. What must never happen leaves a trace that does: a stored action outside its mask and a
-logit that is not finite make the log-probability NaN, and with it the loss. `check_stored_actions` and `check_logits`
-name the reason: their 0-dim answers are metrics of an update, which travel in the one read it makes.
+Nothing here reads the device. A stored action outside its mask, or a logit that is not finite, makes the loss NaN;
+`check_stored_actions` and `check_logits` give the reason as metrics of the update.
 
-Shape legend: S = slots, B = blueprints, V = values of all heads, one head after another; leading axes R are hosts, or
-hosts and steps. Inside, R is one axis and comes last, see `masks.py`; H are the heads of a layout, all eight or one.
+Shape legend: S = slots, B = blueprints, V = values of all heads, concatenated; leading axes R are hosts, or hosts and
+steps. Inside, R is one axis and comes last, see `masks.py`; H are the heads of a layout.
 """
 
 from functools import lru_cache
@@ -38,14 +37,13 @@ from esper.tamiyo.masks import relevance as relevance
 MIN_RELATIVE = -80.0
 _FAR_BELOW = 3e38
 """Added to the logits of masked values, so that none is the largest."""
-_BELOW_ONE = 1.0 - 2.0**-24
 Logits = tuple[Float[Tensor, "*R _"], ...]
 """One tensor per head, in the order of `HEADS`."""
 
 
 @tensor_dataclass
 class SampledHeads:
-    """A decision and the log-probability of each of its parts."""
+    """Actions and the log-probability of each head."""
 
     actions: Int[Tensor, "*R 8"]
     log_prob: Float[Tensor, "*R 8"]
@@ -53,11 +51,11 @@ class SampledHeads:
 
 @tensor_dataclass
 class HeadsOutput:
-    """A decision under the current policy.
+    """Actions evaluated under the current policy.
 
-    `entropy` is that of each head given the op and slot of `actions`, `entropy_avail` the same under all values that
-    are possible for some legal op and slot. Both are divided by the logarithm of the number of choices, so they are in
-    [0, 1], and 0 where there is no choice. `available`: the head has two or more choices for some legal op and slot.
+    `entropy` of each head is given the op and slot of `actions`; `entropy_avail` is over all values possible for some
+    legal op and slot. Both are divided by ln(number of choices): in [0, 1], 0 where there is no choice. `available`:
+    the head has two or more choices for some legal op and slot.
     """
 
     actions: Int[Tensor, "*R 8"]
@@ -75,16 +73,15 @@ def sample_heads(
     uniforms: Float[Tensor, "*R 8"] | None = None,
     deterministic: bool = False,
 ) -> SampledHeads:
-    """Decide, without entropies: what a rollout needs.
+    """Draw actions for a rollout.
 
-    `selectable` are the blueprints a controller may choose, `uniforms` one number in [0, 1) per head, read unless
-    `deterministic`, which takes the most probable value of each head (the lowest index of equals).
+    `selectable`: blueprints a controller may choose. `uniforms`: one number in [0, 1) per head. `deterministic` takes
+    the most probable value of each head instead, the lowest index among equals.
     """
     tables, rows = tables_of(legal, selectable), _rows(logits, legal, selectable)
     state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
     decision = _decide(rows, *state, _numbers(uniforms, deterministic), tables)
-    layout = layout_of(tables.sizes, legal.device)
-    log_prob = _log_prob(rows, decision, layout)
+    log_prob, _ = _log_prob(rows, decision, layout_of(tables.sizes, legal.device))
     return SampledHeads(actions=_restored(decision.actions, legal), log_prob=_restored(log_prob, legal))
 
 
@@ -97,7 +94,7 @@ def evaluate_heads(
     uniforms: Float[Tensor, "*R 8"] | None = None,
     deterministic: bool = False,
 ) -> HeadsOutput:
-    """Evaluate stored `actions`, or decide as `sample_heads` does; differentiable in `logits`.
+    """Evaluate stored `actions`, or those that `sample_heads` draws; differentiable in `logits`.
 
     The log-probability of a stored action outside its mask is NaN.
     """
@@ -114,9 +111,11 @@ def evaluate_heads(
     count_avail = layout.member @ available
     entropy = _entropy(decision.relative, layout, layout.member @ decision.mask, tables.inverse_log)
     entropy_avail = _entropy(_relative(rows, available, layout), layout, count_avail, tables.inverse_log)
+    log_prob, index = _log_prob(rows, decision, layout)
+    log_prob = log_prob.masked_fill(decision.mask.gather(0, index) == 0.0, torch.nan)
     return HeadsOutput(
         actions=_restored(decision.actions, legal),
-        log_prob=_restored(_log_prob(rows, decision, layout), legal),
+        log_prob=_restored(log_prob, legal),
         entropy=_restored(entropy, legal),
         entropy_avail=_restored(entropy_avail, legal),
         available=_restored(count_avail >= 2, legal),
@@ -129,7 +128,7 @@ def check_stored_actions(
     has_gate: Bool[Tensor, "*R S"],
     selectable: Bool[Tensor, " B"],
 ) -> Bool[Tensor, ""]:
-    """Whether every head of every row holds a value that its mask allows. Takes any integers; reads nothing."""
+    """Whether every stored value, any integer, is allowed by its mask; 0-dim, no device read."""
     tables, columns = tables_of(legal, selectable), _columns(actions)
     layout = layout_of(tables.sizes, legal.device)
     in_range = (columns >= 0) & (columns < layout.sizes)
@@ -140,17 +139,17 @@ def check_stored_actions(
 
 
 def check_logits(logits: Logits) -> Bool[Tensor, ""]:
-    """Whether every logit is finite. Reads nothing."""
+    """Whether every logit is finite; 0-dim, no device read."""
     return torch.cat(logits, dim=-1).isfinite().all()
 
 
 @tensor_dataclass
 class Layout:
-    """How the values of some heads lie one after another; sums over a head are matrix products.
+    """Positions of the concatenated values of some heads; sums over a head are matrix products.
 
-    `sizes`, `first`: how many values each head has, and where they begin. `head`: the head of each value. `member`: the
-    same as a matrix. `padding`: the values of head after head as columns, short ones filled up with their first value.
-    `real`: what is not filled up.
+    `sizes`, `first`: number of values of each head, index of the first. `head`: head of each value; `member`: the same
+    as a 0/1 matrix. `padding`: indices that gather the heads as columns of equal length, padded with the first value;
+    `real`: 0 at padding, else 1.
     """
 
     sizes: Int[Tensor, "H 1"]
@@ -161,14 +160,14 @@ class Layout:
     real: Float[Tensor, "W H 1"]
 
     def as_columns(self, values: Float[Tensor, "V R"]) -> Float[Tensor, "W H R"]:
-        """The values of each head as a column as long as the longest."""
+        """One column per head, padded to the longest."""
         columns: Tensor = values.index_select(0, self.padding).unflatten(0, (-1, self.sizes.shape[0]))
         return columns
 
 
 @tensor_dataclass
 class _Relative:
-    """Logits minus `top`, the largest of their head, cut to [-80, 0]; their exponentials, 0 where masked; the sum."""
+    """Logits minus `top`, the largest of their head, in [-80, 0]; their exponentials, 0 where masked; the sums."""
 
     logits: Float[Tensor, "V R"]
     weights: Float[Tensor, "V R"]
@@ -178,7 +177,7 @@ class _Relative:
 
 @tensor_dataclass
 class _Decision:
-    """Actions, the masks they were drawn under, and the logits under these masks."""
+    """Actions, their masks, and the masked logits."""
 
     actions: Int[Tensor, "8 R"]
     mask: Float[Tensor, "V R"]
@@ -186,7 +185,7 @@ class _Decision:
 
 
 def _rows(logits: Logits, legal: Tensor, selectable: Tensor) -> Float[Tensor, "V R"]:
-    """The logits of all heads in float32."""
+    """The logits of all heads, float32."""
     sizes = head_sizes(legal.shape[-1], selectable.shape[0])
     assert tuple(head.shape[-1] for head in logits) == sizes, "the network was built for other heads"
     return torch.cat(logits, dim=-1).to(torch.float32).flatten(0, -2).t().contiguous()
@@ -204,20 +203,21 @@ def _restored(columns: Tensor, like: Tensor) -> Tensor:
 
 
 def _numbers(uniforms: Tensor | None, deterministic: bool) -> Tensor | None:
-    """The numbers to draw with [8, R], None for the most probable values."""
+    """Uniforms [8, R] in float64; None for the most probable values."""
     assert deterministic or uniforms is not None, "sampling takes one uniform number per head"
     if deterministic or uniforms is None:
         return None
-    return _columns(uniforms).to(torch.float64).clamp(max=_BELOW_ONE)
+    return _columns(uniforms).to(torch.float64)
 
 
 def _decide(
     rows: Tensor, choices: Tensor, legal: Tensor, has_gate: Tensor, u_8R: Tensor | None, tables: HeadTables
 ) -> _Decision:
-    """Op, then slot, then what depends on both."""
+    """Op, then slot given op, then the other heads."""
+    exact = rows.detach().to(torch.float64).nan_to_num_(nan=0.0)  # broken logits still give a legal action
 
     def draw(head: Head, mask: Tensor) -> Tensor:
-        return _draw(rows[tables.values[head]], mask, None if u_8R is None else u_8R[head])
+        return _draw(exact[tables.values[head]], mask, None if u_8R is None else u_8R[head])
 
     op_mask = legal_somewhere(legal)
     op = draw(Head.OP, op_mask)
@@ -227,7 +227,7 @@ def _decide(
     between = slice(tables.values[Head.SLOT].stop, tables.values[Head.OP].start)  # the first and the last head
     layout = layout_of(tables.sizes[Head.BLUEPRINT : Head.OP], mask.device)
     others = _draw(
-        layout.as_columns(rows[between]),
+        layout.as_columns(exact[between]),
         layout.as_columns(mask[between]) * layout.real,
         None if u_8R is None else u_8R[Head.BLUEPRINT : Head.OP],
     )
@@ -235,34 +235,25 @@ def _decide(
     return _Decision(actions=actions, mask=mask, relative=_relative(rows, mask, layout_of(tables.sizes, mask.device)))
 
 
-@torch.no_grad()
 def _draw(logits: Float[Tensor, "W *H_R"], mask: Float[Tensor, "W *H_R"], u: Tensor | None) -> Int[Tensor, "*H_R"]:
-    """Inverse CDF in float64: the smallest index whose cumulative probability exceeds u; never a masked one.
+    """Inverse CDF in float64: the smallest unmasked index whose cumulative probability exceeds u.
 
     Without `u`, the most probable value.
     """
-    # a broken network still decides something legal
-    exact = logits.to(torch.float64).nan_to_num_(nan=0.0).masked_fill_(mask == 0.0, -torch.inf)
-    weights = exact.sub_(exact.amax(dim=0)).exp_()
+    legal = logits.masked_fill(mask == 0.0, -torch.inf)
+    weights = legal.sub_(legal.amax(dim=0)).exp_()
     if u is None:
         return weights.argmax(dim=0)
     up_to = weights.cumsum(dim=0)
     return (up_to <= u * up_to[-1]).sum(dim=0)
 
 
-def _below_top(rows: Tensor, mask: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The logits minus the largest of their head that is not masked, cut to [-80, 0], and that largest.
-
-    A smaller weight exp(x) would not be seen beside the largest, and exponentials that underflow are slow on CPUs.
-    """
-    top = layout.as_columns(torch.add(rows.detach(), mask - 1.0, alpha=_FAR_BELOW)).amax(dim=0)
-    return (rows - top.index_select(0, layout.head)).clamp(MIN_RELATIVE, 0.0), top
-
-
 def _relative(rows: Tensor, mask: Tensor, layout: Layout) -> _Relative:
-    below, top = _below_top(rows, mask, layout)
+    """The masked softmax in parts. The clamp to -80 changes no float32 sum; exponentials that underflow are slow."""
+    top = layout.as_columns(torch.add(rows.detach(), mask - 1.0, alpha=_FAR_BELOW)).amax(dim=0)
+    below = (rows - top.index_select(0, layout.head)).clamp(MIN_RELATIVE, 0.0)
     weights = below.exp() * mask
-    total = (layout.member @ weights).clamp(min=1.0)  # the largest alone has weight 1; less is only where all is masked
+    total = (layout.member @ weights).clamp(min=1.0)  # at least the weight of the largest; 0 only where all is masked
     return _Relative(logits=below, weights=weights, top=top, total=total)
 
 
@@ -272,16 +263,15 @@ def _entropy(relative: _Relative, layout: Layout, count: Tensor, inverse_log: Te
     return raw * inverse_log[count.to(torch.int64)]
 
 
-def _log_prob(rows: Tensor, decision: _Decision, layout: Layout) -> Float[Tensor, "8 R"]:
-    """`x - top - ln(sum exp(x - top))` of each action, NaN for one that is masked; exactly 0 for an only choice."""
+def _log_prob(rows: Tensor, decision: _Decision, layout: Layout) -> tuple[Float[Tensor, "8 R"], Int[Tensor, "8 R"]]:
+    """`x - top - ln(sum exp(x - top))` of each action, exactly 0 for an only choice; and its row in `rows`."""
     index, relative = layout.first + decision.actions, decision.relative
-    log_p = (rows.gather(0, index) - relative.top) - relative.total.log()
-    return log_p.masked_fill(decision.mask.gather(0, index) == 0.0, torch.nan)
+    return (rows.gather(0, index) - relative.top) - relative.total.log(), index
 
 
 @lru_cache(maxsize=64)
 def layout_of(sizes: tuple[int, ...], device: torch.device) -> Layout:
-    """The constants of heads of these sizes, made once."""
+    """The layout of heads of these sizes."""
     size = torch.tensor(sizes)
     first = size.cumsum(0) - size
     head = torch.tensor([h for h, n in enumerate(sizes) for _ in range(n)])

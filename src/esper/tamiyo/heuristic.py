@@ -1,11 +1,11 @@
-"""A controller of hand-written rules: wait for a plateau, grow one seed at a time, keep what contributes.
+"""A controller of hand-written rules: wait for a plateau, grow one seed at a time, keep seeds that contribute.
 
-Each host looks at one slot, the first that is growing. Without one it germinates when training is stable and has
-stopped improving; the blueprint that was pruned least often goes first, in turn.
+Each host treats its first growing slot. Without one it germinates once training is stable and has stopped improving,
+with the blueprint that was pruned least often (ties in rotation).
 
-    TRAINING   prune what hurts or never passes its gate, else advance
-    BLENDING   prune what hurts, advance at full weight, else wait
-    HOLDING    fossilize what contributes, prune the rest, and prune a seed the host only depends on
+    TRAINING   prune a seed that hurts or never passes its gate, else advance
+    BLENDING   prune a seed that hurts, advance at full weight, else wait
+    HOLDING    fossilize a seed that contributes and left the host better than at germination, else prune
 
 Accuracies are percentage points, times are control steps.
 
@@ -33,7 +33,7 @@ DROP = 2.0
 FOSSILIZE_ABOVE = 0.5
 COOLDOWN = 5
 HOSTAGE_CONTRIBUTION = 0.1
-GATE_PATIENCE = 3  # multiples of min_training_epochs after which a seed that its gate refuses is given up
+GATE_PATIENCE = 3  # multiples of min_training_epochs after which a seed that fails its gate is pruned
 FULL = 1.0 - 1e-6
 
 ROTATION = {
@@ -47,7 +47,7 @@ _O, _S = LifecycleOp, SeedStage
 
 @tensor_dataclass
 class HeuristicMemory:
-    """What each host has tried: step of the last prune, prunes of each blueprint, next place in the rotation."""
+    """Per host: step of the last prune, prunes of each blueprint, next place in the rotation."""
 
     last_prune: Int[Tensor, " N"]
     prune_count: Int[Tensor, "N B"]
@@ -56,7 +56,7 @@ class HeuristicMemory:
 
 @tensor_dataclass
 class Candidate:
-    """The first growing slot of each host; where there is none, `exists` is False and `slot` says nothing."""
+    """The first growing slot of each host; `slot` has no meaning where `exists` is False."""
 
     exists: Bool[Tensor, " N"]
     slot: Int[Tensor, " N"]
@@ -64,11 +64,7 @@ class Candidate:
 
 @final
 class Heuristic:
-    """The script of the rules.
-
-    Raises:
-        ConfigError: the run allows none of the blueprints in rotation.
-    """
+    """The rules as a script; raises ConfigError if the run allows no blueprint of the rotation."""
 
     def __init__(self, spec: EngineSpec) -> None:
         rotation = [index for index in ROTATION[spec.family] if index in spec.selectable]
@@ -85,7 +81,7 @@ class Heuristic:
         self._canonical = canonical_actions(spec.device)
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> HeuristicMemory:
-        """Nothing was tried."""
+        """No prunes; the rotation starts at its first blueprint."""
         del episode
         zeros = torch.zeros_like(hosts)
         return HeuristicMemory(
@@ -95,7 +91,7 @@ class Heuristic:
         )
 
     def decide(self, obs: Observation, memory: HeuristicMemory) -> Int[Tensor, "N 8"]:
-        """One operation per host; an intended operation that is not legal becomes WAIT."""
+        """One operation per host; WAIT where the intended one is not legal."""
         candidate = self._candidate(obs.slots.stage)
         germinate_N = ~candidate.exists & _wants_a_seed(obs, memory)
         op_N = torch.where(candidate.exists, self._treat(obs, candidate), _O.GERMINATE * germinate_N)
@@ -108,7 +104,7 @@ class Heuristic:
         return actions
 
     def remember(self, memory: HeuristicMemory, step: StoredStep) -> HeuristicMemory:
-        """Count the prunes that took effect and move the rotation behind the blueprint that was grown."""
+        """Count prunes that took effect; the rotation continues after the last blueprint grown."""
         slot_N1 = step.act.actions[:, Head.SLOT, None]
         pruned_N = step.valid & (step.effective_op == _O.PRUNE)
         victim_N1 = step.obs.slots.blueprint.gather(1, slot_N1).clamp(min=0)
@@ -125,7 +121,7 @@ class Heuristic:
         return Candidate(exists=growing_NS.any(dim=1), slot=growing_NS.to(torch.int8).argmax(dim=1))
 
     def _treat(self, obs: Observation, candidate: Candidate) -> Int[Tensor, " N"]:
-        """What to do with the candidate. Comparisons with values that were not measured are False."""
+        """Operation for the candidate. Comparisons with NaN (not measured) are False."""
         at, val_acc = candidate.slot[:, None], obs.hosts.val_acc
 
         def of(field: Tensor) -> Tensor:
@@ -146,7 +142,7 @@ class Heuristic:
         return _O.PRUNE * prune + _O.FOSSILIZE * keep + _O.ADVANCE * advance  # at most one is True
 
     def _next_blueprint(self, memory: HeuristicMemory) -> Int[Tensor, " N"]:
-        """The least pruned blueprint, the first of them from `rotation` on; the sum orders by count, then by turn."""
+        """The least pruned blueprint; ties go to the first from `rotation` on."""
         counts_NL = memory.prune_count.index_select(1, self._rotation)
         length = len(self._place)
         turn_NL = (self._place - memory.rotation[:, None]) % length

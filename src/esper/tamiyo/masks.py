@@ -1,19 +1,19 @@
-"""Which values each head may take: the rules of legality, turned into masks over the values of the heads.
+"""Masks: which values each head may take.
 
     op                            any op that is legal on some slot
     slot       given op           where the op is legal; slot 0 for WAIT
-    style      given op and slot  all values; but SET_ALPHA_TARGET cannot give a gate to a seed that has none
+    style      given op and slot  all values; SET_ALPHA_TARGET needs a gate network for GATED_GATE
     blueprint  given op           the selectable ones
     others     given op           all values
 
-That is where the op reads the head; elsewhere the head may only take its canonical value. As WAIT is always legal, no
-mask is empty. The values of all heads lie one after another, and rows come last:
+This holds where the op reads the head; elsewhere only the canonical value is allowed. WAIT is always legal, so no mask
+is empty. The values of all heads are concatenated, and rows come last:
 
     mask [V, R]      slot       | x x x |
                      blueprint  | . x x x x x x x . . . . . |      x = 1, may be chosen; . = 0
                      ...
 
-Masks are numbers, and hosts the innermost axis, because a CPU works on neither masks nor short inner axes by vectors.
+Masks are float32 with hosts as the innermost axis, because CPUs vectorize neither bool nor short inner axes.
 
 Shape legend: S = slots, B = blueprints, V = values of all heads, R = rows: hosts, or hosts and steps.
 """
@@ -36,7 +36,7 @@ def relevance(op: Int[Tensor, "*R"]) -> Bool[Tensor, "*R 8"]:
 
 def forced(legal: Bool[Tensor, "*R 6 S"]) -> Bool[Tensor, "*R"]:
     """Whether WAIT is the only legal op."""
-    return ~legal[..., LifecycleOp.WAIT + 1 :, :].flatten(-2).any(dim=-1)
+    return ~legal[..., LifecycleOp.WAIT + 1 :, :].any(dim=(-2, -1))
 
 
 def legal_somewhere(legal: Bool[Tensor, "R 6 S"]) -> Float[Tensor, "6 R"]:
@@ -45,7 +45,7 @@ def legal_somewhere(legal: Bool[Tensor, "R 6 S"]) -> Float[Tensor, "6 R"]:
 
 
 def choices_given_op(legal: Tensor, selectable: Tensor) -> Float[Tensor, "V 6"]:
-    """Values of each head given the op alone, before the state of the host restricts op, slot and style."""
+    """Values of each head given the op, before the host's state restricts op, slot and style."""
     tables = tables_of(legal, selectable)
     choices = tables.choices.clone()
     for op in HEADS[Head.BLUEPRINT].used_by:
@@ -60,7 +60,7 @@ def masks_of(
     actions: Int[Tensor, "8 R"],
     tables: "HeadTables",
 ) -> Float[Tensor, "V R"]:
-    """What each head could have chosen, given the op and slot that were."""
+    """Masks of all heads given the op and slot of `actions`."""
     op, slot = actions[Head.OP], actions[Head.SLOT]
     mask = mask_given_op(choices, legal, legal_somewhere(legal), op, tables)
     return mask_given_slot(mask, has_gate, op, slot, tables)
@@ -69,7 +69,7 @@ def masks_of(
 def mask_given_op(
     choices: Tensor, legal: Tensor, op_mask: Tensor, op: Int[Tensor, " R"], tables: "HeadTables"
 ) -> Float[Tensor, "V R"]:
-    """The masks of all heads but style, which also depends on the slot."""
+    """Masks of all heads; style still lacks its restriction by slot."""
     mask = choices.index_select(1, op)
     legal_slots = legal[_numbers(len(op), op.device), op]
     slots, ops = tables.values[Head.SLOT], tables.values[Head.OP]  # the first and the last head
@@ -79,14 +79,14 @@ def mask_given_op(
 def mask_given_slot(
     mask: Tensor, has_gate: Tensor, op: Tensor, slot: Tensor, tables: "HeadTables"
 ) -> Float[Tensor, "V R"]:
-    """`mask`, which is changed, but a seed without a gate network cannot be retargeted to the style that needs one."""
+    """Remove GATED_GATE where SET_ALPHA_TARGET aims at a seed without a gate network; writes into `mask`."""
     gate_here = has_gate[_numbers(len(op), op.device), slot]
     mask[tables.gated_style].mul_(gate_here | (op != int(LifecycleOp.SET_ALPHA_TARGET)))
     return mask
 
 
 def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor, tables: "HeadTables") -> Float[Tensor, "V R"]:
-    """Union of the masks of each head over all legal ops and slots that read it; empty where there are none."""
+    """Union of the masks of each head over all legal ops and slots that read it; may be empty."""
     op_mask = legal_somewhere(legal)
     mask: Tensor = ((choices * tables.read) @ op_mask).clamp(max=1.0)
     mask[tables.values[Head.OP]] = op_mask
@@ -101,9 +101,8 @@ def available_masks(choices: Tensor, legal: Tensor, has_gate: Tensor, tables: "H
 class HeadTables:
     """Constants of one layout of the heads.
 
-    `sizes` of the heads; `values`, where those of each head lie; `gated_style`, where the style that needs a gate lies;
-    `choices` of each head given the op; `read`, whether the op reads the head; `inverse_log[n]`, 1 / ln n, and 0 below
-    two choices.
+    `sizes` of the heads; `values`: their slices; `gated_style`: index of GATED_GATE; `choices` of each head given the
+    op; `read`: whether the op reads the head; `inverse_log[n]`: 1 / ln n, 0 for n < 2.
     """
 
     sizes: tuple[int, ...]
@@ -115,7 +114,7 @@ class HeadTables:
 
 
 def tables_of(legal: Tensor, selectable: Tensor) -> HeadTables:
-    """The constants for as many slots and blueprints as the masks have."""
+    """The constants for these numbers of slots and blueprints."""
     return _tables(legal.shape[-1], selectable.shape[0], legal.device)
 
 

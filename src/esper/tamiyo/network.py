@@ -1,16 +1,16 @@
-"""The policy network: what was observed, in the light of what came before, as logits of eight heads and a value.
+"""The recurrent policy network: features to the logits of eight heads and a value.
 
     features, blueprint embeddings --> Linear, LayerNorm, ReLU (--> Linear if the widths differ)
                                             |
-                        per layer:  x + LayerNorm(LSTM(x))          the only part that knows of time
+                        per layer:  x + LayerNorm(LSTM(x))          the only recurrent part
                                             |
     trunk: one Linear holding the first layer of all nine outputs
          |- slot, style, tempo, alpha_target, alpha_speed, alpha_curve, op    ReLU, Linear
          |- blueprint                                                         ReLU, Linear, ReLU, Linear
          `- value V(s)                                                        (LayerNorm, ReLU, Linear) ...
 
-`step` decides for N hosts at one time, `unroll` repeats it for [N, T] with gradient; in `unroll` everything but the
-recurrence runs over all N * T rows at once.
+`step` computes one step of N hosts, `unroll` sequences [N, T] with gradient; in `unroll` everything but the recurrence
+runs over all N * T rows at once.
 
 Shape legend: N = hosts, T = steps, R = any leading axes, D = features, S = slots, F = feature width, H = recurrent
 width, L = recurrent layers, G = 4H (gates i, f, g, o).
@@ -40,14 +40,14 @@ HEAD_OUTPUT_GAIN = 0.01
 VALUE_OUTPUT_GAIN = 0.1
 FORGET_BIAS = 1.0
 INITIAL_WAIT_LOGIT = 2.0
-"""The first policy prefers WAIT by this much: a uniform one prunes nearly every seed before it can be heard."""
+"""Initial bias of WAIT: a uniform policy prunes nearly every seed before it is active."""
 WIDTH_MULTIPLE = 8
-"""The value head narrows the recurrent width to an eighth."""
+"""The value head ends at an eighth of the recurrent width."""
 
 
 @tensor_dataclass
 class NetworkOutput:
-    """One decision's worth of numbers: logits of each head `[N, size]` in the order of `HEADS`, value, next state."""
+    """Logits of each head `[N, size]` in the order of `HEADS`, value, next recurrent state."""
 
     logits: tuple[Float[Tensor, "N _"], ...]
     value: Float[Tensor, " N"]
@@ -56,7 +56,7 @@ class NetworkOutput:
 
 @final
 class RecurrentLayer(nn.Module):
-    """Parameters of one layer of the core; `lstm_cell` is its arithmetic."""
+    """Parameters of one LSTM layer, see `lstm_cell`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,17 +72,17 @@ class RecurrentLayer(nn.Module):
 
 @final
 class TamiyoNetwork(nn.Module):
-    """The policy network. All weights are zero until `initialize`; nothing is drawn from a global generator.
+    """The policy network; all weights are zero until `initialize`.
 
     Args:
         num_slots: S.
         head_sizes: values of each head, in the order of `HEADS`; the blueprint head also sizes the embedding.
         feature_width: width of the feature net.
-        hidden_width: width of the recurrent state and of what the heads read; a multiple of 8.
+        hidden_width: width of the recurrent state and of the heads' input; a multiple of 8.
         num_layers: recurrent layers.
 
     Raises:
-        ConfigError: a size that cannot be.
+        ConfigError: an invalid size.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class TamiyoNetwork(nn.Module):
         return [layer for layer in self.core if isinstance(layer, RecurrentLayer)]
 
     def _encode(self, features: Tensor, blueprint_index: Tensor) -> Float[Tensor, "*R H"]:
-        """Feature net and projection. A blueprint that is none of the head's and not -1 is an IndexError."""
-        # Shifted by one, -1 is row 0, and whatever lies outside the table is refused by the look-up.
+        """Feature net and projection; IndexError for a blueprint outside -1 .. B - 1."""
+        # shifted by one, so that -1 is row 0 and the look-up checks the range
         rows = F.embedding(blueprint_index + 1, self.embedding.roll(1, dims=0))
         x: Tensor = self.projection(self.feature_net(torch.cat((features, rows.flatten(-2)), dim=-1)))
         return x
 
     def _decode(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Logits of each head, and the value, which depends on the state alone."""
+        """Logits of each head, and the value."""
         *head_sizes, value_size = self._trunk_sizes
         heads, value_input = self.trunk(x).split((sum(head_sizes), value_size), dim=-1)
         hidden = list(heads.relu().split(head_sizes, dim=-1))
@@ -173,7 +173,7 @@ class TamiyoNetwork(nn.Module):
 
 
 def _require_sizes(feature_width: int, hidden_width: int, num_layers: int) -> None:
-    """Raise ConfigError for a size that cannot be."""
+    """Raise ConfigError for an invalid size."""
     sizes = {"feature_width": feature_width, "hidden_width": hidden_width, "num_layers": num_layers}
     for name, size in sizes.items():
         if size < 1:
@@ -182,12 +182,12 @@ def _require_sizes(feature_width: int, hidden_width: int, num_layers: int) -> No
         nearest = max(WIDTH_MULTIPLE, round(hidden_width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
         raise ConfigError(
             f"hidden_width of the policy network is {hidden_width}, expected a multiple of {WIDTH_MULTIPLE}, because "
-            f"the value head narrows it to an eighth; set ppo.hidden_width to {nearest}, the nearest that fits."
+            f"the value head divides it by 8; set ppo.hidden_width to {nearest}, the nearest that fits."
         )
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer of zeros; the usual constructor would draw from the global generator."""
+    """A linear layer of zeros; the constructor of `nn.Linear` would draw from the global generator."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -196,13 +196,12 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 @torch.no_grad()
 def initialize(network: TamiyoNetwork, run_seed: int) -> None:
-    """Draw all weights anew, the same for the same seed on every device.
+    """Draw all weights; equal for equal seeds on every device.
 
-    Linear weights are orthogonal (Saxe et al., 2014) with gain sqrt(2), those of the last layers with a small gain, so
-    that the first policy hardly depends on the state and the first value is nearly zero; each gate of the LSTM is
-    orthogonal, and its forget gate starts open (Jozefowicz et al., 2015). LayerNorms are the identity, other biases
-    zero but that of WAIT: a seed must survive a dozen decisions before it pays, so that under a uniform policy one in
-    hundreds is ever fossilized; where waiting comes first, the heads are uniform otherwise.
+    Linear weights are orthogonal (Saxe et al., 2014) with gain sqrt(2), in the output layers with a small gain: the
+    first policy hardly depends on the state and the first value is nearly zero. Each LSTM gate is orthogonal, and the
+    forget gate starts open (Jozefowicz et al., 2015). LayerNorms are the identity. All other biases are zero, except
+    that of WAIT: a seed must survive a dozen decisions to be fossilized, which a uniform policy hardly ever grants.
     """
     generator = local_generator(run_seed, Stream.POLICY_INIT)
     for parameter in network.parameters():
@@ -230,5 +229,5 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
 
 
 def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
-    """Draw on the CPU, so that the numbers are the same wherever the weight lives."""
+    """Draw on the CPU, so that the numbers do not depend on the device."""
     weight.copy_(draw(torch.empty(weight.shape)))

@@ -3,15 +3,13 @@
     step 1    GERMINATE slot 0, norm, SIGMOID_ADD, STANDARD, FULL
     step 17   FOSSILIZE slot 0
 
-In each step a host executes its first entry that is due and legal; an entry that is due but not legal is skipped over
-and tried again in the next step. An executed entry is removed, one that a gate refused is not. Where a gate opens by
-hand and no entry can be executed, the first slot that can be advanced is.
+In each step a host executes its first entry that is due and legal; other due entries are tried again in the next step.
+An executed entry is removed; an entry that a gate refused remains. Where a gate needs an ADVANCE and no entry can be
+executed, the first slot that can be advanced is advanced.
 
 Shape legend: N = hosts, R = rows (the entries, the ADVANCE rows, and WAIT last).
 """
 
-import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,7 +47,7 @@ class ScheduleEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A named list of entries, sorted by their earliest step; the order decides between entries that are due."""
+    """A named list of entries, sorted by their earliest step; of two due entries the first is executed."""
 
     id: str
     version: int
@@ -59,7 +57,7 @@ class Schedule:
         for before, after in pairwise(self.entries):
             if after.earliest < before.earliest:
                 raise ConfigError(
-                    f"schedule {self.id!r}: step {after.earliest} stands behind step {before.earliest}; "
+                    f"schedule {self.id!r}: step {after.earliest} comes after step {before.earliest}; "
                     "sort the entries by their earliest step."
                 )
         for entry in self.entries:
@@ -69,13 +67,6 @@ class Schedule:
                     f"give {NUM_HEADS}: {', '.join(HEAD_NAMES)}."
                 )
 
-    @property
-    def sha256(self) -> str:
-        """Digest of the canonical JSON: equal for equal schedules, for reports."""
-        rows = [{"earliest": e.earliest} | dict(zip(HEAD_NAMES, e.action, strict=True)) for e in self.entries]
-        content = {"id": self.id, "version": self.version, "entries": rows}
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
     @classmethod
     def from_rows(cls, id: str, version: int, rows: Iterable[tuple[int, tuple[int, ...]]]) -> "Schedule":
         """A schedule from pairs (earliest step, eight head values)."""
@@ -83,11 +74,7 @@ class Schedule:
         return cls(id=id, version=version, entries=entries)
 
     def check(self, spec: EngineSpec) -> None:
-        """Refuse entries that could never be executed in a run of `spec`.
-
-        Raises:
-            ConfigError: a value outside its head, or a blueprint that is not selectable.
-        """
+        """Raise ConfigError for a value outside its head, or a blueprint that is not selectable in this run."""
         for entry in self.entries:
             for name, value, size in zip(HEAD_NAMES, entry.action, spec.head_sizes, strict=True):
                 if not 0 <= value < size:
@@ -128,18 +115,14 @@ def _grow(spec: EngineSpec, slot: int, blueprint: int, *, germination: int) -> t
 
 @tensor_dataclass
 class Remaining:
-    """Which rows each host has not executed yet; ADVANCE and WAIT rows remain for ever."""
+    """Rows that each host has not executed yet; ADVANCE and WAIT rows always remain."""
 
     rows: Bool[Tensor, "N R"]
 
 
 @final
 class FixedSchedule:
-    """The script that follows a schedule.
-
-    Raises:
-        ConfigError: the schedule does not fit the engine.
-    """
+    """Follows a schedule; raises ConfigError if it does not fit the engine."""
 
     def __init__(self, schedule: Schedule, spec: EngineSpec) -> None:
         schedule.check(spec)
@@ -167,14 +150,14 @@ class FixedSchedule:
         return self._actions[self._first(obs, memory)]
 
     def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
-        """Without the entry that was executed."""
+        """Remove the entry that was executed."""
         row_N = self._first(step.obs, memory)
         executed_N = step.valid & (step.effective_op == self._op[row_N])
         gone_NR = (self._row == row_N[:, None]) & executed_N[:, None] & self._is_entry
         return replace(memory, rows=memory.rows & ~gone_NR)
 
     def _first(self, obs: Observation, memory: Remaining) -> Int[Tensor, " N"]:
-        """Index of the first row that remains, is due and is legal; WAIT, the last one, always is."""
+        """Index of the first row that remains, is due and is legal; WAIT, the last row, always is."""
         legal_NR = obs.legal.flatten(1).index_select(1, self._place)
         possible_NR = self._gate_free | obs.has_gate.index_select(1, self._slot)
         can_NR = legal_NR & possible_NR & memory.rows & (self._earliest <= obs.t)

@@ -1,10 +1,8 @@
-"""Controllers that do not learn: a script says what to do, and `ScriptedPolicy` makes a controller of it.
+"""Controllers that do not learn: a pure script wrapped in `ScriptedPolicy`.
 
-A script is pure: what it must remember of an episode is a flat record of tensors that is handed in and out.
-
-    begin                 -> memory
-    decide(obs, memory)   -> actions         one row of eight head values per host
-    remember(memory, step) -> memory         what truly happened, so that refused operations are not taken for done
+    begin                  -> memory         a flat dataclass of tensors
+    decide(obs, memory)    -> actions        eight head values per host
+    remember(memory, step) -> memory         from the outcome of the step, because operations can be refused
 
 Shape legend: N = hosts, S = slots.
 """
@@ -27,12 +25,12 @@ M = TypeVar("M")
 
 @tensor_dataclass
 class NoMemory:
-    """The memory of scripts that need none."""
+    """Memory of a stateless script."""
 
 
 @runtime_checkable
 class Script(Protocol[M]):
-    """What to do in each step. `M` is a record whose fields are tensors."""
+    """A rule that decides each step. `M` is a flat dataclass of tensors."""
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> M:
         """Memory at the start of an episode."""
@@ -49,10 +47,7 @@ class Script(Protocol[M]):
 
 @final
 class ScriptedPolicy(Generic[M]):
-    """A controller that follows a script: no features, no values, nothing to learn.
-
-    It decides by its script in deterministic mode too; `random` stays random there.
-    """
+    """A controller that follows a script. `deterministic` has no effect: `random` stays random."""
 
     def __init__(self, script: Script[M], spec: EngineSpec) -> None:
         self.script = script
@@ -64,7 +59,7 @@ class ScriptedPolicy(Generic[M]):
         return Hidden(h=torch.zeros(1, n, 0, device=self._device), c=torch.zeros(1, n, 0, device=self._device))
 
     def begin_rollout(self, episode: int, hosts: Int[Tensor, " N"]) -> None:
-        """Start the script anew."""
+        """Restart the script."""
         n = hosts.shape[0]
         self._memory = self.script.begin(episode, hosts)
         self._blank = ActResult(
@@ -77,12 +72,12 @@ class ScriptedPolicy(Generic[M]):
         )
 
     def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
-        """What the script says for all hosts; changes nothing."""
+        """The script's actions for all hosts; changes no state."""
         del deterministic
         return replace(self._blank, actions=self.script.decide(obs, self._memory))
 
     def store(self, step: StoredStep) -> None:
-        """Let the script know what happened."""
+        """Update the script's memory."""
         self._memory = self.script.remember(self._memory, step)
 
     def bootstrap(self, obs: Observation) -> Float[Tensor, " N"]:
@@ -91,10 +86,10 @@ class ScriptedPolicy(Generic[M]):
         return self._blank.value
 
     def rollback(self, mask: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> None:
-        """Nothing: there is no transition to correct."""
+        """Nothing: no transition is stored."""
 
     def update(self) -> Mapping[str, float]:
-        """Nothing to learn, nothing to report."""
+        """No metrics."""
         return {}
 
     def state_dict(self) -> StateTree:
@@ -102,11 +97,7 @@ class ScriptedPolicy(Generic[M]):
         return tensors_by_name(self._memory)
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave.
-
-        Raises:
-            CheckpointError: other names or shapes, e.g. of another controller or number of hosts.
-        """
+        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
         self._memory = restored(self._memory, state, "scripted controller")
 
 

@@ -1,4 +1,4 @@
-"""Tasks: what is trained. A data set, a host and defaults, by name."""
+"""Tasks: a host, a data set and default settings, by name."""
 
 from esper.tasks import presets as presets  # registers the built-in tasks
 from esper.tasks.registry import TaskSpec as TaskSpec

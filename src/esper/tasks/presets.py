@@ -1,4 +1,4 @@
-"""The tasks that come with esper."""
+"""The built-in tasks."""
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
@@ -10,7 +10,7 @@ from esper.tasks.registry import TaskSpec, register_task
 DIGITS = register_task(
     TaskSpec(
         name="digits",
-        description="8x8 digits; the host mixes no neighbouring pixels, so that growth shows within seconds.",
+        description="8x8 digits; a host with 1x1 convolutions, which grown seeds improve within seconds.",
         family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, base=8, blocks=2, kernel=1, pools=1, classes=10),
         load=digits.load,

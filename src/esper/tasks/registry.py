@@ -1,6 +1,6 @@
-"""Tasks by name. A task is data: what is trained, on what, and with which settings."""
+"""Tasks by name. A task is plain data: a host, a data set and default settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +22,12 @@ class TaskSpec:
     """One task. A trained task has `host` and `load`; a scripted one has `script` instead.
 
     Attributes:
-        name: what the user types. description: one sentence for lists.
-        topology: family of the host; decides which blueprints fit.
+        name: name on the command line. description: one sentence for `esper tasks`.
+        family: family of the host; decides which blueprints fit.
         host: shape of the host, or None. script: constants of the scripted dynamics, or None.
-        load: gives the data set, or None. needs_data_dir: whether `load` reads files of a folder.
-        enabled: slots that a run uses unless told otherwise, in action order.
-        num_classes: number of classes; blind guessing has a loss of ln(num_classes).
+        load: loads the data set, or None. needs_data_dir: whether `load` reads files from a folder.
+        enabled: slots that a run uses by default, in action order.
+        num_classes: number of classes; random guessing has a loss of ln(num_classes).
         episode_length: E, control steps. batch_train, batch_val: examples per batch (0 without data).
         optimizer: how hosts and seeds are trained.
         min_training_epochs: M, epochs that a seed trains before its gate may open.
@@ -69,40 +69,36 @@ class TaskSpec:
                 f"the host of task {self.name!r} has {self.host.classes} logits but the task has {self.num_classes} "
                 "classes; make them equal."
             )
-        if self.enabled != self._in_action_order():
+        if self.enabled != (ordered := self.in_action_order(self.enabled)):
             raise ConfigError(
-                f"slots {', '.join(self.enabled)} are not in action order; "
-                f"list them as {', '.join(self._in_action_order())}."
+                f"slots {', '.join(self.enabled)} are not in action order; list them as {', '.join(ordered)}."
             )
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """All slots that a run may enable, in action order."""
-        if self.script is not None:
-            return tuple(f"r0c{i}" for i in range(self.script.max_slots))
-        assert self.host is not None
-        return tuple(point.slot_id for point in self.host.points())
-
-    def _in_action_order(self) -> tuple[str, ...]:
+        """All slots that a run can enable, in action order."""
         if self.host is not None:
-            return tuple(point.slot_id for point in enabled_points(self.host.points(), self.enabled))
-        for slot_id in self.enabled:
+            return tuple(point.slot_id for point in self.host.points())
+        assert self.script is not None
+        return tuple(f"r0c{i}" for i in range(self.script.max_slots))
+
+    def in_action_order(self, slots: Sequence[str]) -> tuple[str, ...]:
+        """`slots` once each, in action order; raises ConfigError if there are none or the task does not offer one."""
+        if self.host is not None:
+            return tuple(point.slot_id for point in enabled_points(self.host.points(), slots))
+        for slot_id in slots:
             if slot_id not in self.offered:
                 raise ConfigError(f"task {self.name!r} has no slot {slot_id!r}; {nearest(slot_id, self.offered)}")
-        if not self.enabled:
+        if not slots:
             raise ConfigError(f"task {self.name!r} enables no slot; choose at least one of {', '.join(self.offered)}.")
-        return tuple(slot_id for slot_id in self.offered if slot_id in self.enabled)
+        return tuple(slot_id for slot_id in self.offered if slot_id in slots)
 
 
 _TASKS: dict[str, TaskSpec] = {}
 
 
 def register_task(task: TaskSpec) -> TaskSpec:
-    """Make `task` known by its name.
-
-    Raises:
-        RegistryError: the name is taken.
-    """
+    """Add `task` under its name; raises RegistryError if the name is taken."""
     if task.name in _TASKS:
         raise RegistryError(f"a task {task.name!r} is registered already; choose another name.")
     _TASKS[task.name] = task
@@ -110,16 +106,12 @@ def register_task(task: TaskSpec) -> TaskSpec:
 
 
 def task_by_name(name: str) -> TaskSpec:
-    """The task with that name.
-
-    Raises:
-        RegistryError: nobody registered it.
-    """
+    """The registered task; raises RegistryError with the nearest name if there is none."""
     if name not in _TASKS:
         raise RegistryError(f"unknown task {name!r}; {nearest(name, _TASKS)}")
     return _TASKS[name]
 
 
 def task_names() -> tuple[str, ...]:
-    """All registered names, in the order of registration."""
+    """All names, in order of registration."""
     return tuple(_TASKS)

@@ -1,1 +1,1 @@
-"""Telemetry: the record of a run and where it goes."""
+"""Telemetry: run directory, listeners and progress display."""

@@ -1,9 +1,8 @@
-"""Who listens to a run. Listeners are told what was read already; what becomes of them is no concern of the run.
+"""Passes the records of a run to listeners. A failing listener never stops the run.
 
     runner --(kind, fields)--> Hub --> progress display, listeners of the user
 
-A listener that raises loses that record and keeps its place: the loss is counted, and reported when the run ends. Only
-the listener's own call is guarded, so that a mistake in building a record is still an error.
+A listener that raises loses that record and stays registered; lost records are counted and reported at the end.
 """
 
 from collections import Counter
@@ -22,7 +21,7 @@ _FACTORIES: dict[str, ListenerFactory] = {}
 
 
 def register_listener(name: str) -> Callable[[ListenerFactory], ListenerFactory]:
-    """Let every training run of this process tell a listener; decorates a function or class `Path -> Sink`.
+    """Decorate a function or class `Path -> Sink`, which every training run of this process then calls.
 
     Raises:
         RegistryError: the name is taken.
@@ -39,7 +38,7 @@ def register_listener(name: str) -> Callable[[ListenerFactory], ListenerFactory]
 
 @final
 class Hub:
-    """Tells every listener every record."""
+    """Passes every record to every listener."""
 
     def __init__(self, listeners: Mapping[str, Sink]) -> None:
         self._listeners = dict(listeners)
@@ -47,25 +46,25 @@ class Hub:
         self._first_failure: dict[str, str] = {}
 
     def add_registered(self, run_directory: Path) -> None:
-        """Make the listeners that were registered with `register_listener`; one that cannot be made is reported."""
+        """Create the listeners registered with `register_listener`."""
         for name, factory in _FACTORIES.items():
             try:
                 self._listeners[name] = factory(run_directory)
-            except Exception as error:  # whatever a listener does, it does not stop a run
+            except Exception as error:  # no listener stops a run
                 self._count(name, "everything", error)
 
     @property
     def is_prompt(self) -> bool:
-        """Whether a registered listener is among them: it hears of a step before the next one ends."""
+        """Whether there is a registered listener, which must receive each step before the next one."""
         return not _FACTORIES.keys().isdisjoint(self._listeners)
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Hand one record on."""
+        """Pass on one record."""
         record = MappingProxyType(dict(fields))
         for name, listener in self._listeners.items():
             try:
                 listener.write(kind, record)
-            except Exception as error:  # whatever a listener does, it does not stop a run
+            except Exception as error:  # no listener stops a run
                 self._count(name, kind, error)
 
     def _count(self, name: str, kind: str, error: Exception) -> None:
@@ -74,7 +73,7 @@ class Hub:
 
     @property
     def num_lost(self) -> int:
-        """Records that some listener did not take."""
+        """Records lost by all listeners."""
         return sum(lost.total() for lost in self._lost.values())
 
     def complaints(self) -> list[str]:
@@ -82,6 +81,6 @@ class Hub:
         return [
             f"the listener {name!r} lost {lost.total()} records "
             f"({', '.join(f'{kind} {count}' for kind, count in lost.most_common())}); "
-            f"its first failure was {' '.join(self._first_failure[name].split())}. The run itself is complete."
+            f"its first failure was {' '.join(self._first_failure[name].split())}. The run itself is not affected."
             for name, lost in self._lost.items()
         ]

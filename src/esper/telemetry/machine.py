@@ -1,4 +1,4 @@
-"""Where a measurement was taken: a number without its machine, versions and threads is worth nothing."""
+"""The machine and versions of a measurement, and memory in use."""
 
 import platform
 import resource
@@ -11,7 +11,7 @@ import torch
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
-    """Device, processor, driver, versions, threads, date and commit of a measurement, by name."""
+    """Device, processor, versions, threads, date and commit, by name."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -34,7 +34,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Short hash of the working tree this package lies in, with `+` where it was changed since; "unknown" outside."""
+    """Short hash of the checked-out commit, with `+` after local changes; "unknown" outside a git checkout."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
@@ -49,12 +49,12 @@ def commit() -> str:
 
 
 def memory_bytes(device: torch.device) -> dict[str, int | None]:
-    """Memory of the device in bytes: in use, held and the most in use; of a CPU only the most, of the whole process."""
+    """Allocated, reserved and peak memory of the device in bytes; on a CPU only the peak of the process."""
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.memory_allocated(device),
             "reserved": torch.cuda.memory_reserved(device),
             "peak": torch.cuda.max_memory_allocated(device),
         }
-    unit = 1 if sys.platform == "darwin" else 1024  # what Linux counts in KiB, macOS counts in bytes
+    unit = 1 if sys.platform == "darwin" else 1024  # KiB on Linux, bytes on macOS
     return {"allocated": None, "reserved": None, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

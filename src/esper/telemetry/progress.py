@@ -1,12 +1,11 @@
-"""What a run shows while it runs: a live table on a terminal, plain lines elsewhere.
+"""Progress display of a run: a live table on a terminal, plain lines elsewhere.
 
     round  env-steps/s  100·J  committed   live   operations chosen               slots by stage
      1/10          412  58.41      58.90  61.32   wait 510 germinate 61 prune 20  training 9 blending 4
      2/10 ...
     step 312/6400 ----------                          0:00:41 eta 8:12
 
-A terminal with less than 140 columns shows the counts of the newest round alone, in two lines under the table.
-It listens like everybody else: it is told records by name, and nothing that happens to it matters to the run.
+Terminals under 140 columns show the counts of the newest round only, in two lines under the table.
 """
 
 import math
@@ -24,38 +23,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.segment import SegmentLines
 from rich.table import Table
 
-_REFRESH = 0.5  # a second: drawing the page takes ten milliseconds of the interpreter that the run needs
+_REFRESH = 0.5  # per second; drawing takes ten milliseconds of the main process
 _WIDE = 140
 _OPERATIONS, _SLOTS = "operations chosen", "slots by stage"
 FIRST_INTERVAL, PLAIN_INTERVAL = 1.0, 30.0
-"""Seconds after which a round that is not done yet is worth a plain line: the first of a run, and each later one."""
+"""Seconds until an unfinished round prints a plain line: the first in a run, and each later one."""
 
 
 class RunConsole(Console):
-    """A console that goes silent, instead of ending the process, when whoever read it has left (`esper ... | head`)."""
+    """A console that goes silent when its pipe is closed (`esper ... | head`), instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
-        """Everything written from now on goes nowhere."""
+        """Drop all further output."""
         self.quiet = True
-        self._silence()
-
-    def _silence(self) -> None:
-        """What is still in a buffer of Python's would otherwise fail when the process ends."""
+        # what is still in Python's buffer would otherwise fail at exit
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
         os.close(devnull)
 
     def say(self, text: str) -> None:
-        """One line of plain text, as long as it is."""
+        """Print one line of plain text without wrapping."""
         self.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What is shown of a round, or of the steps of it that are done; from a record of kind "step" or "round".
+    """The displayed values of a record of kind "step" (a round in progress) or "round".
 
-    Means over the hosts: 100·J and accuracy (pp) of the network that would be kept, and accuracy with all live seeds.
-    `ops` counts effective operations and `slots` slots by stage, by name.
+    `objective` (100·J) and `committed` (pp) are means over hosts for the committed networks, `live` (pp) for the networks
+    with all live seeds. `ops` counts effective operations, `slots` slots by stage.
     """
 
     round: int
@@ -69,7 +65,7 @@ class Shown:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Shown":
-        """The fields of such a record."""
+        """The values of a record."""
         return cls(
             round=fields["round"],
             step=fields.get("t"),
@@ -83,12 +79,12 @@ class Shown:
 
 
 def figure(value: float, form: str) -> str:
-    """A number, or "-" where nothing was measured: a mean of no host is none."""
+    """A formatted number, or "-" for NaN."""
     return "-" if math.isnan(value) else format(value, form)
 
 
 def counts(numbers: Mapping[str, int]) -> str:
-    """Those that are not zero, e.g. "wait 510 germinate 61"."""
+    """The nonzero counts, e.g. "wait 510 germinate 61"."""
     return " ".join(f"{name.lower()} {number}" for name, number in numbers.items() if number) or "none"
 
 
@@ -100,7 +96,7 @@ def duration(seconds: float) -> str:
 
 
 def line(shown: Shown, rounds: int, steps: int, eta: str) -> str:
-    """A round, or what is done of it, as one line of text."""
+    """A round, or a round in progress, as one line of text."""
     inside = f" step {shown.step}/{steps}" if shown.step is not None else ""
     return (
         f"round {shown.round}/{rounds}{inside}  eta {eta}  {_speed(shown)} env-steps/s  "
@@ -116,18 +112,18 @@ def _speed(shown: Shown) -> str:
 
 @final
 class RunProgress:
-    """Shows a run of `rounds` rounds of `steps` steps; a listener, and a context manager around the run.
+    """Displays a run; a listener, and a context manager around the run.
 
     Args:
-        console: where it is shown; the live table needs a terminal.
-        rounds, steps: all of them, and how many control steps each has.
-        done: control steps that were done before (a resumed run).
-        clock: seconds from any moment on.
+        console: output; the live table needs a terminal.
+        rounds, steps: total rounds, and control steps per round.
+        done: control steps completed before a resume.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        console: Console,
+        console: RunConsole,
         *,
         rounds: int,
         steps: int,
@@ -139,7 +135,7 @@ class RunProgress:
         self._began = clock()
         self._next_line = self._began + FIRST_INTERVAL
         self._history: list[Shown] = []
-        self._now: Mapping[str, object] | None = None  # drawn every other second, and told every few milliseconds
+        self._now: Mapping[str, object] | None = None  # newest record of kind "step", converted only when it is drawn
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -149,7 +145,6 @@ class RunProgress:
             console=console,
         )
         self._task = self._bar.add_task("steps", total=rounds * steps, completed=done, eta="...")
-        # the page is made when it is drawn, a few times a second, and not at every step
         live = Live(console=console, get_renderable=self.page, refresh_per_second=_REFRESH)
         self._live = live if console.is_terminal else None
 
@@ -165,13 +160,17 @@ class RunProgress:
             self._live.__exit__(kind, error, trace)
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Take one record; only those of kind "step" and "round" are shown."""
+        """Take a record; only kinds "step" and "round" are displayed."""
         if kind == "step":
             self._step(fields)
         elif kind == "round":
             shown = Shown.of(fields)
             self._finished = shown.round * self._steps
-            self._round(shown)
+            if self._live is None:
+                self._print(shown)
+            else:
+                self._history.append(shown)
+                self._now = None
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         self._now = fields
@@ -179,16 +178,8 @@ class RunProgress:
         if self._live is None and self._clock() >= self._next_line and self._finished % self._steps:
             self._print(Shown.of(fields))
 
-    def _round(self, shown: Shown) -> None:
-        if self._live is None:
-            self._print(shown)
-            return
-        self._history.append(shown)
-        self._now = None
-
     def _print(self, shown: Shown) -> None:
-        text = line(shown, self._rounds, self._steps, self._eta())
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._console.say(line(shown, self._rounds, self._steps, self._eta()))
         self._next_line = self._clock() + PLAIN_INTERVAL
 
     def _eta(self) -> str:
@@ -198,7 +189,7 @@ class RunProgress:
         return duration((self._clock() - self._began) / ran * (self._rounds * self._steps - self._finished))
 
     def page(self) -> RenderableType:
-        """The table of the last rounds with the bar under it, as high as the terminal at most."""
+        """The table of the last rounds and the progress bar, at most as high as the terminal."""
         self._bar.update(self._task, completed=self._finished, eta=self._eta())
         width, height = self._console.size
         shown = [*self._history, *([Shown.of(self._now)] if self._now else [])][-height:]
@@ -207,11 +198,11 @@ class RunProgress:
             lines = self._console.render_lines(page, pad=False)
             too_many = len(lines) - height + 1
             if too_many <= 0 or len(shown) <= 1:
-                return SegmentLines(lines, new_lines=True)  # as it was drawn to count them: drawing takes milliseconds
+                return SegmentLines(lines, new_lines=True)  # reuses the rendered lines
             shown = shown[max(too_many * len(shown) // len(lines), 1) :]
 
     def _table(self, rounds: Sequence[Shown], *, wide: bool) -> list[RenderableType]:
-        """One line per round; where there is no room for the counts beside it, those of the newest stand below."""
+        """One line per round, with counts in columns if `wide`, else those of the newest round below."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in ("round", "env-steps/s", "100·J", "committed", "live"):
             table.add_column(column, justify="right", no_wrap=True)

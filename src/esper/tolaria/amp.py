@@ -1,7 +1,7 @@
-"""Precision of host training: autocast, and dynamic loss scaling that is decided on the device.
+"""Precision of host training: autocast, and dynamic loss scaling on the device (Micikevicius et al. 2018).
 
-bf16 needs no scaling. fp16 does: each host has its own scale; a step in which a host's gradient is not finite is left
-out for that host and halves its scale, 2,000 good steps in a row double it (Micikevicius et al. 2018).
+Only fp16 needs scaling. Each host has its own scale: a gradient that is not finite skips the step of that host and
+halves its scale; 2,000 finite steps in a row double it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,14 +18,14 @@ AmpMode = Literal["off", "auto", "bf16", "fp16"]
 
 
 def chosen_amp(mode: AmpMode, device: torch.device) -> AmpMode:
-    """The mode itself; "auto" is "bf16" on a GPU that supports it, "off" elsewhere."""
+    """Resolve "auto": "bf16" on a GPU that supports it, else "off"."""
     if mode != "auto":
         return mode
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "off"
 
 
 def amp_dtype(mode: AmpMode, device: torch.device) -> torch.dtype | None:
-    """The dtype that `mode` means on this device; None for float32."""
+    """The autocast dtype of `mode` on this device; None for float32."""
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[chosen_amp(mode, device)]
 
 
@@ -41,7 +41,7 @@ class LossScaler:
         self.reset()
 
     def reset(self) -> None:
-        """The scales of hosts that have not been trained yet."""
+        """The scales of fresh hosts."""
         self.scale.fill_(_START if self.enabled else 1.0)
         self.good_steps.zero_()
 
@@ -52,7 +52,7 @@ class LossScaler:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     def update(self, finite: Bool[Tensor, " N"]) -> None:
-        """Adapt the scales after a step; `finite` marks hosts whose gradients were."""
+        """Adapt the scales after a step; `finite` marks hosts with finite gradients."""
         good = torch.where(finite, self.good_steps + 1, 0)
         grown = good >= _GROWTH_INTERVAL
         factor: Float[Tensor, " N"] = torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5)

@@ -1,10 +1,10 @@
-"""Batches from a data set that lies on the device: no loader processes, no copies from the host.
+"""Batches from a data set that is resident on the device.
 
-    train        x [N, B, ...], y [N, B]    every host in its own order, drawn for (host, episode, t)
+    train        x [N, B, ...], y [N, B]    each host in its own order, keyed by (host, episode, t)
     validation   x [B, ...],    y [B]       the same examples for all hosts, in a fixed order
-    test         as validation              once, at the end of a run
+    test         as validation              at the end of a run only
 
-Shape legend: N = hosts, B = batch, n = examples of the split.
+N = hosts, B = batch.
 """
 
 from collections.abc import Iterator
@@ -27,16 +27,16 @@ class Batch(NamedTuple):
 
 
 class SharedBatchIterator:
-    """One pass after another over one split, for N hosts at once.
+    """Passes over one split for N hosts at once.
 
     Args:
-        dataset: share `dataset.to(device)` between iterators, so that the data lie on the device once.
+        dataset: share `dataset.to(device)` between iterators, so that there is one copy on the device.
         num_envs: N.
-        batch_size: examples per host and batch; the last batch of a pass is shorter where they do not divide.
+        batch_size: examples per host and batch; the last batch of a pass may be shorter.
         split: "train", "val" or "test".
         run_seed: key of the training order.
-        device: where batches are made.
-        run_finished: must be True for the test split, which may not influence a run.
+        device: device of the batches.
+        run_finished: must be True for the test split, which must not influence a run.
 
     Raises:
         ConfigError: a batch size below 1, or the test split before the end.
@@ -66,7 +66,7 @@ class SharedBatchIterator:
         self._order: Tensor | None = None
 
     def begin(self, t: int, episode: int, hosts: Int[Tensor, " N"]) -> None:
-        """Start the pass of step t. `hosts` are global numbers; one batched draw gives the order of the whole pass."""
+        """Draw the order of the pass of step t; `hosts` are global numbers."""
         assert hosts.shape == (self._num_envs,)
         if self._shuffles:
             self._order = permutation(self._run_seed, Stream.TRAIN_ORDER, hosts, len(self._data), episode=episode, t=t)
@@ -76,14 +76,14 @@ class SharedBatchIterator:
         return -(-len(self._data) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of one pass. Training batches are new memory; the others are views of the resident data."""
+        """The batches of one pass: new memory for training, else views of the resident data."""
         starts = range(0, len(self._data), self._batch_size)
         if not self._shuffles:
             for start in starts:
                 stop = start + self._batch_size
                 yield Batch(self._data.x[start:stop], self._data.y[start:stop])
             return
-        assert self._order is not None, "begin() gives the order of a training pass"
+        assert self._order is not None, "begin() comes before a training pass"
         for start in starts:
             yield self._gather(self._order[:, start : start + self._batch_size])
 

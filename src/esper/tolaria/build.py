@@ -1,4 +1,4 @@
-"""An engine from a task."""
+"""Builds an engine from a task."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ from esper.tolaria.executors.sharded.worker import ShardRunner, shard_of
 
 
 def _nothing() -> None:
-    """Built-in tasks register themselves when they are imported."""
+    """Nothing to import for built-in tasks."""
 
 
 def load_dataset(task: TaskSpec, run_seed: int, device: torch.device, data_dir: Path | None) -> Dataset | None:
@@ -43,16 +43,16 @@ def build_engine(
     prepare: Callable[[], None] = _nothing,
     form: PhaseForm = eager,
 ) -> VectorizedEngine:
-    """N hosts of `task`, ready for `train`. `dataset` is what `load_dataset` gave for it.
+    """An engine for N hosts of `task`, with its data set from `load_dataset`.
 
-    The engine's `config` names the executor, the number of workers and the precision that were taken; where no network
-    is run, the executor stays as it was asked for. A worker's process calls `prepare`, which must be importable there,
-    before it builds its hosts: it imports the modules that register what they are made of.
+    The engine's `config` names the executor, number of workers and precision in use; for scripted tasks the executor
+    stays as configured. Worker processes call `prepare` first, to import the modules that register tasks and
+    blueprints; it must be importable there.
     """
     config = replace(config, amp=chosen_amp(config.amp, device))
     executor, config = _executor(config, task, dataset, device, prepare)
     rules = config.lifecycle
-    # the script knows the built-in blueprints only
+    # a script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS
     spec = EngineSpec(
         run_seed=config.run_seed,
@@ -74,13 +74,10 @@ def build_engine(
 def _executor(
     config: EngineConfig, task: TaskSpec, dataset: Dataset | None, device: torch.device, prepare: Callable[[], None]
 ) -> tuple[Executor, EngineConfig]:
-    """The executor, and the configuration that names what was taken."""
+    """The executor, and the configuration that names it."""
     if task.script is not None:
         if config.graph == "static":
-            raise ConfigError(
-                f"graph is 'static', but task {task.name!r} runs no networks that could be selected by masks; set "
-                "graph to 'dynamic'."
-            )
+            raise ConfigError(f"graph is 'static', but task {task.name!r} runs no networks; set graph to 'dynamic'.")
         scripted = ScriptedExecutor(
             task.script,
             num_envs=config.num_envs,
@@ -101,7 +98,7 @@ def _executor(
 def _sharded(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, workers: int, prepare: Callable[[], None]
 ) -> tuple[Executor, EngineConfig]:
-    """This process and `workers - 1` others that share the hosts; each uses as many threads as this one."""
+    """The hosts shared by this process and `workers - 1` others, each with as many threads as this one."""
     parts = bounds(config.num_envs, workers)
     configs = [
         replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts

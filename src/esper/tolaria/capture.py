@@ -1,17 +1,15 @@
-"""A function of tensors, recorded once as a CUDA graph and then replayed without Python.
+"""CUDA graph capture of functions of tensors (experimental).
 
-    call 1 of a form    the function itself, on a stream of its own: warm-up
-    call 2              recorded on static inputs, which executes nothing; then replayed
-    later calls         arguments --copy--> static inputs --replay--> static outputs --copy--> answer
+    call 1 with some shapes    the function itself, on a side stream: warm-up
+    call 2                     captured on static inputs, which executes nothing; then replayed
+    later calls                arguments --copy--> static inputs --replay--> static outputs --copy--> results
 
-A *form* is everything about the arguments but the numbers in them: structure, shapes, types, devices. Each form has its
-own recording. What the function reaches in other ways (weights, working copies) stays where it is: it is read, and may
-be written, in place by every replay, so its memory must not be exchanged. Every call executes the function exactly
-once, so it may change such memory; what it remembers from call to call in Python is lost. State that is handed from
-step to step is an argument and an answer, and the answer is a copy: the next replay does not touch it.
+There is one graph for each structure, shape, dtype and device of the arguments. Memory that the function reaches in
+other ways (weights, working memory) is read and written in place by every replay, so it must not be reallocated. Each
+call executes the function exactly once on the device; Python side effects happen only in the first two calls.
 
-None of this has been proven on a GPU, so a run asks for it with `experimental = true`; `tests/gpu` is what has to pass
-there. How recording and replaying are done is behind `CaptureBackend`, so that everything else is tested on the CPU.
+`CaptureBackend` separates this from CUDA, so that all but the backend is tested on the CPU; `tests/gpu` has to pass on
+a GPU before capture is more than an experiment.
 """
 
 from collections import OrderedDict
@@ -26,8 +24,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.pytree import Form, flatten, unflatten
 
 CaptureChoice = Literal["off", "on"]
-MOST_PROGRAMS = 4
-"""Structures whose programs are kept."""
+MAX_PROGRAMS = 4
+"""Structures whose programs are cached."""
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Program")
@@ -35,108 +33,106 @@ P = TypeVar("P", bound="Program")
 
 @runtime_checkable
 class CaptureBackend(Protocol):
-    """How a function without arguments is recorded."""
+    """How a function without arguments is captured."""
 
-    def warm(self, run: Callable[[], T]) -> T:
-        """Run it as it is, such that whatever is set up lazily is set up before `record`."""
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Run it eagerly, so that lazy initialization is done before `capture`."""
         ...
 
-    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Run it without executing it on the device; returns the replay, and the answer that every replay fills."""
+    def capture(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Capture it without executing it; returns the replay, and the result whose tensors every replay fills."""
         ...
 
 
 @final
-class CudaRecorder:
-    """CUDA graphs, each in memory of its own."""
+class CudaGraphs:
+    """CUDA graphs, each with a memory pool of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
 
-    def warm(self, run: Callable[[], T]) -> T:
-        """On the side stream, between the work before it and the work after it."""
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """On the side stream, ordered between the work before it and the work after it."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            answer = run()
+            result = run()
         current.wait_stream(self._side)
-        return answer
+        return result
 
-    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Recorded on the side stream; nothing waits, unlike in `torch.cuda.graph`, which empties all caches before."""
+    def capture(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """On the side stream; unlike `torch.cuda.graph` it neither synchronizes nor empties the caches."""
         graph = torch.cuda.CUDAGraph()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                answer = run()
+                result = run()
             finally:
                 graph.capture_end()
-        return graph.replay, answer
+        return graph.replay, result
 
 
 @dataclass(frozen=True)
-class _Recording:
-    """One form of a function: where its arguments are put, how it is replayed, where its answers are found."""
-
+class _Graph:
     inputs: list[Tensor]
     replay: Callable[[], None]
     outputs: list[Tensor]
-    answer: Form
+    result: Form
 
 
 @final
 class Captured:
-    """`function` with the same arguments and the same answer, replayed.
+    """`function` with the same arguments and results, replayed.
 
     Raises:
-        TypeError: an argument is a plain number.
-        ConfigError: the function cannot be recorded.
+        TypeError: an argument is a plain number, which would be baked into the graph.
+        ConfigError: the function cannot be captured.
     """
 
-    def __init__(self, function: Callable[..., Any], recorder: CaptureBackend, *, name: str) -> None:
+    def __init__(self, function: Callable[..., Any], backend: CaptureBackend, *, name: str) -> None:
         self.function, self.name = function, name
-        self._recorder = recorder
-        self._warmed: set[Hashable] = set()
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._backend = backend
+        self._warm: set[Hashable] = set()
+        self._graphs: dict[Hashable, _Graph] = {}
 
     @property
     def num_captures(self) -> int:
-        """Forms recorded so far; after a warm-up the number must not grow."""
-        return len(self._recordings)
+        """Graphs captured so far; after a warm-up the number must not grow."""
+        return len(self._graphs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- those of the function
         """As the function."""
         given, form = flatten((args, kwargs))
         key = (form, tuple((x.shape, x.dtype, x.device) for x in given))
-        if key not in self._warmed:
-            self._warmed.add(key)
-            return self._recorder.warm(lambda: self.function(*args, **kwargs))
-        recording = self._recordings.get(key)
-        if recording is None:
-            recording = self._recordings[key] = self._recorded(given, form)
+        if key not in self._warm:
+            self._warm.add(key)
+            return self._backend.warm_up(lambda: self.function(*args, **kwargs))
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(given, form)
         elif given:
-            torch._foreach_copy_(recording.inputs, given)
-        recording.replay()
-        return unflatten(recording.answer, [x.clone() for x in recording.outputs])
+            torch._foreach_copy_(graph.inputs, given)
+        graph.replay()
+        return unflatten(graph.result, [x.clone() for x in graph.outputs])
 
-    def _recorded(self, given: Sequence[Tensor], form: Form) -> _Recording:
+    def _capture(self, given: Sequence[Tensor], form: Form) -> _Graph:
         inputs = [x.detach().clone() for x in given]
         args, kwargs = unflatten(form, inputs)
         try:
-            replay, answer = self._recorder.record(lambda: self.function(*args, **kwargs))
-        except RuntimeError as error:  # whatever the device does not allow while it records
+            replay, result = self._backend.capture(lambda: self.function(*args, **kwargs))
+        except RuntimeError as error:  # an operation that CUDA does not allow during capture
             first_line = (str(error).splitlines() or [""])[0]
             raise ConfigError(
-                f"{self.name} could not be recorded ({type(error).__name__}: {first_line}); set capture = 'off'."
+                f"{self.name} could not be captured ({type(error).__name__}: {first_line}); set capture = 'off'."
             ) from error
-        outputs, answer_form = flatten(answer)
-        return _Recording(inputs, replay, [x.detach() for x in outputs], answer_form)
+        outputs, result_form = flatten(result)
+        return _Graph(inputs, replay, [x.detach() for x in outputs], result_form)
 
 
 def capture(function: Callable[..., Any], *examples: Any, recorder: CaptureBackend, name: str) -> Captured:  # noqa: ANN401
-    """`function` recorded for arguments of the form of `examples`, with which it is called; so it must be pure."""
+    """The pure `function`, already captured for arguments like `examples`."""
     captured = Captured(function, recorder, name=name)
     captured(*examples)
     captured(*examples)
@@ -148,39 +144,35 @@ class Program(Protocol):
     """Functions together with the memory they work on, set up for one structure."""
 
     def tensors(self) -> Sequence[Tensor]:
-        """What differs between two programs of equal structure, in a fixed order."""
+        """The tensors in which two programs of equal structure differ, in a fixed order."""
         ...
 
 
 @final
 class Programs(Generic[P]):
-    """The programs of the structures seen last, so that recordings outlive a pass over the data.
-
-    A structure is what decides which operations run on which shapes: whose seeds are alive, of which kind. Of two
-    programs of equal structure the older one stays, and receives the numbers of the newer one.
-    """
+    """A cache of programs by structure (which seeds of which kind are alive), so that graphs outlive an epoch."""
 
     def __init__(self) -> None:
         self._programs: OrderedDict[Hashable, P] = OrderedDict()
 
-    def settled(self, structure: Hashable, fresh: P) -> P:
-        """The program to use for this structure; `fresh` is one that was just set up for it."""
-        kept = self._programs.get(structure)
-        if kept is None:
-            while len(self._programs) >= MOST_PROGRAMS:
+    def cached(self, structure: Hashable, fresh: P) -> P:
+        """The cached program of this structure with the numbers of `fresh`; `fresh` itself if there is none."""
+        program = self._programs.get(structure)
+        if program is None:
+            while len(self._programs) >= MAX_PROGRAMS:
                 self._programs.popitem(last=False)
-            kept = self._programs[structure] = fresh
-            return kept
+            self._programs[structure] = fresh
+            return fresh
         self._programs.move_to_end(structure)
-        into, numbers = kept.tensors(), fresh.tensors()
+        into, numbers = program.tensors(), fresh.tensors()
         assert [x.shape for x in into] == [x.shape for x in numbers], "equal structures have tensors of equal shapes"
         with torch.no_grad():
             torch._foreach_copy_(list(into), list(numbers))
-        return kept
+        return program
 
 
 def capture_backend_for(choice: CaptureChoice, device: torch.device) -> CaptureBackend | None:
-    """How functions are recorded on this device; None where they are run eagerly.
+    """The backend for this device; None where functions run eagerly.
 
     Raises:
         ConfigError: "on" on a device without CUDA graphs.
@@ -189,7 +181,7 @@ def capture_backend_for(choice: CaptureChoice, device: torch.device) -> CaptureB
         return None
     if device.type != "cuda":
         raise ConfigError(
-            f"capture is 'on', but the run is on {device}, and only CUDA devices can record and replay; leave capture "
-            "out, or run on a CUDA device."
+            f"capture is 'on', but the run is on {device}, and CUDA graphs need a CUDA device; leave capture out, or "
+            "run on a CUDA device."
         )
-    return CudaRecorder(device)
+    return CudaGraphs(device)

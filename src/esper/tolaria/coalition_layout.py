@@ -1,13 +1,13 @@
-"""The constant side of coalitions: which named sets exist for S slots, in which order, and who asks for them.
+"""The constant tables of coalitions: the named sets for S slots, their order, and which hosts evaluate them.
 
 Sets are written by *rank*, the place of a slot among the players (or members) of its host, so that one table serves
-every host; rank S stands for a slot that is neither. Two players of three slots ask for
+every host; rank S is a slot that is neither. A host with two players in three slots evaluates
 
     name    main  without 0  without 1  without 2  all-off  single 0  single 1  single 2  pair 0,1  pair 0,2  pair 1,2
     ranks   all   1, 2       0, 2       0, 1       none     0         1         2         0, 1      0, 2      1, 2
     asked   yes   yes        yes        -          yes      yes       yes       -         yes       -         -
 
-After these come `committed`, which depends on stages and is no row of the table, and the subsets of the members.
+`committed`, which depends on stages, and the subsets of the members follow.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from torch import Tensor
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 _BITS_PER_WORD = 52
-"""Slots that one float64 encodes exactly; sets of more slots take several words."""
+"""Slots that one float64 encodes exactly; larger sets take several words."""
 
 
 class Rules(NamedTuple):
-    """The options of the enumeration; `shapley_limit` None asks for no subsets."""
+    """The options of the enumeration; `shapley_limit` None: no subsets."""
 
     interaction_limit: int
     fossils_as_players: bool
@@ -33,7 +33,7 @@ class Rules(NamedTuple):
 
 
 def most_coalitions(num_slots: int, rules: Rules) -> int:
-    """K: the most distinct sets that any host of S slots can have."""
+    """K: the most distinct sets of any host with S slots."""
 
     def most(n: int) -> int:
         if rules.shapley_limit is not None and n <= rules.shapley_limit:
@@ -47,12 +47,12 @@ def most_coalitions(num_slots: int, rules: Rules) -> int:
 
 
 _Row = tuple[frozenset[int], int, int]
-"""One named set: the ranks that are on, and the least and the greatest number of players that ask for it."""
+"""One named set: the ranks that are on, and the least and the greatest number of players that evaluate it."""
 
 
 @tensor_dataclass
 class Table:
-    """Named sets by rank: `on[r, m]` is the player of rank r in set m? `asked[p, m]` is it asked for with p players?"""
+    """Named sets by rank: set m contains rank r if `on[r, m]`, and p players evaluate it if `asked[p, m]`."""
 
     on: Tensor
     asked: Tensor
@@ -64,8 +64,7 @@ class Layout:
 
         main | without 0 .. S-1 | all-off | single 0 .. | pair 0,1 .. | committed | subset 0 .. J-1
 
-    `leave_one_out[r]`, `single[r]`, `pair[r, q]` say where a player of rank r finds its set; one past the last name
-    where there is none.
+    `leave_one_out[r]`, `single[r]`, `pair[r, q]` are the columns of the sets of rank r; one past the last name: none.
     """
 
     players: Table
@@ -79,7 +78,7 @@ class Layout:
 
 @lru_cache(maxsize=64)
 def layout_of(num_slots: int, rules: Rules, device: torch.device) -> Layout:
-    """The layout of one number of slots on one device, made once."""
+    """The layout for S slots, cached."""
     few = range(min(rules.interaction_limit, num_slots) if rules.interaction_limit >= 2 else 0)
     players, subsets = _player_rows(num_slots, few, rules.interaction_limit), _subset_rows(num_slots, rules)
     none = len(players) + 1 + len(subsets)

@@ -1,9 +1,7 @@
-"""Coalitions: which sets of seeds are switched on to learn what each seed is worth, and what that tells.
+"""Coalitions: the sets of active seeds that are evaluated each step, and the contributions that follow from them.
 
-A coalition is a set of slots whose seeds are heard; the accuracy of the network with that set on is f(set).
-
-    L  live seeds that are heard            P  players: those of L whose worth is in question (not permanent ones)
-    R  background, L without P              f  accuracy of a set, in percentage points
+    L  active seeds (alpha > 0)             P  players: seeds of L that are evaluated (fossils only as an option)
+    R  background, L without P              f  accuracy of the network with a set of seeds on, in percentage points
 
     name             set                evaluated
     main             L                  always
@@ -14,14 +12,13 @@ A coalition is a set of slots whose seeds are heard; the accuracy of the network
     committed        fossils of L       always
     subset j         j-th subset of L   for Shapley values, up to shapley_limit seeds in L
 
-Equal sets are evaluated once. One host with players in slots 0 and 2 of 3, nothing permanent:
+Equal sets are evaluated once. One host with players in slots 0 and 2 of 3, without fossils:
 
     name             main   without 0   without 2   all-off   single 0   single 2   pair 0,2   committed
     set              {0,2}  {2}         {0}         {}        {0}        {2}        {0,2}      {}
     coalition k      0      1           2           3         2          1          0          3
 
-Shape legend: N = hosts, S = slots, R = rank of a slot among the players (or members) of its host, M = names,
-K = distinct coalitions, J = subsets.
+N = hosts, S = slots, M = names, K = distinct coalitions, J = subsets.
 """
 
 from functools import lru_cache
@@ -35,18 +32,15 @@ from torch import Tensor
 from esper.leyline.stages import BLENDED, NUM_STAGE_VALUES, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
 from esper.tolaria.coalition_layout import Layout, Rules, layout_of, most_coalitions, numbers, word_weights
-from esper.tolaria.prefixes import PrefixPlan as PrefixPlan
-from esper.tolaria.prefixes import plan_prefixes as plan_prefixes
 
 
 @tensor_dataclass
 class Coalitions:
-    """The distinct sets of each host, and where each named set is found among them.
+    """The distinct sets of each host, and the number k of each named set among them.
 
-    `sets[n, k]` are the slots that are on; entries with `valid` False are padding and are never read. `names` are
-    numbers k of coalitions, -1 where the named set was not asked for: main, all-off, committed, then leave-one-out [S],
-    single [S], pair [S, S] and subset [J]. Coalition 0 is always `main`. `subset[n, j]` is the set whose bit r of j is
-    the r-th seed of L in slot order.
+    `sets[n, k]` are the slots that are on; rows with `valid` False are padding. `names` are the numbers (-1: not
+    evaluated) of main, all-off, committed, leave-one-out [S], single [S], pair [S, S] and subset [J]. Coalition 0 is
+    always `main`. Bit r of subset j is the r-th seed of L in slot order.
     """
 
     sets: Bool[Tensor, "N K S"]
@@ -54,7 +48,7 @@ class Coalitions:
     names: Int[Tensor, "N M"]
 
     def split(self, per_name: Tensor) -> "Named":
-        """What `per_name` [N, M] says of each named set."""
+        """The columns of `per_name` [N, M] by named set."""
         slots = self.sets.shape[2]
         sizes = [1, 1, 1, slots, slots, slots * slots, per_name.shape[1] - 3 - 2 * slots - slots * slots]
         main, all_off, committed, without, single, pair, subset = per_name.split(sizes, dim=1)
@@ -75,7 +69,7 @@ class Named(NamedTuple):
 
 @tensor_dataclass
 class CoalitionMetrics:
-    """What the accuracies of coalitions tell, in percentage points; NaN where it was not evaluated."""
+    """Accuracies and their differences in percentage points; NaN where a set was not evaluated."""
 
     val_acc: Float[Tensor, " N"]
     committed_acc: Float[Tensor, " N"]
@@ -87,25 +81,25 @@ class CoalitionMetrics:
 
 def enumerate_coalitions(
     stage: Int[Tensor, "N S"],
-    audible: Bool[Tensor, "N S"],
+    active: Bool[Tensor, "N S"],
     *,
     interaction_limit: int = 4,
     fossils_as_players: bool = False,
     shapley: bool = False,
     shapley_limit: int = 6,
 ) -> Coalitions:
-    """The coalitions of N hosts, without a host read; the same on every device.
+    """The coalitions of N hosts, without a host read.
 
     Args:
         stage: stage of each slot.
-        audible: whether its alpha is above 0.
-        interaction_limit: with more players than this, singles and pairs are not evaluated.
-        fossils_as_players: whether the worth of permanent seeds is in question too.
+        active: whether its alpha is above 0.
+        interaction_limit: hosts with more players evaluate no singles and pairs.
+        fossils_as_players: whether fossilized seeds are players too.
         shapley: whether to evaluate every subset of L.
         shapley_limit: hosts with more seeds in L evaluate no subsets.
     """
     num_slots, device = stage.shape[1], stage.device
-    kind_NS = _kinds(device)[stage] * audible
+    kind_NS = _kinds(device)[stage] * active
     rules = Rules(interaction_limit, fossils_as_players, shapley_limit if shapley else None)
     if num_slots > _MAX_TABLE_SLOTS:
         return _enumerate(kind_NS, rules)
@@ -114,7 +108,7 @@ def enumerate_coalitions(
 
 
 def derive(coalitions: Coalitions, accuracy: Float[Tensor, "N K"]) -> CoalitionMetrics:
-    """What accuracies [N, K] (pp) of the coalitions tell. Differences are taken in float64.
+    """Contributions and interactions from the accuracies [N, K] (pp) of the coalitions, computed in float64.
 
     contribution_i = f(main) - f(L without i),   cf_total = f(main) - f(all-off),
     I_ij = f(R + i + j) - f(R + i) - f(R + j) + f(R)
@@ -133,16 +127,16 @@ def derive(coalitions: Coalitions, accuracy: Float[Tensor, "N K"]) -> CoalitionM
     )
 
 
-_SILENT, _GROWING, _FOSSIL = 0, 1, 2
-"""Kinds of slots, which are all that coalitions depend on: not in L, in L and growing, in L for good."""
+_INACTIVE, _GROWING, _FOSSIL = 0, 1, 2
+"""Kinds of slots: not in L, in L and growing, in L and fossilized. Coalitions depend on nothing else."""
 
 _MAX_TABLE_SLOTS = 6
-"""Up to here every structure of a host is worked out once (3**6 = 729 rows) and looked up afterwards."""
+"""Up to this number of slots, the coalitions of every combination of kinds are tabulated (3**6 = 729 rows)."""
 
 
 @lru_cache(maxsize=16)
 def _all_structures(num_slots: int, rules: Rules, device: torch.device) -> Coalitions:
-    """The coalitions of every possible host: the one with a code has kind `code // 3**s % 3` in slot s."""
+    """The table: row `code` is a host with kind `code // 3**s % 3` in slot s."""
     codes = torch.arange(3**num_slots, device=device)[:, None]
     return _enumerate(codes // _kind_weights(num_slots, device) % 3, rules)
 
@@ -154,7 +148,7 @@ def _kind_weights(num_slots: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _kinds(device: torch.device) -> Tensor:
-    """Kind of an audible slot by stage value."""
+    """Kind of an active slot by stage value."""
     kinds = [
         _FOSSIL if stage == SeedStage.FOSSILIZED else _GROWING * (stage in BLENDED) for stage in range(NUM_STAGE_VALUES)
     ]
@@ -162,17 +156,17 @@ def _kinds(device: torch.device) -> Tensor:
 
 
 def _enumerate(kind_NS: Tensor, rules: Rules) -> Coalitions:
-    """The coalitions of hosts whose slots are of these kinds."""
+    """The coalitions of hosts with these kinds of slots."""
     num_slots = kind_NS.shape[1]
     layout = layout_of(num_slots, rules, kind_NS.device)
-    member_NS, fossil_NS = kind_NS != _SILENT, kind_NS == _FOSSIL
+    member_NS, fossil_NS = kind_NS != _INACTIVE, kind_NS == _FOSSIL
     player_NS = member_NS if rules.fossils_as_players else kind_NS == _GROWING
     player_rank_NS, num_players_N = _ranks(player_NS)
     member_rank_NS, num_members_N = _ranks(member_NS)
     asked_NM = layout.players.asked[num_players_N]
     by_player_NSM = layout.players.on[player_rank_NS] | (member_NS & ~player_NS)[:, :, None]
     sets_NSM = torch.cat((by_player_NSM, fossil_NS[:, :, None], layout.subsets.on[member_rank_NS]), dim=2)
-    # `committed` is asked for like `main`: always
+    # `committed` is always evaluated, like `main`
     asked_NM = torch.cat((asked_NM, asked_NM[:, :1], layout.subsets.asked[num_members_N]), dim=1)
     sets_NMS = sets_NSM.transpose(1, 2)
     column_NM, count_N = _merge_equal(sets_NMS, asked_NM)
@@ -181,13 +175,13 @@ def _enumerate(kind_NS: Tensor, rules: Rules) -> Coalitions:
 
 
 def _ranks(among_NS: Tensor) -> tuple[Tensor, Tensor]:
-    """Place of each marked slot among the marked ones of its host (S if it is not marked), and their number."""
+    """Rank of each marked slot among the marked slots of its host (S if not marked), and their number."""
     count_NS = among_NS.cumsum(dim=1)
     return torch.where(among_NS, count_NS - 1, among_NS.shape[1]), count_NS[:, -1]
 
 
 def _merge_equal(sets_NMS: Tensor, asked_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of the coalition of each named set (-1: not asked for), by first occurrence, and how many there are."""
+    """Number of the coalition of each named set (-1: not evaluated), by first occurrence, and their count."""
     _, num_names, num_slots = sets_NMS.shape
     weights_SW, order_M = word_weights(num_slots, sets_NMS.device), numbers(num_names, sets_NMS.device)
     words_NMW = sets_NMS.to(torch.float64) @ weights_SW
@@ -198,9 +192,9 @@ def _merge_equal(sets_NMS: Tensor, asked_NM: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _distinct(sets_NMS: Tensor, column_NM: Tensor, count_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The distinct sets [N, width, S], each at its number, and which of these places are taken."""
+    """The distinct sets [N, width, S], each at its number, and which rows are valid."""
     num_hosts, _, num_slots = sets_NMS.shape
-    # sets that were not asked for go to one more place at the end, which is cut off
+    # sets that are not evaluated go to an extra row at the end, which is cut off
     place_NM = torch.where(column_NM < 0, width, column_NM)
     spread_NMS = place_NM[:, :, None].expand(-1, -1, num_slots)
     distinct_NKS = sets_NMS.new_zeros(num_hosts, width + 1, num_slots).scatter(1, spread_NMS, sets_NMS)
@@ -208,7 +202,7 @@ def _distinct(sets_NMS: Tensor, column_NM: Tensor, count_N: Tensor, width: int) 
 
 
 def _named(layout: Layout, sets_NKS: Tensor, valid_NK: Tensor, column_NM: Tensor, player_rank_NS: Tensor) -> Coalitions:
-    """Look up the number of every named set of every slot."""
+    """Collect the number of every named set by slot."""
     column_NM = F.pad(column_NM, (0, 1), value=-1)
     pair_NSS = layout.pair[player_rank_NS[:, :, None], player_rank_NS[:, None]]
     names = (
@@ -220,4 +214,4 @@ def _named(layout: Layout, sets_NKS: Tensor, valid_NK: Tensor, column_NM: Tensor
         column_NM.gather(1, pair_NSS.flatten(1)),
         column_NM[:, layout.committed + 1 : -1],
     )
-    return Coalitions(sets=sets_NKS, valid=valid_NK, names=torch.cat(names, dim=1))
+    return Coalitions(sets=sets_NKS.contiguous(), valid=valid_NK, names=torch.cat(names, dim=1))

@@ -1,42 +1,48 @@
 """Settings of the engine."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
+from esper.tolaria.amp import AmpMode
 from esper.tolaria.capture import CaptureChoice
 from esper.tolaria.governor import GovernorConfig
 
 _MAX_HOSTS = 2**32
 """The number of a host is one word of the counter of its random draws."""
 
-
 ExecutorChoice = Literal["auto", "native", "fused", "streamed"]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "time_limit": ("truncate", "terminate"),
+    "executor": get_args(ExecutorChoice),
+    "graph": ("dynamic", "static"),
+    "amp": get_args(AmpMode),
+    "capture": get_args(CaptureChoice),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How N hosts are run for an episode.
+    """How N hosts are run for an episode. The config of a built engine names the choice that "auto" made.
 
     Attributes:
         run_seed: key of every random draw.
         num_envs: N. host_offset: global number of the first host of this process.
         episode_length: E, control steps per episode.
         slots: enabled slots in action order.
-        time_limit: what the last step is to the learner: "truncate" bootstraps, "terminate" is a true end.
-        executor: how the hosts are run: "streamed" one after another, bit for bit as if each were alone; "fused" all at
-            once, equal up to rounding; "native" by compiled C++ on a CPU, also equal up to rounding, and each as if it
-            were alone; "auto" by a rule, see `executors.choice`. The config of a built engine names the one that was
-            taken.
-        graph: "dynamic" runs what grows, and the host reads once a step what that is; "static" runs everything that
-            could grow under masks, all hosts at once, and nothing is read between the steps of an episode.
-        workers: processes that share the hosts of a CPU, at most, this one included. Scripted hosts, hosts on a
-            GPU and static graphs stay in one process. The config of a built engine names how many there are.
+        time_limit: the last step is bootstrapped ("truncate") or a true end ("terminate").
+        executor: "streamed" runs the hosts one after another, bit for bit as if each were alone; "fused" all at once,
+            equal up to rounding; "native" by compiled C++ on a CPU, one after another, equal up to rounding; "auto"
+            chooses, see `executors.choice`.
+        graph: "dynamic" runs the seeds that exist, with one host read per step; "static" (experimental) runs every
+            possible seed under masks, without reads between the steps of an episode.
+        workers: the most processes that share the hosts of a CPU, this one included. Scripted hosts, hosts on a GPU
+            and static graphs stay in one process.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" bf16 on a GPU
-            that supports it. The config of a built engine names the one that was taken.
-        capture: whether the training of a batch is recorded and replayed, see `capture.capture_backend_for`.
+            that supports it.
+        capture: whether training is captured as CUDA graphs (experimental).
     """
 
     run_seed: int = 0
@@ -46,7 +52,7 @@ class EngineConfig:
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: ExecutorChoice = "streamed"
     graph: Literal["dynamic", "static"] = "dynamic"
-    amp: Literal["off", "auto", "bf16", "fp16"] = "off"
+    amp: AmpMode = "off"
     capture: CaptureChoice = "off"
     host_offset: int = 0
     workers: int = 1
@@ -71,20 +77,14 @@ class EngineConfig:
             )
         if not 0 <= self.run_seed < 2**63:
             raise ConfigError(f"seed is {self.run_seed}; it must be a whole number from 0 to 2^63 - 1.")
-        if self.time_limit not in ("truncate", "terminate"):
-            raise ConfigError(f"time_limit is {self.time_limit!r}; it must be 'truncate' or 'terminate'.")
-        if self.executor not in ("auto", "native", "fused", "streamed"):
-            raise ConfigError(f"executor is {self.executor!r}; it must be 'auto', 'native', 'fused' or 'streamed'.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                *others, last = map(repr, choices)
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {', '.join(others)} or {last}.")
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; use 1 for this process alone.")
-        if self.graph not in ("dynamic", "static"):
-            raise ConfigError(f"graph is {self.graph!r}; it must be 'dynamic' or 'static'.")
         if self.graph == "static" and self.executor in ("streamed", "native"):
             raise ConfigError(
                 f"graph is 'static', which runs all hosts at once, but executor is {self.executor!r}, which runs "
                 "them one after another; set executor to 'auto' or 'fused', or graph to 'dynamic'."
             )
-        if self.amp not in ("off", "auto", "bf16", "fp16"):
-            raise ConfigError(f"amp is {self.amp!r}; it must be 'off', 'auto', 'bf16' or 'fp16'.")
-        if self.capture not in ("off", "on"):
-            raise ConfigError(f"capture is {self.capture!r}; it must be 'off' or 'on'.")

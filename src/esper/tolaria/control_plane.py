@@ -1,12 +1,4 @@
-"""The control plane of an engine: the three pure phases of a step, in the form that a run has chosen.
-
-    form      `observe`, `execute` and `end_step` of `phases.py` are
-    eager     called as they are: some 700 operators
-    compiled  three graphs (`runs/kernels.py` makes them)
-
-All forms give the same answers. `warm_up` calls each phase once with every form of arguments that a step will have, so
-that what is compiled is compiled before the first step.
-"""
+"""The three pure phases of a step, eager or compiled (`runs/kernels.py` chooses); both give the same answers."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,17 +17,17 @@ from esper.tolaria.reading import Decision
 from esper.tolaria.state import ParallelEnvState
 
 PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What makes the form of a phase that a run has chosen."""
+"""Turns a phase into the function that a run calls: itself, or a compiled one."""
 
 
 def eager(phase: Callable[..., Any]) -> Callable[..., Any]:
-    """Eager."""
+    """The phase itself."""
     return phase
 
 
 @final
 class ControlPlane:
-    """The phases with the rules of an engine, all in one form; what is not eager raises ConfigError where it fails."""
+    """The phases with the configuration of an engine, all in one form."""
 
     def __init__(self, config: EngineConfig, costs: SeedCosts, form: PhaseForm = eager) -> None:
         self.observe: Callable[..., tuple[ObserveOutput, Measurements]] = form(partial(observe, config=config))
@@ -43,15 +35,19 @@ class ControlPlane:
         self.end_step: Callable[..., EndStepOutput] = form(partial(end_step, config=config))
 
     def warm_up(self, state: ParallelEnvState, coalitions: Iterable[Coalitions], num_terms: int) -> None:
-        """Call each phase on hosts that do nothing, for each form of `coalitions`; the answers are forgotten.
+        """Call each phase on blank inputs, once for each shape of `coalitions`, so that all is compiled before a step.
 
-        `state` is any that the engine could be in, but without what the reward carries; the reward has `num_terms`.
+        `state` is any state of the engine without the reward's own; the reward has `num_terms`.
+
+        Raises:
+            ConfigError: a phase cannot be compiled.
         """
         device, (n, slots) = state.slots.stage.device, state.slots.stage.shape
         sizes, t = {"N": n, "S": slots, "M": num_terms}, torch.ones((), dtype=torch.int64, device=device)
         trained, penalty = blank(TrainPass, sizes, device), torch.zeros(n, device=device)
         for some in coalitions:
             validated = blank(ValidationPass, sizes | {"K": some.sets.shape[1]}, device)
-            seen, _ = self.observe(state, trained, validated, some, penalty, t)
-        done = self.execute(seen, blank(Decision, sizes, device).actions, t)
-        self.end_step(seen.judged, done, blank(Decision, sizes, device), blank(RewardOutput, sizes, device), t)
+            observed, _ = self.observe(state, trained, validated, some, penalty, t)
+        decision = blank(Decision, sizes, device)
+        executed = self.execute(observed, decision.actions, t)
+        self.end_step(observed.verdict, executed, decision, blank(RewardOutput, sizes, device), t)

@@ -1,12 +1,11 @@
-"""The engine: N hosts, one control step at a time, driven by whoever satisfies the client's protocols.
+"""The engine: N hosts, one control step at a time, driven by a client (policy and reward) through `ClientProtocol`.
 
-    step t   train -> measure -> guard (panic, rollback) -> ingest -> see -> decide -> act -> tick -> pay -> remember
-             -> one read of the device, which brings the next step's structure and the numbers that are reported
+    step t   apply_structure -> train -> measure -> observe -> decide -> execute -> reward -> end_step
+             -> one host read: the structure that the next step applies, and the numbers of the report
 
-An executor of a static graph needs no structure on the host. Then nothing is read between steps: what is reported
-stays on the device until somebody settles the engine, at the end of the episode or before.
-
-Everything between two steps is a mask over hosts; there is no loop over hosts in this file.
+With a static graph the host needs no structure, so nothing is read between steps: reports stay on the device until
+`apply_structure` is called, at the end of the episode or before. All work is masked over hosts; this file has no loop
+over hosts.
 """
 
 import time
@@ -42,17 +41,15 @@ StepListener = Callable[[StepReport], None]
 
 
 class VectorizedEngine:
-    """Owns the population, the lifecycle state, the governor and the timers; knows no learner.
+    """Owns the executor, the lifecycle state, the governor and the timers.
 
     Args:
-        config: how many hosts, for how long, under which rules.
-        executor: how they are run.
-        spec: what controllers are told of this engine.
-        on_step: called with the report of each step, when the next one begins; with a static graph when the episode
-            ends or the engine is settled, with the reports of all steps since, in order. It changes nothing; an
-            exception of it surfaces from `step`, `apply_structure` or `rollout` after the structure was applied, so that the
-            engine could go on.
-        form: makes the form of the pure phases of a step; see `warm_up`.
+        config: number of hosts, episode length, rules.
+        executor: runs the hosts.
+        spec: the description of this engine for controllers.
+        on_step: called with the report of each step in order, when `apply_structure` has read it. Its exceptions are
+            raised after the structure was applied, so that the engine can continue.
+        form: eager or compiled phases, see `control_plane`.
     """
 
     def __init__(
@@ -82,44 +79,39 @@ class VectorizedEngine:
 
     @property
     def state(self) -> ParallelEnvState:
-        """The control plane; only after `reset`."""
+        """The control plane; `reset` makes it."""
         assert self._state is not None, "reset() comes before the first step"
         return self._state
 
     # -- an episode ---------------------------------------------------------------------------------------------
 
     def reset(self, client: ClientProtocol, episode: int) -> None:
-        """N fresh hosts for episode number `episode`; the client forgets the last one."""
+        """Begin episode number `episode` with N fresh hosts, in the engine and in the client."""
         spec = self.spec
         self.episode, self.t, self._pending = episode, 0, None
         self._unread.clear()
         self._reports.clear()
         self.warm_up(len(client.terms))
         self.executor.reset(episode)
-        carried = client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device)
-        self._state = self._fresh(carried)
+        self._state = self._fresh(client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device))
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
 
     def warm_up(self, num_terms: int) -> None:
-        """Compile what is to be compiled, once; the first `reset` does it otherwise. `num_terms` are the reward's.
-
-        Raises:
-            ConfigError: something cannot be compiled.
-        """
+        """Compile the phases once, for a reward of `num_terms` terms; `reset` calls this. May raise ConfigError."""
         if not self._warmed_up:
             fresh = self._fresh(None)
             several = [self._enumerate(fresh, t) for t in (1, self.spec.episode_length)]
             self._plane.warm_up(fresh, several, num_terms)
             self._warmed_up = True
 
-    def _fresh(self, carried: Any) -> ParallelEnvState:  # noqa: ANN401 -- whatever the client's reward carries
+    def _fresh(self, carried: Any) -> ParallelEnvState:  # noqa: ANN401 -- the client's own reward state
         spec = self.spec
         guards = governor.initial(spec.num_envs, spec.device, self.config.governor)
         return initial_state(spec.num_envs, spec.num_slots, self.executor.host_params, guards, carried, spec.device)
 
     def plant(self, grown: Sequence[GrowthManifest]) -> None:
-        """Between `reset` and the first step: each host has its structure from the start, with fresh weights.
+        """Give each host its structure, with fresh weights; between `reset` and the first step.
 
         Raises:
             ConfigError: the structures do not fit the hosts.
@@ -137,10 +129,10 @@ class VectorizedEngine:
     def rollout(
         self, client: ClientProtocol, *, should_stop: Callable[[], bool] = lambda: False
     ) -> RolloutStats | None:
-        """Run the episode that `reset` began (or a checkpoint restored) to its end.
+        """Run the current episode to its end.
 
         Returns:
-            Its statistics, or None where `should_stop` ended it early; it can be continued later.
+            Its statistics, or None if `should_stop` interrupted it; a later call continues it.
         """
         began, reads, first = time.perf_counter(), reads_so_far(), self.t
         while self.t < self.spec.episode_length:
@@ -148,15 +140,15 @@ class VectorizedEngine:
             if should_stop() and self.t < self.spec.episode_length:
                 self.apply_structure()
                 return None
-        kept = self.kept_network()
-        client.finish(kept)
+        final = self.kept_network()
+        client.finish(final)
         cost = RolloutCost(
             seconds=time.perf_counter() - began,
             steps=self.t - first,
             env_steps=(self.t - first) * self.spec.num_envs,
             reads=reads_so_far() - reads,
         )
-        return reading.rollout_stats(self.episode, self.state, kept, self._subset_acc, cost)
+        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost)
 
     def train(
         self,
@@ -166,12 +158,12 @@ class VectorizedEngine:
         on_round: Callable[[RolloutStats, Mapping[str, float]], None],
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Round after round: N fresh hosts for an episode, then one update of the client.
+        """Run one episode of N fresh hosts and one update of the client per round.
 
-        An episode that `load_state_dict` restored is continued instead of begun anew.
+        An unfinished episode that `load_state_dict` restored is continued.
 
         Returns:
-            True when all rounds are done; False where `should_stop` ended the run after a step or a round.
+            True when all rounds are done; False if `should_stop` ended the run after a step or a round.
         """
         for episode in rounds:
             if not (self.episode == episode and 0 < self.t < self.spec.episode_length):
@@ -199,32 +191,34 @@ class VectorizedEngine:
             validated = self.executor.evaluate(t, state.slots, coalitions)
         with self.timer.span("observe"):
             penalty = client.rollback_reward(state.reward)
-            seen, measured = self._plane.observe(
-                replace(state, reward=None), trained, validated, coalitions, penalty, now
-            )
-            client.rollback(seen.verdict.panic, penalty)
+            before = replace(state, reward=None)
+            observed, measured = self._plane.observe(before, trained, validated, coalitions, penalty, now)
+            verdict = observed.verdict
+            client.rollback(verdict.governor.panic, penalty)
             self._subset_acc = measured.subset_acc
-            obs = phases.observation(seen.state, seen.legal, t, config)
+            obs = phases.observation(observed.state, observed.legal, t, config)
         with self.timer.span("decide"):
-            decided = client.act(obs)
+            act = client.act(obs)
         with self.timer.span("execute"):
-            done = self._plane.execute(seen, decided.actions, now)
+            executed = self._plane.execute(observed, act.actions, now)
         with self.timer.span("reward"):
-            paid, carried = phases.reward_and_store(client, state.reward, obs, decided, seen, measured, done, config)
+            reward, carried = phases.reward_and_store(
+                client, state.reward, obs, act, verdict.healthy, measured, executed, config
+            )
         with self.timer.span("end_step"):
-            closed = self._plane.end_step(seen.judged, done, reading.decision_of(decided), paid, now)
-        self._state = replace(closed.state, reward=carried)
+            ended = self._plane.end_step(verdict, executed, reading.decision_of(act), reward, now)
+        self._state = replace(ended.state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
         if self._by_mask is None:
-            self._pending = reading.start(closed.outputs, self._coalitions)
+            self._pending = reading.start(ended.outputs, self._coalitions)
             return
         with self.timer.span("apply_structure"):
-            self._by_mask.apply_changes(phases.changes(t, seen, done, closed), self._state.slots)
+            self._by_mask.apply_changes(phases.changes(t, verdict, executed, ended), self._state.slots)
         if self.on_step is not None:
-            self._unread.append((t, Packed(*closed.outputs)))
+            self._unread.append((t, Packed(*ended.outputs)))
 
     def apply_structure(self) -> None:
-        """Wait for the read of the last step, operate on the parameters accordingly, and report the step.
+        """Wait for the read of the last step, apply its structure to the parameters, and report the step.
 
         With a static graph one read brings the reports of all steps since the last call.
         """
@@ -243,12 +237,12 @@ class VectorizedEngine:
                 self.on_step(report)
 
     def outcome(self) -> RolloutStats:
-        """The statistics of an episode that a checkpoint restored at its end."""
+        """The statistics of a finished episode that a checkpoint restored."""
         cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
         return reading.rollout_stats(self.episode, self.state, self.kept_network(), self._subset_acc, cost)
 
     def kept_network(self) -> KeptNetwork:
-        """What the episode leaves of each host, measured once all that the last step decided is carried out."""
+        """The network that the episode leaves of each host, measured after the last structure was applied."""
         self.apply_structure()
         slots = self.state.slots
         fossils = slots.stage == SeedStage.FOSSILIZED
@@ -261,12 +255,12 @@ class VectorizedEngine:
         )
 
     def test(self) -> Tensor:
-        """Test accuracy [N] (pp) of the network that is kept of each host; for the end of a run."""
+        """Test accuracy [N] (pp) of the final network of each host; for the end of a run."""
         self.apply_structure()
         return self.executor.committed_accuracy("test", self.state.slots)
 
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
-        """The coalitions that step `t` will measure: the structure cannot change any more before it does."""
+        """The coalitions that step `t` will measure."""
         rules = self.config.lifecycle
         return enumerate_coalitions(
             state.slots.stage,
@@ -280,26 +274,26 @@ class VectorizedEngine:
     # -- persistence --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
-        """The engine in the middle of an episode: control plane, executor, place in the episode; all copies."""
+        """Copies of the control plane, the state of the executor, and the place in the episode."""
         self.apply_structure()
         tree = {
             "place": torch.tensor([self.episode, self.t]),
             **with_prefix("control", tensors_by_name(self.state)),
             **with_prefix("executor", self.executor.state_dict()),
         }
-        # whoever owns the memory goes on writing into it, and loading begins with a reset
+        # clones: the executor keeps writing into its memory, and loading starts with a reset
         return {name: value.clone() for name, value in tree.items()}
 
     def load_state_dict(self, state: StateTree, client: ClientProtocol) -> None:
-        """Continue where `state_dict` was taken; `client` begins the episode anew and is restored after this.
+        """Continue where `state_dict` was taken. This resets `client`, so restore the client afterwards.
 
         Raises:
-            CheckpointError: names or shapes differ from those of this engine, or a slot is in a stage that cannot be.
+            CheckpointError: names or shapes differ from those of this engine, or a slot has an invalid stage.
         """
         if "place" not in state:
             raise CheckpointError(
-                "the state of the engine misses 'place', the step it was taken in; load a checkpoint taken inside "
-                "an episode, or start the round anew."
+                "the state of the engine has no 'place' (episode and step); load a checkpoint taken inside an episode, "
+                "or restart the round."
             )
         episode, t = (int(v) for v in state["place"])
         self.reset(client, episode)

@@ -1,13 +1,13 @@
-"""The governor: compares each host's validation loss with that host's own past, and says when to go back.
+"""The governor: compares each host's validation loss with the losses of that host so far, and orders rollbacks.
 
-    rule  asks                                                              answer
-    1     is the loss NaN or infinite?                                      panic: nan
-    2     did a host that had learned fall back to guessing?                panic: lobotomy
-    3     is there too little past to compare with?                         healthy, remember the loss
-    4     is the loss far above guessing, above the past, and above its noise?   a strike; three: panic, divergence
-    5     otherwise                                                         healthy, remember the loss, no strikes
+    rule  condition                                                          outcome
+    1     the loss is NaN or infinite                                        panic: nan
+    2     a host that had learned is back at guessing                        panic: lobotomy
+    3     fewer than `min_history` losses are remembered                     healthy, remember the loss
+    4     the loss is above three bounds (guessing, mean, mean + noise)      a strike; three: panic, divergence
+    5     otherwise                                                          healthy, remember the loss, clear strikes
 
-The first rule that answers decides. Everything is float64 and masked over hosts: no question to the device.
+The first rule that applies decides. All arithmetic is float64, masked over hosts, without a host read.
 """
 
 import math
@@ -34,14 +34,14 @@ class PanicReason(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class GovernorConfig:
-    """When a loss is an anomaly, and how often a healthy host is kept.
+    """When a loss is an anomaly, and how often a healthy host is snapshotted.
 
     Attributes:
         guess: loss of blind guessing, ln(number of classes); ln(vocabulary) for language tasks.
-        window: healthy losses that are remembered. min_history: how many of them a comparison needs.
-        max_strikes: consecutive anomalies that make a panic.
-        guess_factor, std_factor, mean_factor: a loss is an anomaly above `guess_factor * guess`, above
-            `mean + std_factor * std` and above `mean_factor * mean`, all at once.
+        window: number of healthy losses remembered. min_history: how many of them a comparison needs.
+        max_strikes: consecutive anomalies that cause a panic.
+        guess_factor, std_factor, mean_factor: a loss is an anomaly if it is above all of `guess_factor * guess`,
+            `mean + std_factor * std` and `mean_factor * mean`.
         learned_share: a host has learned if its mean loss is below this share of `guess`.
         guess_band: a loss within this share of `guess` is that of a guessing network.
         snapshot_every: steps between two snapshots of a healthy host.
@@ -69,7 +69,7 @@ class GovernorConfig:
         if self.window < self.min_history:
             raise ConfigError(
                 f"governor.window is {self.window} but governor.min_history is {self.min_history}; "
-                "remember at least as many losses as a comparison needs."
+                "the window must hold at least as many losses as a comparison needs."
             )
 
 
@@ -78,13 +78,10 @@ DEFAULT_CONFIG = GovernorConfig()
 
 @tensor_dataclass
 class GovernorState:
-    """What is remembered of each host.
+    """The healthy losses of each host, in a ring buffer, and its consecutive anomalies (`strikes`).
 
-    window   host 0 | 2.31  1.90  1.72  0.0  0.0 ...      count 3: the next loss goes to place 3
-             host 1 | 0.41  0.40  0.52  0.50  ...         count 22: places 0 and 1 were written a second time
-
-    `count` is the number of healthy losses so far; it is not capped, so that it also says where the ring goes on.
-    Places that were never written are 0. `strikes` are consecutive anomalies.
+    `count` is the number of healthy losses so far, not capped: the next loss is written at `count % W`. Unused places
+    are 0.
     """
 
     window: Float64[Tensor, "N W"]
@@ -94,11 +91,10 @@ class GovernorState:
 
 @tensor_dataclass
 class GovernorVerdict:
-    """What the governor says of one step.
+    """The verdict of one step.
 
-    `healthy` hosts passed rule 3 or 5. `thresholds` are the three bounds of rule 4 in the order of the configuration;
-    the last two are NaN while nothing is remembered. `strikes` are those at the time of the check, before a rollback
-    clears them. `loss` is the loss that was judged.
+    `healthy` hosts ended in rule 3 or 5. `thresholds` are the three bounds of rule 4 in the order of the configuration;
+    the last two are NaN while nothing is remembered. `strikes` are counted before a rollback clears them.
     """
 
     panic: Bool[Tensor, " N"]
@@ -110,7 +106,7 @@ class GovernorVerdict:
 
 
 def initial(num_envs: int, device: torch.device, config: GovernorConfig = DEFAULT_CONFIG) -> GovernorState:
-    """N hosts without a past."""
+    """The state of N fresh hosts."""
     zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
     window = torch.zeros(num_envs, config.window, dtype=torch.float64, device=device)
     return GovernorState(window=window, count=zeros, strikes=zeros)
@@ -119,11 +115,10 @@ def initial(num_envs: int, device: torch.device, config: GovernorConfig = DEFAUL
 def check(
     state: GovernorState, val_loss: Float[Tensor, " N"], config: GovernorConfig = DEFAULT_CONFIG
 ) -> tuple[GovernorState, GovernorVerdict]:
-    """Judge the validation loss [N] of this step by the rules above.
+    """Apply the rules to the validation loss [N] of this step.
 
     Returns:
-        The state with healthy losses remembered and strikes counted (a panic does not clear them, `after_rollback`
-        does), and the verdict.
+        The state with healthy losses remembered and strikes counted (`after_rollback` clears them), and the verdict.
     """
     loss_N = val_loss.to(torch.float64)
     mean_N, std_N = _statistics(state)
@@ -158,27 +153,24 @@ def check(
 
 
 def after_rollback(state: GovernorState, panic: Bool[Tensor, " N"]) -> GovernorState:
-    """Hosts that went back start without strikes; what they remember was healthy and stays."""
+    """Clear the strikes of hosts that were rolled back; their remembered losses were healthy and stay."""
     return replace(state, strikes=state.strikes.masked_fill(panic, 0))
 
 
-def snapshot_due(
+def snapshots_due(
     state: GovernorState,
-    verdict: GovernorVerdict,
+    safe: Bool[Tensor, " N"],
     t: int | Int[Tensor, ""],
     fossilized: Bool[Tensor, " N"],
     config: GovernorConfig = DEFAULT_CONFIG,
-) -> Bool[Tensor, " N"]:
-    """Hosts that are to be kept in step `t`: healthy now, and the turn has come or a seed fossilized in this step."""
-    sound_N = ~verdict.panic & (state.strikes == 0)
-    return sound_N & (fossilized | (t % config.snapshot_every == 0))
+) -> tuple[Bool[Tensor, " N"], Bool[Tensor, " N"]]:
+    """Which hosts to snapshot in step `t`, and which to add only their new fossil to the older snapshot.
 
-
-def fossil_patch_due(
-    state: GovernorState, verdict: GovernorVerdict, fossilized: Bool[Tensor, " N"]
-) -> Bool[Tensor, " N"]:
-    """Hosts whose new fossil joins the older snapshot alone, because the rest of the host is under suspicion."""
-    return fossilized & ~verdict.panic & (state.strikes > 0)
+    A host that was not rolled back (`safe`) is snapshotted every few steps and when a seed fossilized. If it has
+    strikes, its other weights are not trusted, and only the fossil is added.
+    """
+    snapshot_N = safe & (state.strikes == 0) & (fossilized | (t % config.snapshot_every == 0))
+    return snapshot_N, safe & fossilized & ~snapshot_N
 
 
 @lru_cache(maxsize=16)
@@ -197,5 +189,5 @@ def _statistics(state: GovernorState) -> tuple[Tensor, Tensor]:
 
 def _remember(state: GovernorState, loss_N: Tensor, healthy_N: Tensor) -> GovernorState:
     next_N1 = (state.count % state.window.shape[1])[:, None]
-    kept_N1 = torch.where(healthy_N[:, None], loss_N[:, None], state.window.gather(1, next_N1))
-    return replace(state, window=state.window.scatter(1, next_N1, kept_N1), count=state.count + healthy_N)
+    written_N1 = torch.where(healthy_N[:, None], loss_N[:, None], state.window.gather(1, next_N1))
+    return replace(state, window=state.window.scatter(1, next_N1, written_N1), count=state.count + healthy_N)

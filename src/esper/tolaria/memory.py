@@ -1,7 +1,7 @@
-"""Freed memory that is kept, so that the next step does not wait for the kernel to hand it out again.
+"""Keeping freed memory in the process.
 
-glibc returns large blocks to the kernel as soon as they are freed; every step then touches fresh pages, and each first
-touch of a page is a fault. A run allocates the same sizes over and over, so it keeps what it has.
+glibc returns large freed blocks to the kernel, so each step would fault in fresh pages. A run allocates the same sizes
+again and again, and is faster if it keeps them.
 """
 
 import ctypes
@@ -14,10 +14,7 @@ _PAD = 2**26
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed, for the rest of the process; returns whether it does.
-
-    Nothing happens where the C library is not glibc.
-    """
+    """Let glibc keep freed memory for the rest of the process; returns False without glibc."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)

@@ -1,8 +1,7 @@
-"""Which work several coalitions of one host share: the network is run on distinct *prefixes*, not on whole sets.
+"""Prefix sharing: coalitions of one host that agree on the first slots share the computation up to there.
 
-Two coalitions that agree on every slot up to some depth compute the same there, so they travel as one state and part
-where they first differ. A state's children are the parent as it is (slot off) and the parent with the seed's output
-added (slot on); the seed runs once for each parent that has an `on` child.
+The network runs on distinct states instead of whole sets. The children of a state at a slot are the state itself (slot
+off) and the state with the seed's output added (slot on); the seed runs once per parent that has an `on` child.
 
     coalitions   {0,1}  {1}  {0}  {}          execution order 0, 1
 
@@ -11,7 +10,7 @@ added (slot on); the seed runs once for each parent that has an `on` child.
     slot 1             x   x+0   x+1  x+0+1   off (0, 1)  on (0, 1)    seed 1 runs twice
     states of the coalitions                  (3, 2, 1, 0)
 
-Everything is plain Python on the host; the executor turns it into index tensors.
+Plans are plain Python; the executors turn them into index tensors.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from jaxtyping import Bool
 
 @dataclass(frozen=True)
 class PrefixStep:
-    """What happens to the states at one slot: the new states are `cat(x[off], x[on] + seed(x[on]))`.
+    """One slot: the new states are `cat(x[off], x[on] + seed(x[on]))`.
 
     `off` and `on` are ascending numbers of the `num_parents` states before the slot.
     """

@@ -1,8 +1,8 @@
 """Finds every place where Python waits for the contents of a tensor.
 
-The methods that do so are wrapped while a counter is active; operators that wait without passing through one of them
-(a boolean index, `x[t]` with a scalar tensor `t`) are seen by a dispatch mode. Calls are counted, not stalls: the
-result is the same on CPU and CUDA.
+While a counter is active, the methods that wait are wrapped, and a dispatch mode finds operators that wait without one
+of these methods (a boolean index, `x[t]` with a scalar tensor `t`). Calls are counted, not stalls, so the result is the
+same on CPU and CUDA.
 """
 
 import functools
@@ -46,7 +46,7 @@ _INDEXING_OPERATORS = frozenset({"aten::index", "aten::index_put", "aten::index_
 
 @dataclass(frozen=True)
 class HostRead:
-    """One read outside `host_read`: what was called, and from where, e.g. `esper/leyline/random.py:139`."""
+    """One read outside `host_read`: the method or operator, and its call site, e.g. `esper/leyline/random.py:139`."""
 
     call: str
     site: str
@@ -58,17 +58,16 @@ class HostReadCounter:
 
     Attributes:
         intended: calls of `host_read` or `start_read`.
-        unintended: every other read, in order, with the first frame inside the package as its site (the nearest
-            frame outside installed libraries where no frame of the package takes part).
+        unintended: every other read, in order. Its site is the first frame inside the package, or else the nearest
+            frame outside installed libraries.
 
-    Counters may be nested; each counts for itself. Everything is as it was when the last one is left, also by an
-    exception.
+    Counters may be nested; each counts all reads inside it. Leaving the last one restores the wrapped methods.
     """
 
-    def __init__(self, *, watch_operators: bool = True) -> None:
+    def __init__(self) -> None:
         self.intended = 0
         self.unintended: list[HostRead] = []
-        self._mode = _OperatorWatch(self.unintended) if watch_operators else None
+        self._mode = _OperatorWatch(self.unintended)
 
     @property
     def by_site(self) -> Counter[str]:
@@ -80,22 +79,20 @@ class HostReadCounter:
         if not _active:
             _wrap_methods()
         _active.append(self)
-        if self._mode is not None:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _active.remove(self)
         if not _active:
             _unwrap_methods()
 
 
 class _Silence(threading.local):
-    """Depth of code whose reads are known already: `host_read` itself, or a wrapped method that was counted."""
+    """Nesting depth of code whose reads are counted already: `host_read`, or a wrapped method."""
 
     depth = 0
 
@@ -107,12 +104,12 @@ _intended_reads = 0
 
 
 def reads_so_far() -> int:
-    """Intended reads of this process and its workers since it began; a difference is what happened in between."""
+    """Intended reads of this process and its workers since it started."""
     return _intended_reads
 
 
 def note_intended_read(number: int = 1) -> None:
-    """Count reads that are meant to happen, in this process or in one that works for it."""
+    """Count `number` intended reads of this process or of a worker."""
     global _intended_reads
     _intended_reads += number
     for counter in _active:
@@ -131,7 +128,7 @@ def silence() -> Iterator[None]:
 
 @final
 class _OperatorWatch(TorchDispatchMode):
-    """Sees operators that wait for the device although no watched method was called."""
+    """Finds operators that wait for the device without a watched method."""
 
     def __init__(self, found: list[HostRead]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -174,7 +171,7 @@ def _wrap_methods() -> None:
 def _unwrap_methods() -> None:
     while _originals:
         owner, name, own = _originals.pop()
-        if own is None:  # it was inherited
+        if own is None:  # inherited
             delattr(owner, name)
         else:
             setattr(owner, name, own)
@@ -198,8 +195,8 @@ def _wrapped(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _asks_for_host(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
     """Whether `.to(...)` waits for a copy on the host.
 
-    The literal "cpu" is meant for a transfer even where the tensor happens to be on the CPU already; a device that is
-    handed around is not: it is the run's own device.
+    The literal "cpu" counts as a transfer even if the tensor is on the CPU already. A `torch.device` counts only if the
+    tensor is elsewhere, because it is usually the device of the run.
     """
     if kwargs.get("non_blocking"):
         return False

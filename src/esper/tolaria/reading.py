@@ -1,9 +1,8 @@
-"""The one packed read of a control step: what goes in, and what comes out on the host.
-
-Where the structure stays on the device, steps are packed and read later, together.
-"""
+"""The packed read of a control step: which tensors leave the device, and what the host makes of them."""
 
 from collections.abc import Sequence
+from dataclasses import fields
+from dataclasses import replace as data_replace
 
 import numpy as np
 import torch
@@ -15,15 +14,26 @@ from esper.leyline.actions import Head
 from esper.leyline.messages import ActResult, KeptNetwork, RewardOutput
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.executors.protocol import Structure
+from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.governor import GovernorVerdict
 from esper.tolaria.runtime import Arrays, Packed, PendingRead, host_read, read_packed, start_read
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport
 
+_STACKS = (
+    ("stage", "blueprint", "algorithm", "alpha_mode", "serial", "params", "gate", "failed_checks"),
+    ("has_gate", "germinated", "released", "keep", "rolled_back", "gate_passed"),
+    ("alpha", "contribution", "gate_score"),
+    ("val_acc", "val_loss", "train_loss", "committed_acc", "reward", "value", "op_log_prob"),
+    ("effective_op", "panic_reason", "panic_strikes", "host_params", "num_coalitions"),
+    ("panicked", "snapshot", "row_marked"),
+)
+"""Tensors of one dtype and shape are stacked: the first three stacks are [..., N, S], the others [..., N]. The first
+one ends with the six rows of the transitions: from, to and cause, by the op and by the tick."""
+
 
 @tensor_dataclass
 class Decision:
-    """What the host is told of a decision."""
+    """The part of a controller's answer that is reported."""
 
     actions: Int[Tensor, "N 8"]
     value: Float[Tensor, " N"]
@@ -31,18 +41,18 @@ class Decision:
 
 
 def decision_of(act: ActResult) -> Decision:
-    """The part of a controller's answer that the host is told."""
+    """The reported part of `act`."""
     return Decision(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP])
 
 
 @tensor_dataclass
 class FinishedStep:
-    """Everything of a step that finished from which the host is told something."""
+    """Everything of a finished step that is reported."""
 
     state: ParallelEnvState
     num_coalitions: Int[Tensor, " N"]
     decision: Decision
-    paid: RewardOutput
+    reward: RewardOutput
     ops: OpEffects
     ticks: TickEffects
     effective_op: Int[Tensor, " N"]
@@ -53,88 +63,81 @@ class FinishedStep:
 
 
 def start(outputs: Sequence[Tensor], coalitions: Coalitions) -> PendingRead:
-    """Begin the read of the step that just finished; `coalitions` are those of the next one."""
+    """Begin the read of the step that just ended; `coalitions` are those of the next one."""
     return start_read(*outputs, coalitions.sets, coalitions.valid)
 
 
 def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
-    """Structure, events and numbers of a step. Tensors of one type and shape travel stacked."""
+    """Structure, events and numbers of a step: the stacks, then actions, losses, and the terms of the reward."""
     state, ops, ticks, verdict = finished.state, finished.ops, finished.ticks, finished.verdict
-    slots, hosts, readings = state.slots, state.hosts, ticks.readings
-    slot_ints = (
-        slots.stage,
-        slots.blueprint,
-        slots.algorithm,
-        slots.alpha_mode,
-        slots.serial,
-        slots.params,
-        *vars(ops.transitions).values(),
-        *vars(ticks.transitions).values(),
-        readings.gate,
-        readings.failed_checks,
-    )
-    slot_bools = (
-        slots.has_gate,
-        ops.germinated,
-        ops.released | ticks.released | finished.rolled_back,
-        finished.keep,
-        finished.rolled_back,
-        readings.passed,
-    )
-    host_floats = (
-        hosts.val_acc,
-        hosts.val_loss,
-        hosts.train_loss,
-        hosts.committed_acc,
-        state.tally.last_reward,
-        finished.decision.value,
-        finished.decision.op_log_prob,
-    )
+    slots, hosts, tally, readings = state.slots, state.hosts, state.tally, ticks.readings
+    values = {
+        **{name: getattr(slots, name) for name in (*_STACKS[0][:6], "has_gate", "alpha", "contribution")},
+        **{name: getattr(hosts, name) for name in ("val_acc", "val_loss", "train_loss", "committed_acc")},
+        "gate": readings.gate,
+        "failed_checks": readings.failed_checks,
+        "germinated": ops.germinated,
+        "released": ops.released | ticks.released | finished.rolled_back,
+        "keep": finished.keep,
+        "rolled_back": finished.rolled_back,
+        "gate_passed": readings.passed,
+        "gate_score": readings.score,
+        "reward": tally.last_reward,
+        "value": finished.decision.value,
+        "op_log_prob": finished.decision.op_log_prob,
+        "effective_op": finished.effective_op,
+        "panic_reason": verdict.reason,
+        "panic_strikes": verdict.strikes,
+        "host_params": hosts.host_params,
+        "num_coalitions": finished.num_coalitions,
+        "panicked": verdict.panic,
+        "snapshot": finished.snapshot,
+        "row_marked": tally.replaced,
+    }
+    rows = [[values[name] for name in names] for names in _STACKS]
+    rows[0] += [*vars(ops.transitions).values(), *vars(ticks.transitions).values()]
     return (
-        torch.stack(slot_ints),
-        torch.stack(slot_bools),
-        torch.stack((slots.alpha, slots.contribution, readings.score)),
-        torch.stack(host_floats),
-        torch.stack(
-            (finished.effective_op, verdict.reason, verdict.strikes, hosts.host_params, finished.num_coalitions)
-        ),
-        torch.stack((verdict.panic, finished.snapshot, state.tally.replaced)),
+        *(torch.stack(stack) for stack in rows),
         finished.decision.actions,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
-        finished.paid.breakdown,
-        finished.paid.flags,
+        finished.reward.breakdown,
+        finished.reward.flags,
     )
+
+
+def _by_name(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of `step_outputs` under the names of `Structure` and `StepReport`."""
+    *stacks, actions, losses, breakdown, flags = arrays
+    named = {name: row for names, stack in zip(_STACKS, stacks, strict=True) for name, row in zip(names, stack)}  # noqa: B905 -- the transitions follow the names
+    return named | {
+        "op_moves": stacks[0][-6:-3],
+        "tick_moves": stacks[0][-3:],
+        "actions": actions,
+        "panic_loss": losses[:, 0],
+        "panic_thresholds": losses[:, 1:],
+        "breakdown": breakdown,
+        "flags": flags,
+    }
+
+
+def _fields_of(kind: type[Structure | StepReport], named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {field.name: named[field.name] for field in fields(kind) if field.name in named}
 
 
 def structure(t: int, arrays: Arrays) -> Structure:
     """What the executor must know for the next step."""
-    ints, bools, floats, _, _, marks, *_, sets, sets_valid = arrays
-    return Structure(
-        t=t,
-        stage=ints[0],
-        blueprint=ints[1],
-        algorithm=ints[2],
-        alpha_mode=ints[3],
-        has_gate=bools[0],
-        alpha=floats[0],
-        germinated=bools[1],
-        released=bools[2],
-        keep=bools[3],
-        panicked=marks[0],
-        snapshot=marks[1],
-        sets=sets,
-        sets_valid=sets_valid,
-    )
+    *outputs, sets, sets_valid = arrays
+    return Structure(t=t, sets=sets, sets_valid=sets_valid, **_fields_of(Structure, _by_name(outputs)))
 
 
 def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> Structure:
-    """The structure after step `t` without anything to be carried out, read at once; for a restored engine."""
+    """The structure after step `t` with no change to apply, read at once; for a restored engine."""
     slots = state.slots
     ints = (slots.stage, slots.blueprint, slots.algorithm, slots.alpha_mode)
     read = host_read(torch.stack(ints), slots.has_gate, slots.alpha, coalitions.sets, coalitions.valid)
     (stage, blueprint, algorithm, alpha_mode), has_gate, alpha, sets, sets_valid = read
-    nothing, nobody = np.zeros_like(has_gate), np.zeros(len(has_gate), dtype=np.bool_)
-    return Structure(
+    return data_replace(
+        empty_structure(*stage.shape),
         t=t,
         stage=stage,
         blueprint=blueprint,
@@ -142,66 +145,22 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
         alpha_mode=alpha_mode,
         has_gate=has_gate,
         alpha=alpha,
-        germinated=nothing,
-        released=nothing,
-        keep=nothing,
-        panicked=nobody,
-        snapshot=nobody,
         sets=sets,
         sets_valid=sets_valid,
     )
 
 
-def step_report(episode: int, t: int, arrays: Arrays) -> StepReport:
-    """What listeners are told of the step."""
-    # the executor goes on working with the structure that was read, and no listener can reach it through its report
-    only_read = [_only_read(array) for array in arrays[:10]]
-    ints, bools, floats, host_floats, host_ints, marks, actions, thresholds, breakdown, flags = only_read
-    return StepReport(
-        episode=episode,
-        t=t,
-        stage=ints[0],
-        serial=ints[4],
-        blueprint=ints[1],
-        alpha=floats[0],
-        contribution=floats[1],
-        val_acc=host_floats[0],
-        val_loss=host_floats[1],
-        train_loss=host_floats[2],
-        committed_acc=host_floats[3],
-        reward=host_floats[4],
-        value=host_floats[5],
-        op_log_prob=host_floats[6],
-        breakdown=breakdown,
-        flags=flags,
-        params=ints[5],
-        host_params=host_ints[3],
-        num_coalitions=host_ints[4],
-        row_marked=marks[2],
-        actions=actions,
-        effective_op=host_ints[0],
-        panic_reason=host_ints[1],
-        panic_strikes=host_ints[2],
-        panic_loss=thresholds[:, 0],
-        panic_thresholds=thresholds[:, 1:],
-        op_moves=ints[6:9],
-        tick_moves=ints[9:12],
-        gate=ints[12],
-        gate_passed=bools[5],
-        gate_score=floats[2],
-        failed_checks=ints[13],
-        rolled_back=bools[4],
-    )
-
-
-def _only_read(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.setflags(write=False)
-    return view
+def step_report(episode: int, t: int, arrays: Sequence[np.ndarray]) -> StepReport:
+    """The report of step `t` from the arrays of `step_outputs`, which may be followed by others."""
+    # listeners get read-only views: the executor keeps working on the same arrays
+    views = [array.view() for array in arrays[: len(_STACKS) + 4]]
+    for view in views:
+        view.setflags(write=False)
+    return StepReport(episode=episode, t=t, **_fields_of(StepReport, _by_name(views)))
 
 
 def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepReport]:
-    """What listeners are told of several steps, by one read; `packs` are steps with what they told, packed."""
+    """The reports of several steps (step number and packed outputs of each), by one read."""
     read = read_packed([packed for _, packed in packs])
     return [step_report(episode, t, arrays) for (t, _), arrays in zip(packs, read, strict=True)]
 
@@ -209,9 +168,9 @@ def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepRepo
 def rollout_stats(
     episode: int, state: ParallelEnvState, kept: KeptNetwork, subset_acc: Float[Tensor, "N J"], cost: RolloutCost
 ) -> RolloutStats:
-    """Read the tally of an episode and what it left: the one read of a round."""
+    """The statistics of an episode: the one read of a round."""
     slots, hosts, tally = state.slots, state.hosts, state.tally
-    read = host_read(
+    returns, (val_acc, committed_acc), counts, others, ops, flags, end, alpha, subsets = host_read(
         tally.returns,
         torch.stack((hosts.val_acc, kept.accuracy)),
         torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
@@ -222,24 +181,15 @@ def rollout_stats(
         slots.alpha,
         subset_acc,
     )
-    returns, floats, counts, others, ops, flags, end, alpha, subsets = read
     return RolloutStats(
         episode=episode,
         returns=returns,
-        val_acc=floats[0],
-        committed_acc=floats[1],
-        fossil_params=others[2],
-        host_params=others[3],
-        fossilized=counts[0],
-        contributing=counts[1],
-        germinated=counts[2],
-        pruned=counts[3],
-        rollbacks=others[0],
-        refused=others[1],
+        val_acc=val_acc,
+        committed_acc=committed_acc,
+        **dict(zip(("fossilized", "contributing", "germinated", "pruned"), counts, strict=True)),
+        **dict(zip(("rollbacks", "refused", "fossil_params", "host_params"), others, strict=True)),
         ops=ops,
-        stage=end[0],
-        blueprint=end[1],
-        algorithm=end[2],
+        **dict(zip(("stage", "blueprint", "algorithm"), end, strict=True)),
         flags=flags,
         alpha=alpha,
         subset_acc=subsets,

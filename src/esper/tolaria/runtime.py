@@ -1,19 +1,19 @@
-"""The border between device and host: reading values, measuring time, choosing the device.
+"""The border between device and host: reading tensors, measuring time, choosing the device.
 
-A *host read* makes Python wait for the contents of a tensor. `host_read` is the only function that is meant to do so:
+A *host read* makes Python wait for the contents of a tensor. Intended ones pass through `host_read` or `start_read`:
 
-    tensors   bool [N]   int64 [N, 8]   float32 []          one cat of bytes, widest type first, so that all is aligned
+    tensors   bool [N]   int64 [N, 8]   float32 []          one cat of bytes, widest dtype first, so that all is aligned
     bytes     | int64 ................ | float32 | bool |   one copy, on CUDA into pinned memory without blocking
-    arrays    views of those bytes, in the order that was asked for
+    arrays    views of those bytes, in the order of the tensors
 
-`HostReadCounter` finds whoever else does it, and where.
+`HostReadCounter` finds all others.
 """
 
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import groupby
 from types import TracebackType
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.tolaria.read_counter import HostRead as HostRead
 from esper.tolaria.read_counter import HostReadCounter as HostReadCounter
 from esper.tolaria.read_counter import note_intended_read, silence
 from esper.tolaria.read_counter import reads_so_far as reads_so_far
@@ -46,7 +45,7 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class _Piece(NamedTuple):
-    """Where one of the tensors lies in the row of bytes."""
+    """The place of one tensor in the row of bytes."""
 
     begin: int
     end: int
@@ -56,7 +55,7 @@ class _Piece(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _packing(*forms: tuple[torch.dtype, torch.Size]) -> tuple[tuple[int, ...], tuple[_Piece, ...]]:
-    """The order in which tensors of these types and shapes are packed, and the piece of each of them."""
+    """The packing order of tensors of these dtypes and shapes, and the piece of each."""
     order = tuple(sorted(range(len(forms)), key=lambda i: (-forms[i][0].itemsize, str(forms[i][0]))))
     pieces: dict[int, _Piece] = {}
     begin = 0
@@ -70,7 +69,7 @@ def _packing(*forms: tuple[torch.dtype, torch.Size]) -> tuple[tuple[int, ...], t
 
 @final
 class Packed:
-    """Tensors of one device as one row of bytes that stays there until it is read; later writes do not change it."""
+    """A copy of tensors of one device, as one row of bytes on that device."""
 
     @torch.no_grad()
     def __init__(self, *tensors: Tensor) -> None:
@@ -80,23 +79,27 @@ class Packed:
         assert not unknown, f"{unknown} cannot be read as numpy arrays; convert before reading"
         order, self._pieces = _packing(*((t.dtype, t.shape) for t in tensors))
         with silence():
-            by_type = groupby((tensors[i] for i in order), key=lambda tensor: tensor.dtype)
-            self.bytes = torch.cat([torch.cat([x.reshape(-1) for x in some]).view(torch.uint8) for _, some in by_type])
+            by_type = [
+                torch.cat([tensor.reshape(-1) for tensor in group])
+                for _, group in groupby((tensors[i] for i in order), key=lambda tensor: tensor.dtype)
+            ]
+            # bool needs no view: `cat` promotes it to uint8, which are the same bytes
+            self.bytes = torch.cat([x if x.dtype == torch.bool else x.view(torch.uint8) for x in by_type])
 
     def unpack(self, packed: np.ndarray) -> Arrays:
-        """The tensors as views of their bytes on the host, in the order they were given."""
+        """Views of the packed bytes on the host, one per tensor in the order they were given."""
         return tuple(packed[p.begin : p.end].view(p.dtype).reshape(p.shape) for p in self._pieces)
 
 
 @final
 class PendingRead:
-    """A read that was started; the device goes on working until somebody waits for the arrays."""
+    """A read in flight; the device keeps working until `wait`."""
 
     def __init__(self, buffer: Tensor, copied: torch.cuda.Event | None, packed: Packed) -> None:
         self._buffer, self._copied, self._packed = buffer, copied, packed
 
     def wait(self) -> Arrays:
-        """The values of the tensors as they were when the read was started, in the order they were given."""
+        """The values at the start of the read, in the order of the tensors."""
         with silence():
             if self._copied is not None:
                 self._copied.synchronize()
@@ -106,7 +109,7 @@ class PendingRead:
 def start_read(*tensors: Tensor) -> PendingRead:
     """Begin to copy tensors of one device to the host as one transfer; counts as one read.
 
-    Writing into the tensors afterwards does not change what is read. On CUDA nothing waits until `PendingRead.wait`.
+    Later writes into the tensors do not change the result. On CUDA nothing waits until `PendingRead.wait`.
     """
     packed = Packed(*tensors)
     note_intended_read()
@@ -121,11 +124,10 @@ def start_read(*tensors: Tensor) -> PendingRead:
 
 
 def read_packed(packs: Sequence[Packed]) -> list[Arrays]:
-    """The values of several packs, each as it was when it was packed, by one transfer; counts as one read."""
+    """The values of several packs by one transfer; counts as one read."""
     (read,) = host_read(torch.cat([pack.bytes for pack in packs]))
-    # a copy of each begins where numpy can read numbers of any size
-    lengths = [len(pack.bytes) for pack in packs]
-    pieces = np.split(read, np.cumsum(lengths)[:-1])
+    pieces = np.split(read, np.cumsum([len(pack.bytes) for pack in packs])[:-1])
+    # copied, because a piece may begin at an address that is not aligned for its dtypes
     return [pack.unpack(piece.copy()) for pack, piece in zip(packs, pieces, strict=True)]
 
 
@@ -136,29 +138,24 @@ def host_read(*tensors: Tensor) -> tuple[np.ndarray, ...]:
 
 @final
 class CUDATimer:
-    """Measures one span of work on a device: events on CUDA, the monotonic clock elsewhere.
-
-    with CUDATimer(device) as timer:
-        work()
-    milliseconds = timer.elapsed_ms()      # waits for the end of the work: only outside of a step
-    """
+    """Measures the work inside `with CUDATimer(device) as timer:`; by events on CUDA, else by the monotonic clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []  # two events, or two clock readings in ns
 
-    def start(self) -> None:
-        """Begin to measure; what was measured before is forgotten."""
+    def __enter__(self) -> "CUDATimer":
         self._marks = [self._mark()]
+        return self
 
-    def stop(self) -> None:
-        """End the span that `start` began."""
-        assert len(self._marks) == 1, "start() comes before stop(), and stop() once"
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._marks.append(self._mark())
 
     def elapsed_ms(self) -> float:
-        """Milliseconds between start and stop; on CUDA this waits until the device has come to the end."""
-        assert len(self._marks) == 2, "nothing was measured: start() and stop() come before elapsed_ms()"
+        """Milliseconds of the last block; on CUDA this waits until the device has finished it."""
+        assert len(self._marks) == 2, "nothing was measured: elapsed_ms() comes after the `with` block"
         begin, end = self._marks
         if self._device.type == "cuda":
             end.synchronize()
@@ -172,52 +169,37 @@ class CUDATimer:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def __enter__(self) -> "CUDATimer":
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
 
 @final
 class PhaseTimer:
-    """Sums the time of named phases. While `enabled` is False a span costs nothing and nothing is kept.
-
-    Each span keeps its marks until `read`, which belongs after every rollout.
-    """
+    """Sums the time of named phases, if `enabled`. Spans accumulate until `read`, so call it after every rollout."""
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self.enabled = enabled
         self._device = device
         self._spans: dict[str, list[CUDATimer]] = {}
 
-    def span(self, phase: str) -> AbstractContextManager[None]:
-        """Measure what happens inside `with timer.span("train"):`."""
-        return self._measured(phase) if self.enabled else _NO_SPAN
+    def span(self, phase: str) -> AbstractContextManager[object]:
+        """Measure the work inside `with timer.span("train"):`."""
+        if not self.enabled:
+            return _NO_SPAN
+        timer = CUDATimer(self._device)
+        self._spans.setdefault(phase, []).append(timer)
+        return timer
 
     def read(self) -> dict[str, float]:
         """Milliseconds of each phase since the last read, in order of first use; waits for the device."""
         spans, self._spans = self._spans, {}
         return {phase: math.fsum(timer.elapsed_ms() for timer in timers) for phase, timers in spans.items()}
 
-    @contextmanager
-    def _measured(self, phase: str) -> Iterator[None]:
-        timer = CUDATimer(self._device)
-        self._spans.setdefault(phase, []).append(timer)
-        with timer:
-            yield
-
 
 _NO_SPAN = nullcontext()
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a run asks for: `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`.
+    """The device called `name`: `auto` (CUDA if available, else the CPU), `cpu`, `cuda` or `cuda:1`.
 
-    A CUDA device always comes with its number, because tensors report it so and `cuda` is not equal to `cuda:0`.
+    A CUDA device always has its number, because tensors report it and `cuda` is not equal to `cuda:0`.
 
     Raises:
         ConfigError: another name, or a CUDA device that this machine does not have.

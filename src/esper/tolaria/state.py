@@ -1,6 +1,7 @@
-"""Everything the engine remembers of N hosts besides their parameters, and the report of one step."""
+"""The state of N hosts besides their parameters, and the reports of a step and of an episode."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from esper.tolaria.governor import GovernorState
 
 @tensor_dataclass
 class Tally:
-    """Sums over the steps of an episode, kept on the device until its report.
+    """Sums over the steps of an episode, on the device until the episode is reported.
 
-    `last_reward` is what the last valid step of the segment paid (NaN: none): a rollback replaces it, and `replaced`
-    says whether it did in this step. `flags` counts steps by mark of the reward.
+    `last_reward` is the reward of the last valid step of the segment (NaN: none). A rollback replaces it; `replaced`
+    marks hosts where it did in this step. `flags` counts steps by flag of the reward.
     """
 
     returns: Float[Tensor, " N"]
@@ -36,7 +37,7 @@ class Tally:
 
 @tensor_dataclass
 class ParallelEnvState:
-    """The control plane of N hosts after `t` steps; parameters live in the executor."""
+    """The control plane of N hosts after `t` steps; the executor owns the parameters."""
 
     slots: SlotState
     hosts: HostState
@@ -46,10 +47,18 @@ class ParallelEnvState:
     tally: Tally
 
 
-def initial_tally(num_envs: int, device: torch.device) -> Tally:
-    """Nothing has happened yet."""
+def initial_state(
+    num_envs: int,
+    num_slots: int,
+    host_params: int,
+    governor: GovernorState,
+    reward: Any,  # noqa: ANN401 -- the client's own reward state
+    device: torch.device,
+) -> ParallelEnvState:
+    """N fresh hosts with empty slots."""
+    slots = empty_slots(num_envs, num_slots, device)
     zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
-    return Tally(
+    tally = Tally(
         returns=torch.zeros(num_envs, dtype=torch.float64, device=device),
         last_reward=torch.full((num_envs,), torch.nan, device=device),
         ops=torch.zeros(num_envs, NUM_OPS, dtype=torch.int64, device=device),
@@ -58,36 +67,23 @@ def initial_tally(num_envs: int, device: torch.device) -> Tally:
         flags=torch.zeros(num_envs, 2, dtype=torch.int64, device=device),
         replaced=torch.zeros(num_envs, dtype=torch.bool, device=device),
     )
-
-
-def initial_state(
-    num_envs: int,
-    num_slots: int,
-    host_params: int,
-    governor: GovernorState,
-    reward: Any,  # noqa: ANN401 -- whatever the client's reward carries
-    device: torch.device,
-) -> ParallelEnvState:
-    """N fresh hosts with empty slots."""
-    slots = empty_slots(num_envs, num_slots, device)
     return ParallelEnvState(
         slots=slots,
         hosts=new_hosts(num_envs, host_params, device),
         governor=governor,
         memory=memory_of(slots),
         reward=reward,
-        tally=initial_tally(num_envs, device),
+        tally=tally,
     )
 
 
-def count_rollback(tally: Tally, panic: Bool[Tensor, " N"], reward: Float[Tensor, " N"]) -> Tally:
-    """The last valid reward of each masked host is replaced; a host without one loses nothing."""
+def count_rollback(tally: Tally, panic: Bool[Tensor, " N"], penalty: Float[Tensor, " N"]) -> Tally:
+    """Replace the last valid reward of each host in `panic` by its `penalty`; hosts without one stay as they are."""
     had_row = panic & ~torch.isnan(tally.last_reward)
-    change = torch.where(had_row, reward - tally.last_reward, 0.0)
     return replace(
         tally,
-        returns=tally.returns + change,
-        last_reward=torch.where(panic, torch.nan, tally.last_reward),
+        returns=tally.returns + torch.where(had_row, penalty - tally.last_reward, 0.0),
+        last_reward=tally.last_reward.masked_fill(panic, torch.nan),
         rollbacks=tally.rollbacks + panic,
         replaced=had_row,
     )
@@ -97,30 +93,34 @@ def count_step(
     tally: Tally,
     actions: Int[Tensor, "N 8"],
     effective_op: Int[Tensor, " N"],
-    paid: RewardOutput,
+    reward: RewardOutput,
     valid: Bool[Tensor, " N"],
 ) -> Tally:
     """Add one step of the valid hosts."""
-    one_hot = effective_op[:, None] == torch.arange(NUM_OPS, device=effective_op.device)
-    reward = torch.where(valid, paid.total, 0.0)
+    valid_N1 = valid[:, None]
     return replace(
         tally,
-        returns=tally.returns + reward,
-        last_reward=torch.where(valid, paid.total, tally.last_reward),
-        ops=tally.ops + (one_hot & valid[:, None]),
+        returns=tally.returns + torch.where(valid, reward.total, 0.0),
+        last_reward=torch.where(valid, reward.total, tally.last_reward),
+        ops=tally.ops + (valid_N1 & (effective_op[:, None] == _op_numbers(effective_op.device))),
         refused=tally.refused + (valid & (effective_op != actions[:, Head.OP])),
-        flags=tally.flags + (paid.flags & valid[:, None]),
+        flags=tally.flags + (valid_N1 & reward.flags),
     )
+
+
+@lru_cache(maxsize=16)
+def _op_numbers(device: torch.device) -> Tensor:
+    return torch.arange(NUM_OPS, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What the one read of a step brought to the host, as numpy arrays that nobody can write.
+    """One step as read by the host: read-only numpy arrays, [N] or [N, S] unless stated.
 
-    [N] or [N, S] unless stated; `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is
-    the number of the one that a seed asked, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked`
-    [N] hosts whose last row it changed. `params` are those of each seed, `host_params` [N] of the host.
-    `breakdown` [N, M] and `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
+    `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is the number of the gate that
+    a seed was checked at, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose
+    last reward it replaced. `params` are those of each seed, `host_params` [N] of the host. `breakdown` [N, M] and
+    `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
     """
 
     episode: int
@@ -165,7 +165,7 @@ class StepReport:
 
     @property
     def committed_params(self) -> np.ndarray:
-        """Parameters [N] of the fossils that `committed_acc` is measured with: without those of this step."""
+        """Parameters [N] of the fossils in `committed_acc`, which is measured before the op of this step."""
         _, to, cause = self.op_moves
         new = (cause != 0) & (to == SeedStage.FOSSILIZED)
         measured: np.ndarray = (self.params * ((self.stage == SeedStage.FOSSILIZED) & ~new)).sum(axis=1)
@@ -174,7 +174,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCost:
-    """What an episode took in this process: wall time, control steps, hosts x steps, reads of the device."""
+    """The cost of an episode in this process: wall time, control steps, hosts x steps, host reads."""
 
     seconds: float
     steps: int
@@ -184,15 +184,15 @@ class RolloutCost:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStats:
-    """What an episode of N hosts came to; arrays [N] unless stated.
+    """The results of an episode of N hosts; arrays [N] unless stated.
 
     Attributes:
         returns: undiscounted sum of rewards.
         val_acc: live accuracy (pp), with all seeds as they stood in the last step; NaN for a host rolled back in it.
-        committed_acc: validation accuracy (pp) of the network that is kept, `KeptNetwork`, of every host;
-            `fossil_params`, `host_params`, `fossilized` and `growth` are of the same network.
+        committed_acc: validation accuracy (pp) of the final network of every host (`KeptNetwork`);
+            `fossil_params`, `host_params`, `fossilized` and `growth` describe the same network.
         ops: effective ops [N, 6]. refused: sampled ops without effect.
-        flags: steps with each mark of the reward [N, 2].
+        flags: steps with each flag of the reward [N, 2].
         stage, blueprint, algorithm, alpha: the slots at the end [N, S].
         subset_acc: accuracy of every subset of the live seeds [N, J] (J = 0 where not measured).
     """

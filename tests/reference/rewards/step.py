@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, STAGE_POTENTIAL, SeedStage
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.state import CONTRIBUTION_MODES, HINDSIGHT_SLOPE
+from esper.simic.rewards.state import CONTRIBUTION_MODES, HINDSIGHT_SCALE
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import NAN, DripPool, HostRow, RowReward, Terms, ok
 
@@ -173,7 +173,7 @@ def hindsight(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> floa
     thanks = 0.0
     if u > 0:
         for step, help_given in ledger.items():
-            thanks += w.hindsight_weight * math.tanh(HINDSIGHT_SLOPE * help_given * u) * w.gamma ** (x.epoch - step)
+            thanks += w.hindsight_weight * math.tanh(HINDSIGHT_SCALE * help_given * u) * w.gamma ** (x.epoch - step)
     ledger.clear()
     return min(w.hindsight_cap, thanks)
 

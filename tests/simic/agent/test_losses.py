@@ -158,9 +158,9 @@ def test_a_minibatch_without_a_valid_step_costs_nothing():
 
 def test_reported_entropies_are_means_over_the_steps_that_used_the_head():
     found = head_entropies(four_steps())
-    assert float(found.mean[OP]) == pytest.approx(0.6)
-    assert float(found.mean[SLOT]) == pytest.approx(0.85)
-    assert found.steps.tolist() == [2, 0, 0, 0, 0, 0, 0, 3]
+    assert float(found[0][OP]) == pytest.approx(0.6)
+    assert float(found[0][SLOT]) == pytest.approx(0.85)
+    assert found[1].tolist() == [2, 0, 0, 0, 0, 0, 0, 3]
 
 
 def test_a_head_that_no_decision_used_has_its_entropy_raised_where_it_could_have_been_used():

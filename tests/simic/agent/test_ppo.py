@@ -264,7 +264,7 @@ def test_updates_that_cannot_go_on_say_what_is_known_of_the_reason(rolled_out, m
         client.buffer.slabs.actions[:, 1, Head.OP] = int(LifecycleOp.FOSSILIZE)
         if episode < 2:
             learn(client)
-    with pytest.raises(TrainingError, match=r"gradient \(a stored action lies outside its mask\)"):
+    with pytest.raises(TrainingError, match=r"gradient \(a stored action is outside its mask\)"):
         learn(client)
 
 

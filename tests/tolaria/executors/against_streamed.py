@@ -39,9 +39,9 @@ def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
         torch.testing.assert_close(other.population.state_dict()[name], want, atol=2e-5, rtol=1e-3, msg=name)
     found, want = streamed.measure(fossils_as_players=True)
     other.executor.apply_structure(other.structure(found))
-    told = executor.evaluate(epochs, other.slots, found)
-    torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
+    outputs = executor.evaluate(epochs, other.slots, found)
+    torch.testing.assert_close(outputs.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(outputs.loss, want.loss, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
         executor.committed_accuracy("test", other.slots),
         streamed.executor.committed_accuracy("test", streamed.slots),
@@ -86,9 +86,9 @@ def whole_run(executor):
 
 def compare_whole_runs(executor):
     """The same episode streamed and otherwise."""
-    want, told = whole_run("streamed")[0], whole_run(executor)[0]
-    for a, b in zip(want, told, strict=True):
+    want, outputs = whole_run("streamed")[0], whole_run(executor)[0]
+    for a, b in zip(want, outputs, strict=True):
         assert np.array_equal(a.stage, b.stage)
         np.testing.assert_allclose(a.val_loss, b.val_loss, atol=2e-3)
         np.testing.assert_allclose(a.train_loss, b.train_loss, atol=2e-3)
-    assert told[-1].stage[0].tolist()[0] == SeedStage.FOSSILIZED
+    assert outputs[-1].stage[0].tolist()[0] == SeedStage.FOSSILIZED

@@ -13,7 +13,7 @@ DOUBLE = torch.float64
 def check(
     module: nn.Module, shape: tuple[int, ...], *, input_grad=True, trainable=True, rule=None, reference=None, x=None
 ):
-    """`module` (or its `rule`) agrees with itself in PyTorch (or `reference`, of the same parameters in order) to 1e-9."""
+    """`module` (or its `rule`) agrees to 1e-9 with PyTorch (or with `reference`, of the same parameters in order)."""
     layout = parameter_layout(module)
     row = torch.randn(layout.total, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) * 0.5 + 0.1
     row.masked_fill_(layout.padding_mask, 0.0)

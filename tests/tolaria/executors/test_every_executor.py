@@ -1,4 +1,4 @@
-"""What a network must feel of its seeds, and a measurement must leave alone, whoever runs it."""
+"""What every executor guarantees: gradients, measurements, and what they leave unchanged."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def grown_bench(executor: str) -> Bench:
     ("executor", "family"),
     [*((name, HostFamily.CNN) for name in WRAP), *((name, HostFamily.TRANSFORMER) for name in ("streamed", "fused"))],
 )
-def test_hosts_learn_to_the_bit_as_if_their_hidden_seeds_were_not_there(executor, family, algorithm):
+def test_hidden_seeds_do_not_change_the_training_of_their_host_by_a_bit(executor, family, algorithm):
     alone, grown = bench_of(executor, 2), bench_of(executor, 2)
     for bench in (alone, grown):
         bench.population.family = family
@@ -115,16 +115,16 @@ def plain_logits(bench: Bench, host: int, on: np.ndarray) -> torch.Tensor:
 @every_executor
 def test_every_coalition_counts_what_a_separate_pass_counts(executor):
     bench = grown_bench(executor)
-    found, told = bench.measure(shapley=True)
+    found, outputs = bench.measure(shapley=True)
     for host in range(2):
         for k in found.valid[host].nonzero().flatten().tolist():
             logits = plain_logits(bench, host, found.sets[host, k].numpy())
             hits = int((logits.argmax(dim=1) == bench.data.val.y).sum())
-            assert told.accuracy[host, k].item() == pytest.approx(100.0 * hits / len(bench.data.val.y)), (host, k)
+            assert outputs.accuracy[host, k].item() == pytest.approx(100.0 * hits / len(bench.data.val.y)), (host, k)
             if k == 0:
                 loss = torch.nn.functional.cross_entropy(logits, bench.data.val.y)
-                assert told.loss[host].item() == pytest.approx(loss.item(), rel=1e-5)
-    assert len(set(told.accuracy[found.valid].tolist())) > 3
+                assert outputs.loss[host].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert len(set(outputs.accuracy[found.valid].tolist())) > 3
 
 
 class Answers(TorchFunctionMode):
@@ -170,7 +170,7 @@ def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatc
     bench = grown_bench(executor)
     found, whole = bench.measure(shapley=True)
     tested = bench.executor.committed_accuracy("test", bench.slots)
-    monkeypatch.setattr(f"esper.tolaria.executors.{executor}._CHUNK_FLOATS", 1)
+    monkeypatch.setattr("esper.tolaria.executors.fused.measuring._CHUNK_FLOATS", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
     assert len(answers.seen) >= len(bench.data.val.y)
@@ -180,7 +180,7 @@ def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatc
 
 
 @every_executor
-def test_measuring_leaves_every_tensor_and_every_generator_alone(executor):
+def test_measuring_changes_no_tensor_and_no_generator(executor):
     bench = grown_bench(executor)
     before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
     slabs = [f"population.{part}.{name}" for part in ("host", "seeds", "gates") for name in ("params", "buffers")]
@@ -199,7 +199,7 @@ def test_measuring_leaves_every_tensor_and_every_generator_alone(executor):
 
 
 @every_executor
-def test_whether_hosts_were_measured_makes_no_difference_to_their_training(executor):
+def test_measuring_does_not_change_the_training_that_follows(executor):
     measured, straight = grown_bench(executor), grown_bench(executor)
     measured.measure(shapley=True)
     measured.executor.apply_structure(measured.structure())
@@ -207,3 +207,55 @@ def test_whether_hosts_were_measured_makes_no_difference_to_their_training(execu
     measured.train()
     straight.train()
     assert same_tree(measured.executor.state_dict(), straight.executor.state_dict())
+
+
+# -- rows that are not trained ----------------------------------------------------------------------------------------
+
+
+def rows(bench: Bench, host: int) -> dict[str, torch.Tensor]:
+    """Weights, buffers and optimizer state of the seed in r1c0 and its gate; copies."""
+    row, both = bench.seed_row("r1c0", host), (("seed", bench.population.seeds), ("gate", bench.population.gates))
+    return {f"{part}.{name}": x[row].clone() for part, slab in both for name, x in slab.tensors().items()}
+
+
+@every_algorithm
+@every_executor
+def test_a_falling_seed_keeps_every_bit_while_its_host_and_other_seeds_are_trained(executor, algorithm):
+    bench = bench_of(executor, 2)
+    bench.grow("r1c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=algorithm)
+    bench.train()
+    frozen = rows(bench, 0)
+    assert bool(frozen["seed.momentum"].any())
+    for alpha in (0.8, 0.4):
+        bench.set("r1c0", 0, stage=int(S.BLENDING), alpha=alpha, alpha_mode=int(AlphaMode.DOWN))
+        other, host = rows(bench, 1), bench.host_params(0)
+        bench.train()
+        assert same_tree(rows(bench, 0), frozen)
+        assert not torch.equal(rows(bench, 1)["seed.params"], other["seed.params"])
+        assert not same_tree(bench.host_params(0), host)
+
+
+@every_executor
+def test_a_gate_that_is_not_in_use_is_not_stepped(executor):
+    bench = bench_of(executor, 2)
+    bench.grow("r1c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=GATE)
+    bench.train()
+    bench.set("r1c0", 0, algorithm=int(ADD))
+    unused, used = rows(bench, 0), rows(bench, 1)
+    bench.train()
+    now = [rows(bench, host) for host in (0, 1)]
+    for name in (name for name in unused if name.startswith("gate.")):
+        assert torch.equal(now[0][name], unused[name]), name
+    assert not torch.equal(now[1]["gate.params"], used["gate.params"])
+    assert not torch.equal(now[0]["seed.params"], unused["seed.params"])
+
+
+@pytest.mark.parametrize("stage", [S.GERMINATED, S.DORMANT])
+@every_executor
+def test_seeds_before_training_keep_their_first_weights(executor, stage):
+    bench = bench_of(executor, 2)
+    bench.grow("r1c0", "conv_light", S.GERMINATED)
+    bench.set("r1c0", 0, stage=int(stage))
+    born = rows(bench, 0)
+    bench.train()
+    assert same_tree(rows(bench, 0), born)

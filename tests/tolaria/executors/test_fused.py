@@ -44,11 +44,11 @@ def test_hosts_that_are_all_alike_train_and_measure_as_host_by_host(blueprint, s
     compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1)
 
 
-def test_different_seeds_in_different_hosts_do_not_meet():
+def test_different_seeds_in_different_hosts_are_independent():
     compare(grow_different_seeds, num_envs=5)
 
 
-def test_active_seeds_send_gradients_into_a_host_whose_family_lets_them_and_hidden_ones_of_their_kind_none():
+def test_where_the_family_allows_it_active_seeds_send_gradients_into_the_host_and_hidden_ones_do_not():
     def grow(bench):
         bench.population.family = HostFamily.TRANSFORMER
         bench.grow("r0c1", "conv_light", SeedStage.HOLDING, alpha=1.0, hosts=[0, 4])
@@ -93,26 +93,13 @@ def test_one_host_alone_is_the_same_as_among_many():
     torch.testing.assert_close(many.population.seeds.params[1:2], alone.population.seeds.params[1:2])
 
 
-def test_measuring_in_small_pieces_changes_no_count(monkeypatch):
-    bench = Bench(3)
-    bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
-    bench.grow("r1c0", "conv_small", SeedStage.HOLDING, alpha=1.0, hosts=[0, 2])
-    found = bench.coalitions()
-    bench.executor.apply_structure(bench.structure(found))
-    fused = FusedExecutor(bench.executor.data, measures_together=True)
-    whole = fused.evaluate(1, bench.slots, found)
-    monkeypatch.setattr("esper.tolaria.executors.fused.executor._CHUNK_FLOATS", 1)
-    pieces = fused.evaluate(1, bench.slots, found)
-    assert torch.equal(whole.accuracy[found.valid], pieces.accuracy[found.valid])
-
-
-def test_hosts_that_part_differently_travel_in_one_bucket_and_arrive_where_they_should():
+def test_hosts_that_branch_differently_share_a_bucket_and_reach_the_sets_of_their_coalitions():
     sets = [np.array([[True, False], [False, False]]), np.array([[False, True], [False, False]])]
     plans = [plan_prefixes(rows, (0, 1)) for rows in sets]
-    (bucket,) = buckets(plans, (0, 1))
+    (bucket,) = buckets(plans, (0, 1), 2, torch.device("cpu"))
     assert bucket.hosts.tolist() == [0, 1]
-    assert bucket.steps[0].common() is None
-    # host 0 parts at slot 0, host 1 at slot 1; each walk ends in the set of its coalition
+    assert bucket.steps[0].common is None
+    # host 0 branches at slot 0, host 1 at slot 1; each ends in the set of its coalition
     for host, rows in enumerate(sets):
         states = [frozenset()]
         for slot, step in sorted(bucket.steps.items()):
@@ -122,7 +109,7 @@ def test_hosts_that_part_differently_travel_in_one_bucket_and_arrive_where_they_
         assert reached == [frozenset(np.flatnonzero(row).tolist()) for row in rows]
 
 
-def test_a_whole_run_goes_the_same_way_fused_and_streamed():
+def test_a_whole_run_is_the_same_fused_and_streamed():
     compare_whole_runs("fused")
 
 
@@ -141,7 +128,7 @@ def test_small_images_run_fused_on_a_cpu_and_all_images_on_a_gpu(size, device, f
     assert prefers_fused((size, size), device) is fused
 
 
-def test_an_unknown_host_layer_is_refused_by_name_of_the_way_out(monkeypatch):
+def test_an_unknown_host_layer_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
     with pytest.raises(ConfigError, match="streamed"):
         engine(2, 4, executor="fused")

@@ -5,7 +5,7 @@ import torch
 
 from esper.kasmina.blending import blend
 from esper.leyline.stages import Algorithm
-from esper.tolaria.executors.fused.blending import GroupOutputs, Piece, join
+from esper.tolaria.executors.fused.blending import GroupOutputs, Piece, blend_groups
 
 BATCH, HOSTS, FEATURES = 3, 6, (2, 4, 4)
 ALPHA = torch.tensor([0.25, 0.5, 0.75, 1.0, 0.4, 0.6])
@@ -34,21 +34,21 @@ def test_value_and_gradients_are_those_of_each_host_alone(algorithm, active):
     gate = torch.rand(BATCH, 3, 1, 1, 1, dtype=torch.float64).requires_grad_() if algorithm is GATE else None
     hosts = [4, 0, 3]
     group = GroupOutputs((piece(algorithm, active, 0, hosts),), torch.tensor(hosts), h[:, hosts], delta, gate)
-    together = join(h, [group])
+    together = blend_groups(h, [group])
     rows = list(h.unbind(1))
     for i, n in enumerate(hosts):
         rows[n] = alone(h[:, n], delta[:, i], gate[:, i] if gate is not None else None, algorithm, ALPHA[n], active)
     apart = torch.stack(rows, dim=1)
     torch.testing.assert_close(together, apart)
     leaves = [x for x in (h, delta, gate) if x is not None]
-    slope = features(3)
+    grad_out = features(3)
     for ours, theirs in zip(
-        torch.autograd.grad(together, leaves, slope), torch.autograd.grad(apart, leaves, slope), strict=True
+        torch.autograd.grad(together, leaves, grad_out), torch.autograd.grad(apart, leaves, grad_out), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_several_ways_in_one_group_and_several_groups_in_one_slot():
+def test_several_algorithms_in_one_group_and_several_groups_in_one_slot():
     h = features(4).requires_grad_()
     first, second = features(5)[:, :4].clone().requires_grad_(), features(6)[:, :2].clone().requires_grad_()
     gate = torch.rand(BATCH, 2, 1, 1, 1, dtype=torch.float64).requires_grad_()
@@ -56,7 +56,7 @@ def test_several_ways_in_one_group_and_several_groups_in_one_slot():
     pieces = tuple(piece(algorithm, active, i, [n]) for i, (algorithm, active, n) in enumerate(ways))
     mixed = GroupOutputs(pieces, torch.tensor([5, 1, 2, 0]), h[:, [5, 1, 2, 0]], first, gate)
     plain = GroupOutputs((piece(ADD, False, 0, [3, 4]),), torch.tensor([3, 4]), h[:, [3, 4]], second, None)
-    together = join(h, [mixed, plain])
+    together = blend_groups(h, [mixed, plain])
     rows = list(h.unbind(1))
     for i, (algorithm, active, n) in enumerate(ways):
         rows[n] = alone(h[:, n], first[:, i], gate[:, i - 2] if i >= 2 else None, algorithm, ALPHA[n], active)
@@ -64,15 +64,17 @@ def test_several_ways_in_one_group_and_several_groups_in_one_slot():
         rows[n] = alone(h[:, n], second[:, i], None, ADD, ALPHA[n], False)
     apart = torch.stack(rows, dim=1)
     torch.testing.assert_close(together, apart)
-    leaves, slope = (h, first, second, gate), features(7)
-    torch.testing.assert_close(torch.autograd.grad(together, leaves, slope), torch.autograd.grad(apart, leaves, slope))
+    leaves, grad_out = (h, first, second, gate), features(7)
+    torch.testing.assert_close(
+        torch.autograd.grad(together, leaves, grad_out), torch.autograd.grad(apart, leaves, grad_out)
+    )
 
 
 @pytest.mark.parametrize("algorithm", [ADD, MULTIPLY])
-def test_a_hidden_seed_that_puts_out_nonsense_is_not_heard(algorithm):
+def test_the_output_of_a_hidden_seed_is_not_read(algorithm):
     h, delta = features(8), torch.full((BATCH, 1, *FEATURES), torch.inf, dtype=torch.float64)
     group = GroupOutputs((piece(algorithm, False, 0, [2]),), torch.tensor([2]), h[:, [2]], delta, None)
-    assert torch.equal(join(h, [group]), h)
+    assert torch.equal(blend_groups(h, [group]), h)
 
 
 def test_a_group_of_every_host_in_order_needs_no_index():
@@ -80,13 +82,13 @@ def test_a_group_of_every_host_in_order_needs_no_index():
     everyone = list(range(HOSTS))
     group = GroupOutputs((piece(ADD, True, 0, everyone),), None, h, delta, None)
     want = h + delta * ALPHA.double().view(-1, 1, 1, 1)
-    torch.testing.assert_close(join(h, [group]), want)
+    torch.testing.assert_close(blend_groups(h, [group]), want)
 
 
-def test_a_seed_that_does_not_learn_still_passes_on_what_its_host_learns():
+def test_the_gradient_of_a_host_passes_a_seed_that_is_not_trained():
     h = features(11).requires_grad_()
     delta = features(12)[:, :1]
     group = GroupOutputs((piece(MULTIPLY, True, 0, [1]),), torch.tensor([1]), h[:, [1]], delta, None)
-    (grad,) = torch.autograd.grad(join(h, [group]).sum(), h)
+    (grad,) = torch.autograd.grad(blend_groups(h, [group]).sum(), h)
     torch.testing.assert_close(grad[:, 1], 1.0 + ALPHA[1].double() * torch.tanh(delta[:, 0]))
     assert torch.equal(grad[:, [0, 2, 3, 4, 5]], torch.ones_like(grad[:, [0, 2, 3, 4, 5]]))

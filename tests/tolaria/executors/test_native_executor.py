@@ -223,7 +223,7 @@ def test_a_program_is_written_once_for_each_structure():
     native = NativeExecutor(bench.executor.data)
     for t in (1, 2):
         native.train_epoch(t, bench.slots)
-    for kept in (native._programs._training.cache_info(), native._optimizer_step._program.cache_info()):
+    for kept in (native._programs.training.cache_info(), native._optimizer._program.cache_info()):
         assert (kept.misses, kept.hits) == (2, 6)
         assert kept.maxsize is not None  # a long run meets more structures than memory could hold
 
@@ -315,5 +315,7 @@ def test_native_without_a_working_compiler_says_what_the_compiler_said(broken_co
 
 
 def test_auto_says_that_the_compiler_fails_and_takes_another(broken_compiler):
-    with pytest.warns(UserWarning, match=r"hosts are run by PyTorch, which is slower: .*no space left"):
+    with pytest.warns(
+        UserWarning, match=r"the native executor cannot run these hosts; a slower one will: .*no space left"
+    ):
         assert taken(executor="auto") == "fused"

@@ -28,7 +28,7 @@ def run(machine: Machine, programs: list[Program], which: list[int], x: torch.Te
     spaces = Spaces(hosts, SPACE + 3)
     for k, tensor in enumerate((x, out, two)):
         spaces.rows(SPACE + k, tensor)
-    machine.run(Workload.of(programs, np.array(which)), spaces, lanes)
+    machine.run(Workload.of_each([programs[k] for k in which]), spaces, lanes)
     return out
 
 

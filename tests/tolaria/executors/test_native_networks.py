@@ -97,7 +97,7 @@ class World:
             s = SLOTS.index(slot)
             for kind, tensor in zip(SlotSpace, (*rows, self.alpha[slot]), strict=True):
                 spaces.share(slot_space(s, kind), tensor)
-        Machine(dtype=DOUBLE).run(Workload.of([program], np.zeros(1, dtype=np.int64)), spaces, lanes)
+        Machine(dtype=DOUBLE).run(Workload.of_each([program]), spaces, lanes)
 
     def logits(self, on):
         """By PyTorch, with the seeds of the slots in `on`."""
@@ -221,7 +221,7 @@ def test_a_host_of_kernel_1_on_images_that_are_not_square():
     spaces = Spaces(1, num_spaces(1))
     for space, tensor in zip(Space, (x, y, totals, values, grads, buffers), strict=True):
         spaces.share(space, tensor)
-    Machine(dtype=DOUBLE).run(Workload.of([training_program(host_layout, {})], np.zeros(1, dtype=np.int64)), spaces, 3)
+    Machine(dtype=DOUBLE).run(Workload.of_each([training_program(host_layout, {})]), spaces, 3)
     loss = F.cross_entropy(plain(x, lambda slot, h: h), y)
     torch.testing.assert_close(totals[0, 0] / 3, loss.detach(), **CLOSE)
     want = torch.autograd.grad(loss, list(plain.parameters()))

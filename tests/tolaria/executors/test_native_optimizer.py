@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from native_bench import DOUBLE
 from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_rows
 from esper.leyline.tensor_dataclass import named_tensors, tree_map
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
-from esper.tolaria.executors.native.optimizer_programs import (
+from esper.tolaria.executors.native.optimizer_step import (
     DECAY,
     HOST,
     Part,
@@ -81,7 +80,7 @@ def test_a_host_and_its_seeds_step_like_their_twins(spec, seed, scale, trainable
             together.append((rows, spec.seed_lr, None))
             slots.append(TrainedSlot(s, SEED_SIZE, GATE_SIZE if gated else None))
     program = optimizer_program(spec, HOST_SIZE, tuple(slots))
-    Machine(dtype=DOUBLE).run(Workload.of([program], np.zeros(1, dtype=np.int64)), spaces, 1)
+    Machine(dtype=DOUBLE).run(Workload.of_each([program]), spaces, 1)
     for rows, rate, decayed in together:
         norm = torch.cat([row.reference[1] for row in rows], dim=1).norm()
         for row in rows:
@@ -98,9 +97,7 @@ def test_a_gradient_that_is_not_finite_is_felt_as_by_the_twin(spec, bad):
     decay = torch.ones(HOST_SIZE, dtype=DOUBLE)
     spaces.share(DECAY, decay)
     row.place(spaces, HOST)
-    Machine(dtype=DOUBLE).run(
-        Workload.of([optimizer_program(spec, HOST_SIZE, ())], np.zeros(1, dtype=np.int64)), spaces, 1
-    )
+    Machine(dtype=DOUBLE).run(Workload.of_each([optimizer_program(spec, HOST_SIZE, ())]), spaces, 1)
     assert row.weights[0, 7].isnan()
 
 
@@ -111,5 +108,5 @@ def test_a_step_leaves_the_rows_of_a_batch_alone():
     for part in (Part.WEIGHTS, Part.GRADIENT, Part.FIRST):
         spaces.share(row_space(HOST, part), x)
     spaces.share(DECAY, x)
-    machine.run(Workload.of([optimizer_program(SGD, 1, ())], np.zeros(1, dtype=np.int64)), spaces, 1)
+    machine.run(Workload.of_each([optimizer_program(SGD, 1, ())]), spaces, 1)
     assert machine._memory[0].rows.all()

@@ -17,7 +17,7 @@ from esper.tolaria.executors.native import trial
 from esper.tolaria.executors.native.assembler import Activation, Operation, Place, ShapeError
 from esper.tolaria.executors.native.layer_rules import (
     activation,
-    batch_norm,
+    batch_norm_relu,
     convolution,
     group_norm,
     layer_scale,
@@ -93,33 +93,21 @@ def test_a_depthwise_convolution(batch, height, width, channels, kernel):
 
 @pytest.mark.parametrize(("batch", "height", "width"), SHAPES)
 @pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("relu", [False, True])
-def test_a_batch_norm_takes_the_statistics_of_the_batch_in_training_and_the_running_ones_after(
-    batch, height, width, trainable, relu
+def test_a_batch_norm_uses_the_statistics_of_the_batch_in_training_and_the_running_ones_in_evaluation(
+    batch, height, width, trainable
 ):
     norm = nn.BatchNorm2d(6)
     drop_batch_counters(norm)
     norm.running_mean.copy_(random_features(6, seed=3))
     norm.running_var.copy_(random_features(6, seed=4).square() + 0.1)
-    kept, layout, x = buffer_layout(norm), parameter_layout(norm), random_features(batch, 6, height, width)
-    buffers, row = kept.pack(dict(norm.named_buffers())).double(), random_features(layout.total)
-
-    def rule(a, module, weights, h):
-        return batch_norm(a, module, weights, h, relu=relu)
-
-    found = by_instructions(rule, norm, layout, row, x, trainable=trainable, input_grad=trainable, buffers=buffers)
-    plain = nn.Sequential(norm, nn.ReLU()) if relu else norm
-    want = by_torch(
-        plain,
-        parameter_layout(plain),
-        row.masked_fill(layout.padding_mask, 0.0),
-        x,
-        trainable=trainable,
-        input_grad=trainable,
-    )
-    assert_same(found, want)
+    layout_of_buffers, layout, x = buffer_layout(norm), parameter_layout(norm), random_features(batch, 6, height, width)
+    buffers, row = layout_of_buffers.pack(dict(norm.named_buffers())).double(), random_features(layout.total)
+    mode = {"trainable": trainable, "input_grad": trainable}
+    found = by_instructions(batch_norm_relu, norm, layout, row, x, buffers=buffers, **mode)
+    plain, values = nn.Sequential(norm, nn.ReLU()), row.masked_fill(layout.padding_mask, 0.0)
+    assert_same(found, by_torch(plain, parameter_layout(plain), values, x, **mode))
     norm.double().train(trainable)(x)
-    for name, value in kept.unpack(buffers).items():
+    for name, value in layout_of_buffers.unpack(buffers).items():
         torch.testing.assert_close(value, norm.get_buffer(name), rtol=1e-9, atol=1e-9)
 
 
@@ -267,7 +255,7 @@ def test_wrong_gradients_are_found_by_the_trial(monkeypatch):
         return y, wrong
 
     monkeypatch.setattr(trial, "RULES", {LayerScale: doubled})
-    assert disagreement(LayerScale(4), 4) == "its gradients are others than in PyTorch"
+    assert disagreement(LayerScale(4), 4) == "its gradients differ from PyTorch's"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_hosts_that_run_together_drop_what_they_drop_alone(build, executor):
 # -- initial values ---------------------------------------------------------------------------------------------------
 
 
-def newborns(num_envs: int, **settings: int) -> list[dict[str, Tensor]]:
+def new_seeds(num_envs: int, **settings: int) -> list[dict[str, Tensor]]:
     """Parameters, and the buffer, of a seed in each host."""
     bench = Bench(num_envs, **settings)
     bench.grow("r1c0", "own")
@@ -156,10 +156,10 @@ def newborns(num_envs: int, **settings: int) -> list[dict[str, Tensor]]:
     return [{"mixing": buffers[n], **bench.seed_params("r1c0", n)} for n in range(num_envs)]
 
 
-def test_every_host_and_every_run_draws_its_own_parameters_and_keeps_what_the_author_set():
+def test_every_host_and_every_run_draws_its_own_parameters_and_keeps_constant_ones():
     with registered(Looked):
-        hosts, other_run = newborns(3), newborns(1, run_seed=6)
-        (alone,) = newborns(1, host_offset=2)
+        hosts, other_run = new_seeds(3), new_seeds(1, run_seed=6)
+        (alone,) = new_seeds(1, host_offset=2)
     assert same_tree(alone, hosts[2])
     assert all(torch.equal(host["conv.bias"], torch.full((4,), 0.125)) for host in hosts)
     assert not any(host["table.weight"][0].any() for host in hosts)
@@ -168,17 +168,17 @@ def test_every_host_and_every_run_draws_its_own_parameters_and_keeps_what_the_au
         assert len(set(values)) == 4, name
 
 
-def test_seeds_that_are_built_anew_train_the_same_way_in_all_hosts_at_once():
+def test_rebuilt_seeds_train_fused_as_host_by_host():
     with registered(Looked):
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0))
-        with pytest.raises(ConfigError, match="blueprint 'own' is built anew for each newborn"):
+        with pytest.raises(ConfigError, match="blueprint 'own' rebuilds its module for each new seed"):
             StaticExecutor(Bench(1).executor.data)
 
 
 # -- what mixes examples ----------------------------------------------------------------------------------------------
 
 
-def test_what_mixes_examples_in_training_or_in_the_gradient_alone_is_found_and_run_apart():
+def test_modules_that_mix_examples_only_in_training_or_in_the_gradient_are_run_host_by_host():
     example, conv = torch.zeros(1, 4, 3, 3), nn.Conv2d(4, 4, 1)
     assert way_to_stack("own", nn.Sequential(conv, nn.ReLU()), example) is stack_layers
     assert way_to_stack("own", Centred(conv), example) is vmapped
@@ -188,11 +188,13 @@ def test_what_mixes_examples_in_training_or_in_the_gradient_alone_is_found_and_r
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0), epochs=1)
 
 
-def test_what_cannot_be_run_for_many_hosts_at_once_is_refused_or_run_host_by_host():
+def test_blueprints_that_cannot_be_stacked_are_refused_or_run_host_by_host():
     with registered(lambda channels: Centred(nn.ReLU())):
         with pytest.raises(StackingError, match=r"blueprint 'own' gives other results .* use executor 'streamed'"):
             FusedExecutor(Bench(2).executor.data)
-        with pytest.warns(UserWarning, match="run one after another, which is slower: blueprint 'own'"):
+        with pytest.warns(
+            UserWarning, match="the fused executor cannot run these hosts; a slower one will: blueprint 'own'"
+        ):
             run = engine(2, 4, executor="auto", amp="bf16")
         assert type(run.executor) is StreamedExecutor
 
@@ -214,6 +216,6 @@ class Shuffled(nn.Conv2d):
         (Shuffled, "buffer 'order' of Shuffled is torch.int64 and random"),
     ],
 )
-def test_a_blueprint_that_no_host_could_grow_is_refused_before_the_run(build, message):
+def test_a_blueprint_that_cannot_be_trained_is_refused_before_the_run(build, message):
     with registered(build), pytest.raises(ConfigError, match=message):
         Bench(1)

@@ -108,7 +108,7 @@ def test_a_step_still_reads_the_device_once_and_a_worker_hands_over_its_measurem
         with HostReadCounter() as reads:
             shared.step(client)
         assert (reads.intended, reads.unintended) == (1, [])  # those of the worker included
-    # the same calls here, where reads that nobody meant would be seen too
+    # the same calls in this process, where unintended reads are counted too
     shared.executor.reset(0)
     with HostReadCounter() as reads:
         for call in (Call("train_epoch", (1,)), Call("measure", (1,))):
@@ -187,7 +187,7 @@ def test_workers_ignore_ctrl_c_and_end_with_their_executor():
 
 @dataclass(frozen=True, kw_only=True)
 class Locked(TaskSpec):
-    """A task that nobody can copy."""
+    """A task that cannot be copied."""
 
     lock: object = field(default_factory=threading.Lock)
 

@@ -51,14 +51,14 @@ def compare(grow, *, num_envs=3, epochs=2, reference=Bench, atol=2e-5, **setting
         grow(bench)
     assert same_tree(static.population.state_dict(), known.population.state_dict()), "born otherwise"
     for _ in range(epochs):
-        told, want = static.train(), known.train()
-        for (name, x), (_, y) in zip(named_tensors(told), named_tensors(want), strict=True):
+        outputs, want = static.train(), known.train()
+        for (name, x), (_, y) in zip(named_tensors(outputs), named_tensors(want), strict=True):
             torch.testing.assert_close(x, y, atol=atol, rtol=1e-4, equal_nan=True, msg=lambda text, n=name: n + text)
     for name, want in known.population.state_dict().items():
         torch.testing.assert_close(static.population.state_dict()[name], want, atol=atol, rtol=1e-3, msg=name)
-    (found, told), (_, want) = (bench.measure(fossils_as_players=True) for bench in (static, known))
-    torch.testing.assert_close(told.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(told.loss, want.loss, atol=1e-4, rtol=1e-4)
+    (found, outputs), (_, want) = (bench.measure(fossils_as_players=True) for bench in (static, known))
+    torch.testing.assert_close(outputs.accuracy[found.valid], want.accuracy[found.valid], atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(outputs.loss, want.loss, atol=1e-4, rtol=1e-4)
     test = static.executor.committed_accuracy("test", static.slots)
     torch.testing.assert_close(test, known.executor.committed_accuracy("test", known.slots), atol=1e-4, rtol=0.0)
     return static
@@ -92,11 +92,11 @@ def mixed(bench):
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", [Bench, FusedBench])
 @pytest.mark.parametrize("num_envs", [1, 33])
-def test_different_seeds_in_different_hosts_do_not_meet(num_envs, reference):
+def test_different_seeds_in_different_hosts_are_independent(num_envs, reference):
     compare(mixed, num_envs=num_envs, reference=reference, epochs=1)
 
 
-def test_adamw_counts_the_steps_of_rows_that_learn_alone():
+def test_adamw_counts_the_steps_of_trained_rows_only():
     static = compare(mixed, num_envs=5, optimizer=tiny.adamw())
     steps = static.population.seeds.optimizer.steps.view(5, 3)
     assert {*steps.unique().tolist()} == {0, 6}
@@ -113,8 +113,8 @@ def test_half_precision_trains_as_host_by_host(dtype, stacked):
     known, static = Bench(2, scaler_dtype=dtype), stacked(2, scaler_dtype=dtype)
     for bench in (known, static):
         grow(bench)
-    told, want = static.train(2), known.train(2)
-    torch.testing.assert_close(told.loss, want.loss, atol=2e-2, rtol=2e-2)
+    outputs, want = static.train(2), known.train(2)
+    torch.testing.assert_close(outputs.loss, want.loss, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(static.population.seeds.params, known.population.seeds.params, atol=5e-3, rtol=5e-2)
     assert torch.equal(static.executor.data.scaler.scale, known.executor.data.scaler.scale)
 
@@ -122,67 +122,9 @@ def test_half_precision_trains_as_host_by_host(dtype, stacked):
 # -- to the bit -----------------------------------------------------------------------------------------------------
 
 
-def rows(bench, row):
-    """Weights, buffers and optimizer state of one seed and its gate; copies."""
-    both = (("seed", bench.population.seeds), ("gate", bench.population.gates))
-    return {f"{part}.{name}": x[row].clone() for part, slab in both for name, x in slab.tensors().items()}
-
-
-def test_measuring_changes_no_tensor_and_no_generator():
-    bench = StaticBench(7)
-    mixed(bench)
-    bench.train()
-    before = {name: x.clone() for name, x in bench.executor.state_dict().items()}
-    generator = torch.random.get_rng_state()
-    bench.measure(shapley=True)
-    bench.executor.committed_accuracy("test", bench.slots)
-    assert same_tree(bench.executor.state_dict(), before)
-    assert torch.equal(torch.random.get_rng_state(), generator)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_falling_seed_is_frozen_to_the_bit_while_its_host_and_its_like_learn(algorithm):
-    bench = StaticBench(2)
-    bench.grow("r1c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=algorithm)
-    bench.train()
-    falling, other = bench.seed_row("r1c0", 0), bench.seed_row("r1c0", 1)
-    frozen = rows(bench, falling)
-    assert bool(frozen["seed.momentum"].any())
-    bench.set("r1c0", 0, stage=int(S.BLENDING), alpha=0.8, alpha_mode=int(AlphaMode.DOWN))
-    trainable, host = rows(bench, other), bench.host_params(0)
-    bench.train()
-    assert same_tree(rows(bench, falling), frozen)
-    assert not torch.equal(rows(bench, other)["seed.params"], trainable["seed.params"])
-    assert not same_tree(bench.host_params(0), host)
-
-
-def test_a_gate_that_is_not_in_use_is_not_stepped():
-    bench = StaticBench(2)
-    bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=Algorithm.GATE)
-    bench.train()
-    bench.set("r0c0", 0, algorithm=int(Algorithm.ADD))
-    unused, used = (rows(bench, bench.seed_row("r0c0", host)) for host in (0, 1))
-    bench.train()
-    now = [rows(bench, bench.seed_row("r0c0", host)) for host in (0, 1)]
-    for name in (name for name in unused if name.startswith("gate.")):
-        assert torch.equal(now[0][name], unused[name]), name
-    assert not torch.equal(now[1]["gate.params"], used["gate.params"])
-    assert not torch.equal(now[0]["seed.params"], unused["seed.params"])
-
-
-@pytest.mark.parametrize("stage", [S.GERMINATED, S.DORMANT])
-def test_seeds_that_are_not_trained_yet_stay_as_they_were_born(stage):
-    bench = StaticBench(2)
-    bench.grow("r0c1", "conv_light", S.GERMINATED)
-    bench.set("r0c1", 0, stage=int(stage))
-    born = rows(bench, bench.seed_row("r0c1", 0))
-    bench.train()
-    assert same_tree(rows(bench, bench.seed_row("r0c1", 0)), born)
-
-
 @pytest.mark.parametrize("garbage", [float("nan"), 1e30])
-def test_what_lies_in_the_row_of_nobody_or_behind_a_small_seed_reaches_nobody(garbage):
-    told = []
+def test_unused_rows_and_the_padding_of_small_seeds_are_never_read(garbage):
+    outputs = []
     for filler in (0.0, garbage):
         bench = StaticBench(3)
         bench.grow("r0c0", "conv_light", S.BLENDING, alpha=0.5, hosts=[0])
@@ -198,10 +140,10 @@ def test_what_lies_in_the_row_of_nobody_or_behind_a_small_seed_reaches_nobody(ga
         passed = bench.train(2)
         _, measured = bench.measure()
         own = [seeds[row, :width].clone() for row, width in widths.items()]
-        told.append((named_tensors(passed), named_tensors(measured), bench.population.host.tensors().items(), own))
+        outputs.append((named_tensors(passed), named_tensors(measured), bench.population.host.tensors().items(), own))
         for row, width in widths.items():
             assert tiny.bit_equal(seeds[row, width:], torch.full_like(seeds[row, width:], filler))
-    (*clean, clean_seeds), (*dirty, dirty_seeds) = told
+    (*clean, clean_seeds), (*dirty, dirty_seeds) = outputs
     for a, b in zip(clean, dirty, strict=True):
         assert same_tree(dict(a), dict(b))
     for a, b in zip(clean_seeds, dirty_seeds, strict=True):
@@ -212,7 +154,7 @@ def test_what_lies_in_the_row_of_nobody_or_behind_a_small_seed_reaches_nobody(ga
 
 
 class Normalized(nn.Module):
-    """Running statistics, a layer that no stacking rule knows, and a parameter that nobody uses."""
+    """Running statistics, a layer that no stacking rule knows, and an unused parameter."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -265,7 +207,7 @@ def own() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("reference", [Bench, FusedBench])
-def test_blueprints_of_users_run_among_the_others(own, reference):
+def test_user_blueprints_run_among_the_others(own, reference):
     def grow(bench):
         for i, (stage, alpha) in enumerate(STAGES):
             for n, name in enumerate((*own, "conv_light"), start=4 * i):
@@ -300,13 +242,13 @@ def run(settings, length=10):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["streamed", "fused"])
-def test_a_whole_run_goes_the_same_way_static_and_grouped(executor):
-    told = []
+def test_a_whole_run_is_the_same_with_a_static_and_a_dynamic_graph(executor):
+    outputs = []
     for settings in ({"executor": executor}, STATIC):
         engine, client, reports = run(settings)
         stats = engine.rollout(client)
-        told.append((reports, stats, engine.test(), engine.executor.state_dict()))
-    (grouped, want, test, state), (static, found, static_test, static_state) = told
+        outputs.append((reports, stats, engine.test(), engine.executor.state_dict()))
+    (grouped, want, test, state), (static, found, static_test, static_state) = outputs
     assert [report.t for report in static] == list(range(1, 11))
     for a, b in zip(grouped, static, strict=True):
         for name in ("stage", "blueprint", "serial", "alpha", "effective_op", "op_moves", "tick_moves", "actions"):
@@ -323,7 +265,7 @@ def test_a_whole_run_goes_the_same_way_static_and_grouped(executor):
 
 
 @pytest.mark.slow
-def test_the_hosts_of_a_run_are_those_of_every_host_alone():
+def test_each_host_of_a_run_equals_that_host_alone():
     whole, client, _ = run(STATIC, length=6)
     stats = whole.rollout(client)
     for host in range(3):
@@ -341,7 +283,7 @@ def test_the_hosts_of_a_run_are_those_of_every_host_alone():
 
 
 @pytest.mark.parametrize("listens", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_steps_of_an_episode_read_nothing_and_its_end_reads_what_is_told(listens):
+def test_the_steps_of_an_episode_read_nothing_and_its_end_reads_their_reports(listens):
     engine, client, reports = run(STATIC, length=6)
     if not listens:
         engine.on_step = None
@@ -362,7 +304,7 @@ def test_the_steps_of_an_episode_read_nothing_and_its_end_reads_what_is_told(lis
 
 
 @pytest.mark.slow
-def test_a_rollout_that_is_stopped_tells_what_happened_and_goes_on_to_the_same_bit():
+def test_a_stopped_rollout_reports_its_steps_and_continues_to_the_same_bit():
     whole, client, wanted = run(STATIC)
     stats = whole.rollout(client)
     engine, other, reports = run(STATIC)
@@ -377,7 +319,7 @@ def test_a_rollout_that_is_stopped_tells_what_happened_and_goes_on_to_the_same_b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 6])
-def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(at):
+def test_an_episode_continues_from_a_checkpoint_to_the_same_bit(at):
     whole, client, reports = run(STATIC)
     for _ in range(at):
         whole.step(client)
@@ -395,7 +337,7 @@ def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(at):
         assert same_tree(*({k: torch.tensor(v) for k, v in vars(r).items()} for r in (mine, theirs))), mine.t
 
 
-def test_a_checkpoint_of_grouped_hosts_goes_on_static():
+def test_a_checkpoint_of_a_dynamic_graph_continues_with_a_static_one():
     grouped, client, _ = run({"executor": "fused"})
     for _ in range(5):
         grouped.step(client)
@@ -412,27 +354,27 @@ def test_a_checkpoint_of_grouped_hosts_goes_on_static():
 
 def test_a_listener_that_raises_loses_one_report_and_nothing_else():
     engine, client, _ = run(STATIC)
-    told = []
+    reported = []
 
     def listen(report):
-        if report.t == 3 and not told.count(-3):
-            told.append(-3)
+        if report.t == 3 and not reported.count(-3):
+            reported.append(-3)
             raise RuntimeError("the disk is full")
-        told.append(report.t)
+        reported.append(report.t)
 
     engine.on_step = listen
     with pytest.raises(RuntimeError, match="disk"):
         engine.rollout(client)
-    assert told == [1, 2, -3]
+    assert reported == [1, 2, -3]
     engine.apply_structure()
-    assert told == [1, 2, -3, *range(4, 11)]
+    assert reported == [1, 2, -3, *range(4, 11)]
     assert engine.rollout(client).cost.steps == 0
 
 
 # -- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_where_it_cannot_work_it_is_refused_with_a_way_out(monkeypatch):
+def test_a_static_graph_that_cannot_run_is_refused_with_a_way_out(monkeypatch):
     with pytest.raises(ConfigError, match=r"set executor to 'auto' or 'fused', or graph to 'dynamic'"):
         tiny.engine(graph="static", executor="streamed")
     with pytest.raises(ConfigError, match="'null' runs no networks"):

@@ -1,8 +1,8 @@
-// Convolutions on rows of lanes: kernel 1 or 3, stride 1, zero border, no groups; and depthwise ones.
+// Convolutions on rows of lanes: kernel 1 or 3, stride 1, zero padding; dense or depthwise.
 //
 //     in [C][H][W][lanes]     weight [O][C][k][k]     out [O][H][W][lanes]
 //
-// A position has only the taps that fall into the image, so nothing is multiplied with the zeros of the border.
+// At each position only the taps inside the image are computed, so no product is with padding.
 
 #pragma once
 
@@ -13,15 +13,16 @@ namespace esper {
 constexpr int OUTPUTS = 8;   // rows of accumulators
 constexpr int VECTORS = 2;   // vectors of lanes in each
 constexpr int MAX_TAPS = 9;
-constexpr int64_t FIRST_CACHE = 32768, SECOND_CACHE = 524288;  // bytes that are certainly there
+constexpr int64_t FIRST_CACHE = 32768, SECOND_CACHE = 524288;  // bytes that every processor has
 
 struct Shape {
     int inputs, outputs, height, width, kernel;
     int space() const { return height * width; }
     int taps() const { return kernel * kernel; }
+    Shape transposed() const { return {outputs, inputs, height, width, kernel}; }  // of the gradient of the input
 };
 
-// Where the taps of one position lie: in the packed weights of an input, and in its features.
+// Offsets of the taps of one position: in the packed weights of an input, and in its features.
 struct Taps {
     int count;
     int weight[MAX_TAPS];
@@ -41,12 +42,12 @@ inline Taps taps_at(const Shape& s, int place, int stride) {
     return found;
 }
 
-// Numbers that `pack` writes.
+// How many numbers `pack` writes.
 inline int64_t packed_size(const Shape& s) {
     return int64_t((s.outputs + OUTPUTS - 1) / OUTPUTS) * OUTPUTS * s.inputs * s.taps();
 }
 
-// Weights as the loops below want them: [block of outputs][input][tap][output of the block], zero past the last.
+// Weights in the order of the loops below: [block of outputs][input][tap][output of the block], zero past the last.
 template <class T> void pack(const Shape& s, const T* weight, bool transposed, T* packed) {
     const int taps = s.taps();
     for (int first = 0; first < s.outputs; first += OUTPUTS)
@@ -54,7 +55,7 @@ template <class T> void pack(const Shape& s, const T* weight, bool transposed, T
             for (int tap = 0; tap < taps; ++tap)
                 for (int o = first; o < first + OUTPUTS; ++o) {
                     T value = T(0);
-                    if (o < s.outputs)  // the gradient runs from outputs to inputs, through the flipped kernel
+                    if (o < s.outputs)  // of the gradient of the input: from outputs to inputs, kernel flipped
                         value = transposed ? weight[(c * s.outputs + o) * taps + taps - 1 - tap]
                                            : weight[(o * s.inputs + c) * taps + tap];
                     *packed++ = value;
@@ -91,11 +92,12 @@ void convolve_block(const Shape& s, const T* in, const T* packed, T* out, int fi
 
 // `scratch` holds the packed weights.
 template <class T>
-void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* out, int lanes, int stride, T* scratch) {
+void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* out, int lanes, int stride,
+              T* scratch) {
     pack(s, weight, transposed, scratch);
     const int64_t block = static_cast<int64_t>(s.inputs) * s.taps() * OUTPUTS;
     const int blocks = (s.outputs + OUTPUTS - 1) / OUTPUTS;
-    // many weights would leave the first cache at every position: then a block of them sees all positions first
+    // weights that exceed the first cache: all positions of one block of outputs before the next block
     const int group = block * blocks * static_cast<int64_t>(sizeof(T)) > FIRST_CACHE ? 1 : blocks;
     for (int begin = 0; begin < blocks; begin += group)
         for (int place = 0; place < s.space(); ++place) {
@@ -118,7 +120,8 @@ struct Part {
 
 // Gradients of a tile of weights of kernel 1, over a part of the features.
 template <class T, int OS, int CS>
-void pointwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int o, int c, Part part, int stride) {
+void pointwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int o, int c, Part part,
+                           int stride) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
     wide<T> sum[OS][CS] = {};
     for (int place = part.top * s.width; place < part.bottom * s.width; ++place)
@@ -132,13 +135,13 @@ void pointwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* gr
             }
         }
     for (int i = 0; i < OS; ++i)
-        for (int j = 0; j < CS; ++j) grad_weight[(o + i) * s.inputs + c + j] += total<T>(sum[i][j]);
+        for (int j = 0; j < CS; ++j) grad[(o + i) * s.inputs + c + j] += total<T>(sum[i][j]);
 }
 
-// The same for the middle row of a kernel of 3, moved by `dy`: three neighbours slide along a row of the image, so that
-// each of them is loaded once.
+// The same for row `dy` of a kernel of 3: three neighbours slide along a row of the image, so each is loaded once.
 template <class T, int OS, int CS>
-void kernel_row_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int o, int c, int dy, Part part, int stride) {
+void kernel_row_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int o, int c, int dy, Part part,
+                            int stride) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
     wide<T> sum[OS][CS][3] = {};
     const int first = part.top + dy < 0 ? 1 : part.top, last = part.bottom + dy > s.height ? s.height - 1 : part.bottom;
@@ -165,19 +168,19 @@ void kernel_row_weight_grad(const Shape& s, const T* in, const T* grad_out, T* g
     for (int i = 0; i < OS; ++i)
         for (int j = 0; j < CS; ++j)
             for (int dx = 0; dx < 3; ++dx)
-                grad_weight[((o + i) * s.inputs + c + j) * 9 + (dy + 1) * 3 + dx] += total<T>(sum[i][j][dx]);
+                grad[((o + i) * s.inputs + c + j) * 9 + (dy + 1) * 3 + dx] += total<T>(sum[i][j][dx]);
 }
 
 template <class T, int OS, int CS>
-void tile_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int o, int c, Part part, int stride) {
-    if (s.kernel == 1) return pointwise_weight_grad<T, OS, CS>(s, in, grad_out, grad_weight, o, c, part, stride);
-    for (int dy = -1; dy <= 1; ++dy) kernel_row_weight_grad<T, OS, CS>(s, in, grad_out, grad_weight, o, c, dy, part, stride);
+void tile_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int o, int c, Part part, int stride) {
+    if (s.kernel == 1) return pointwise_weight_grad<T, OS, CS>(s, in, grad_out, grad, o, c, part, stride);
+    for (int dy = -1; dy <= 1; ++dy) kernel_row_weight_grad<T, OS, CS>(s, in, grad_out, grad, o, c, dy, part, stride);
 }
 
-// A part at a time that stays in the cache while all tiles pass over it: with kernel 1, where a number is used in few
-// products, in the first one.
-template <class T> void convolve_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int stride) {
-    std::memset(grad_weight, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
+// All tiles of weights over one part of the features at a time, which stays in the second cache; in the first one with
+// kernel 1, where each number is used in few products.
+template <class T> void convolve_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int stride) {
+    std::memset(grad, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
     const int64_t cache = s.kernel == 1 ? 2 * FIRST_CACHE : SECOND_CACHE;
     const int64_t row = 64LL * s.width * (s.inputs + s.outputs);  // bytes of a vector of lanes in a row of the image
     int step = static_cast<int>(cache / (row * s.height)) * width<T>();
@@ -191,15 +194,15 @@ template <class T> void convolve_weight_grad(const Shape& s, const T* in, const 
             int o = 0;
             for (; o + 4 <= s.outputs; o += 4) {
                 int c = 0;
-                for (; c + 2 <= s.inputs; c += 2) tile_weight_grad<T, 4, 2>(s, in, grad_out, grad_weight, o, c, part, stride);
-                for (; c < s.inputs; ++c) tile_weight_grad<T, 4, 1>(s, in, grad_out, grad_weight, o, c, part, stride);
+                for (; c + 2 <= s.inputs; c += 2) tile_weight_grad<T, 4, 2>(s, in, grad_out, grad, o, c, part, stride);
+                for (; c < s.inputs; ++c) tile_weight_grad<T, 4, 1>(s, in, grad_out, grad, o, c, part, stride);
             }
             for (; o < s.outputs; ++o)
-                for (int c = 0; c < s.inputs; ++c) tile_weight_grad<T, 1, 1>(s, in, grad_out, grad_weight, o, c, part, stride);
+                for (int c = 0; c < s.inputs; ++c) tile_weight_grad<T, 1, 1>(s, in, grad_out, grad, o, c, part, stride);
         }
 }
 
-// Each channel by itself. `transposed` runs the gradient of the input.
+// Each channel by itself; `transposed` for the gradient of the input.
 template <class T>
 void depthwise(const Shape& s, const T* in, const T* weight, bool transposed, T* out, int lanes, int stride) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
@@ -222,12 +225,13 @@ void depthwise(const Shape& s, const T* in, const T* weight, bool transposed, T*
     }
 }
 
-template <class T> void depthwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad_weight, int stride) {
+template <class T> void depthwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int stride) {
     const Shape one{1, 1, s.height, s.width, s.kernel};
-    std::memset(grad_weight, 0, sizeof(T) * s.inputs * s.taps());
+    std::memset(grad, 0, sizeof(T) * s.inputs * s.taps());
     for (int c = 0; c < s.inputs; ++c) {
         const int64_t channel = static_cast<int64_t>(c) * s.space() * stride;
-        tile_weight_grad<T, 1, 1>(one, in + channel, grad_out + channel, grad_weight + c * s.taps(), 0, 0, {0, s.height, 0, stride}, stride);
+        const Part all{0, s.height, 0, stride};
+        tile_weight_grad<T, 1, 1>(one, in + channel, grad_out + channel, grad + c * s.taps(), 0, 0, all, stride);
     }
 }
 

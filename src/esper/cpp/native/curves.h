@@ -1,5 +1,5 @@
-// exp and tanh of floats without calls and branches, so that loops over lanes become vectors; right to a few units in
-// the last place.
+// exp and tanh of floats without calls and branches, so that loops over lanes are vectorized; accurate to a few
+// units in the last place.
 
 #pragma once
 
@@ -32,14 +32,14 @@ inline float exp_of(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    // whole numbers stand in the last bits of what was shifted; 2^n in two factors, because 2^128 is none
+    // n is in the low bits of `shifted`; 2^n is computed as two factors, because 2^128 overflows
     const float half_power = bits_of<float>((bits_of<uint32_t>(shifted) << 23) + (126u << 23));
     float value = p * half_power * 2.0f;
     value = x < lowest ? 0.0f : value;
     return x > highest ? std::numeric_limits<float>::infinity() : value;
 }
 
-// A quotient of polynomials, the one that Eigen takes; beyond the limit it is 1 to the last bit.
+// Eigen's rational approximation; beyond the limit it is 1 to the last bit.
 inline float tanh_of(float x) {
     const float limit = 7.90531110763549805f;
     x = x > limit ? limit : x;

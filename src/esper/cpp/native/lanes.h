@@ -1,9 +1,9 @@
-// Rows of lanes: the examples of a batch side by side, so that whatever is done to one of them is done to all.
+// Rows of lanes: the examples of a batch side by side, so that one vector instruction works on many examples.
 //
 //     activation   [rows][stride]     row = one number of every example, lane = one example
-//                                     stride = lanes rounded up to 16; what lies beyond the lanes is always zero
+//                                     stride = lanes rounded up to 16; numbers beyond the lanes are always zero
 //
-// Loops over lanes have no dependence and no branch, and the compiler turns them into vectors.
+// Iterations of a loop over lanes are independent and free of branches, so the compiler vectorizes it.
 
 #pragma once
 
@@ -28,13 +28,13 @@ template <class T> inline wide<T> load(const T* from) {
 
 template <class T> inline void store(T* to, wide<T> value) { std::memcpy(to, &value, sizeof value); }
 
-// Stores what belongs to lanes, and zero beyond them.
+// Stores the lanes, and zero beyond them.
 template <class T> inline void store_lanes(T* to, wide<T> value, int lanes_left) {
     for (int i = lanes_left < 0 ? 0 : lanes_left; i < width<T>(); ++i) value[i] = T(0);
     store<T>(to, value);
 }
 
-// Halves are added to each other, so that few additions wait for one another.
+// A tree of additions, of which few depend on each other.
 template <class T> inline T total(wide<T> value) {
     T part[width<T>()];
     store<T>(part, value);
@@ -50,12 +50,12 @@ template <class T> inline T sum_of(const T* row, int lanes) {
     return sum;
 }
 
-// Double precision, which is for tests, calls the C library.
+// Double precision (tests and trials) calls the C library.
 inline double exp_of(double x) { return std::exp(x); }
 inline double tanh_of(double x) { return std::tanh(x); }
 template <class T> inline T sigmoid_of(T x) { return T(1) / (T(1) + exp_of(-x)); }
 
-// Not max(x, 0): what is not a number must stay so.
+// Not max(x, 0): NaN must stay NaN.
 template <class T> inline T relu_of(T x) { return x <= T(0) ? T(0) : x; }
 
 }  // namespace esper

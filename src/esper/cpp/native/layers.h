@@ -1,7 +1,7 @@
-// Everything in a network that is no convolution, on rows of lanes (lanes.h), forward and backward.
+// All layers except convolutions, forward and backward, on rows of lanes (lanes.h).
 //
-// Gradients of weights are written, not added. A gradient may be written over the one it was made from where a
-// function says "in place".
+// Gradients of weights are overwritten, not accumulated. "In place": `g` is the gradient of the output and becomes that
+// of the input.
 
 #pragma once
 
@@ -9,22 +9,22 @@
 
 namespace esper {
 
-// Where every lane is an example, rows that are treated alike are one long row.
+// Full rows of lanes that are treated alike are one long row.
 inline void merge_rows(int& rows, int& lanes, int& stride) {
     if (lanes != stride) return;
     lanes = stride = rows * stride;
     rows = 1;
 }
 
-// -- batch normalization ------------------------------------------------------------------------------------------------
+// -- batch normalization with ReLU ------------------------------------------------------------------------------------
 
 template <class T> struct Affine {
     const T *weight, *bias;
 };
 
-// With the statistics of the batch; `mean`, `rstd` [C] are kept for the way back, running statistics move (unbiased).
+// By the batch's statistics, saved in `mean` and `rstd` [C] for the backward pass; running statistics are unbiased.
 template <class T>
-void batch_norm(int channels, int space, bool relu, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
+void batch_norm(int channels, int space, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
                 T* running_var, T* mean, T* rstd, T* y, int lanes, int stride) {
     merge_rows(space, lanes, stride);
     const T count = T(space) * lanes;
@@ -47,19 +47,15 @@ void batch_norm(int channels, int space, bool relu, T eps, T momentum, const T* 
         for (int m = 0; m < space; ++m) {
             const T* row = from + m * stride;
             T* out = to + m * stride;
-            if (relu) {
-                ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
-            } else {
-                ESPER_EACH_LANE out[lane] = (row[lane] - center) * scale + shift;
-            }
+            ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
         }
     }
 }
 
-// In place: `g` is the gradient of `y` and becomes that of `x`.
+// In place.
 template <class T>
-void batch_norm_backward(int channels, int space, bool relu, const T* x, const T* y, Affine<T> affine, const T* mean,
-                     const T* rstd, T* g, T* grad_weight, T* grad_bias, int lanes, int stride) {
+void batch_norm_backward(int channels, int space, const T* x, const T* y, Affine<T> affine, const T* mean,
+                         const T* rstd, T* g, T* grad_weight, T* grad_bias, int lanes, int stride) {
     merge_rows(space, lanes, stride);
     const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
@@ -69,9 +65,7 @@ void batch_norm_backward(int channels, int space, bool relu, const T* x, const T
         for (int m = 0; m < space; ++m) {
             const T *row = x + begin + m * stride, *out = y + begin + m * stride;
             T* grad = g + begin + m * stride;
-            if (relu) {
-                ESPER_EACH_LANE grad[lane] = out[lane] <= T(0) ? T(0) : grad[lane];
-            }
+            ESPER_EACH_LANE grad[lane] = out[lane] <= T(0) ? T(0) : grad[lane];
 #pragma omp simd reduction(+ : sum, product)
             for (int lane = 0; lane < lanes; ++lane) {
                 sum += grad[lane];
@@ -89,8 +83,9 @@ void batch_norm_backward(int channels, int space, bool relu, const T* x, const T
     }
 }
 
+// By the running statistics.
 template <class T>
-void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Affine<T> affine, const T* running_mean,
+void batch_norm_fixed(int channels, int space, T eps, const T* x, Affine<T> affine, const T* running_mean,
                       const T* running_var, T* y, int lanes, int stride) {
     merge_rows(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
@@ -99,19 +94,16 @@ void batch_norm_fixed(int channels, int space, bool relu, T eps, const T* x, Aff
         for (int m = 0; m < space; ++m) {
             const T* row = x + (static_cast<int64_t>(c) * space + m) * stride;
             T* out = y + (static_cast<int64_t>(c) * space + m) * stride;
-            ESPER_EACH_LANE {
-                const T value = (row[lane] - center) * scale + shift;
-                out[lane] = relu ? relu_of(value) : value;
-            }
+            ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
         }
     }
 }
 
-// -- group normalization, ReLU and layer scale ------------------------------------------------------------------------------
+// -- group normalization, ReLU and layer scale ------------------------------------------------------------------------
 
-// Mean and 1 / standard deviation over rows, of VS vectors of lanes from `at` on; several, so that additions need not wait
-// for each other. One pass for both: Welford's update, a few rows at a time around the mean of those before. However far
-// that is from the new rows, what is lost when squares are subtracted is little against what their distance adds.
+// Mean and 1 / standard deviation over rows, for VS vectors of lanes: several, so that additions need not wait for each
+// other. One pass computes both by Welford's update, FEW rows at a time relative to the mean of the rows before. An
+// outlier in those rows costs no precision: cancellation is small against the variance that the outlier adds.
 template <class T, int VS>
 void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int stride) {
     constexpr int FEW = 16;
@@ -141,7 +133,7 @@ void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int strid
     }
 }
 
-// y = gamma * relu((x - mean) * rstd * weight + bias); ReLU and gamma as asked for. `mean`, `rstd` [groups][stride].
+// y = gamma * relu((x - mean) * rstd * weight + bias); ReLU and gamma are optional. `mean`, `rstd` [groups][stride].
 template <class T>
 void group_norm(int channels, int space, int groups, bool relu, T eps, const T* x, Affine<T> affine, const T* gamma,
                 T* mean, T* rstd, T* y, int lanes, int stride) {
@@ -149,8 +141,10 @@ void group_norm(int channels, int space, int groups, bool relu, T eps, const T* 
     const int per_group = channels / groups, rows = per_group * space;
     for (int k = 0; k < groups; ++k, mean += stride, rstd += stride) {
         int at = 0;
-        for (; at + FOUR <= stride; at += FOUR) moments<T, 4>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
-        for (; at < stride; at += width<T>()) moments<T, 1>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
+        for (; at + FOUR <= stride; at += FOUR)
+            moments<T, 4>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
+        for (; at < stride; at += width<T>())
+            moments<T, 1>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
         for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
             const T w = affine.weight[c], shift = affine.bias[c], factor = gamma ? gamma[c] : T(1);
             for (int m = 0; m < space; ++m, x += stride, y += stride) {
@@ -167,8 +161,8 @@ void group_norm(int channels, int space, int groups, bool relu, T eps, const T* 
 // In place.
 template <class T>
 void group_norm_backward(int channels, int space, int groups, bool relu, const T* x, Affine<T> affine, const T* gamma,
-                     const T* mean, const T* rstd, T* g, T* grad_weight, T* grad_bias, T* grad_gamma, int lanes,
-                     int stride) {
+                         const T* mean, const T* rstd, T* g, T* grad_weight, T* grad_bias, T* grad_gamma, int lanes,
+                         int stride) {
     const int per_group = channels / groups;
     const T count = T(per_group) * space;
     std::memset(grad_weight, 0, sizeof(T) * channels);
@@ -212,10 +206,12 @@ void group_norm_backward(int channels, int space, int groups, bool relu, const T
         }
 }
 
-// -- pooling and means ------------------------------------------------------------------------------------------------------
+// -- pooling and means ------------------------------------------------------------------------------------------------
 
-// The larger of two; what is not a number wins, and the first of equals.
-template <class T> inline bool later_wins(T first, T later) { return later > first || (later != later && first == first); }
+// Whether `later` replaces `first` as the maximum: NaN wins, and the first of equals.
+template <class T> inline bool later_wins(T first, T later) {
+    return later > first || (later != later && first == first);
+}
 
 template <class T> void max_pool(int channels, int height, int width, const T* h, T* y, int lanes, int stride) {
     for (int c = 0; c < channels; ++c)
@@ -279,7 +275,7 @@ template <class T> void mean_space_backward(int channels, int space, const T* g,
         }
 }
 
-// -- factors, biases, activations ---------------------------------------------------------------------------------------------
+// -- factors, biases, activations -------------------------------------------------------------------------------------
 
 template <class T> void add_bias(int channels, int space, const T* bias, T* y, int lanes, int stride) {
     merge_rows(space, lanes, stride);
@@ -297,7 +293,7 @@ template <class T> void add_bias_backward(int channels, int space, const T* g, T
     }
 }
 
-// One factor per channel. The way back is in place.
+// One factor per channel. Backward in place.
 template <class T> void scale(int channels, int space, const T* gamma, const T* x, T* y, int lanes, int stride) {
     merge_rows(space, lanes, stride);
     for (int r = 0; r < channels * space; ++r, x += stride, y += stride) {
@@ -341,7 +337,7 @@ template <class T> void modulate_backward(int channels, int space, const T* h, c
         }
 }
 
-// y = tanh(strength) * (z - h). The way back is in place: `g` becomes the gradient of z.
+// y = tanh(strength) * (z - h). Backward in place: `g` becomes the gradient of z.
 template <class T> void shift(int rows, const T* strength, const T* z, const T* h, T* y, int lanes, int stride) {
     merge_rows(rows, lanes, stride);
     const T factor = tanh_of(*strength);
@@ -351,7 +347,8 @@ template <class T> void shift(int rows, const T* strength, const T* z, const T* 
 }
 
 template <class T>
-void shift_backward(int rows, const T* strength, const T* z, const T* h, T* g, T* grad_strength, int lanes, int stride) {
+void shift_backward(int rows, const T* strength, const T* z, const T* h, T* g, T* grad_strength, int lanes,
+                    int stride) {
     merge_rows(rows, lanes, stride);
     const T factor = tanh_of(*strength);
     T sum = T(0);
@@ -401,7 +398,7 @@ template <class T> void activate_backward(int rows, int kind, const T* x, const 
     }
 }
 
-// -- how seeds blend their host (esper.kasmina.blending) -------------------------------------------------------------------
+// -- blending a seed into its host (esper.kasmina.blending) -----------------------------------------------------------
 
 enum Algorithm { ADD, MULTIPLY, GATE };
 
@@ -419,10 +416,10 @@ void blend(int rows, int algorithm, const T* h, const T* delta, const T* gate, T
     }
 }
 
-// `g` is the gradient of the joined features and becomes that of `h`. A hidden seed learns as if it were active in full.
+// In place: `g` becomes the gradient of h. A seed that is not active is trained as if alpha were 1.
 template <class T>
 void blend_backward(int rows, int algorithm, bool active, const T* h, const T* delta, const T* gate, T alpha, T* g,
-               T* grad_delta, T* grad_gate, int lanes, int stride) {
+                    T* grad_delta, T* grad_gate, int lanes, int stride) {
     if (algorithm != GATE) merge_rows(rows, lanes, stride);
     const T weight = active ? alpha : T(1);
     if (grad_gate) {
@@ -435,9 +432,9 @@ void blend_backward(int rows, int algorithm, bool active, const T* h, const T* d
         T* to = grad_delta ? grad_delta + begin : nullptr;
         if (algorithm == MULTIPLY) {
             ESPER_EACH_LANE {
-                const T bent = tanh_of(from[lane]);
-                if (to) to[lane] = weight * grad[lane] * own[lane] * (T(1) - bent * bent);
-                if (active) grad[lane] += alpha * grad[lane] * bent;
+                const T factor = tanh_of(from[lane]);
+                if (to) to[lane] = weight * grad[lane] * own[lane] * (T(1) - factor * factor);
+                if (active) grad[lane] += alpha * grad[lane] * factor;
             }
         } else if (algorithm == ADD) {
             if (to) {
@@ -452,7 +449,7 @@ void blend_backward(int rows, int algorithm, bool active, const T* h, const T* d
     }
 }
 
-// -- input and loss -------------------------------------------------------------------------------------------------------
+// -- input and loss ---------------------------------------------------------------------------------------------------
 
 // Images [lanes][rows] to rows of lanes.
 template <class T> void transpose(int rows, const T* images, T* y, int lanes, int stride) {
@@ -464,8 +461,8 @@ template <class T> void transpose(int rows, const T* images, T* y, int lanes, in
                     lane < lanes ? images[static_cast<int64_t>(lane) * rows + r] : T(0);
 }
 
-// Cross entropy. `totals` = {sum of losses, correct answers}, added to; `grad` (or null) is that of the mean loss. A lane
-// whose label is negative is no example. Labels are not checked here: NativeExecutor does, once.
+// Cross entropy. Adds to `totals` = {sum of losses, correct answers}; `grad` (or null) gets the gradient of the mean
+// loss. Lanes with a negative label are skipped. NativeExecutor checks the labels once.
 template <class T>
 void cross_entropy(int classes, const T* logits, const int64_t* labels, double* totals, T* grad, T* work, int lanes,
                    int stride) {
@@ -486,7 +483,7 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
         const T* row = logits + c * stride;
         ESPER_EACH_LANE sum[lane] += exp_of(row[lane] - best[lane]);
     }
-    double loss = 0.0, product = 1.0;  // of sums, each at most the number of classes: one logarithm for sixteen of them
+    double loss = 0.0, product = 1.0;  // `product` of sixteen sums: one logarithm for all
     int correct = 0;
     for (int lane = 0; lane < lanes; ++lane) {
         if (labels[lane] >= 0) {

@@ -1,4 +1,4 @@
-// Optimizers of one row of weights (esper.kasmina.parameters.optimizers), and the norm by which its gradient is clipped.
+// Optimizer steps of a row of weights (esper.kasmina.parameters.optimizers), and gradient clipping.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace esper {
 
-// Sum of squares, in double precision because rows are long; added to `sum` or written over it.
+// Sum of squares, in double precision because rows are long; added to `sum`, or overwriting it.
 template <class T> void square_norm(int64_t count, const T* grad, bool add, T* sum) {
     double squares = add ? double(*sum) : 0.0;
 #pragma omp simd reduction(+ : squares)
@@ -14,7 +14,7 @@ template <class T> void square_norm(int64_t count, const T* grad, bool add, T* s
     *sum = T(squares);
 }
 
-// The factor that brings a norm down to `most`.
+// The factor that limits the norm to `most`.
 template <class T> T clip_factor(T squares, T most) {
     const T factor = most / (std::sqrt(squares) + T(1e-6));
     return factor > T(1) ? T(1) : factor;
@@ -24,7 +24,7 @@ template <class T> struct Rates {
     T rate, decay, first, second, epsilon;  // momentum is `first`
 };
 
-// g := factor g + decay w;  m := mu m + g;  w := w - rate m. `mask` (or null: none) are the elements that decay.
+// g := factor g + decay w;  m := mu m + g;  w := w - rate m. `mask` (null: none) marks the elements that decay.
 template <class T>
 void sgd(int64_t count, Rates<T> r, T factor, const T* grad, const T* mask, T* weight, T* momentum) {
 #pragma omp simd

@@ -1,23 +1,24 @@
-// The network of a host as a list of instructions, and the loop that carries them out for many hosts.
+// The loop that executes the programs of many hosts.
 //
-// Who reads them is here; who writes them is assembler.py, which knows the same names in the same order. An operand is
-// a place in one of the spaces of a host (its weights, their gradients, a batch, working memory), so that hosts of
-// equal structure share one list. Nothing is allocated, and a host reads and writes its own spaces alone: what it gets
-// depends on no other host, and hosts may be run by several threads, each with working memory of its own.
+// assembler.py writes programs; it lists the same operations in the same order. An operand is a place in one of a
+// host's spaces (its weights, their gradients, a batch, working memory), so hosts of equal structure share a program.
+// Nothing is allocated. A host uses only its own spaces, so its results depend on no other host, and several threads
+// may run hosts, each with its own working memory.
 
 #include "convolution.h"
 #include "layers.h"
 #include "optimizers.h"
 
-// X(name, operands): what lies behind each operand, as a letter of `bytes_of`.
-#define ESPER_OPERATIONS(X)                                                                                         \
-    X(TRANSPOSE, "mr") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow") X(DEPTHWISE, "idi")                \
-    X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iid") X(BATCH_NORM, "fccccccf") X(BATCH_NORM_BACKWARD, "fccccccff")     \
-    X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf") X(GROUP_NORM_BACKWARD, "fcccggfccc") X(MAX_POOL, "pq")        \
-    X(MAX_POOL_BACKWARD, "pqp") X(MEAN, "fr") X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fc")                \
-    X(SCALE, "cff") X(SCALE_BACKWARD, "cffc") X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "1rrr")                \
-    X(SHIFT_BACKWARD, "1rrr1") X(ACTIVATE, "rr") X(ACTIVATE_BACKWARD, "rrr") X(BLEND, "rrb1r") X(BLEND_BACKWARD, "rrb1rrb")        \
-    X(CROSS_ENTROPY, "rltr") X(SQUARE_NORM, "c1") X(CLIP, "1") X(SGD, "1cccc") X(ADAMW, "1cccccs")
+// X(name, operands): the size of each operand, as a letter of `bytes_of`.
+#define ESPER_OPERATIONS(X)                                                                                            \
+    X(TRANSPOSE, "mr") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow")                 \
+    X(DEPTHWISE, "idi") X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iid") X(BATCH_NORM, "fccccccf")       \
+    X(BATCH_NORM_BACKWARD, "fccccccff") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
+    X(GROUP_NORM_BACKWARD, "fcccggfccc") X(MAX_POOL, "pq") X(MAX_POOL_BACKWARD, "pqp") X(MEAN, "fr")                   \
+    X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fc") X(SCALE, "cff") X(SCALE_BACKWARD, "cffc")      \
+    X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "1rrr") X(SHIFT_BACKWARD, "1rrr1") X(ACTIVATE, "rr")       \
+    X(ACTIVATE_BACKWARD, "rrr") X(BLEND, "rrb1r") X(BLEND_BACKWARD, "rrb1rrb") X(CROSS_ENTROPY, "rltr")                \
+    X(SQUARE_NORM, "c1") X(CLIP, "1") X(SGD, "1cccc") X(ADAMW, "1cccccs")
 
 namespace esper {
 
@@ -35,7 +36,7 @@ enum Space : int32_t { NOTHING = -1, ROWS = 0, NUMBERS = 1 };  // working memory
 
 struct Instruction {
     int32_t operation;
-    int32_t flag;          // ReLU afterwards, the kind of activation, whether a seed is active
+    int32_t flag;  // ReLU afterwards, the kind of activation, whether a seed is active
     int32_t size[SIZES];
     double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer
     int32_t space[OPERANDS];
@@ -46,7 +47,7 @@ template <class T> struct Host {
     const int64_t *base, *size;  // addresses of the spaces, and their bytes
     int64_t spaces;
     int lanes, stride;
-    T* scratch;  // weights in another order, or a few rows
+    T* scratch;  // packed weights, or a few rows
     int64_t scratch_size;
 
     template <class U = T> U* at(const Instruction& i, int k) const {
@@ -57,34 +58,34 @@ template <class T> struct Host {
 
     // Bytes of an operand of this letter, and of the unit that offsets are counted in.
     int64_t bytes_of(const Instruction& i, char letter, int64_t& unit) const {
-        const int64_t n0 = i.size[0], n1 = i.size[1], n2 = i.size[2], n3 = i.size[3], taps = int64_t(i.size[4]) * i.size[4];
-        const int64_t number = sizeof(T), row = number * stride;
+        const int64_t n0 = i.size[0], n1 = i.size[1], n2 = i.size[2], n3 = i.size[3];
+        const int64_t taps = int64_t(i.size[4]) * i.size[4], number = sizeof(T), row = number * stride;
         unit = number;
         switch (letter) {
-            case '1': return number;                            // one number
-            case 'c': return n0 * number;                       // one for each channel or weight
-            case 'w': return n0 * n1 * taps * number;           // weights of a convolution
-            case 'd': return n0 * taps * number;                // of a depthwise one
-            case 'm': return n0 * lanes * number;               // images
-            case 'b': return row;                               // a row of lanes
-            case 'r': return n0 * row;                          // rows
-            case 'g': return n2 * row;                          // a row for each group
-            case 'f': return n0 * n1 * row;                     // channels of positions
-            case 'i': return n0 * n2 * n3 * row;                // inputs of a convolution
-            case 'o': return n1 * n2 * n3 * row;                // its outputs
-            case 'p': return n0 * n1 * n2 * row;                // what is pooled
-            case 'q': return n0 * (n1 / 2) * (n2 / 2) * row;    // and to what
+            case '1': return number;                          // one number
+            case 'c': return n0 * number;                     // one for each channel or weight
+            case 'w': return n0 * n1 * taps * number;         // weights of a convolution
+            case 'd': return n0 * taps * number;              // weights of a depthwise convolution
+            case 'm': return n0 * lanes * number;             // images
+            case 'b': return row;                             // a row of lanes
+            case 'r': return n0 * row;                        // rows
+            case 'g': return n2 * row;                        // a row for each group
+            case 'f': return n0 * n1 * row;                   // channels of positions
+            case 'i': return n0 * n2 * n3 * row;              // inputs of a convolution
+            case 'o': return n1 * n2 * n3 * row;              // outputs of a convolution
+            case 'p': return n0 * n1 * n2 * row;              // input of pooling
+            case 'q': return n0 * (n1 / 2) * (n2 / 2) * row;  // output of pooling
         }
         unit = 8;
-        return letter == 'l' ? int64_t(lanes) * 8 : letter == 't' ? 16 : 8;  // labels, sum and count, steps
+        return letter == 'l' ? int64_t(lanes) * 8 : letter == 't' ? 16 : 8;  // labels, totals, steps
     }
+
+    static Shape shape_of(const Instruction& i) { return {i.size[0], i.size[1], i.size[2], i.size[3], i.size[4]}; }
 
     int64_t scratch_bytes(const Instruction& i) const {
         if (i.operation == CROSS_ENTROPY) return int64_t(3) * stride * sizeof(T);
-        if (i.operation != CONVOLVE && i.operation != CONVOLVE_INPUT_GRAD) return 0;
-        const Shape shape{i.size[0], i.size[1], i.size[2], i.size[3], i.size[4]};
-        const Shape turned{shape.outputs, shape.inputs, shape.height, shape.width, shape.kernel};
-        return packed_size(i.operation == CONVOLVE ? shape : turned) * sizeof(T);
+        if (i.operation == CONVOLVE) return packed_size(shape_of(i)) * sizeof(T);
+        return i.operation == CONVOLVE_INPUT_GRAD ? packed_size(shape_of(i).transposed()) * sizeof(T) : 0;
     }
 
     // Whether the instruction exists and stays within the memory that it was given.
@@ -104,96 +105,64 @@ template <class T> struct Host {
         return true;
     }
 
-    Affine<T> affine(const Instruction& i, int k) const { return {at(i, k), at(i, k + 1)}; }
-
-    Rates<T> rates(const Instruction& i) const {
-        return {T(i.number[0]), T(i.number[1]), T(i.number[2]), T(i.number[3]), T(i.number[4])};
-    }
-
     void run(const Instruction& i) const {
         const int32_t* n = i.size;
+        const T number = T(i.number[0]);
+        const Rates<T> rates{number, T(i.number[1]), T(i.number[2]), T(i.number[3]), T(i.number[4])};
+        const Shape shape = shape_of(i);  // of the forward pass
+        T* p[OPERANDS] = {};
+        for (int k = 0; OPERANDS_OF[i.operation][k]; ++k) p[k] = at(i, k);
+        const Affine<T> affine{p[1], p[2]};  // of the normalizations
         switch (i.operation) {
-            case TRANSPOSE: transpose<T>(n[0], at(i, 0), at(i, 1), lanes, stride); return;
-            case CONVOLVE:
-                convolve<T>({n[0], n[1], n[2], n[3], n[4]}, at(i, 0), at(i, 1), false, at(i, 2), lanes, stride, scratch);
-                return;
-            case CONVOLVE_INPUT_GRAD:  // sizes as of the way forward
-                convolve<T>({n[1], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), true, at(i, 2), lanes, stride, scratch);
-                return;
-            case CONVOLVE_WEIGHT_GRAD: convolve_weight_grad<T>({n[0], n[1], n[2], n[3], n[4]}, at(i, 0), at(i, 1), at(i, 2), stride); return;
-            case DEPTHWISE:
-                depthwise<T>({n[0], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), false, at(i, 2), lanes, stride);
-                return;
-            case DEPTHWISE_INPUT_GRAD:
-                depthwise<T>({n[0], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), true, at(i, 2), lanes, stride);
-                return;
-            case DEPTHWISE_WEIGHT_GRAD:
-                depthwise_weight_grad<T>({n[0], n[0], n[2], n[3], n[4]}, at(i, 0), at(i, 1), at(i, 2), stride);
-                return;
+            case TRANSPOSE: return transpose<T>(n[0], p[0], p[1], lanes, stride);
+            case CONVOLVE: return convolve<T>(shape, p[0], p[1], false, p[2], lanes, stride, scratch);
+            case CONVOLVE_INPUT_GRAD:
+                return convolve<T>(shape.transposed(), p[0], p[1], true, p[2], lanes, stride, scratch);
+            case CONVOLVE_WEIGHT_GRAD: return convolve_weight_grad<T>(shape, p[0], p[1], p[2], stride);
+            case DEPTHWISE: return depthwise<T>(shape, p[0], p[1], false, p[2], lanes, stride);
+            case DEPTHWISE_INPUT_GRAD: return depthwise<T>(shape, p[0], p[1], true, p[2], lanes, stride);
+            case DEPTHWISE_WEIGHT_GRAD: return depthwise_weight_grad<T>(shape, p[0], p[1], p[2], stride);
             case BATCH_NORM:
-                batch_norm<T>(n[0], n[1], i.flag, T(i.number[0]), T(i.number[1]), at(i, 0), affine(i, 1), at(i, 3),
-                              at(i, 4), at(i, 5), at(i, 6), at(i, 7), lanes, stride);
-                return;
+                return batch_norm<T>(n[0], n[1], number, T(i.number[1]), p[0], affine, p[3], p[4], p[5], p[6], p[7],
+                                     lanes, stride);
             case BATCH_NORM_BACKWARD:
-                batch_norm_backward<T>(n[0], n[1], i.flag, at(i, 0), at(i, 7), affine(i, 1), at(i, 3), at(i, 4), at(i, 8),
-                                   at(i, 5), at(i, 6), lanes, stride);
-                return;
+                return batch_norm_backward<T>(n[0], n[1], p[0], p[7], affine, p[3], p[4], p[8], p[5], p[6], lanes,
+                                              stride);
             case BATCH_NORM_FIXED:
-                batch_norm_fixed<T>(n[0], n[1], i.flag, T(i.number[0]), at(i, 0), affine(i, 1), at(i, 3), at(i, 4),
-                                    at(i, 5), lanes, stride);
-                return;
+                return batch_norm_fixed<T>(n[0], n[1], number, p[0], affine, p[3], p[4], p[5], lanes, stride);
             case GROUP_NORM:
-                group_norm<T>(n[0], n[1], n[2], i.flag, T(i.number[0]), at(i, 0), affine(i, 1), at(i, 3), at(i, 4),
-                              at(i, 5), at(i, 6), lanes, stride);
-                return;
+                return group_norm<T>(n[0], n[1], n[2], i.flag, number, p[0], affine, p[3], p[4], p[5], p[6], lanes,
+                                     stride);
             case GROUP_NORM_BACKWARD:
-                group_norm_backward<T>(n[0], n[1], n[2], i.flag, at(i, 0), affine(i, 1), at(i, 3), at(i, 4), at(i, 5),
-                                   at(i, 6), at(i, 7), at(i, 8), at(i, 9), lanes, stride);
-                return;
-            case MAX_POOL: max_pool<T>(n[0], n[1], n[2], at(i, 0), at(i, 1), lanes, stride); return;
-            case MAX_POOL_BACKWARD:
-                max_pool_backward<T>(n[0], n[1], n[2], at(i, 0), at(i, 1), at(i, 2), lanes, stride);
-                return;
-            case MEAN: mean_space<T>(n[0], n[1], at(i, 0), at(i, 1), stride); return;
-            case MEAN_BACKWARD: mean_space_backward<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
-            case ADD_BIAS: add_bias<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
-            case ADD_BIAS_BACKWARD: add_bias_backward<T>(n[0], n[1], at(i, 0), at(i, 1), lanes, stride); return;
-            case SCALE: scale<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), lanes, stride); return;
-            case SCALE_BACKWARD:
-                scale_backward<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), at(i, 3), lanes, stride);
-                return;
-            case MODULATE: modulate<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), lanes, stride); return;
-            case MODULATE_BACKWARD: modulate_backward<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), stride); return;
-            case SHIFT: shift<T>(n[0], at(i, 0), at(i, 1), at(i, 2), at(i, 3), lanes, stride); return;
-            case SHIFT_BACKWARD:
-                shift_backward<T>(n[0], at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4), lanes, stride);
-                return;
-            case ACTIVATE: activate<T>(n[0], i.flag, at(i, 0), at(i, 1), lanes, stride); return;
-            case ACTIVATE_BACKWARD: activate_backward<T>(n[0], i.flag, at(i, 0), at(i, 1), at(i, 2), lanes, stride); return;
-            case BLEND:
-                blend<T>(n[0], n[1], at(i, 0), at(i, 1), at(i, 2), *at(i, 3), at(i, 4), lanes, stride);
-                return;
+                return group_norm_backward<T>(n[0], n[1], n[2], i.flag, p[0], affine, p[3], p[4], p[5], p[6], p[7],
+                                              p[8], p[9], lanes, stride);
+            case MAX_POOL: return max_pool<T>(n[0], n[1], n[2], p[0], p[1], lanes, stride);
+            case MAX_POOL_BACKWARD: return max_pool_backward<T>(n[0], n[1], n[2], p[0], p[1], p[2], lanes, stride);
+            case MEAN: return mean_space<T>(n[0], n[1], p[0], p[1], stride);
+            case MEAN_BACKWARD: return mean_space_backward<T>(n[0], n[1], p[0], p[1], lanes, stride);
+            case ADD_BIAS: return add_bias<T>(n[0], n[1], p[0], p[1], lanes, stride);
+            case ADD_BIAS_BACKWARD: return add_bias_backward<T>(n[0], n[1], p[0], p[1], lanes, stride);
+            case SCALE: return scale<T>(n[0], n[1], p[0], p[1], p[2], lanes, stride);
+            case SCALE_BACKWARD: return scale_backward<T>(n[0], n[1], p[0], p[1], p[2], p[3], lanes, stride);
+            case MODULATE: return modulate<T>(n[0], n[1], p[0], p[1], p[2], lanes, stride);
+            case MODULATE_BACKWARD: return modulate_backward<T>(n[0], n[1], p[0], p[1], p[2], stride);
+            case SHIFT: return shift<T>(n[0], p[0], p[1], p[2], p[3], lanes, stride);
+            case SHIFT_BACKWARD: return shift_backward<T>(n[0], p[0], p[1], p[2], p[3], p[4], lanes, stride);
+            case ACTIVATE: return activate<T>(n[0], i.flag, p[0], p[1], lanes, stride);
+            case ACTIVATE_BACKWARD: return activate_backward<T>(n[0], i.flag, p[0], p[1], p[2], lanes, stride);
+            case BLEND: return blend<T>(n[0], n[1], p[0], p[1], p[2], *p[3], p[4], lanes, stride);
             case BLEND_BACKWARD:
-                blend_backward<T>(n[0], n[1], i.flag, at(i, 0), at(i, 1), at(i, 2), *at(i, 3), at(i, 4), at(i, 5), at(i, 6),
-                             lanes, stride);
-                return;
+                return blend_backward<T>(n[0], n[1], i.flag, p[0], p[1], p[2], *p[3], p[4], p[5], p[6], lanes, stride);
             case CROSS_ENTROPY:
-                cross_entropy<T>(n[0], at(i, 0), at<int64_t>(i, 1), at<double>(i, 2), at(i, 3), scratch, lanes, stride);
-                return;
-            case SQUARE_NORM: square_norm<T>(n[0], at(i, 0), i.flag, at(i, 1)); return;
-            case CLIP: *at(i, 0) = clip_factor<T>(*at(i, 0), T(i.number[0])); return;
-            case SGD:
-                sgd<T>(n[0], rates(i), *at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4));
-                return;
-            case ADAMW:
-                adamw<T>(n[0], rates(i), *at(i, 0), at(i, 1), at(i, 2), at(i, 3), at(i, 4), at(i, 5), at<int64_t>(i, 6));
-                return;
+                return cross_entropy<T>(n[0], p[0], at<int64_t>(i, 1), at<double>(i, 2), p[3], scratch, lanes, stride);
+            case SQUARE_NORM: return square_norm<T>(n[0], p[0], i.flag, p[1]);
+            case CLIP: *p[0] = clip_factor<T>(*p[0], number); return;
+            case SGD: return sgd<T>(n[0], rates, *p[0], p[1], p[2], p[3], p[4]);
+            case ADAMW: return adamw<T>(n[0], rates, *p[0], p[1], p[2], p[3], p[4], p[5], at<int64_t>(i, 6));
         }
     }
 };
 
-// Runs instructions first[h] to first[h] + count[h] for each host; base[h] are the addresses of its spaces and size[h]
-// their bytes. Returns the number of the first instruction that does not fit, or -1.
 template <class T>
 int64_t run(const Instruction* program, const int64_t* first, const int64_t* count, const int64_t* base,
             const int64_t* size, int64_t hosts, int64_t spaces, int64_t lanes, int64_t stride, void* scratch,
@@ -211,17 +180,16 @@ int64_t run(const Instruction* program, const int64_t* first, const int64_t* cou
 
 }  // namespace esper
 
-#define ESPER_RUN(name, T)                                                                                          \
-    int64_t name(const esper::Instruction* program, const int64_t* first, const int64_t* count, const int64_t* base, \
-                 const int64_t* size, int64_t hosts, int64_t spaces, int64_t lanes, int64_t stride, void* scratch,   \
-                 int64_t scratch_size) {                                                                            \
-        return esper::run<T>(program, first, count, base, size, hosts, spaces, lanes, stride, scratch, scratch_size); \
-    }
-
 extern "C" {
 
-ESPER_RUN(esper_run_float, float)
-ESPER_RUN(esper_run_double, double)
+// Runs instructions first[h] to first[h] + count[h] for each host in numbers of 4 or 8 bytes; base[h] are the addresses
+// of its spaces and size[h] their bytes. Returns the number of the first instruction that does not fit, or -1.
+int64_t esper_run(const esper::Instruction* program, const int64_t* first, const int64_t* count, const int64_t* base,
+                  const int64_t* size, int64_t hosts, int64_t spaces, int64_t lanes, int64_t stride, void* scratch,
+                  int64_t scratch_size, int64_t number_size) {
+    const auto run = number_size == sizeof(float) ? esper::run<float> : esper::run<double>;
+    return run(program, first, count, base, size, hosts, spaces, lanes, stride, scratch, scratch_size);
+}
 
 #define X(name, operands) #name " "
 const char* esper_operations() { return ESPER_OPERATIONS(X); }

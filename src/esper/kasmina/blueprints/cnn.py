@@ -1,11 +1,12 @@
 """Blueprints for convolutional hosts: h [B, C, H, W] -> delta of the same shape.
 
-A new seed must not disturb its host, yet every one of its parameters must learn from the first steps on. So the branch
-ends with a layer scale of 0.01 after its last normalization or activation; an exact zero is used only where a linear
-map or a bounded factor ends the branch. A zero in front of a normalization or a ReLU would stop all gradients there.
+A new seed must barely change its host, yet all of its parameters must receive gradients. So a branch ends with a layer
+scale of 0.01, or with a linear layer or a bounded factor that starts at zero. A zero before a normalization or a ReLU
+would stop the gradients of all layers before it.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
@@ -41,27 +42,8 @@ def _chain(**layers: nn.Module) -> nn.Sequential:
 
 
 @final
-class ConvLight(AbstractBlueprint):
-    """gamma * ReLU(GN(Conv3x3(h)))."""
-
-    name = "conv_light"
-    family = HostFamily.CNN
-    birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012 -- declared as a read-only Mapping
-
-    def build(self, channels: int) -> nn.Module:
-        """Conv, norm, ReLU, scale."""
-        return _chain(
-            conv=_conv(channels, channels, 3), norm=_group_norm(channels), act=nn.ReLU(), scale=LayerScale(channels)
-        )
-
-    def num_params(self, channels: int) -> int:
-        """9 C^2 + 3 C."""
-        return 9 * channels**2 + 3 * channels
-
-
-@final
 class ChannelAttention(nn.Module):
-    """h * tanh(W2 SiLU(W1 mean_space(h)) + b2), one factor per channel; zero at birth because W2 and b2 are."""
+    """h * tanh(W2 SiLU(W1 mean_space(h)) + b2), one factor per channel; W2 and b2 start at zero."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -79,25 +61,8 @@ class ChannelAttention(nn.Module):
 
 
 @final
-class Attention(AbstractBlueprint):
-    """Channel attention (squeeze and excitation, Hu et al. 2018) with a signed, bounded factor."""
-
-    name = "attention"
-    family = HostFamily.CNN
-    birth = {"excite.weight": 0.0, "excite.bias": 0.0}  # noqa: RUF012
-
-    def build(self, channels: int) -> nn.Module:
-        """See `ChannelAttention`."""
-        return ChannelAttention(channels)
-
-    def num_params(self, channels: int) -> int:
-        """2 C r + C with r = max(1, C // 4)."""
-        return 2 * channels * max(1, channels // 4) + channels
-
-
-@final
 class NormShift(nn.Module):
-    """tanh(s) * (GN(h) - h) with a scalar s that is zero at birth."""
+    """tanh(s) * (GN(h) - h) with a scalar s that starts at zero."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -110,123 +75,85 @@ class NormShift(nn.Module):
         return shifted
 
 
-@final
-class Norm(AbstractBlueprint):
-    """A step from h towards its normalized self."""
-
-    name = "norm"
-    family = HostFamily.CNN
-    birth = {"gain.strength": 0.0}  # noqa: RUF012
-
-    def build(self, channels: int) -> nn.Module:
-        """See `NormShift`."""
-        return NormShift(channels)
-
-    def num_params(self, channels: int) -> int:
-        """2 C + 1."""
-        return 2 * channels + 1
+def conv_light(c: int) -> nn.Module:
+    """Gamma * ReLU(GN(Conv3x3(h))): 9 C^2 + 3 C parameters."""
+    return _chain(conv=_conv(c, c, 3), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
 
 
-@final
-class Depthwise(AbstractBlueprint):
-    """gamma * ReLU(GN(Conv1x1(DWConv3x3(h))))."""
-
-    name = "depthwise"
-    family = HostFamily.CNN
-    birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
-
-    def build(self, channels: int) -> nn.Module:
-        """Depthwise convolution, pointwise convolution, norm, ReLU, scale."""
-        return _chain(
-            depthwise=_conv(channels, channels, 3, groups=channels),
-            pointwise=_conv(channels, channels, 1),
-            norm=_group_norm(channels),
-            act=nn.ReLU(),
-            scale=LayerScale(channels),
-        )
-
-    def num_params(self, channels: int) -> int:
-        """C^2 + 12 C."""
-        return channels**2 + 12 * channels
+def attention(c: int) -> nn.Module:
+    """Squeeze and excitation (Hu et al. 2018), signed and bounded: 2 C r + C parameters with r = max(1, C // 4)."""
+    return ChannelAttention(c)
 
 
-@final
-class Bottleneck(AbstractBlueprint):
-    """gamma * GN(Conv1x1(ReLU(Conv3x3(ReLU(Conv1x1(h)))))) through max(8, C // 4) channels."""
+def norm(c: int) -> nn.Module:
+    """A step from h towards GN(h): 2 C + 1 parameters."""
+    return NormShift(c)
 
-    name = "bottleneck"
-    family = HostFamily.CNN
-    birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
 
-    def build(self, channels: int) -> nn.Module:
-        """Down, 3x3, up; norm and scale at the end."""
-        width = max(8, channels // 4)
-        return _chain(
-            down=_conv(channels, width, 1),
-            down_act=nn.ReLU(),
-            conv=_conv(width, width, 3),
-            conv_act=nn.ReLU(),
-            up=_conv(width, channels, 1),
-            norm=_group_norm(channels),
-            scale=LayerScale(channels),
-        )
+def depthwise(c: int) -> nn.Module:
+    """Gamma * ReLU(GN(Conv1x1(DWConv3x3(h)))): C^2 + 12 C parameters."""
+    return _chain(
+        depthwise=_conv(c, c, 3, groups=c),
+        pointwise=_conv(c, c, 1),
+        norm=_group_norm(c),
+        act=nn.ReLU(),
+        scale=LayerScale(c),
+    )
 
-    def num_params(self, channels: int) -> int:
-        """2 C b + 9 b^2 + 3 C with b = max(8, C // 4)."""
-        width = max(8, channels // 4)
-        return 2 * channels * width + 9 * width**2 + 3 * channels
+
+def bottleneck(c: int) -> nn.Module:
+    """Gamma * GN(Conv1x1(ReLU(Conv3x3(ReLU(Conv1x1(h)))))): 2 C b + 9 b^2 + 3 C parameters with b = max(8, C // 4)."""
+    width = max(8, c // 4)
+    return _chain(
+        down=_conv(c, width, 1),
+        down_act=nn.ReLU(),
+        conv=_conv(width, width, 3),
+        conv_act=nn.ReLU(),
+        up=_conv(width, c, 1),
+        norm=_group_norm(c),
+        scale=LayerScale(c),
+    )
+
+
+def conv_small(c: int) -> nn.Module:
+    """Gamma * ReLU(GN(Conv1x1(h))): C^2 + 3 C parameters."""
+    return _chain(conv=_conv(c, c, 1), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
+
+
+def conv_heavy(c: int) -> nn.Module:
+    """Gamma * ReLU(GN(Conv3x3(ReLU(GN(Conv3x3(h)))))): 18 C^2 + 5 C parameters."""
+    return _chain(
+        conv1=_conv(c, c, 3),
+        norm1=_group_norm(c),
+        act1=nn.ReLU(),
+        conv2=_conv(c, c, 3),
+        norm2=_group_norm(c),
+        act2=nn.ReLU(),
+        scale=LayerScale(c),
+    )
 
 
 @final
-class ConvSmall(AbstractBlueprint):
-    """gamma * ReLU(GN(Conv1x1(h)))."""
+class CNNBlueprint(AbstractBlueprint):
+    """A blueprint whose network is built by one of the functions above and has its name."""
 
-    name = "conv_small"
     family = HostFamily.CNN
-    birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
+
+    def __init__(self, network: Callable[[int], nn.Module], birth: Mapping[str, float]) -> None:
+        self.name, self.birth, self._network = network.__name__, birth, network
 
     def build(self, channels: int) -> nn.Module:
-        """Pointwise convolution, norm, ReLU, scale."""
-        return _chain(
-            conv=_conv(channels, channels, 1), norm=_group_norm(channels), act=nn.ReLU(), scale=LayerScale(channels)
-        )
-
-    def num_params(self, channels: int) -> int:
-        """C^2 + 3 C."""
-        return channels**2 + 3 * channels
+        """The network for features with `channels` channels."""
+        return self._network(channels)
 
 
-@final
-class ConvHeavy(AbstractBlueprint):
-    """gamma * ReLU(GN(Conv3x3(ReLU(GN(Conv3x3(h))))))."""
-
-    name = "conv_heavy"
-    family = HostFamily.CNN
-    birth = {"scale.gamma": BIRTH_SCALE}  # noqa: RUF012
-
-    def build(self, channels: int) -> nn.Module:
-        """Two 3x3 convolutions, each with norm and ReLU, and a scale."""
-        return _chain(
-            conv1=_conv(channels, channels, 3),
-            norm1=_group_norm(channels),
-            act1=nn.ReLU(),
-            conv2=_conv(channels, channels, 3),
-            norm2=_group_norm(channels),
-            act2=nn.ReLU(),
-            scale=LayerScale(channels),
-        )
-
-    def num_params(self, channels: int) -> int:
-        """18 C^2 + 5 C."""
-        return 18 * channels**2 + 5 * channels
-
-
-CNN_BLUEPRINTS: tuple[AbstractBlueprint, ...] = (
-    ConvLight(),
-    Attention(),
-    Norm(),
-    Depthwise(),
-    Bottleneck(),
-    ConvSmall(),
-    ConvHeavy(),
+_SCALED = {"scale.gamma": BIRTH_SCALE}
+CNN_BLUEPRINTS = (
+    CNNBlueprint(conv_light, _SCALED),
+    CNNBlueprint(attention, {"excite.weight": 0.0, "excite.bias": 0.0}),
+    CNNBlueprint(norm, {"gain.strength": 0.0}),
+    CNNBlueprint(depthwise, _SCALED),
+    CNNBlueprint(bottleneck, _SCALED),
+    CNNBlueprint(conv_small, _SCALED),
+    CNNBlueprint(conv_heavy, _SCALED),
 )

@@ -1,11 +1,11 @@
-"""One module's tensors as one flat vector, so that the same module of many hosts is one slab.
+"""The tensors of a module as one flat row, so that the modules of many hosts are one slab.
 
     layout    | conv.weight ....... | norm.weight .. pad | norm.bias .. pad |      one row = one module
     slab      host 0  [P]
               host 1  [P]        optimizer, clipping, initialization, snapshots: plain operations on [N, P]
 
-A `Template` is the module itself, without weights of its own: it is bound to a row and then called. Every tensor starts
-at a multiple of 16 floats (64 bytes), so that kernels see aligned memory.
+A `Template` is bound to a row and then called. Every tensor starts at a multiple of 16 floats (64 bytes), so that
+kernels see aligned memory.
 
 Shape legend: N = rows of a slab, P = padded length of a row of parameters, Q = the same for buffers.
 """
@@ -48,8 +48,8 @@ class TensorSpec:
 class FlatLayout:
     """All tensors of one kind (parameters or buffers) of a module, in the order of the module.
 
-    `total` counts padding, `num_params` does not. `segment_ids` holds the tensor of each element (number of tensors for
-    padding), `matrix_mask` marks elements of tensors with two or more axes, the ones that decoupled decay applies to.
+    `total` counts padding, `num_params` does not. `segment_ids` holds the index of each element's tensor (`num_tensors`
+    for padding); `matrix_mask` marks elements of tensors with two or more axes, which decoupled decay applies to.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -86,7 +86,7 @@ def parameter_layout(module: nn.Module) -> FlatLayout:
     """Layout of all parameters.
 
     Raises:
-        ConfigError: a parameter is not float32 or is frozen (a constant belongs into a buffer).
+        ConfigError: a parameter is not float32 or is frozen.
     """
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32 or not parameter.requires_grad:
@@ -143,7 +143,7 @@ def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
 def drop_batch_counters(module: nn.Module) -> None:
     """Remove `num_batches_tracked` from every normalization layer, in place.
 
-    The counter would be shared by all rows, and costs an operation per layer and batch for a number nobody reads.
+    All rows would share the counter, and it costs an operator per layer and batch.
 
     Raises:
         ConfigError: a layer averages cumulatively (momentum None), which needs the counter.
@@ -158,16 +158,36 @@ def drop_batch_counters(module: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Site:
-    """What `Template.bind` does with one piece of a row: reshape (unless it is a vector) and hand to its owners."""
+    """One tensor of a row: the index of its piece, its shape (None for a vector), and the tables that hold it."""
 
     piece: int
     shape: tuple[int, ...] | None
     owners: tuple[tuple[dict[str, Any], str], ...]
 
 
+class _BoundModule:
+    """A module that runs on tensors of a slab, and the places of its own tensors in a row."""
+
+    def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
+        self.module, self.dropouts = module, dropout_layers(module)
+        self.parameters, self.buffers = parameters, buffers
+        self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
+        self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
+
+    def train(self, mode: bool) -> None:
+        """Set train or eval mode, unless it is set already."""
+        if self.module.training != mode:
+            self.module.train(mode)
+
+    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- the arguments of the module
+        """Run the module with the bound tensors."""
+        out: Tensor = self.module(*args)
+        return out
+
+
 @final
-class Template:
-    """A module that is run on a row of a stacked state. It owns the module: nothing else may use it any more.
+class Template(_BoundModule):
+    """A module without weights of its own, which runs on one row of a slab. It owns the module.
 
     The rows are bound, not copied: gradients flow to the row, and buffers that a layer updates in place (running
     statistics) are updated in the row. A layer that replaces a buffer instead of writing into it is not supported.
@@ -176,11 +196,7 @@ class Template:
     def __init__(self, module: nn.Module) -> None:
         """Move `module` to its device first; batch counters are removed from it."""
         drop_batch_counters(module)
-        self.module, self.dropouts = module, dropout_layers(module)
-        self.parameters = parameter_layout(module)
-        self.buffers = buffer_layout(module)
-        self._parameter_sizes, self._parameter_sites = _sites(module, self.parameters, "_parameters")
-        self._buffer_sizes, self._buffer_sites = _sites(module, self.buffers, "_buffers")
+        super().__init__(module, parameter_layout(module), buffer_layout(module))
 
     def bind(self, flat_row: Float[Tensor, " P"], buffer_row: Float[Tensor, " Q"]) -> None:
         """Let the module use these parameters and buffers until the next call of `bind`.
@@ -191,31 +207,14 @@ class Template:
         _assign(flat_row, self._parameter_sizes, self._parameter_sites)
         _assign(buffer_row, self._buffer_sizes, self._buffer_sites)
 
-    def train(self, mode: bool) -> None:
-        """Set train or eval mode; costs nothing where it is set already."""
-        if self.module.training != mode:
-            self.module.train(mode)
-
-    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
-        """Run the module on what is bound."""
-        out: Tensor = self.module(*args)
-        return out
-
 
 @final
-class StackedTemplate:
-    """The twin of a module for many hosts (see `lowering`), run on several rows of a slab at once.
+class StackedTemplate(_BoundModule):
+    """A stacked module (see `stacked_layers`), which runs on several rows of a slab at once.
 
-    `module` has the paths of the original, and its layers expect weights [G, *shape]; rows of examples come as
-    [B * G, ...] with the host as the fastest index.
+    It has the paths and the layouts of the module for one host, but its layers expect weights [G, *shape]; rows of
+    examples come as [B * G, ...] with the host as the fastest index.
     """
-
-    def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
-        """`parameters` and `buffers` are the layouts of the original."""
-        self.module, self.dropouts = module, dropout_layers(module)
-        self.parameters, self.buffers = parameters, buffers
-        self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
-        self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
 
     def views(self, rows: Float[Tensor, "G P"]) -> tuple[Tensor, ...]:
         """The parameters [G, *shape] in these rows, in the order of the layout; views without gradient history."""
@@ -228,32 +227,21 @@ class StackedTemplate:
     def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
         """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
 
-        Nothing is computed here: the views of a pass are made once, and are leaves where they are to learn.
+        Nothing is computed here: the views are made once per pass, and are leaves where they are trainable.
         """
         for tensors, sites in ((parameters, self._parameter_sites), (buffers, self._buffer_sites)):
             for tensor, site in zip(tensors, sites, strict=True):
                 for table, leaf in site.owners:
                     table[leaf] = tensor
 
-    def train(self, mode: bool) -> None:
-        """Set train or eval mode; costs nothing where it is set already."""
-        if self.module.training != mode:
-            self.module.train(mode)
-
-    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- whatever the module takes
-        """Run the module on what is bound."""
-        out: Tensor = self.module(*args)
-        return out
-
 
 def _row_views(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> tuple[Tensor, ...]:
     if not sites:
         return ()
     pieces = rows.split_with_sizes(sizes, dim=1)
-    stacked = (pieces[site.piece] for site in sites)
     return tuple(
-        piece if site.shape is None else piece.view(rows.shape[0], *site.shape)
-        for piece, site in zip(stacked, sites, strict=True)
+        pieces[site.piece] if site.shape is None else pieces[site.piece].view(rows.shape[0], *site.shape)
+        for site in sites
     )
 
 
@@ -268,7 +256,7 @@ def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:
 
 
 def _sites(module: nn.Module, layout: FlatLayout, kind: str) -> tuple[list[int], tuple[_Site, ...]]:
-    """Sizes of the pieces of a row (tensors and the gaps between them), and what becomes of each tensor."""
+    """Sizes of the pieces of a row (tensors and padding), and the site of each tensor."""
     sizes: list[int] = []
     sites: list[_Site] = []
     for spec in layout.tensors:

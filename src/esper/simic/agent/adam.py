@@ -1,8 +1,4 @@
-"""Adam on one flat vector, with the decision to step taken on the device.
-
-The gradients of all parameters are one vector of length P, and so are the moments: a step costs a dozen operations
-whatever the number of parameters, and `take` selects between the state before and after it without a host read.
-"""
+"""Adam on one flat vector of all P parameters; a tensor `take` decides on the device whether to step."""
 
 from collections.abc import Sequence
 
@@ -17,7 +13,7 @@ CLIP_EPS = 1e-6
 
 @tensor_dataclass
 class AdamState:
-    """Moments of all parameters in their order, and the number of steps that were made."""
+    """Moments of all parameters in their order, and the number of steps taken."""
 
     exp_avg: Float[Tensor, " P"]
     exp_avg_sq: Float[Tensor, " P"]
@@ -40,9 +36,9 @@ def adam_step(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float,
 ) -> tuple[Float[Tensor, " P"], AdamState]:
-    """What to subtract from the parameters, and the next state (Kingma and Ba, "Adam", 2015, algorithm 1).
+    """The difference to subtract from the parameters, and the next state (Kingma and Ba, 2015, algorithm 1).
 
-    Without `take` the first is exactly zero and the second exactly the old state, whatever the gradient holds.
+    Without `take` the difference is exactly zero and the state unchanged, even for a gradient that is not finite.
     """
     beta1, beta2 = betas
     step = state.step + 1.0
@@ -50,7 +46,7 @@ def adam_step(
     correction = (1.0 - beta2**step).sqrt().to(gradient.dtype)
     exp_avg = torch.lerp(state.exp_avg, gradient, 1.0 - beta1)
     exp_avg_sq = (state.exp_avg_sq * beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-    # From here on in place: fresh vectors of this length cost more than the arithmetic.
+    # in place: allocating vectors of this length costs more than the arithmetic
     difference = exp_avg_sq.sqrt().div_(correction).add_(eps)
     torch.div(exp_avg, difference, out=difference).mul_(step_size).masked_fill_(~take, 0.0)
     return difference, AdamState(
@@ -71,7 +67,7 @@ def clip_by_norm(gradient: Float[Tensor, " P"], norm: Float[Tensor, ""], limit: 
 
 
 def subtract_(parameters: Sequence[Tensor], difference: Float[Tensor, " P"]) -> None:
-    """Subtract a flat vector from the parameters in place; a difference of 0 leaves every bit as it is."""
+    """Subtract a flat vector from the parameters in place."""
     chunks = torch.split(difference, [p.numel() for p in parameters])
     with torch.no_grad():
         torch._foreach_sub_(list(parameters), [c.view_as(p) for c, p in zip(chunks, parameters, strict=True)])

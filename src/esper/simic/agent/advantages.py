@@ -1,13 +1,12 @@
 """Generalized advantage estimation, discounted returns and advantage normalization; pure.
 
-Shape legend: N = hosts, T = steps. A time axis is walked in N-wide operations on time-major copies, so every step reads
-and writes contiguous memory and the cost in operations depends on T alone.
+Shape legend: N = hosts, T = steps. Loops over time work on time-major copies, all hosts at once.
 
-    row   r1  r2  r3 | r4  r5        `|` a truncated step: the value after it is the stored bootstrap value and the
-          ^ trace cut ^              trace is cut, wherever in the row it lies; a terminal step is followed by 0
+    row   r1  r2  r3 | r4  r5        `|` a truncated step: the next value is the stored bootstrap value and the trace
+                                     is cut; after a terminal step the next value is 0
 
-    row   r1  r2  --  r4             a step that is not valid took time and nothing else: r2 is followed by
-                                     gamma * v4, and the trace goes on with one more gamma
+    row   r1  r2  --  r4             an invalid step only takes time: the next value of r2 is gamma * v4, and the trace
+                                     decays by one more gamma
 """
 
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 @tensor_dataclass
 class NormalizedAdvantages:
-    """Advantages of mean 0 and what they were before; `floored`: the deviation was raised to the floor."""
+    """Normalized advantages, and mean and deviation before; `floored`: the deviation was below the floor."""
 
     advantages: Float[Tensor, "N T"]
     mean: Float[Tensor, ""]
@@ -49,11 +48,10 @@ def compute_gae(
         delta_t = r_t + gamma * next_t - v_t
         A_t     = delta_t + gamma * lambda * T_{t+1}     the second term only where the step is neither
 
-    w and T are v and A at valid steps; at the others w_t = gamma * w_{t+1} and T_t = gamma * T_{t+1}, so that time
-    passes, but no decision is counted. The advantage of a step that is not valid is 0, and its flags mean nothing.
-    `gamma` and `gae_lambda` are one number for all hosts or one for each.
-    Nothing is differentiated: the result carries no gradient. The order of rounding is that of the formula, hence
-    float64 results equal a scalar loop bit for bit. On CUDA one kernel does it all where Triton is installed.
+    w and T are v and A at valid steps; at invalid ones w_t = gamma * w_{t+1} and T_t = gamma * T_{t+1}. The advantage
+    of an invalid step is 0 and its flags are ignored. `gamma` and `gae_lambda` are one number for all hosts or one for
+    each. The result has no gradient and rounds in the order of the formula: in float64 it equals a scalar loop bit for
+    bit. On CUDA a Triton kernel computes it, where Triton is installed.
     """
     arguments = (rewards, values, bootstrap_values, terminal, truncated, valid)
     if values.is_cuda and _HAS_TRITON:
@@ -74,21 +72,18 @@ def gae_scan(
     gamma: float | Float[Tensor, " N"],
     gae_lambda: float | Float[Tensor, " N"],
 ) -> Float[Tensor, "N T"]:
-    """`compute_gae` in PyTorch's own operators, on any device.
-
-    Fresh memory costs more than the arithmetic here, so few slabs are taken and the rest is done in place.
-    """
-    discount, trace = _against(values, gamma), _against(values, gamma * gae_lambda)
-    waits_NT = ~valid
-    onward_NT = _scan_(values.masked_fill(waits_NT, 0.0), waits_NT * discount, backward=True)
+    """`compute_gae` in PyTorch operators, on any device; in place, because allocation costs more than arithmetic."""
+    discount, trace = _per_row(values, gamma), _per_row(values, gamma * gae_lambda)
+    invalid_NT = ~valid
+    next_NT = _scan_(values.masked_fill(invalid_NT, 0.0), invalid_NT * discount, backward=True)
     delta_NT = torch.empty_like(values, memory_format=torch.contiguous_format)
-    delta_NT[:, :-1] = onward_NT[:, 1:]
+    delta_NT[:, :-1] = next_NT[:, 1:]
     delta_NT[:, -1:] = 0.0
     torch.where(truncated, bootstrap_values, delta_NT, out=delta_NT)
     delta_NT.masked_fill_(terminal, 0.0)
-    delta_NT.mul_(discount).add_(rewards).sub_(values).masked_fill_(waits_NT, 0.0)
+    delta_NT.mul_(discount).add_(rewards).sub_(values).masked_fill_(invalid_NT, 0.0)
     decay_NT = torch.where(valid, trace, discount).masked_fill_(valid & (terminal | truncated), 0.0)
-    return _scan_(delta_NT, decay_NT, backward=True).masked_fill_(waits_NT, 0.0)
+    return _scan_(delta_NT, decay_NT, backward=True).masked_fill_(invalid_NT, 0.0)
 
 
 def discounted_returns(
@@ -98,9 +93,9 @@ def discounted_returns(
     valid: Bool[Tensor, "N T"],
     gamma: float,
 ) -> Float[Tensor, "N T"]:
-    """Return accumulators forward in time, `G_t = r_t + gamma * G_{t-1}`, float64 `[N, T]`.
+    """Accumulators forward in time, `G_t = r_t + gamma * G_{t-1}`, float64 `[N, T]`.
 
-    `G_{t-1}` counts as 0 after a valid step that is terminal or truncated, r_t where a step is not valid.
+    `G_{t-1}` is 0 after a valid step that is terminal or truncated; r_t of an invalid step is 0.
     """
     decay_NT = torch.full_like(rewards, gamma, dtype=torch.float64)
     decay_NT[:, 1:].masked_fill_((valid & (terminal | truncated))[:, :-1], 0.0)
@@ -110,7 +105,7 @@ def discounted_returns(
 def normalize_advantages(
     advantages: Float[Tensor, "N T"], valid: Bool[Tensor, "N T"], std_floor: float
 ) -> NormalizedAdvantages:
-    """`(A - mean) / (max(std, floor) + 1e-8)` over the valid steps of all hosts; 0 on the others."""
+    """`(A - mean) / (max(std, floor) + 1e-8)` over the valid steps of all hosts; 0 at invalid ones."""
     moments = masked_moments(advantages, valid)
     std = moments.var.sqrt()
     scaled = (advantages.to(torch.float64) - moments.mean) / (std.clamp_min(std_floor) + ADVANTAGE_EPS)
@@ -122,16 +117,15 @@ def normalize_advantages(
     )
 
 
-def _against(rows_NT: Tensor, number: float | Tensor) -> Tensor:
-    """A number for all hosts, or [N], in the form that is multiplied with rows."""
+def _per_row(rows_NT: Tensor, number: float | Tensor) -> Tensor:
+    """A number for all hosts, or [N], as a tensor that broadcasts against rows."""
     return number[:, None] if isinstance(number, Tensor) else rows_NT.new_full((), number)
 
 
 def _scan_(inputs_NT: Tensor, decay_NT: Tensor, *, backward: bool) -> Tensor:
-    """`y_t = inputs_t + decay_t * y_before`; written over `inputs_NT`.
+    """`y_t = inputs_t + decay_t * y_{t-1}`, or y_{t+1} if `backward`; written over `inputs_NT`.
 
-    The time axis is walked from its end if `backward`. A product and a sum, not one fused operation: some kernels would
-    round a fused one once instead of twice, and only in that part of a row that fills whole vector registers.
+    A separate product and sum: a fused operation rounds once instead of twice, in some kernels only in part of a row.
     """
     inputs_TN = inputs_NT.t().contiguous()
     inputs, decays = inputs_TN.unbind(0), decay_NT.t().contiguous().unbind(0)

@@ -1,4 +1,4 @@
-"""Metric rows of an update: numbers on the device, named as in the metric table."""
+"""Rows of metrics of an update, on the device; names as in `METRICS`."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +24,7 @@ def update_row(
     lr: float,
     selectable: Bool[Tensor, " B"],
 ) -> Float[Tensor, " M"]:
-    """What is known before the first step; values and returns in scaled units, advantages before normalization."""
+    """Metrics known before the first minibatch; values and returns are scaled, advantages not normalized."""
     valid = rollout.valid
     values, returns = masked_moments(rollout.values, valid), masked_moments(rollout.returns, valid)
     unexplained = masked_moments(rollout.returns - rollout.values, valid).var
@@ -67,7 +67,7 @@ def health_row(hidden: Hidden) -> Float[Tensor, " M"]:
 def epoch_row(
     approx_kl: Float[Tensor, ""], epoch: Int[Tensor, ""], *, ran: Bool[Tensor, ""], exceeded: Bool[Tensor, ""]
 ) -> Float[Tensor, " M"]:
-    """Divergence of one pass; everything is missing for a pass after the stop."""
+    """KL divergence of one epoch; NaN for an epoch after the early stop."""
     return metric_row(
         {
             "approx_kl": torch.where(ran, approx_kl, torch.nan),
@@ -88,9 +88,8 @@ def minibatch_row(
     finite: Bool[Tensor, ""],
     takes: Bool[Tensor, ""],
 ) -> Float[Tensor, " M"]:
-    """Numbers of a minibatch that took its step, and how it ended; losses of other minibatches are missing."""
-    entropies = head_entropies(x)
-    steps = entropies.steps.unbind(0)
+    """Metrics of a minibatch; NaN except for the counts if it took no optimizer step."""
+    entropies, steps = head_entropies(x)
     numbers = {
         "evaluated_steps": x.valid.sum(),
         "policy_loss": losses.policy,
@@ -102,8 +101,8 @@ def minibatch_row(
         "clip_fraction": ratios.clip_fraction,
         "ratio_max": ratios.ratio_max,
         "ratio_min": ratios.ratio_min,
-        **{f"steps_{name}": count for name, count in zip(HEAD_NAMES, steps, strict=True)},
-        **{f"entropy_{name}": mean for name, mean in zip(HEAD_NAMES, entropies.mean.unbind(0), strict=True)},
+        **{f"steps_{name}": count for name, count in zip(HEAD_NAMES, steps.unbind(0), strict=True)},
+        **{f"entropy_{name}": mean for name, mean in zip(HEAD_NAMES, entropies.unbind(0), strict=True)},
     }
     counts = metric_row(
         {

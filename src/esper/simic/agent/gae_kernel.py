@@ -1,11 +1,7 @@
-"""Generalized advantage estimation as one Triton kernel; its twin in PyTorch is `advantages.gae_scan`.
+"""Generalized advantage estimation as one Triton kernel; `advantages.gae_scan` is its reference in PyTorch.
 
-Imported only where the tensors lie on a CUDA device and Triton is installed.
-
-    [T, N]   step T-1   h0 h1 h2 ...    one lane walks the steps of one host from the last to the first;
-             step T-2   h0 h1 h2 ...    neighbouring lanes read neighbouring hosts, so every load is one run of memory
-
-Shape legend: N = hosts, T = steps.
+One lane processes one host from the last step to the first; in [T, N] neighbouring lanes load neighbouring addresses.
+Imported only for CUDA tensors where Triton is installed. Shape legend: N = hosts, T = steps.
 """
 
 import torch
@@ -18,7 +14,7 @@ _LANES = 128
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _walk(numbers, flags, discount, decay, out, num_hosts, num_steps, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _gae(numbers, flags, discount, decay, out, num_hosts, num_steps, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """`numbers` [3, T, N]: rewards, values, bootstrap values. `flags` [3, T, N]: terminal, truncated, valid."""
     host = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = host < num_hosts
@@ -53,12 +49,12 @@ def gae_on_cuda(
     gamma: float | Float[Tensor, " N"],
     gae_lambda: float | Float[Tensor, " N"],
 ) -> Float[Tensor, "N T"]:
-    """As `advantages.compute_gae`; the result is a view `[N, T]` of time-major memory. Nothing is read."""
+    """`advantages.compute_gae`; the result is a view `[N, T]` of time-major memory."""
     num_hosts, num_steps = values.shape
     numbers_3TN = torch.stack((rewards.t(), values.t(), bootstrap_values.t()))
     flags_3TN = torch.stack((terminal.t(), truncated.t(), valid.t())).view(torch.uint8)
     out_TN = torch.empty_like(numbers_3TN[0])
-    _walk[(triton.cdiv(num_hosts, _LANES),)](
+    _gae[(triton.cdiv(num_hosts, _LANES),)](
         numbers_3TN,
         flags_3TN,
         _per_host(gamma, values),
@@ -67,13 +63,13 @@ def gae_on_cuda(
         num_hosts,
         num_steps,
         LANES=_LANES,
-        enable_fp_fusion=False,  # product and sum are rounded one after the other, as the twin does
+        enable_fp_fusion=False,  # round product and sum separately, as `gae_scan` does
     )
     return out_TN.t()
 
 
 def _per_host(number: float | Tensor, like: Tensor) -> Tensor:
-    """[N] of the type of `like`: a number handed to a kernel directly would arrive in single precision."""
+    """[N] of the dtype of `like`: Triton passes a Python number in single precision."""
     if isinstance(number, Tensor):
         return number.to(like.dtype).contiguous()
     return torch.full((like.shape[0],), number, dtype=like.dtype, device=like.device)

@@ -1,12 +1,12 @@
-"""The losses of PPO with eight heads, as pure functions of what one minibatch evaluated.
+"""The losses of PPO with eight heads, as pure functions of one evaluated minibatch.
 
 Shape legend: R = any leading axes (rows and steps), 8 = heads. With x = clip(new - old, +-20) and the masks
 
-    causal    the head was read by the op that took effect, on a valid step
-    used      causal, and the step left a choice (not forced)
+    causal    the executed op reads the head, and the step is valid
+    used      causal and not forced (another op than WAIT was legal)
     open      valid, not forced, and the head has two or more choices for some legal op
 
-`mean over a mask` is the sum over its steps divided by their number, and 0 for none.
+A mean over a mask without steps is 0.
 """
 
 from functools import lru_cache
@@ -24,7 +24,7 @@ JOINT_LOG_RATIO_LIMIT = 30.0
 
 @tensor_dataclass
 class LossInputs:
-    """One minibatch after the forward pass. `advantages` and `returns` are those of the rollout, in scaled units."""
+    """One minibatch after the forward pass; `advantages` and `returns` of the rollout, scaled."""
 
     log_prob: Float[Tensor, "*R 8"]
     old_log_prob: Float[Tensor, "*R 8"]
@@ -41,7 +41,7 @@ class LossInputs:
 
 @tensor_dataclass
 class LossWeights:
-    """Coefficients of one update; those that move over the run are tensors, so that a compiled loss stays valid."""
+    """Coefficients of one update; those that change over the run are tensors, so that a compiled loss stays valid."""
 
     value: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -63,20 +63,12 @@ class Losses:
 
 @tensor_dataclass
 class RatioStatistics:
-    """How far the policy has moved: divergence, joint ratios over the heads, share of them outside 1 +- epsilon."""
+    """Change of the policy: KL divergence, joint ratios over the heads, share of them outside 1 +- epsilon."""
 
     approx_kl: Float[Tensor, ""]
     clip_fraction: Float[Tensor, ""]
     ratio_max: Float[Tensor, ""]
     ratio_min: Float[Tensor, ""]
-
-
-@tensor_dataclass
-class HeadEntropies:
-    """Mean normalized entropy of each head over the steps that used it, and the number of these steps."""
-
-    mean: Float[Tensor, " 8"]
-    steps: Float[Tensor, " 8"]
 
 
 def ppo_losses(x: LossInputs, weights: LossWeights) -> Losses:
@@ -104,12 +96,12 @@ def value_loss(x: LossInputs, forced_weight: float) -> Float[Tensor, ""]:
 
 
 def entropy_loss(x: LossInputs) -> Float[Tensor, ""]:
-    """Minus the weighted sum of the heads' normalized entropies."""
+    """Minus the weighted sum of the normalized entropies of the heads."""
     return -(_constants(x.entropy.device).bonus * _mean_per_head(x.entropy, _used(x))).sum()
 
 
 def floor_loss(x: LossInputs) -> Float[Tensor, ""]:
-    """Squared shortfall of the heads' entropies below their floors, wherever a head is open."""
+    """Weighted squares of what the mean entropies of open heads lack to their floors."""
     constants = _constants(x.entropy.device)
     open_ = x.available & (x.valid & ~x.forced)[..., None]
     shortfall = (constants.floor - _mean_per_head(x.entropy_avail, open_)).clamp_min(0.0)
@@ -131,12 +123,10 @@ def ratio_statistics(x: LossInputs, clip: float) -> RatioStatistics:
     )
 
 
-def head_entropies(x: LossInputs) -> HeadEntropies:
-    """Entropies as they are reported."""
+def head_entropies(x: LossInputs) -> tuple[Float[Tensor, " 8"], Float[Tensor, " 8"]]:
+    """Mean normalized entropy of each head over the steps that used it, and the number of these steps."""
     used = _used(x)
-    return HeadEntropies(
-        mean=_mean_per_head(x.entropy.detach(), used), steps=_per_head(used).sum(0).to(x.entropy.dtype)
-    )
+    return _mean_per_head(x.entropy.detach(), used), _per_head(used).sum(0).to(x.entropy.dtype)
 
 
 @tensor_dataclass
@@ -148,7 +138,7 @@ class _HeadConstants:
 
 @lru_cache
 def _constants(device: torch.device) -> _HeadConstants:
-    """The entropy columns of the head table on a device."""
+    """The entropy columns of `HEADS` on a device."""
     return _HeadConstants(
         bonus=torch.tensor([head.bonus for head in HEADS], device=device),
         floor=torch.tensor([head.floor for head in HEADS], device=device),
@@ -170,6 +160,6 @@ def _per_head(values: Tensor) -> Tensor:
 
 
 def _mean_per_head(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the marked steps, `[8]`."""
+    """Mean over the masked steps, `[8]`."""
     count = _per_head(mask).sum(dim=0).clamp_min(1)
     return _per_head(values.masked_fill(~mask, 0.0)).sum(dim=0) / count

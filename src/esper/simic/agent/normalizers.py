@@ -1,6 +1,6 @@
-"""Running mean and variance of observations and returns: frozen during a rollout, moved once after it.
+"""Running mean and variance of observations and returns: frozen during a rollout, updated after it.
 
-Shape legend: D = features of one row, R = rows. All statistics are float64, all decisions are taken on the device.
+Shape legend: D = features of one row, R = rows. Statistics are float64 and stay on the device.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ STD_FLOOR = 1e-4
 
 @tensor_dataclass
 class Moments:
-    """Mean and population variance of the valid rows of one rollout, float64; `count` 0 means that there were none."""
+    """Mean and population variance of the `count` valid rows of one rollout, float64."""
 
     count: Float[Tensor, ""]
     mean: Float[Tensor, "*D"]
@@ -29,7 +29,7 @@ class Moments:
 
 
 def masked_moments(rows: Float[Tensor, "*R_D"], valid: Bool[Tensor, "*R"]) -> Moments:
-    """Moments over the leading axes (those of `valid`), summed in float64 so that the order of rows is immaterial."""
+    """Moments over the leading axes (those of `valid`), summed in float64."""
     leading = tuple(range(valid.dim()))
     keep = valid.reshape(valid.shape + (1,) * (rows.dim() - valid.dim()))
     count = valid.sum(dtype=torch.float64)
@@ -41,7 +41,7 @@ def masked_moments(rows: Float[Tensor, "*R_D"], valid: Bool[Tensor, "*R"]) -> Mo
 
 @tensor_dataclass
 class Frozen:
-    """What rows are normalized with during a rollout: `(x - shift) / spread`."""
+    """Shift and spread during a rollout: `(x - shift) / spread`."""
 
     shift: Float[Tensor, "*D"]
     spread: Float[Tensor, "*D"]
@@ -56,12 +56,12 @@ def normalized(rows: Float[Tensor, "*R_D"], by: Frozen) -> Float[Tensor, "*R_D"]
 class RunningMeanVar:
     """Exponentially weighted mean and variance of rollouts.
 
-    The first rollout is copied; a later one with mean b and variance s2 gives, both from the old mean,
+    The first rollout is copied; a later one with mean b and variance s2 gives, with the old mean on the right,
 
         mean <- m * mean + (1 - m) * b
         var  <- m * var + (1 - m) * s2 + m * (1 - m) * (b - mean)**2
 
-    A rollout without a valid row, or with a non-finite one, changes nothing. Raises ConfigError for a momentum outside
+    A rollout without valid rows, or with a non-finite one, changes nothing. Raises ConfigError for a momentum outside
     [0, 1).
     """
 
@@ -79,11 +79,11 @@ class RunningMeanVar:
         return normalized(rows, self.frozen)
 
     def scale_with(self, batch: Moments) -> Float[Tensor, "*D"]:
-        """Standard deviation to divide by, at least 1e-4; before the first update that of `batch` itself."""
+        """Standard deviation to divide by, at least 1e-4; before the first update that of `batch`."""
         return torch.where(self.started, self.var, batch.var).sqrt().clamp_min(STD_FLOOR)
 
     def update(self, batch: Moments) -> None:
-        """Move the statistics by one rollout."""
+        """Update the statistics with one rollout."""
         m, delta = self.momentum, batch.mean - self.mean
         moved_mean = m * self.mean + (1 - m) * batch.mean
         moved_var = m * self.var + (1 - m) * batch.var + m * (1 - m) * delta.square()
@@ -94,7 +94,7 @@ class RunningMeanVar:
         self._freeze()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of mean, var and whether there was an update yet."""
+        """Copies of mean, var and started."""
         return {"mean": self.mean.clone(), "var": self.var.clone(), "started": self.started.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -103,7 +103,7 @@ class RunningMeanVar:
         self._freeze()
 
     def _freeze(self) -> None:
-        """What `normalize` needs, in the precision of the features, computed once per rollout."""
+        """Compute the float32 shift and spread of `normalize`."""
         std = (self.var + VARIANCE_EPS).sqrt()
         self.frozen = Frozen(
             shift=torch.where(self.started, self.mean, 0.0).to(torch.float32),
@@ -112,5 +112,5 @@ class RunningMeanVar:
 
 
 def scale_rewards(rewards: Float[Tensor, "N T"], scale: Float[Tensor, ""]) -> Float[Tensor, "N T"]:
-    """`r / scale`: one scale for all rows, no shift and no clip, so that returns keep their order."""
+    """`r / scale` for all rows; no shift and no clip, so that returns keep their order."""
     return (rewards / scale).to(rewards.dtype)

@@ -1,9 +1,8 @@
-"""One decision of all hosts as a pure function of tensors: what `SimicClient.act` runs.
+"""The policy step: one decision of all hosts as a pure function of tensors.
 
     state of hosts and slots --> features --> normalized --> network (recurrent state in, out) --> eight heads
 
-Nothing that changes from step to step is a plain number, so that one recording or one compiled graph serves a run: the
-step enters as a tensor, the random numbers were drawn before.
+The step number is a tensor and the random numbers are drawn before, so one captured or compiled graph serves a run.
 
 Shape legend: N = hosts, S = slots, D = features, B = blueprints.
 """
@@ -27,10 +26,7 @@ from esper.tamiyo.network import TamiyoNetwork
 
 @tensor_dataclass
 class PolicyInputs:
-    """All that a decision depends on besides the weights.
-
-    `t` is the step from 1, `uniforms` one number per head; `reset` marks hosts whose recurrent state is to be zero.
-    """
+    """Inputs of a decision: `t` from 1, one uniform per head; `reset` marks hosts whose recurrent state is zeroed."""
 
     t: Int[Tensor, ""]
     slots: SlotState
@@ -44,7 +40,7 @@ class PolicyInputs:
 
 @tensor_dataclass
 class Decision:
-    """What the engine is told, and what the buffer keeps besides."""
+    """The result for the engine, and two fields for the buffer."""
 
     act: ActResult
     blueprint_index: Int[Tensor, "N S"]
@@ -52,17 +48,17 @@ class Decision:
 
 
 def without(reset: Bool[Tensor, " N"], hidden: Hidden) -> Hidden:
-    """The recurrent state, which is finite, with the marked hosts at zero."""
-    kept_N1 = (~reset).to(torch.float32)[:, None]  # a product takes a third of the time of filling a copy
-    return tree_map(lambda x: x * kept_N1, hidden)
+    """The recurrent state, which is finite, with zeros at the marked hosts."""
+    keep_N1 = (~reset).to(torch.float32)[:, None]  # three times as fast as masked_fill
+    return tree_map(lambda x: x * keep_N1, hidden)
 
 
 PolicyFunction = Callable[[PolicyInputs, bool], Decision]
-"""`PolicyStep`, or a compiled or captured form of it; the second argument asks for the most probable values."""
+"""`PolicyStep` or a compiled or captured form of it; the second argument is `deterministic`."""
 
 
 def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.device) -> PolicyInputs:
-    """Empty slots of which only WAIT is legal, with the shapes and dtypes of real inputs."""
+    """Inputs of empty slots where only WAIT is legal, to compile and capture with."""
     sizes, width = {"N": n, "S": slots}, feature_dim(slots)
     legal = torch.zeros(n, NUM_OPS, slots, dtype=torch.bool, device=device)
     legal[:, LifecycleOp.WAIT] = True
@@ -80,7 +76,7 @@ def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.devic
 
 @final
 class PolicyStep(nn.Module):
-    """The eager form, and what all other forms are made from."""
+    """The eager policy step, from which the other forms are made."""
 
     def __init__(self, network: TamiyoNetwork, selectable: Bool[Tensor, " B"], episode_length: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""One PPO update: from a full rollout buffer to a changed policy, with one host read.
+"""One PPO update from a full rollout buffer, with one host read.
 
     buffer --> scaled rewards --> GAE --> normalized advantages
                                               |
-    epochs 1..K:  permute the hosts, split into groups of whole rows, and for each group
-                  unroll -> losses -> gradient -> clip -> Adam step      selected on the device: a minibatch that is
-                                              |                          not finite, or comes after the divergence
-    statistics, schedules, metrics  <---------+                          stop, changes nothing
+    epochs 1..K:  permute the hosts, split into minibatches of whole rows, and for each minibatch
+                  unroll -> losses -> gradient -> clip -> Adam step      masked on the device: no change where loss or
+                                              |                          gradient is not finite, or after the KL stop
+    statistics, schedules, metrics  <---------+
 
 Shape legend: N = hosts, T = steps, M = metrics, P = parameters.
 """
@@ -39,15 +39,15 @@ MAX_BARREN_UPDATES = 3
 
 @dataclass(kw_only=True)
 class PPOAgent:
-    """All that learning changes; its owner is the client, and `run_ppo_updates` is the only writer.
+    """Everything that learning changes; the client owns it, and only `run_ppo_updates` writes it.
 
     Attributes:
         network: the policy. optimizer: its Adam moments, in the order of `network.parameters()`.
         observations, returns: statistics of features and of discounted returns.
         selectable: blueprints a controller may choose, bool [num_blueprints].
         total_updates: length of the run, for the schedules.
-        schedule_position: updates that made at least one step.
-        barren_updates: updates in a row without a single finite minibatch.
+        schedule_position: updates with at least one optimizer step.
+        barren_updates: consecutive updates without a finite minibatch.
     """
 
     network: TamiyoNetwork
@@ -62,7 +62,7 @@ class PPOAgent:
 
 @tensor_dataclass
 class MinibatchResult:
-    """What a minibatch leaves behind besides changed parameters: the next optimizer state and numbers."""
+    """The next optimizer state and the metrics of a minibatch."""
 
     optimizer: AdamState
     metrics: Float[Tensor, " M"]
@@ -73,7 +73,7 @@ class MinibatchResult:
 def new_agent(
     network: TamiyoNetwork, config: PPOConfig, *, feature_dim: int, selectable: Tensor, total_updates: int
 ) -> PPOAgent:
-    """An agent that has learned nothing yet, on the device of its network."""
+    """An agent before its first update, on the device of `selectable`."""
     device = selectable.device
     return PPOAgent(
         network=network,
@@ -95,11 +95,11 @@ def run_ppo_updates(
     hidden: Hidden | None = None,
     read: Read = Tensor.tolist,
 ) -> dict[str, float]:
-    """Learn from a full buffer, move the statistics, empty the buffer; metrics by name.
+    """Learn from a full buffer, update the statistics, empty the buffer; metrics by name.
 
-    `update_index` keys the order of minibatches. `hidden` is the recurrent state after the rollout, for its health
-    metrics. `read` is called exactly once, after all work was given to the device. Raises
-    TrainingError after three updates in a row without one finite minibatch.
+    `update_index` keys the order of minibatches. `hidden` is the recurrent state after the rollout, for its metrics.
+    `read` is called once, after all work is queued on the device. Raises TrainingError after three updates in a row
+    without a finite minibatch.
     """
     slabs = buffer.slabs
     accumulated_NT = discounted_returns(slabs.rewards, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
@@ -130,17 +130,17 @@ def run_ppo_updates(
 
 
 def _why(metrics: Mapping[str, float]) -> str:
-    """What is known of the reason for minibatches that are not finite."""
+    """Known reasons for non-finite minibatches."""
     reasons = {
-        "actions_outside_mask": "a stored action lies outside its mask",
-        "nonfinite_logits": "the network gives logits that are not finite",
+        "actions_outside_mask": "a stored action is outside its mask",
+        "nonfinite_logits": "the network has logits that are not finite",
     }
     found = [text for name, text in reasons.items() if metrics[name] > 0]
     return f" ({' and '.join(found)})" if found else ""
 
 
 def loss_weights(agent: PPOAgent, config: PPOConfig, device: torch.device) -> LossWeights:
-    """The coefficients that the schedules give to the next update."""
+    """Coefficients of the next update by their schedules."""
 
     def scalar(value: float) -> Tensor:
         return torch.full((), value, device=device)
@@ -156,11 +156,7 @@ def loss_weights(agent: PPOAgent, config: PPOConfig, device: torch.device) -> Lo
 
 
 def evaluate_minibatch(agent: PPOAgent, batch: SequenceBatch) -> tuple[LossInputs, Bool[Tensor, ""]]:
-    """Unroll whole rows from their first recurrent state and evaluate the stored actions, with gradient.
-
-    Returns:
-        What the losses are made of, and whether every logit is finite.
-    """
+    """Unroll whole rows and evaluate the stored actions, with gradient; and whether every logit is finite."""
     logits, values = agent.network.unroll(batch.states, batch.blueprint_index, batch.hidden0, batch.reset)
     heads = evaluate_heads(logits, batch.legal, batch.has_gate, agent.selectable, batch.actions)
     inputs = LossInputs(
@@ -188,7 +184,7 @@ def _run_epochs(
     update_index: int,
     run_seed: int,
 ) -> list[Tensor]:
-    """All passes over the buffer; metric rows of minibatches and epochs in the order of time."""
+    """All passes over the buffer; metric rows in the order of time."""
     device = buffer.slabs.valid.device
     groups = min(config.num_minibatches, buffer.num_envs)
     epochs = torch.arange(1, config.update_epochs + 1, device=device)
@@ -213,7 +209,7 @@ def _run_epochs(
 def _train_minibatch(
     agent: PPOAgent, batch: SequenceBatch, config: PPOConfig, weights: LossWeights, stopped: Bool[Tensor, ""]
 ) -> MinibatchResult:
-    """Loss, gradient, and a step that the device takes or leaves."""
+    """Loss, gradient and a masked optimizer step."""
     parameters = list(agent.network.parameters())
     x, finite_logits = evaluate_minibatch(agent, batch)
     losses = ppo_losses(x, weights)

@@ -3,9 +3,9 @@
     states [N,T,D]   host 0 | s0 s1 s2 s3 ..        valid   1 1 1 1
                      host 1 | s0 s1 -- s3 ..                1 1 0 1     host 1 was rolled back in step 2: row 2 is
                                                     term.   0 ? 0 0     neutral, row 3 starts from a zero recurrent
-                                                    reset   0 0 0 1     state; the reward says whether row 1 is an end
+                                                    reset   0 0 0 1     state; the reward decides if row 1 is terminal
 
-A row that is unwritten or not valid is neutral (`stored_row.py`).
+An unwritten or invalid row is neutral (`stored_row.py`).
 
 Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width, n = some hosts.
 """
@@ -17,11 +17,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.actions import NUM_HEADS, NUM_OPS
 from esper.leyline.checkpoint_tree import below, check_same_shapes, copy_into, tensors_by_name, with_prefix
 from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
-from esper.leyline.tensor_dataclass import named_tensors, tensor_dataclass, tree_map
+from esper.leyline.tensor_dataclass import blank, named_tensors, tensor_dataclass, tree_map
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
 from esper.simic.agent.stored_row import Row, neutral_row, neutral_unless
 
@@ -73,16 +72,16 @@ _NAMES = {
 _DEFAULTS = {"bootstrap_value": 0, "terminal": 0, "truncated": 0, "valid": 1, "reset": 0, "forced": 0}
 
 Entry = int | float | bool | Tensor
-"""What `add` takes for a scalar: a number of Python or a tensor without axes, which stays on its device."""
+"""A scalar of `add`: a Python number or a 0-dim tensor, which is not read."""
 
 
 @final
 class TamiyoRolloutBuffer:
-    """Owner of the slabs (`slabs`, a SequenceBatch of all N hosts): written in place, here and nowhere else.
+    """Owner and only writer of `slabs`, a SequenceBatch of all N hosts.
 
-    `store` writes one column of all hosts, `add` the next row of one host. Both take the same names, those of `Row`:
-    `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and `valid` (True) have defaults. `put`
-    copies a column as it is; call `neutralize` once before the rollout is used.
+    `store` writes one column of all hosts, `add` the next row of one host; both take the fields of `Row` by name, with
+    defaults for `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and `valid` (True). `put`
+    copies a column unmasked; call `neutralize` before the rollout is used.
     Only `validate` and `load_state_dict` read the device.
     """
 
@@ -133,20 +132,20 @@ class TamiyoRolloutBuffer:
         self._wrote(t)
 
     def put(self, t: int, row: Row) -> None:
-        """Copy `row` to column `t` of all hosts, whether it is valid or not. Raises IndexError outside the slab."""
+        """Copy `row` to column `t` of all hosts without neutralizing it. Raises IndexError outside the slab."""
         for name, place in vars(self.column(t)).items():
             place.copy_(getattr(row, name))
         self._wrote(t)
 
     @torch.no_grad()
     def neutralize(self) -> None:
-        """Make every row neutral that is not valid."""
+        """Make invalid rows neutral."""
         entries = {name: getattr(self.slabs, slab) for name, slab in _NAMES.items()}
         for name, value in neutral_unless(self.slabs.valid, entries).items():
             entries[name].copy_(value)
 
     def column(self, t: int) -> Row:
-        """The places of column `t` (from 0). Raises IndexError outside."""
+        """Views of column `t` (from 0). Raises IndexError outside the slab."""
         if not 0 <= t < self.max_steps:
             raise IndexError(f"column {t} of a buffer of {self.max_steps} steps; reset() it before the next rollout.")
         if t not in self._columns:
@@ -154,7 +153,7 @@ class TamiyoRolloutBuffer:
         return self._columns[t]
 
     def _wrote(self, t: int) -> None:
-        """Column `t` of all hosts was written, and is the last one."""
+        """Make column `t` the last one of all hosts."""
         self._lengths = [t + 1] * self.num_envs
         self._last_N.fill_(t)
 
@@ -168,21 +167,20 @@ class TamiyoRolloutBuffer:
         self._last_N[env_id] = t
 
     def mark_terminal(self, mask: Bool[Tensor, " N"], penalty: Float[Tensor, " N"]) -> None:
-        """The last row of each masked host ends its segment and is paid `penalty` instead.
+        """Make the last row of each masked host terminal, with reward `penalty`.
 
-        A last row that is not valid, or terminal already, means that the current segment has no such row: nothing
-        happens then.
+        Nothing changes where that row is invalid or terminal already: the current segment has no row then.
         """
         place_N1, open_N1 = self._last_open_row(mask)
         self._change("terminal", place_N1, lambda flag: flag | open_N1)
         self._change("truncated", place_N1, lambda flag: flag & ~open_N1)
         self._change("bootstrap_values", place_N1, lambda value: value.masked_fill(open_N1, 0.0))
-        self._change("rewards", place_N1, lambda paid: torch.where(open_N1, penalty[:, None], paid))
+        self._change("rewards", place_N1, lambda reward: torch.where(open_N1, penalty[:, None], reward))
 
     def roll_back(self, mask_NT: Bool[Tensor, "N T"], reward_NT: Float[Tensor, "N T"], *, ends: bool) -> None:
-        """Each masked row is rewarded otherwise because of what came after it, if it is valid and not terminal.
+        """Replace the reward of each masked row, the one before a rollback, if it is valid and not terminal.
 
-        Where `ends`, it also ends its segment, as by `mark_terminal`; else the rows after the rollback continue it.
+        If `ends`, the row also becomes terminal; else its segment continues after the rollback.
         """
         slabs = self.slabs
         open_NT = mask_NT & slabs.valid & ~slabs.terminal
@@ -193,22 +191,22 @@ class TamiyoRolloutBuffer:
             slabs.bootstrap_values.masked_fill_(open_NT, 0.0)
 
     def add_final_reward(self, final: Float[Tensor, " N"], rewarded: Float[Tensor, " N"]) -> None:
-        """The last valid row of each host is paid `final` of the end of the episode, and closes it.
+        """Add the final reward of the episode to the last valid row of each host, and make it terminal.
 
-        A row of the last step has `rewarded` of it already. A row k steps before gets gamma^k of all of it, so that the
-        discounted return is the same whenever the last valid row was.
+        A row of the last step has `rewarded` of it already. A row k steps earlier gets gamma^k * final, so that the
+        discounted return does not depend on k.
         """
         slabs, last = self.slabs, self.num_steps - 1
         step_NT = torch.where(slabs.valid, torch.arange(self.max_steps, device=slabs.valid.device), -1)
         place_N = step_NT.amax(dim=1)
         due = torch.where(place_N == last, final - rewarded, final * self.gamma ** (last - place_N))
         found_N1, place_N1 = (place_N >= 0)[:, None], place_N.clamp(min=0)[:, None]
-        self._change("rewards", place_N1, lambda paid: torch.where(found_N1, paid + due[:, None], paid))
+        self._change("rewards", place_N1, lambda reward: torch.where(found_N1, reward + due[:, None], reward))
         cut_N1 = slabs.truncated.gather(1, place_N1)
         self._change("terminal", place_N1, lambda flag: flag | (found_N1 & ~cut_N1))
 
     def mark_truncated(self, mask: Bool[Tensor, " N"], bootstrap: Float[Tensor, " N"]) -> None:
-        """The same row is cut off by the time limit; `bootstrap` is the value of the state after it."""
+        """Mark the last row of each masked host as truncated; `bootstrap` is the value of the state after it."""
         place_N1, open_N1 = self._last_open_row(mask)
         self._change("truncated", place_N1, lambda flag: flag | open_N1)
         self._change("bootstrap_values", place_N1, lambda value: torch.where(open_N1, bootstrap[:, None], value))
@@ -216,11 +214,11 @@ class TamiyoRolloutBuffer:
     def compute_advantages_and_returns(
         self, rewards: Float[Tensor, "N T"] | None = None
     ) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]]:
-        """Advantages and returns of the whole rollout; `rewards` (scaled ones) take the place of the stored ones."""
+        """Advantages and returns of the whole rollout; `rewards` replace the stored ones if given."""
         s = self.slabs
-        paid_NT = s.rewards if rewards is None else rewards
+        rewards_NT = s.rewards if rewards is None else rewards
         advantages_NT = compute_gae(
-            paid_NT, s.values, s.bootstrap_values, s.terminal, s.truncated, s.valid, self.gamma, self.gae_lambda
+            rewards_NT, s.values, s.bootstrap_values, s.terminal, s.truncated, s.valid, self.gamma, self.gae_lambda
         )
         s.advantages.copy_(advantages_NT)
         torch.add(s.advantages, s.values, out=s.returns)
@@ -228,7 +226,7 @@ class TamiyoRolloutBuffer:
         return s.advantages, s.returns
 
     def normalize_advantages(self, std_floor: float = 0.1) -> NormalizedAdvantages:
-        """Normalize the stored advantages over all valid steps; raises RuntimeError when done twice."""
+        """Normalize the stored advantages over all valid steps; raises RuntimeError the second time."""
         if self._normalized:
             raise RuntimeError(
                 "the advantages are normalized already; call compute_advantages_and_returns() to get fresh ones."
@@ -286,10 +284,7 @@ class TamiyoRolloutBuffer:
             places[name].copy_(value)
 
     def _last_open_row(self, mask: Bool[Tensor, " N"]) -> tuple[Int[Tensor, "N 1"], Bool[Tensor, "N 1"]]:
-        """Place of the last written row of each host (0 if there is none), and whether it is masked and open.
-
-        A row is open while it is valid and not terminal; one that was never written is not valid.
-        """
+        """Index of the last written row of each host (0 if none), and whether it is masked, valid and not terminal."""
         place_N1, slabs = self._last_N.clamp(min=0)[:, None], self.slabs
         closed_N1 = slabs.terminal.gather(1, place_N1)
         return place_N1, mask[:, None] & slabs.valid.gather(1, place_N1) & ~closed_N1
@@ -302,30 +297,8 @@ class TamiyoRolloutBuffer:
 
 def _allocate(n: int, t: int, d: int, s: int, hidden: tuple[int, int], device: torch.device | str) -> SequenceBatch:
     """Uninitialized slabs of `n` hosts; the recurrent state before the first step is zero."""
-
-    def slab(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(n, t, *shape, dtype=dtype, device=device)
-
-    integer, flag = torch.int64, torch.bool
-    layers, width = hidden
-    return SequenceBatch(
-        states=slab(d),
-        raw_states=slab(d),
-        blueprint_index=slab(s, dtype=integer),
-        actions=slab(NUM_HEADS, dtype=integer),
-        effective_op=slab(dtype=integer),
-        log_probs=slab(NUM_HEADS),
-        values=slab(),
-        rewards=slab(),
-        bootstrap_values=slab(),
-        terminal=slab(dtype=flag),
-        truncated=slab(dtype=flag),
-        valid=slab(dtype=flag),
-        reset=slab(dtype=flag),
-        forced=slab(dtype=flag),
-        legal=slab(NUM_OPS, s, dtype=flag),
-        has_gate=slab(s, dtype=flag),
-        advantages=slab(),
-        returns=slab(),
-        hidden0=Hidden(h=torch.zeros(layers, n, width, device=device), c=torch.zeros(layers, n, width, device=device)),
-    )
+    row = blank(Row, {"N": n, "D": d, "S": s}, torch.device(device))
+    slabs = {_NAMES[name]: x.new_empty((n, t, *x.shape[1:])) for name, x in vars(row).items()}
+    slabs |= {name: torch.empty_like(slabs["values"]) for name in ("advantages", "returns")}
+    zeros = torch.zeros(hidden[0], n, hidden[1], device=device)
+    return SequenceBatch(hidden0=Hidden(h=zeros, c=zeros.clone()), **slabs)

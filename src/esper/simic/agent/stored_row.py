@@ -1,7 +1,7 @@
-"""What the rollout buffer keeps of a step.
+"""One step in the rollout buffer.
 
-A row that is not valid is neutral (it evaluates without error and enters no mean): only WAIT on slot 0 is legal, the
-actions are canonical, everything else is 0. `valid` and `reset` alone are kept as they were given.
+An invalid row is neutral (it evaluates without error and enters no mean): only WAIT on slot 0 is legal, the actions are
+canonical, everything else but `valid` and `reset` is 0.
 
 Shape legend: N = hosts, D = features, S = slots.
 """
@@ -40,15 +40,14 @@ class Row:
 
 
 _FINITE = ("state", "raw_state")
-"""Fields that are finite whatever was measured (`features.observe`)."""
-_KEPT = ("valid", "reset")
+"""Fields that are always finite (`features.observe`)."""
+_UNMASKED = ("valid", "reset")
 
 
 def neutral_unless(valid: Bool[Tensor, "*N"], entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entries by field of `Row`, in the types that the buffer keeps; neutral where `valid` is not.
+    """Entries by field of `Row`, in the dtypes of the buffer; neutral where not `valid`.
 
-    Most neutral values are 0. Features, which are wide, are multiplied by 0; a choice between two wide tensors takes
-    much longer.
+    Features are wide, so they are multiplied by 0, which is much faster than `where`.
     """
     neutral = neutral_row(entries["has_gate"].shape[-1], valid.device)
     weight = valid.to(torch.float32)[..., None]
@@ -57,7 +56,7 @@ def neutral_unless(valid: Bool[Tensor, "*N"], entries: Mapping[str, Tensor]) -> 
         entry = entries[name].to(nothing.dtype)
         if name in _FINITE:
             values[name] = entry * weight
-        elif name in _KEPT:
+        elif name in _UNMASKED:
             values[name] = entry
         else:
             values[name] = torch.where(lift(valid, entry), entry, nothing)
@@ -66,7 +65,7 @@ def neutral_unless(valid: Bool[Tensor, "*N"], entries: Mapping[str, Tensor]) -> 
 
 @lru_cache
 def neutral_row(num_slots: int, device: torch.device) -> dict[str, Tensor]:
-    """What a row without content holds, by field of `Row`; broadcast against one step of one host."""
+    """A neutral row, by field of `Row`; broadcasts against one step of one host."""
     dtypes = {"blueprint_index": torch.int64, "effective_op": torch.int64}
     flags = ("terminal", "truncated", "valid", "reset", "forced", "has_gate")
     dtypes.update(dict.fromkeys(flags, torch.bool))

@@ -1,1 +1,1 @@
-"""Attribution: what each seed of a finished network is worth."""
+"""Attribution of accuracy to the seeds of a finished network."""

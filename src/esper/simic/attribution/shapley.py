@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 def shapley_values(subset_acc: Float[Tensor, "N J"], live: Bool[Tensor, "N S"]) -> Float[Tensor, "N S"]:
-    """What each seed adds on average over all orders of joining, in the unit of `subset_acc`.
+    """Mean marginal accuracy of each seed over all orders, in the unit of `subset_acc`.
 
     Args:
-        subset_acc: accuracy of each subset of the heard seeds; bit r of the column number is the r-th of them.
+        subset_acc: accuracy of each subset of the active seeds; bit r of the column number is the r-th of them.
         live: which slots hold those seeds.
 
     Returns:
@@ -43,7 +43,7 @@ def shapley_values(subset_acc: Float[Tensor, "N J"], live: Bool[Tensor, "N S"]) 
 
 @lru_cache(maxsize=16)
 def _weights(width: int, num_slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`weights[n, r, j]`: what subset j counts for the r-th of n seeds; `used[n, j]`: does it exist among n seeds?
+    """`weights[n, r, j]`: weight of subset j for the r-th of n seeds; `used[n, j]`: is j a subset of n seeds?
 
     Rows of more seeds than `width` are NaN: their subsets were not all evaluated.
     """
@@ -55,8 +55,8 @@ def _weights(width: int, num_slots: int, device: torch.device) -> tuple[Tensor, 
         for subset in range(2**n):
             size = subset.bit_count()
             for rank in range(n):
-                joined = subset >> rank & 1
-                before = size - joined
+                member = subset >> rank & 1
+                before = size - member
                 share = factorial(before) * factorial(n - before - 1) / factorial(n)
-                weights[n, rank, subset] = share if joined else -share
+                weights[n, rank, subset] = share if member else -share
     return weights.to(device), used.to(device)

@@ -1,4 +1,4 @@
-"""Rewards: what a step is worth, for all hosts at once."""
+"""Rewards of a step, for all hosts at once."""
 
 from esper.simic.rewards.compiled_rewards import RewardOutput as RewardOutput
 from esper.simic.rewards.compiled_rewards import compute_reward_batched as compute_reward_batched

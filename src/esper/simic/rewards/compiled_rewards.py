@@ -1,7 +1,7 @@
 """The reward kernel: one control step of all hosts, one row per host, looking only at each host's target slot.
 
-Pure tensor code without a branch on data: it runs eagerly, compiles to one graph (`mode` and `attribution` are
-static, every number is in `config_weights`), and never waits for the device. Shape legend: N = hosts, S = slots,
+Pure tensor code without branches on data or host reads; compiles to one graph, because `mode` and `attribution` are
+static and every number is in `config_weights`. Shape legend: N = hosts, S = slots,
 M = len(REWARD_TERMS), I = len(REWARD_INFO), W = 65 numbers (11 in mode `loss`).
 """
 
@@ -34,7 +34,7 @@ CREDIT_MODES = ("shaped", "escrow")
 
 
 class RewardOutput(NamedTuple):
-    """What one step pays, in the dtype of `val_accs`; `total` is the sum of `breakdown`."""
+    """Rewards of one step in the dtype of `val_accs`; `total` is the sum of `breakdown`."""
 
     total: Float[Tensor, " N"]
     breakdown: Float[Tensor, "N M"]
@@ -86,13 +86,13 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     loss_deltas: FloatN | None = None,
     potentials_prev: FloatN | None = None,
 ) -> RewardOutput:
-    """Pay one step of N hosts; formulas in `credit.py` and `terms.py`.
+    """Reward one step of N hosts; formulas in `credit.py` and `terms.py`.
 
     Args:
         actions: effective operations (WAIT where the sampled one took no effect).
         seed_contributions: leave-one-out contribution of the target slot in points, NaN unless measured now.
         val_accs, acc_deltas: accuracy of the whole model and its change (0 at the first step), points.
-        has_seed_mask: the target slot holds a live seed; without one the seed's fields may hold anything.
+        has_seed_mask: the target slot holds a live seed; without one the seed's fields are ignored.
         stages, epochs_in_stage, seed_ages, previous_stages, previous_epochs: clocks of the slot before the op.
         total_improvements, stage_improvements: accuracy gained since germination and since stage entry, or NaN.
         epoch, max_epochs: step from 1 and length of the episode.
@@ -143,7 +143,7 @@ def _by_name(config_weights: Tensor, loss: bool) -> Mapping[str, Tensor]:
 
 
 _kept_by_name = lru_cache(maxsize=16)(_by_name)
-"""A run pays every step by the same vector, and 65 views take as long as thirty operators. They see what it holds."""
+"""Cached: every step of a run has the same vector, and 65 views cost as much as thirty operators."""
 
 
 def _with_credit(x: Row) -> RewardOutput:
@@ -159,7 +159,7 @@ def _with_credit(x: Row) -> RewardOutput:
 
 
 def _without_credit(x: Row) -> RewardOutput:
-    """All other modes; where there is nothing to report, info says that nothing happened."""
+    """All other modes; info columns without meaning hold neutral values."""
     one, account = torch.ones_like(x.val_acc), x.known("escrow_credits")
     info = {"discount": one, "timing": one, "progress": x.number("total_improvements")}
     info |= {"escrow_prev": account, "escrow_next": account}
@@ -180,7 +180,7 @@ def _output(
     escrow_next: Tensor,
     opened: Tensor | None = None,
 ) -> RewardOutput:
-    """The answer in float64; a column that is not given is 0."""
+    """The output in float64; a missing column is 0."""
     zero = torch.zeros_like(x.val_acc)
     return RewardOutput(
         total=reduce(add, terms.values()),
@@ -193,21 +193,18 @@ def _output(
 
 
 def _in_dtype(out: RewardOutput, dtype: torch.dtype) -> RewardOutput:
-    total, breakdown, info, escrow_next, opened, flags = out
-    return RewardOutput(
-        total.to(dtype), breakdown.to(dtype), info.to(dtype), escrow_next.to(dtype), opened.to(dtype), flags
-    )
+    return RewardOutput._make(x.to(dtype) if x.is_floating_point() else x for x in out)
 
 
 def _clock(value: int | Tensor, like: Tensor) -> Tensor:
-    """A step number as float64; filled on the device, because a copy from the host would wait."""
+    """A step number as float64 on the device; `full` does not wait as a copy would."""
     if isinstance(value, Tensor):
         return value.to(torch.float64)
     return torch.full((), value, dtype=torch.float64, device=like.device)
 
 
 def check_static(mode: str, attribution: str, config_weights: Tensor) -> None:
-    """Reject a mode, an attribution, or a number of weights that no formula is written for."""
+    """Reject an unknown mode or attribution (ConfigError) and a wrong vector of weights (ValueError)."""
     if mode not in MODES:
         raise ConfigError(f"reward mode {mode!r} has no formula; {nearest(mode, MODES)}")
     if attribution not in get_args(Attribution):
@@ -221,7 +218,7 @@ def check_static(mode: str, attribution: str, config_weights: Tensor) -> None:
 
 
 def check_arguments(given: Mapping[str, Tensor | None]) -> None:
-    """Reject wrong shapes (ValueError) and dtypes (TypeError) by name, without looking at any value."""
+    """Reject wrong shapes (ValueError) and dtypes (TypeError) by name; no value is read."""
     actions = given["actions"]
     assert actions is not None
     for name, value in given.items():
@@ -231,12 +228,10 @@ def check_arguments(given: Mapping[str, Tensor | None]) -> None:
         if value.dim() != expected_dim or value.shape[0] != actions.shape[0]:
             shape = f"({actions.shape[0]}, S)" if name in _POOLS else f"({actions.shape[0]},)"
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}, one row per host.")
-        if name in _INTEGERS:
-            if value.dtype != torch.int64:
-                raise TypeError(f"{name} is {value.dtype}; it must be torch.int64.")
-        elif name == "has_seed_mask":
-            if value.dtype != torch.bool:
-                raise TypeError(f"{name} is {value.dtype}; it must be torch.bool.")
+        if name in _INTEGERS or name == "has_seed_mask":
+            expected = torch.int64 if name in _INTEGERS else torch.bool
+            if value.dtype != expected:
+                raise TypeError(f"{name} is {value.dtype}; it must be {expected}.")
         elif not value.dtype.is_floating_point:
             raise TypeError(f"{name} is {value.dtype}; it must be a floating type, with NaN where not measured.")
     scales, contributions = (given.get(name) for name in _POOLS)

@@ -1,7 +1,7 @@
-"""The numbers of the rewards: one frozen configuration, packed into one vector, and the table of modes.
+"""Reward settings, packed into one vector, and the table of modes.
 
-Every number enters the kernel through `RewardConfig.pack()`, in the order of declaration, so that changing a number
-never compiles a new graph. `mode` and `attribution` decide which formulas run and are static.
+The kernel takes every number through `RewardConfig.pack()`, so that changing one does not compile a new graph. `mode`
+and `attribution` select formulas and are static.
 """
 
 import sys
@@ -22,7 +22,7 @@ TimeLimit = Literal["truncate", "terminate"]
 GAMMA = 0.995
 """Discount of all potential-based shaping; it must equal the discount of the learner."""
 MIN_PRUNE_AGE = 5
-"""Age (control steps) under which a PRUNE is paid as premature."""
+"""Age (control steps) below which a PRUNE counts as premature."""
 LEGITIMATE_HOLD = 5
 """Steps in HOLDING after which a FOSSILIZE earns its full bonus."""
 MIN_CONTRIBUTION = 1.0
@@ -35,7 +35,7 @@ def _require(holds: bool, name: str, found: object, expected: str) -> None:
 
 
 def _require_numbers(prefix: str, config: object) -> None:
-    """Raise ConfigError unless every number of `config` is one that its field can hold."""
+    """Raise ConfigError unless every value of `config` has the type of its field and is finite."""
     for f in fields(config):  # type: ignore[arg-type]
         value = getattr(config, f.name)
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -44,7 +44,7 @@ def _require_numbers(prefix: str, config: object) -> None:
         elif f.type is int:
             _require(whole, f"{prefix}.{f.name}", repr(value), "a whole number")
         elif f.type is float or (f.type == float | None and value is not None):
-            # compared, not converted: a whole number may be too large for a float, and NaN is not below anything
+            # an int may be too large for float(); comparisons with NaN are False
             finite = (whole or isinstance(value, float)) and abs(value) <= sys.float_info.max
             _require(finite, f"{prefix}.{f.name}", repr(value), "a finite number")
 
@@ -56,13 +56,13 @@ def _require_known(prefix: str, values: Mapping[str, Any], known: Iterable[str])
 
 
 def as_kind(value: Any, kind: object) -> Any:  # noqa: ANN401 -- a value of any setting
-    """The value as a field of type `kind` holds it: files write 200 where a float is meant."""
+    """The value as a field of type `kind` holds it: files may give 200 for a float."""
     return float(value) if type(value) is int and kind in (float, float | None) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeTraits:
-    """What the rest of the system must know of a reward.
+    """Properties of a reward that the assembly of a run needs.
 
     Attributes:
         summary: one sentence for listings.
@@ -79,11 +79,11 @@ class ModeTraits:
 
 
 MODES: Mapping[str, ModeTraits] = {
-    "shaped": ModeTraits(summary="dense; pays the measured contribution of the target seed in every step"),
+    "shaped": ModeTraits(summary="dense; the measured contribution of the target seed in every step"),
     "escrow": ModeTraits(summary="dense; contribution is credited to an account that a lost seed gives back"),
     "basic": ModeTraits(summary="dense; stage potential, rent, and a bonus for fossilizing a contributing seed"),
     "basic_plus": ModeTraits(
-        summary="basic, with most of the bonus paid in instalments by the fossil's later contribution",
+        summary="basic, with most of the bonus in instalments that follow the fossil's later contribution",
         fossils_as_players=True,
         drip_fraction=0.7,
     ),
@@ -107,12 +107,12 @@ class LossRewardConfig:
     max_loss_delta: float = 5.0
     """Bound of the normalized loss change."""
     regression_penalty_scale: float = 0.5
-    """Share of the price that a rising loss costs."""
+    """Factor on the penalty of a rising loss."""
     typical_loss_delta_std: float = 0.1
     compute_rent_weight: float = 0.05
     max_rent_penalty: float = 5.0
     grace_epochs: int = 3
-    """Age under which the target seed suspends the rent."""
+    """Age of the target seed below which there is no rent."""
     stage_potential_weight: float = 0.1
     baseline_loss: float = 2.3
     target_loss: float = 0.3
@@ -141,11 +141,11 @@ class RewardConfig:
 
     contribution_weight: float = 1.0
     proxy_confidence_factor: float = 0.3
-    """Share of the stage improvement that is paid while no contribution is measured."""
+    """Share of the stage improvement rewarded while no contribution is measured."""
     escrow_stable_window: int = 3
     """Accuracies (of the last five) whose minimum counts as stable."""
     escrow_delta_clip: float = 2.0
-    """Most that an account changes in a step; 0 = unbounded."""
+    """Bound on the change of an account per step; 0 = unbounded."""
     pbrs_weight: float = 0.3
     epoch_progress_bonus: float = 0.3
     max_progress_bonus: float = 2.0
@@ -169,7 +169,7 @@ class RewardConfig:
     prune_hurting_bonus: float = 0.15
     prune_acceptable_bonus: float = 0.1
     prune_good_seed_penalty: float = -0.3
-    """Price of pruning a helpful seed, bounded by three times itself, and per step of a premature prune."""
+    """Penalty of pruning a helpful seed, at most three times this, and per step of a premature prune."""
     prune_hurting_threshold: float = -0.5
     min_prune_bonus_age: int = 3
     improvement_safe_threshold: float = 0.1
@@ -202,7 +202,7 @@ class RewardConfig:
     germination_discount_floor: float = 0.4
     disable_timing_discount: bool = False
     drip_fraction: float | None = None
-    """Share of a fossilization bonus paid in instalments; None = the mode's own value (`MODES`)."""
+    """Share of a fossilization bonus given in instalments; None = the mode's own value (`MODES`)."""
     max_drip_per_epoch: float = 0.1
     min_drip_epochs: int = 5
     negative_drip_ratio: float = 0.5
@@ -210,7 +210,7 @@ class RewardConfig:
     objective_growth_weight: float = 0.03
     """0.03 means that doubling the parameters must buy 2.08 points of accuracy."""
     rollback_penalty: float | None = None
-    """What the row before a rollback is paid instead, in `objective` besides; None = the mode's own (`MODES`)."""
+    """Reward of the row before a rollback (in `objective` added to it); None = the mode's own (`MODES`)."""
     hindsight_weight: float = 0.1
     hindsight_cap: float = 0.2
 
@@ -221,9 +221,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
-            raise ConfigError(
-                f"reward.mode is {self.mode!r}, which no formula is written for; {nearest(str(self.mode), MODES)}"
-            )
+            raise ConfigError(f"reward.mode is {self.mode!r}, which is not a mode; {nearest(str(self.mode), MODES)}")
         if self.attribution not in get_args(Attribution):
             raise ConfigError(f"reward.attribution is {self.attribution!r}; it must be 'harmonic' or 'minimum'.")
         if not isinstance(self.loss, LossRewardConfig):
@@ -238,7 +236,7 @@ class RewardConfig:
             ("gamma", self.gamma == GAMMA, f"{GAMMA}, the discount the learner uses; leave it out"),
             ("rent_host_params_floor", self.rent_host_params_floor >= 1, ">= 1, because growth is divided by it"),
             ("param_budget", self.param_budget > 0, "> 0"),
-            ("escrow_stable_window", 1 <= self.escrow_stable_window <= 5, "1 to 5, the accuracies that are kept"),
+            ("escrow_stable_window", 1 <= self.escrow_stable_window <= 5, "1 to 5, the length of the accuracy history"),
             ("escrow_delta_clip", self.escrow_delta_clip >= 0, ">= 0 (0 = unbounded)"),
             ("max_drip_per_epoch", self.max_drip_per_epoch > 0, "> 0"),
             ("min_drip_epochs", self.min_drip_epochs >= 1, ">= 1"),
@@ -261,16 +259,16 @@ class RewardConfig:
         """A configuration from names and values, as read from a file; raises ConfigError on an unknown name."""
         kinds = {f.name: f.type for f in fields(cls)}
         _require_known("reward", values, kinds)
-        told = {name: as_kind(value, kinds[name]) for name, value in values.items()}
-        if isinstance(told.get("loss"), Mapping):
+        given = {name: as_kind(value, kinds[name]) for name, value in values.items()}
+        if isinstance(given.get("loss"), Mapping):
             loss_kinds = {f.name: f.type for f in fields(LossRewardConfig)}
-            _require_known("reward.loss", told["loss"], loss_kinds)
-            own = {name: as_kind(value, loss_kinds[name]) for name, value in told["loss"].items()}
-            told["loss"] = LossRewardConfig(**own)
-        return cls(**told)
+            _require_known("reward.loss", given["loss"], loss_kinds)
+            own = {name: as_kind(value, loss_kinds[name]) for name, value in given["loss"].items()}
+            given["loss"] = LossRewardConfig(**own)
+        return cls(**given)
 
     def resolved(self, name: str) -> float:
-        """The number `name` with the mode's own value in the place of None."""
+        """The number `name`; None is replaced by the mode's own value."""
         value = getattr(self, name)
         return float(getattr(MODES[self.mode], name) if value is None else value)
 

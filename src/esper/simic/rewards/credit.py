@@ -1,7 +1,7 @@
-"""Modes `shaped` and `escrow`: who earned what.
+"""Modes `shaped` and `escrow`: reward for the measured contribution of the target seed.
 
-    measured contribution c --(ratio penalty, discount, timing)--> attribution     paid at once (shaped)
-                                                              `--> escrow account  paid as the account changes
+    contribution c --(ratio penalty, discount, timing)--> attribution     rewarded at once (shaped)
+                                                     `--> escrow account  rewarded by the change of the account
 
 Contributions, gate signals and progress are percentage points.
 """
@@ -30,23 +30,22 @@ from esper.simic.rewards.row import (
 )
 
 UNKNOWN_PROGRESS_SHARE = 0.5
-"""Share of a contribution that is credited while progress since germination is unknown."""
+"""Share of a contribution credited while progress since germination is unknown."""
 SUSPICIOUS_CONTRIBUTION = 1.0
 """Contribution above which it is compared with the gate signal."""
 RATIO_PENALTY_STEP = 0.1
 RATIO_PENALTY_CAP = 0.3
 UNSUPPORTED_PENALTY = -0.03
-"""Ratio penalty of an unsupported claim, per point, up to the cap at a contribution of 10."""
+"""Ratio penalty per point of contribution without a positive gate signal, up to the cap."""
 
 
 @tensor_dataclass
 class Credit:
-    """What the target slot is credited with in this step.
+    """Credit of the target slot in this step.
 
-    `attribution` before shaping and costs; `discount` of a harmful seed and `ratio_penalty` <= 0 of a contribution that
-    the gate signal does not support; `timing` factor of the seed's birth; `progress` since germination, NaN where
-    unknown; `account` before the step, the balance it moves to and its change (0 in `shaped`). `trusted`: the discount
-    is so small that the seed does not count as harmful.
+    `attribution` before shaping and costs; `discount` factor of a harmful seed; `ratio_penalty` <= 0 of a contribution
+    that the gate signal does not support; `timing` factor of the germination; `progress` since germination, NaN where
+    unknown; `account` before the step, its `target` and its `change` (0 in `shaped`). `trusted`: discount >= 0.5.
     """
 
     attribution: Tensor
@@ -61,14 +60,14 @@ class Credit:
 
 
 def timing(x: Row, epochs: Tensor) -> Tensor:
-    """Factor of what starts at `epochs`: early germinations learn from a host that has learned nothing yet."""
+    """Factor for a germination at step `epochs`; below 1 while the host itself is untrained."""
     warmup, floor = x.w["germination_warmup_epochs"], x.w["germination_discount_floor"]
     rising = floor + (1 - floor) / torch.clamp(warmup, min=1.0) * epochs
     return torch.where((warmup > 0) & x.off("disable_timing_discount"), torch.clamp(rising, max=1.0), 1.0)
 
 
 def ratio_penalty(x: Row, trusted: Tensor) -> Tensor:
-    """Price of a contribution that others lean on: it is large against the gate signal, or stands against none."""
+    """Penalty for a contribution that is large against the gate signal, or that no positive gate signal supports."""
     w, limit = x.w, x.w["hacking_ratio_threshold"]
     excess = torch.relu(x.c / x.g - limit)
     of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
@@ -79,16 +78,16 @@ def ratio_penalty(x: Row, trusted: Tensor) -> Tensor:
 
 
 def raw_attribution(x: Row, progress: Tensor) -> Tensor:
-    """Contribution moderated by progress (host drift can make progress, but no contribution); read where c >= 0.
+    """Contribution c limited by progress p, which includes host drift; used where c >= 0.
 
-    A mean of c and p is at most c where p <= c and at least c elsewhere, where c itself is meant; 0 where p <= 0.
+    min(c, mean(c, p)): the mean where p < c, else c; 0 where p <= 0.
     """
     moderated = torch.minimum(x.c, combine(x, torch.relu(progress), x.c))
     return torch.where(progress.isnan(), UNKNOWN_PROGRESS_SHARE * x.c, moderated)
 
 
 def credit_of(x: Row) -> Credit:
-    """The credit of a step in the mode of the row."""
+    """Credit of a step in mode `x.mode`."""
     harmful = x.seed & (x.g < 0)
     fossil = x.seed & (x.stage == int(SeedStage.FOSSILIZED))
     escrow, one = x.mode == "escrow", torch.ones_like(x.val_acc)
@@ -99,7 +98,7 @@ def credit_of(x: Row) -> Credit:
     trusted = discount >= 0.5
     penalty = ratio_penalty(x, trusted)
     progress, account = x.number("total_improvements"), x.known("escrow_credits")
-    if escrow:  # without the part of the gain that is not stable yet
+    if escrow:  # without the unstable part of the gain
         progress = progress - (x.val_acc - x.number("stable_val_accs"))
     raw, credited = raw_attribution(x, progress), (x.c >= 0) & ~fossil
     target = change = torch.zeros_like(one)
@@ -122,7 +121,7 @@ def credit_of(x: Row) -> Credit:
 
 
 def _shaped(x: Row, helpful: Tensor) -> Tensor:
-    """Mode shaped: harm in full, help moderated; a share of the stage's gain while no contribution is measured."""
+    """Mode shaped: c where negative, else `helpful`; a share of the stage's gain while c is not measured."""
     gain = x.number("stage_improvements")
     blended = x.seed & (x.stage >= int(SeedStage.BLENDING)) & (gain > 0)
     proxy = torch.where(blended, x.w["proxy_confidence_factor"] * gain, 0.0)
@@ -132,7 +131,7 @@ def _shaped(x: Row, helpful: Tensor) -> Tensor:
 def _account(
     x: Row, raw: Tensor, penalty: Tensor, account: Tensor, credited: Tensor, fossil: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mode escrow: the balance to move to, and the change: bounded where it is earned, complete where it is lost."""
+    """Mode escrow: target balance and change; gains are bounded by the clip, losses are not."""
     prune, clip = is_op(x, LifecycleOp.PRUNE), x.w["escrow_delta_clip"]
     target = torch.where(credited, torch.relu(x.w["contribution_weight"] * raw + penalty), 0.0)
     target = torch.where(prune, 0.0, torch.where(fossil, account, target))
@@ -143,7 +142,7 @@ def _account(
 
 
 def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
-    """Everything that a step pays, by term."""
+    """All terms of a step."""
     w, e, earning = x.w, x.dwell, credit.attribution > 0
     decided = is_op(x, LifecycleOp.FOSSILIZE) | is_op(x, LifecycleOp.PRUNE)
     waiting = held(x) & (e >= 2) & earning & ~decided
@@ -173,7 +172,7 @@ def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
 
 
 def _action(x: Row) -> Tensor:
-    """Price or bonus of the operation."""
+    """Cost or bonus of the operation."""
     w = x.w
     hasty = x.seed & is_op(x, LifecycleOp.ADVANCE) & (x.stage == int(SeedStage.TRAINING))
     value = torch.where(hasty, w["advance_from_training_penalty"], 0.0)
@@ -191,7 +190,7 @@ def _germination(x: Row) -> Tensor:
 
 
 def _fossilization(x: Row) -> Tensor:
-    """FOSSILIZE: a bonus that grows with contribution and time in HOLDING; penalties where it was not earned."""
+    """FOSSILIZE: a bonus that grows with contribution and time in HOLDING, or a penalty."""
     w = x.w
     quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
     base = w["fossilize_base_bonus"] + torch.where(x.off("disable_terminal_reward"), quality, 0.0)
@@ -203,7 +202,7 @@ def _fossilization(x: Row) -> Tensor:
 
 
 def _pruning(x: Row) -> Tensor:
-    """PRUNE: the seed's potential is paid back; removing harm is welcome, removing help or a newborn is not."""
+    """PRUNE: minus the seed's potential; a bonus for a harmful seed, a penalty for a helpful or very young one."""
     w, c, worst = x.w, x.c, x.w["prune_good_seed_penalty"]
     hurting = torch.where(x.age < w["min_prune_bonus_age"], -0.1, w["prune_hurting_bonus"])
     judged = torch.where(c < w["prune_hurting_threshold"], hurting, w["prune_acceptable_bonus"])
@@ -215,10 +214,10 @@ def _pruning(x: Row) -> Tensor:
 
 
 def suspected_ratio(x: Row, credit: Credit) -> Tensor:
-    """A contribution that is out of proportion to a positive gate signal."""
+    """The contribution is out of proportion to a positive gate signal."""
     beyond = (x.c > 0) & (x.c / x.g >= x.w["hacking_ratio_threshold"])
     return x.seed & (x.g > 0) & beyond & (credit.ratio_penalty < 0)
 
 
 FLAGS = ("attribution_ratio", "ransomware")
-"""Suspicions for telemetry, which never change the reward. Only these two modes impose the penalty of the first."""
+"""Columns of `RewardOutput.flags`: suspicions for telemetry, without effect on the reward."""

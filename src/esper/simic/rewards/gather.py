@@ -1,7 +1,9 @@
-"""What the kernel reads of a step: the target slot of each host, and sums over the slots of a host.
+"""Inputs of the reward kernel: values of each host's target slot, and sums over the slots of a host.
 
-Shape legend: N = hosts, S = slots. Differences are taken in float64, in which float32 measurements are exact.
+Shape legend: N = hosts, S = slots. Differences are taken in float64, which represents float32 measurements exactly.
 """
+
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,12 +14,11 @@ from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, SeedStage, stages
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 _STAGE_SETS = (HAS_MODULE, GROWING, frozenset({SeedStage.FOSSILIZED}), BLENDED)
-_SET_TABLES: dict[torch.device, Tensor] = {}
 
 
 @tensor_dataclass
 class SlotSets:
-    """Which slots are in which set of stages, and how many of a host are."""
+    """Membership of slots in sets of stages, and counts per host."""
 
     live: Bool[Tensor, "N S"]
     growing: Bool[Tensor, "N S"]
@@ -25,22 +26,6 @@ class SlotSets:
     blended: Bool[Tensor, "N S"]
     num_growing: Int[Tensor, " N"]
     num_fossil: Int[Tensor, " N"]
-
-
-@tensor_dataclass
-class TargetSlot:
-    """The slot an operation aims at, before the operation; NaN where not measured in this step."""
-
-    live: Bool[Tensor, " N"]
-    stage: Int[Tensor, " N"]
-    previous_stage: Int[Tensor, " N"]
-    epochs_in_stage: Int[Tensor, " N"]
-    previous_epochs: Int[Tensor, " N"]
-    age: Int[Tensor, " N"]
-    contribution: Float[Tensor, " N"]
-    total_improvement: Float[Tensor, " N"]
-    stage_improvement: Float[Tensor, " N"]
-    interaction_sum: Float[Tensor, " N"]
 
 
 @tensor_dataclass
@@ -56,13 +41,10 @@ class Parameters:
     seeds: Float[Tensor, "N S"]
 
 
+@lru_cache
 def _set_table(device: torch.device) -> Tensor:
-    """Membership [set, stage], made once per device."""
-    table = _SET_TABLES.get(device)
-    if table is None:
-        rows = [stages_mask(stages) for stages in _STAGE_SETS]
-        table = _SET_TABLES[device] = torch.tensor(rows, device=device)
-    return table
+    """Membership [set, stage]."""
+    return torch.tensor([stages_mask(stages) for stages in _STAGE_SETS], device=device)
 
 
 def slot_sets(stage: Int[Tensor, "N S"]) -> SlotSets:
@@ -77,7 +59,7 @@ def slot_sets(stage: Int[Tensor, "N S"]) -> SlotSets:
 
 
 def measured_now(inputs: RewardInputs) -> Float[Tensor, "N S"]:
-    """Contributions measured in this very step, float64; NaN where the stored one is older or missing."""
+    """Contributions measured in this step, float64; NaN where the stored one is older or missing."""
     slots = inputs.slots
     return slots.contribution.to(torch.float64).masked_fill(slots.contribution_step != inputs.epoch, torch.nan)
 
@@ -85,25 +67,6 @@ def measured_now(inputs: RewardInputs) -> Float[Tensor, "N S"]:
 def at_target(values: Tensor, index_N1: Int[Tensor, "N 1"]) -> Tensor:
     """[N]: `values[n, target[n]]` of values [N, S]; the index is `target[:, None]`."""
     return values.gather(1, index_N1).squeeze(1)
-
-
-def target_slot(
-    inputs: RewardInputs, index_N1: Tensor, val_acc_N: Tensor, live_NS: Tensor, measured_NS: Tensor
-) -> TargetSlot:
-    """Fields of slot `target[n]` of each host n; `index` as of `at_target`, `val_acc` in float64."""
-    slots = inputs.slots
-    return TargetSlot(
-        live=at_target(live_NS, index_N1),
-        stage=at_target(slots.stage, index_N1),
-        previous_stage=at_target(slots.prev_stage, index_N1),
-        epochs_in_stage=at_target(slots.epochs_in_stage, index_N1),
-        previous_epochs=at_target(slots.prev_epochs, index_N1),
-        age=at_target(slots.age, index_N1),
-        contribution=at_target(measured_NS, index_N1),
-        total_improvement=val_acc_N - at_target(slots.acc_at_germination, index_N1),
-        stage_improvement=val_acc_N - at_target(slots.acc_at_stage_start, index_N1),
-        interaction_sum=at_target(slots.interaction_sum, index_N1).to(torch.float64),
-    )
 
 
 def parameters(
@@ -115,7 +78,7 @@ def parameters(
     slot_ratio: float,
     host_floor: float,
 ) -> Parameters:
-    """Parameter counts of each host, and what its slots occupy and move.
+    """Parameter counts, occupancy and alpha movement of each host.
 
     occupancy = sum over blended slots of slot_ratio * host + alpha * n;
     alpha movement = sum of (alpha - alpha')^2 * n' / max(host, floor), with (alpha', n') of the previous step.

@@ -1,11 +1,11 @@
-"""Mode `objective`, the default: J of the network that is kept, and shaping on the way that sums to zero.
+"""Mode `objective`, the default: J of the final network, plus shaping that sums to zero.
 
     step t < E    gamma * Phi_t - Phi_{t-1}          Phi_0 = Phi_E = 0
     step E        J - Phi_{E-1}
 
-J and Phi are one function (`worth`): J of the committed network, Phi of the network as it stands. In a rollback the row
-before it is paid -Phi_{t-2} instead, as if the network had been worth nothing after it, and the next one starts from 0.
-So the discounted rewards of an episode sum to gamma^(E-1) * J, whatever was rolled back.
+J and Phi are the same function (`worth`): J of the committed network, Phi of the current one. After a rollback the
+reward of the row before it becomes -Phi_{t-2} (its next potential counts as 0), and the next step starts from 0. So the
+discounted rewards of an episode sum to gamma^(E-1) * J, with or without rollbacks.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Potentials:
 
 @final
 class ObjectiveReward:
-    """An `EpisodeReward`: rollbacks do not end the episode, and its end is paid for what is kept."""
+    """An `EpisodeReward`: a rollback does not end the episode, and the final reward is J of the kept network."""
 
     terms: Sequence[str] = ("potential", "terminal")
 
@@ -43,7 +43,7 @@ class ObjectiveReward:
     def worth(
         self, accuracy: Float[Tensor, " N"], seed_params: Int[Tensor, " N"], host_params: Int[Tensor, " N"]
     ) -> Float[Tensor, " N"]:
-        """J of such a network, float64; an accuracy (pp) that was not measured counts as 0."""
+        """J of such a network, float64; accuracy in percentage points, NaN counts as 0."""
         known = accuracy.to(torch.float64).nan_to_num(nan=0.0)
         return objective_value(known, seed_params, host_params.to(torch.float64), self.config)
 
@@ -53,7 +53,7 @@ class ObjectiveReward:
         return Potentials(last=zeros, before=zeros)
 
     def step(self, inputs: RewardInputs, state: Potentials) -> tuple[RewardOutput, Potentials]:
-        """Pay one step, in the dtype of the accuracies. It gives no marks: it pays for no contribution."""
+        """Reward one step, in the dtype of the accuracies; all flags are False."""
         hosts, slots = inputs.hosts, inputs.slots
         if inputs.epoch == inputs.max_epochs:
             fossil_params = (slots.params * (slots.stage == SeedStage.FOSSILIZED)).sum(1)
@@ -64,11 +64,11 @@ class ObjectiveReward:
             shaping, terminal = self.config.gamma * potential - state.last, torch.zeros_like(state.last)
         breakdown = torch.stack((shaping, terminal), dim=1).to(hosts.val_acc.dtype)
         flags = torch.zeros(len(potential), 2, dtype=torch.bool, device=potential.device)
-        paid = RewardOutput(total=breakdown.sum(1), breakdown=breakdown, flags=flags)
-        return paid, Potentials(last=potential, before=state.last)
+        output = RewardOutput(total=breakdown.sum(1), breakdown=breakdown, flags=flags)
+        return output, Potentials(last=potential, before=state.last)
 
     def rollback_reward(self, state: Potentials) -> Float[Tensor, " N"]:
-        """[N]: what the last row of a host is paid instead when the host is rolled back now."""
+        """[N]: reward of the last row of a host that is rolled back now."""
         return (self._rollback_penalty - state.before).to(torch.float32)
 
     def reset_hosts(self, state: Potentials, mask: Bool[Tensor, " N"]) -> Potentials:
@@ -76,5 +76,5 @@ class ObjectiveReward:
         return Potentials(last=state.last.masked_fill(mask, 0.0), before=state.before.masked_fill(mask, 0.0))
 
     def final_reward(self, kept: KeptNetwork) -> Float[Tensor, " N"]:
-        """J of what an episode left."""
+        """J of the network at the end of the episode."""
         return self.worth(kept.accuracy, kept.fossil_params, kept.host_params).to(torch.float32)

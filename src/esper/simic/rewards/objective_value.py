@@ -1,4 +1,4 @@
-"""J, what a user wants of an episode: the accuracy of the network that is kept, less a price for its growth.
+"""J, the objective of an episode: accuracy of the kept network minus a price for its growth.
 
     J = accuracy weight · accuracy / 100 - growth weight · ln(1 + fossilized parameters / max(host parameters, floor))
 
@@ -17,7 +17,7 @@ A = TypeVar("A", np.ndarray, Tensor)
 
 
 def objective_value(accuracy: A, fossil_params: A, host_params: A, weights: RewardConfig) -> A:
-    """J of each host, [N] like all that is given; `accuracy` in percentage points."""
+    """J of each host [N]; `accuracy` in percentage points."""
     growth = fossil_params / host_params.clip(min=weights.rent_host_params_floor)
     log_growth = torch.log1p(growth) if isinstance(growth, Tensor) else np.log1p(growth)
     return weights.objective_acc_weight * accuracy / 100.0 - weights.objective_growth_weight * log_growth

@@ -1,4 +1,4 @@
-"""The reward as the engine sees it, and the registry through which users add their own.
+"""Rewards as `RewardProtocol`, and the registry in which users add their own.
 
 @register_reward("accuracy_only", time_limit="terminate")
 def build(config: RewardConfig) -> RewardProtocol: ...
@@ -33,38 +33,31 @@ RewardFactory = Callable[[RewardConfig], AnyReward]
 
 @final
 class ContributionReward:
-    """All built-in modes but `objective`: what differs between them is in the configuration."""
+    """All built-in modes except `objective`, chosen by the configuration."""
+
+    terms: Sequence[str] = REWARD_TERMS
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self._pay: Kernel = compute_reward_batched
+        self._kernel: Kernel = compute_reward_batched
 
     def warm_up(self, form: Callable[[Kernel], Kernel], n: int, slots: int, device: torch.device) -> None:
-        """Pay by another form of the kernel, compiled or captured now rather than in the first step of `n` hosts.
-
-        Raises:
-            ConfigError: the kernel cannot be compiled or captured here.
-        """
+        """Compile or capture the kernel for `n` hosts with `form`; raises ConfigError where that is impossible."""
         blank, start = _blank_inputs(n, slots, device), self.initial_state(n, slots, 1, device)
-        self._pay = form(compute_reward_batched)
+        self._kernel = form(compute_reward_batched)
         for _ in range(2):  # a capture takes two calls
-            reward_step(blank, start, self.config, self._pay)
-
-    @property
-    def terms(self) -> Sequence[str]:
-        """Names of the columns of a breakdown."""
-        return REWARD_TERMS
+            reward_step(blank, start, self.config, self._kernel)
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
         """Carried state at the start of an episode."""
         return initial_state(n, slots, steps, device, self.config)
 
     def step(self, inputs: RewardInputs, state: RewardState) -> tuple[RewardOutput, RewardState]:
-        """Pay one step."""
-        return reward_step(inputs, state, self.config, self._pay)
+        """Reward one step."""
+        return reward_step(inputs, state, self.config, self._kernel)
 
     def rollback_reward(self, state: RewardState) -> Tensor:
-        """[N]: what the last row of a host is paid instead when the host is rolled back now."""
+        """[N]: reward of the last row of a host that is rolled back now."""
         return rollback_reward(state, self.config)
 
     def reset_hosts(self, state: RewardState, mask: Tensor) -> RewardState:
@@ -73,7 +66,7 @@ class ContributionReward:
 
 
 def _blank_inputs(n: int, slots: int, device: torch.device) -> RewardInputs:
-    """A step in which nothing was measured and nothing was done, with the shapes and dtypes of the real ones."""
+    """Inputs of a step without operation or measurement, to compile and capture with."""
     sizes = {"N": n, "S": slots}
     whole = torch.zeros(n, dtype=torch.int64, device=device)
     return RewardInputs(
@@ -91,7 +84,7 @@ def _blank_inputs(n: int, slots: int, device: torch.device) -> RewardInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardEntry:
-    """One registered reward: how it is built, and what the assembly of a run must know of it."""
+    """One registered reward."""
 
     build: RewardFactory
     traits: ModeTraits
@@ -106,11 +99,7 @@ _REGISTRY: dict[str, RewardEntry] = {
 def register_reward(
     name: str, *, summary: str = "", time_limit: TimeLimit = "truncate", fossils_as_players: bool = False
 ) -> Callable[[RewardFactory], RewardFactory]:
-    """Make a reward known under `name`; decorates a function `RewardConfig -> RewardProtocol`.
-
-    Raises:
-        RegistryError: the name is taken.
-    """
+    """Register a function `RewardConfig -> RewardProtocol` as `name`; raises RegistryError if it is taken."""
     if name in _REGISTRY:
         raise RegistryError(f"a reward named {name!r} is registered already; choose another name.")
 
@@ -128,7 +117,7 @@ def reward_names() -> tuple[str, ...]:
 
 
 def reward_traits(name: str) -> ModeTraits:
-    """Time limit and measurements that the reward `name` asks for; raises RegistryError."""
+    """Time limit and measurements that the reward `name` needs; raises RegistryError."""
     return _entry(name).traits
 
 
@@ -136,7 +125,7 @@ def make_reward(name: str, config: RewardConfig | None = None) -> AnyReward:
     """The reward `name`, with default numbers unless `config` is given.
 
     Raises:
-        RegistryError: nobody registered the name. ConfigError: `config` is for another of the built-in modes.
+        RegistryError: unknown name. ConfigError: `config` is for another built-in mode.
     """
     entry = _entry(name)
     if config is None:

@@ -1,7 +1,7 @@
-"""What the kernel pays: one row per host, as float64, int64 and bool; and what several modes compute of it.
+"""The inputs of the reward kernel, one row per host, and formulas shared by several modes.
 
-A missing number is NaN. Comparisons with NaN are false, and `torch.where` keeps it out of what is chosen; a sum or a
-product never sees one. All tensors are [N] unless said otherwise; numbers of the configuration are scalar tensors.
+A missing number is NaN: comparisons with it are false, and `torch.where` keeps it out of sums and products. Tensors are
+[N] unless said otherwise; numbers of the configuration are scalar tensors.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import LEGITIMATE_HOLD, MIN_CONTRIBUTION
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
-"""What GERMINATE is paid for, before weight, discount and timing."""
+"""Potential rewarded to GERMINATE, before weight, discount and timing."""
 RANSOM_CONTRIBUTION, RANSOM_GATE_SIGNAL = 0.1, -0.2
-"""Points beyond which a seed that helps on its own and harms in company is taken for a hostage taker."""
+"""Thresholds (points) of `ransoming`: the seed's contribution is above the first, the gate signal below the second."""
 
 _POTENTIAL_TABLES: dict[torch.device, Tensor] = {}
 
 
 def potential_table(device: torch.device) -> Tensor:
-    """Stage potentials by stage value, float64 [11], made once per device."""
+    """Stage potentials by stage value, float64 [11], cached per device."""
     table = _POTENTIAL_TABLES.get(device)
     if table is None:
         table = _POTENTIAL_TABLES[device] = torch.tensor(STAGE_POTENTIAL, dtype=torch.float64, device=device)
@@ -32,7 +32,7 @@ def potential_table(device: torch.device) -> Tensor:
 
 @tensor_dataclass
 class Row:
-    """The arguments of one call.
+    """Arguments of one kernel call.
 
     Attributes:
         given: the kernel's tensors by name; None = missing in every row.
@@ -111,7 +111,7 @@ def row_of(
 
 
 def combine(x: Row, progress: Tensor, contribution: Tensor) -> Tensor:
-    """Mean of two positive signals that is small where either is, 0 where one is 0; without meaning below 0."""
+    """Mean of two nonnegative signals; small where either is small, 0 where one is 0."""
     if x.mode == "escrow":
         return torch.sqrt(torch.relu(progress * contribution))
     if x.attribution == "minimum":
@@ -120,13 +120,13 @@ def combine(x: Row, progress: Tensor, contribution: Tensor) -> Tensor:
 
 
 def dwell_potential(x: Row, stage: Tensor, epochs: Tensor) -> Tensor:
-    """Potential phi(s, e) = stage potential + min(bonus * e, cap). What is no stage raises IndexError."""
+    """Potential phi(s, e) = stage potential + min(bonus * e, cap); IndexError for an unknown stage."""
     waiting = torch.minimum(epochs * x.w["epoch_progress_bonus"], x.w["max_progress_bonus"])
     return potential_table(stage.device).index_select(0, stage) + waiting
 
 
 def shaping_weight(x: Row) -> Tensor:
-    """Weight of stage shaping; 0 where there is no seed, or no shaping."""
+    """Weight of stage shaping; 0 without a seed or with `disable_pbrs`."""
     return torch.where(x.seed & x.off("disable_pbrs"), x.w["pbrs_weight"], 0.0)
 
 
@@ -140,27 +140,27 @@ def shaping(x: Row) -> Tensor:
 
 
 def potential_repaid(x: Row) -> Tensor:
-    """What PRUNE gives back of stage shaping."""
+    """Stage potential that PRUNE gives back."""
     return shaping_weight(x) * dwell_potential(x, x.stage, x.dwell)
 
 
 def held(x: Row) -> Tensor:
-    """The target seed waits in HOLDING for a decision."""
+    """The target seed is in HOLDING."""
     return x.seed & (x.stage == int(SeedStage.HOLDING))
 
 
 def legitimacy(x: Row) -> Tensor:
-    """Share of a fossilization bonus that the time in HOLDING has earned."""
+    """Share of the fossilization bonus, by time in HOLDING."""
     return torch.clamp(x.dwell * (1 / LEGITIMATE_HOLD), max=1.0)
 
 
 def contributes(x: Row) -> Tensor:
-    """The target seed contributes enough to be kept."""
+    """The target seed contributes at least MIN_CONTRIBUTION."""
     return x.c >= MIN_CONTRIBUTION
 
 
 def host_floor(x: Row) -> Tensor:
-    """What growth is measured against: the host's parameters, or a floor under them."""
+    """Denominator of growth: the host's parameters, at least the configured floor."""
     return torch.maximum(x.known("host_params"), x.w["rent_host_params_floor"])
 
 
@@ -170,13 +170,13 @@ def added_params(x: Row) -> Tensor:
 
 
 def occupancy(x: Row) -> Tensor:
-    """Parameters the slots occupy, weighted by alpha; all added parameters where that is missing."""
+    """Seed parameters weighted by alpha; all added parameters where that is missing."""
     measured = x.number("effective_seed_params")
     return torch.where(measured.isnan(), added_params(x), measured)
 
 
 def at_the_end(x: Row, value: Tensor) -> Tensor:
-    """The reward of the last step, unless it is switched off."""
+    """`value` in the last step, unless `disable_terminal_reward`."""
     return torch.where(x.last & x.off("disable_terminal_reward"), value, 0.0)
 
 
@@ -186,5 +186,5 @@ def is_op(x: Row, op: LifecycleOp) -> Tensor:
 
 
 def ransoming(x: Row) -> Tensor:
-    """Removing the seed alone hurts, although the model would be better without any."""
+    """Removing this seed alone hurts, but removing all seeds would help."""
     return x.seed & (x.c > RANSOM_CONTRIBUTION) & (x.g < RANSOM_GATE_SIGNAL)

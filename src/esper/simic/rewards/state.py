@@ -1,13 +1,13 @@
-"""A step of the modes but `objective`: the kernel on each host's target slot, then what only the past can tell.
+"""A reward step of all modes except `objective`: the kernel on each target slot, then terms that depend on the past.
 
-    inputs  slots and hosts before the op, the op and what became of it   (leyline.RewardInputs)
-    state   what is remembered from step to step                          (RewardState)
-    ------> what the step pays (leyline.RewardOutput) and the next state
+    inputs  slots and hosts before the op, the op and its outcome   (leyline.RewardInputs)
+    state   carried from step to step                               (RewardState)
+    ------> reward of the step (leyline.RewardOutput) and the next state
 
-Pure: nothing is remembered outside the state, nothing is emitted, and the host never waits for the device.
-Shape legend: N = hosts, S = slots, E = steps of an episode, M = terms.
+Pure, without host reads. Shape legend: N = hosts, S = slots, E = steps of an episode, M = terms.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.messages import RewardInputs, RewardOutput
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import lift, replace, tensor_dataclass, tree_map
-from esper.simic.rewards import compiled_rewards as kernel
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
+from esper.simic.rewards.compiled_rewards import RewardOutput as KernelOutput
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.gather import (
     Parameters,
@@ -31,7 +31,6 @@ from esper.simic.rewards.gather import (
     parameters,
     slot_sets,
     stable_accuracy,
-    target_slot,
 )
 from esper.simic.rewards.row import NEW_SEED_POTENTIAL
 from esper.simic.rewards.terms import REWARD_TERMS
@@ -39,18 +38,16 @@ from esper.simic.rewards.terms import REWARD_TERMS
 _COLUMN = {name: index for index, name in enumerate(REWARD_TERMS)}
 CONTRIBUTION_MODES = ("shaped", "escrow")
 """Modes with clawback, automatic-prune penalty and hindsight credit."""
-HINDSIGHT_SLOPE = 0.1
-
-_PACKED: dict[tuple[RewardConfig, torch.device], Tensor] = {}
+HINDSIGHT_SCALE = 0.1
 
 
 @tensor_dataclass
 class RewardState:
-    """What a reward remembers; all zero at the start of an episode and after a rollback, float64.
+    """Carried state; float64, zero at the start of an episode and after a rollback.
 
     Attributes:
         escrow: credit account of each slot.
-        ledger: sum of a slot's positive interactions in each step so far; width 0 in modes that never read it.
+        ledger: sum of a slot's positive interactions in each step so far; width 0 in modes without hindsight credit.
         drip_scale: open pools, 0 = none.
         prev_alpha, prev_params: alpha and parameters of each slot in the previous step.
     """
@@ -65,7 +62,7 @@ class RewardState:
 def initial_state(n: int, slots: int, steps: int, device: torch.device, config: RewardConfig) -> RewardState:
     """The state at the start of an episode of `steps` steps; raises ConfigError for mode `objective`."""
     if config.mode == "objective":
-        raise ConfigError("mode 'objective' is paid by ObjectiveReward; make_reward('objective') builds it.")
+        raise ConfigError("mode 'objective' is computed by ObjectiveReward; use make_reward('objective').")
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -80,49 +77,43 @@ def initial_state(n: int, slots: int, steps: int, device: torch.device, config: 
 
 
 def reset_hosts(state: RewardState, mask: Bool[Tensor, " N"]) -> RewardState:
-    """The state with the masked hosts as at the start of an episode.
+    """The state with the masked hosts as at the start of an episode; for hosts rolled back in this step.
 
-    To be applied after the step in which a host was rolled back, so that nothing of that step is remembered. Zero for
-    `prev_alpha` and `prev_params` moves no alpha in the next step, exactly as the restored slots themselves would
-    (only fossils survive a rollback, and their alpha is 1 before and after).
+    Zero `prev_params` means no alpha movement in the next step, as in the restored slots: only fossils survive a
+    rollback, and their alpha stays 1.
     """
     zero = state.escrow.new_zeros(())
     return tree_map(lambda x: torch.where(lift(mask, x), zero, x), state)
 
 
 def rollback_reward(state: RewardState, config: RewardConfig) -> Float[Tensor, " N"]:
-    """What the last row of each host is paid instead when the host is rolled back now."""
+    """Reward that replaces that of the last row of each host if it is rolled back now."""
     penalty, hosts = config.resolved("rollback_penalty"), len(state.escrow)
     return torch.full((hosts,), penalty, dtype=torch.float32, device=state.escrow.device)
 
 
+@lru_cache
 def packed_weights(config: RewardConfig, device: torch.device) -> Float[Tensor, " W"]:
-    """The numbers of the mode on `device`, copied there once."""
-    weights = _PACKED.get((config, device))
-    if weights is None:
-        packed = config.loss.pack() if config.mode == "loss" else config.pack()
-        weights = _PACKED[config, device] = packed.to(device)
-    return weights
+    """The numbers of the mode on `device`."""
+    return (config.loss.pack() if config.mode == "loss" else config.pack()).to(device)
 
 
 def reward_step(
     inputs: RewardInputs,
     state: RewardState,
     config: RewardConfig,
-    pay: Kernel = compute_reward_batched,
+    kernel: Kernel = compute_reward_batched,
 ) -> tuple[RewardOutput, RewardState]:
-    """Pay one step of all hosts.
-
-    A refused operation is a WAIT: it earns and pays nothing. Every amount is known when its own step is paid.
+    """Reward one step of all hosts; a refused operation counts as WAIT.
 
     Args:
-        inputs: slots and hosts before the op, and the feedback of op and tick.
+        inputs: slots and hosts before the op, and the outcome of op and tick.
         state: the value returned by the previous step of the episode, or `initial_state`.
         config: mode and numbers.
-        pay: the kernel, eager or compiled; both give the same answer.
+        kernel: eager, compiled or captured.
 
     Returns:
-        The pay in the dtype of `hosts.val_acc`, and the state for the next step.
+        The reward in the dtype of `hosts.val_acc`, and the state for the next step.
     """
     op_N = inputs.ops * inputs.success
     index_N1 = inputs.target[:, None]
@@ -132,19 +123,19 @@ def reward_step(
         inputs, sets, state.prev_alpha, state.prev_params,
         slot_ratio=config.base_slot_rent_ratio, host_floor=config.rent_host_params_floor,
     )  # fmt: skip
-    paid = pay(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS, params))
+    output = kernel(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS, params))
     extra: dict[str, Tensor] = {}
     after: dict[str, Tensor] = {"prev_alpha": params.alpha, "prev_params": params.seeds}
     if config.mode == "escrow":
-        after["escrow"] = _next_accounts(inputs, state, sets, paid.escrow_next)
+        after["escrow"] = _next_accounts(inputs, state, sets, output.escrow_next)
     if config.mode in CONTRIBUTION_MODES:
         extra["auto_prune"] = config.auto_prune_penalty * inputs.auto_pruned.to(torch.float64)
         extra["hindsight"], after["ledger"] = _hindsight(inputs, state, config, op_N, index_N1, sets.live, measured_NS)
         if inputs.epoch == inputs.max_epochs:
             extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
     if config.mode == "basic_plus":
-        after["drip_scale"] = _next_pools(inputs, state, index_N1, paid.drip_opened)
-    return _output(paid, extra, inputs.hosts.val_acc.dtype), replace(state, **after)
+        after["drip_scale"] = _next_pools(inputs, state, index_N1, output.drip_opened)
+    return _with_terms(output, extra, inputs.hosts.val_acc.dtype), replace(state, **after)
 
 
 def _arguments(
@@ -157,35 +148,35 @@ def _arguments(
     measured_NS: Tensor,
     params: Parameters,
 ) -> dict[str, Any]:
-    """What the kernel is told of the target slots.
+    """Arguments of the kernel; numbers are float64 and contiguous, steps are tensors, so that one graph serves all."""
 
-    All numbers are float64 and contiguous and what changes from step to step is a tensor, so that one graph serves all.
-    """
-    hosts, val_acc_N = inputs.hosts, inputs.hosts.val_acc.to(torch.float64)
-    target = target_slot(inputs, index_N1, val_acc_N, sets.live, measured_NS)
+    def target(values_NS: Tensor) -> Tensor:
+        return at_target(values_NS, index_N1)
+
+    hosts, slots, val_acc_N = inputs.hosts, inputs.slots, inputs.hosts.val_acc.to(torch.float64)
     escrow, drip, loss = config.mode == "escrow", config.mode == "basic_plus", config.mode == "loss"
     return {
         "actions": op_N,
-        "seed_contributions": target.contribution,
+        "seed_contributions": target(measured_NS),
         "val_accs": val_acc_N,
         "acc_deltas": change(val_acc_N, hosts.prev_val_acc),
-        "has_seed_mask": target.live,
-        "stages": target.stage,
-        "total_improvements": target.total_improvement,
-        "epochs_in_stage": target.epochs_in_stage,
-        "seed_ages": target.age,
-        "previous_stages": target.previous_stage,
-        "previous_epochs": target.previous_epochs,
+        "has_seed_mask": target(sets.live),
+        "stages": target(slots.stage),
+        "total_improvements": val_acc_N - target(slots.acc_at_germination),
+        "epochs_in_stage": target(slots.epochs_in_stage),
+        "seed_ages": target(slots.age),
+        "previous_stages": target(slots.prev_stage),
+        "previous_epochs": target(slots.prev_epochs),
         "epoch": _as_tensor(inputs.epoch, op_N),
         "max_epochs": _as_tensor(inputs.max_epochs, op_N),
         "config_weights": packed_weights(config, op_N.device),
         "mode": config.mode,
         "attribution": config.attribution,
         "counterfactual_improvements": hosts.cf_total.to(torch.float64),
-        "stage_improvements": target.stage_improvement,
-        "interaction_sums": target.interaction_sum,
+        "stage_improvements": val_acc_N - target(slots.acc_at_stage_start),
+        "interaction_sums": target(slots.interaction_sum).to(torch.float64),
         "stable_val_accs": stable_accuracy(hosts, config.escrow_stable_window) if escrow else None,
-        "escrow_credits": at_target(state.escrow, index_N1) if escrow else None,
+        "escrow_credits": target(state.escrow) if escrow else None,
         "total_params": params.total,
         "host_params": params.host,
         "effective_seed_params": params.occupancy,
@@ -206,20 +197,19 @@ def _as_tensor(clock: int | Tensor, like: Tensor) -> Tensor:
     return clock if isinstance(clock, Tensor) else like.new_full((), clock)
 
 
-def _output(paid: kernel.RewardOutput, extra: dict[str, Tensor], dtype: torch.dtype) -> RewardOutput:
-    """The kernel's pay with the terms that need memory."""
-    breakdown_NM, total_N = paid.breakdown, paid.total
+def _with_terms(output: KernelOutput, extra: dict[str, Tensor], dtype: torch.dtype) -> RewardOutput:
+    """The kernel's output with the terms that depend on the past; writes into its breakdown."""
+    breakdown_NM, total_N = output.breakdown, output.total
     for name, value_N in extra.items():
-        breakdown_NM[:, _COLUMN[name]] = value_N  # the kernel has just made this tensor for us
+        breakdown_NM[:, _COLUMN[name]] = value_N
         total_N = total_N + value_N
-    return RewardOutput(total=total_N.to(dtype), breakdown=breakdown_NM.to(dtype), flags=paid.flags)
+    return RewardOutput(total=total_N.to(dtype), breakdown=breakdown_NM.to(dtype), flags=output.flags)
 
 
 def _is_target(inputs: RewardInputs) -> Bool[Tensor, "N S"]:
-    """The slot that each host's operation aims at.
+    """The slot that each host's operation aims at, as a mask.
 
-    What is written there is chosen with this mask and not scattered: where the whole step is compiled for a CPU,
-    PyTorch 2.13 moves a read of the scattered tensor before the scatter.
+    A mask, not `scatter`: compiled for a CPU, PyTorch 2.13 moves a read of the scattered tensor before the scatter.
     """
     slots = torch.arange(inputs.slots.stage.shape[1], device=inputs.target.device)
     return inputs.target[:, None] == slots
@@ -232,7 +222,7 @@ def _next_accounts(inputs: RewardInputs, state: RewardState, sets: SlotSets, nex
 
 
 def _next_pools(inputs: RewardInputs, state: RewardState, index_N1: Tensor, opened_N: Tensor) -> Tensor:
-    """Pools after the step; a pool pays from the next step to the end of the episode."""
+    """Pools after the step; a pool counts from the next step to the end of the episode."""
     written_N = torch.where(opened_N > 0, opened_N, at_target(state.drip_scale, index_N1))
     return torch.where(_is_target(inputs), written_N[:, None], state.drip_scale)
 
@@ -246,9 +236,9 @@ def _hindsight(
     live_NS: Tensor,
     measured_NS: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Late thanks to a seed that helped others: (term [N], next ledger [N,S,E]).
+    """Hindsight credit for helping other seeds: (term [N], next ledger [N,S,E]).
 
-    min(cap, sum over steps tau of weight * tanh(0.1 * ledger(tau) * c) * gamma^(epoch - tau)), paid when the seed is
+    min(cap, sum over steps tau of weight * tanh(0.1 * ledger(tau) * c) * gamma^(epoch - tau)) when the seed is
     fossilized with a contribution c > 0; then the seed's row is cleared.
     """
     assert isinstance(inputs.epoch, int), "the ledger has a column for each step"
@@ -260,19 +250,19 @@ def _hindsight(
     row_NE[:, now] = at_target(helped_NS, index_N1)
     gain_N = torch.nan_to_num(at_target(measured_NS, index_N1), nan=0.0)
     ages_E = torch.arange(now, -1, -1, device=op_N.device, dtype=torch.float64)
-    thanks_NE = torch.tanh(row_NE * (HINDSIGHT_SLOPE * gain_N)[:, None]) * torch.pow(config.gamma, ages_E)
-    thanks_N = torch.clamp(config.hindsight_weight * thanks_NE.sum(-1), max=config.hindsight_cap)
+    credit_NE = torch.tanh(row_NE * (HINDSIGHT_SCALE * gain_N)[:, None]) * torch.pow(config.gamma, ages_E)
+    credit_N = torch.clamp(config.hindsight_weight * credit_NE.sum(-1), max=config.hindsight_cap)
     fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & at_target(live_NS, index_N1)
     keep_NS = live_NS & ~(_is_target(inputs) & fossilized_N[:, None])
     ledger_NSE = state.ledger * keep_NS[..., None]
     ledger_NSE[..., now] = helped_NS * keep_NS
-    return thanks_N * (fossilized_N & (gain_N > 0)), ledger_NSE
+    return credit_N * (fossilized_N & (gain_N > 0)), ledger_NSE
 
 
 def _at_the_end(
     inputs: RewardInputs, escrow_NS: Tensor | None, config: RewardConfig, op_N: Tensor, growing_NS: Tensor
 ) -> dict[str, Tensor]:
-    """What the last step takes back: credit of seeds that are not permanent, potential of seeds that never blended."""
+    """Terms of the last step: forfeited accounts of growing seeds, potential of seeds that never blended."""
     extra: dict[str, Tensor] = {}
     if escrow_NS is not None:
         extra["escrow_forfeit"] = -torch.where(growing_NS, escrow_NS, 0.0).sum(-1)
@@ -281,7 +271,7 @@ def _at_the_end(
         young_NS = (stage_NS == int(SeedStage.GERMINATED)) | (stage_NS == int(SeedStage.TRAINING))
         pruned_N = op_N == int(LifecycleOp.PRUNE)
         gone_NS = _is_target(inputs) & pruned_N[:, None]
-        lent = config.pbrs_weight * NEW_SEED_POTENTIAL
-        due_NS = lent * torch.pow(config.gamma, 1.0 - age_NS)
+        potential = config.pbrs_weight * NEW_SEED_POTENTIAL
+        due_NS = potential * torch.pow(config.gamma, 1.0 - age_NS)
         extra["germination_clawback"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)
     return extra

@@ -1,4 +1,4 @@
-"""What each mode pays: a function from the row to its terms, and the table of them.
+"""The terms of each mode: functions from the row to its terms, and their table.
 
 Signs are those of the reward: costs are negative, and the total is the plain sum of the terms.
 """
@@ -32,13 +32,13 @@ REWARD_TERMS = (
     "escrow_forfeit", "germination_clawback", "auto_prune", "hindsight", "rollback",
     "early_prune",
 )  # fmt: skip
-"""Columns of a breakdown. Escrow_forfeit to rollback need memory and are written by `reward_step`."""
+"""Columns of a breakdown; escrow_forfeit to rollback depend on the past and are written by `reward_step`."""
 
 REWARD_INFO = (
     "discount", "ratio_penalty", "timing", "progress", "growth",
     "escrow_prev", "escrow_target", "escrow_delta", "escrow_next", "objective_potential",
 )  # fmt: skip
-"""Quantities that are reported and not summed; progress may be NaN."""
+"""Reported quantities that are not part of the sum; progress may be NaN."""
 
 Terms = dict[str, Tensor]
 
@@ -47,7 +47,7 @@ Terms = dict[str, Tensor]
 
 
 def basic_terms(x: Row) -> Terms:
-    """Stage potential, of which PRUNE pays its part back instead, rent, the bonus, and the change of accuracy."""
+    """Stage potential (PRUNE gives its own back), rent, fossilization bonus, last change of accuracy."""
     w = x.w
     last_gain = w["basic_acc_delta_weight"] * x.known("acc_deltas") / 100
     return {
@@ -59,29 +59,29 @@ def basic_terms(x: Row) -> Terms:
 
 
 def basic_plus_terms(x: Row) -> Terms:
-    """Basic, and instalments of open pools, each in proportion to what its fossil contributes now and bounded."""
+    """Basic, plus bounded instalments of open pools in proportion to the current contributions of their fossils."""
     terms, scales, contributions = basic_terms(x), x.given["drip_scales"], x.given["drip_contributions"]
     terms["drip"] = torch.zeros_like(x.val_acc)
     if scales is not None and contributions is not None:
-        paid, most = scales.to(torch.float64) * contributions.to(torch.float64), x.w["max_drip_per_epoch"]
-        paid = torch.minimum(torch.maximum(paid, -x.w["negative_drip_ratio"] * most), most)
-        terms["drip"] = paid.nan_to_num(nan=0.0).sum(-1)
+        drip, most = scales.to(torch.float64) * contributions.to(torch.float64), x.w["max_drip_per_epoch"]
+        drip = torch.minimum(torch.maximum(drip, -x.w["negative_drip_ratio"] * most), most)
+        terms["drip"] = drip.nan_to_num(nan=0.0).sum(-1)
     return terms
 
 
 def _earns_basic_bonus(x: Row) -> Tensor:
-    """A contributing seed with a positive gate signal leaves HOLDING for good."""
+    """FOSSILIZE of a contributing seed in HOLDING with a positive gate signal."""
     return is_op(x, LifecycleOp.FOSSILIZE) & held(x) & (x.g > 0) & contributes(x)
 
 
 def _full_basic_bonus(x: Row) -> Tensor:
-    """Fossilization bonus before instalments; has a meaning where it is earned."""
+    """Fossilization bonus including instalments; valid where it is earned."""
     merged = combine(x, x.g, x.c)
     return (x.w["basic_fossilize_base_bonus"] + x.w["basic_contribution_scale"] * merged) * legitimacy(x)
 
 
 def _basic_fossilization(x: Row) -> Tensor:
-    """FOSSILIZE of a live seed: the bonus that is paid at once, or a penalty."""
+    """FOSSILIZE of a live seed: the immediate part of the bonus, or a penalty."""
     w = x.w
     invalid = ~held(x) | (~(x.g > 0) & (x.c > 0.1))
     wrong = torch.where(invalid, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"])
@@ -90,7 +90,7 @@ def _basic_fossilization(x: Row) -> Tensor:
 
 
 def drip_opened(x: Row) -> Tensor:
-    """Scale of the pool that this step opens; 0 where none."""
+    """Scale of the pool opened in this step, or 0."""
     steps = torch.maximum(x.steps_left, x.w["min_drip_epochs"])
     return torch.where(_earns_basic_bonus(x), x.w["drip_fraction"] * _full_basic_bonus(x) / steps, 0.0)
 
@@ -99,7 +99,7 @@ def drip_opened(x: Row) -> Tensor:
 
 
 def sparse_terms(x: Row) -> Terms:
-    """Committed accuracy minus the price of fossilized parameters, in the last step only."""
+    """Committed accuracy minus a price for fossilized parameters, in the last step only."""
     w = x.w
     price = w["param_penalty_weight"] * x.known("fossilized_params") / w["param_budget"]
     value = torch.clamp(x.known("committed_accs") / 100 - price, min=-1.0, max=1.0)
@@ -107,13 +107,13 @@ def sparse_terms(x: Row) -> Terms:
 
 
 def minimal_terms(x: Row) -> Terms:
-    """Sparse, and a price for pruning a seed that had no time to show its value."""
+    """Sparse, plus a penalty for pruning a young seed."""
     early = is_op(x, LifecycleOp.PRUNE) & x.seed & (x.age < x.w["early_prune_threshold"])
     return sparse_terms(x) | {"early_prune": torch.where(early, x.w["early_prune_penalty"], 0.0)}
 
 
 def simplified_terms(x: Row) -> Terms:
-    """Stage potential, one price for every operation, accuracy and contributing fossils in the last step."""
+    """Stage potential, one cost for every operation, accuracy and contributing fossils in the last step."""
     return {
         "potential": shaping(x),
         "action": -0.01 * (~is_op(x, LifecycleOp.WAIT)).to(torch.float64),
@@ -125,7 +125,7 @@ def simplified_terms(x: Row) -> Terms:
 
 
 def loss_terms(x: Row) -> Terms:
-    """Normalized fall of the loss, rent except while the target seed is new, shaping by stage, and the last loss."""
+    """Normalized decrease of the loss, rent (not while the target seed is new), stage shaping, and the last loss."""
     w, bound, host, previous_stage = x.w, x.w["max_loss_delta"], x.known("host_params"), x.given["previous_stages"]
     assert previous_stage is not None
     scaled = x.known("loss_deltas") / w["typical_loss_delta_std"]
@@ -149,18 +149,18 @@ def loss_terms(x: Row) -> Terms:
 
 
 def _worth(x: Row, accuracy: Tensor, params: Tensor) -> Tensor:
-    """J of such an accuracy and so many parameters of seeds, `objective_value` with the numbers as tensors."""
+    """`objective_value` with the weights as tensors."""
     growth = torch.log1p(params / host_floor(x))
     return x.w["objective_acc_weight"] * accuracy / 100 - x.w["objective_growth_weight"] * growth
 
 
 def objective_potential(x: Row) -> Tensor:
-    """The model as it stands, estimated before the end; 0 at the end, so that the shaping telescopes."""
+    """J of the current model; 0 in the last step, so that the shaping telescopes."""
     return torch.where(x.last, 0.0, _worth(x, x.val_acc, added_params(x)))
 
 
 def objective_terms(x: Row) -> Terms:
-    """J in the last step, and shaping that sums to zero; a run is paid by `ObjectiveReward`, which agrees."""
+    """J in the last step, plus shaping that sums to zero; runs use the equivalent `ObjectiveReward`."""
     worth = _worth(x, x.known("committed_accs"), x.known("fossilized_params"))
     return {
         "potential": x.w["gamma"] * objective_potential(x) - x.known("potentials_prev"),
@@ -177,4 +177,4 @@ PLAIN_MODES: Mapping[str, Callable[[Row], Terms]] = {
     "loss": loss_terms,
     "objective": objective_terms,
 }
-"""The modes without credit, see `credit.py` for the others."""
+"""Modes without credit; `credit.py` has the others."""

@@ -1,1 +1,1 @@
-"""Metrics of learning: which there are and how minibatches are combined."""
+"""Metrics of learning."""

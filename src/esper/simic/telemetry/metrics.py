@@ -1,14 +1,13 @@
-"""What an update reports: every metric declared once, reduced on the device, read once.
+"""Metrics of an update: declared in one table, reduced on the device, read once.
 
-A row is a vector of all M metrics; a metric that the writer of the row does not know is NaN. Rows come from
-minibatches, from epochs and from the update as a whole:
+A row is a vector of all M metrics, NaN where missing. Rows come from minibatches, epochs and the update as a whole:
 
     minibatch 0 | policy_loss  grad_norm   nan              weight of a mean: another metric of the same row
     minibatch 1 | policy_loss  grad_norm   nan
     epoch 0     | nan          nan         approx_kl        reduced    | mean      mean       last
     update      | nan          nan         nan
 
-Missing stays missing: a metric that no row knows is NaN, never 0.
+A metric that is missing in all rows is NaN, not 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +23,11 @@ from esper.leyline.actions import HEAD_NAMES
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
 Read = Callable[[Tensor], list[float]]
-"""Brings one vector to the host; the only host read of an update."""
+"""Reads one vector to the host; the only host read of an update."""
 
 
 class Reducer(IntEnum):
-    """How the rows of one update become one number."""
+    """How the rows of one update are reduced."""
 
     MEAN = 0
     MAX = 1
@@ -40,7 +39,7 @@ class Reducer(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One declared metric; `weight` names the metric that weighs the rows of a mean (equal weights if empty)."""
+    """One metric; `weight` names the metric that weights the rows of a mean (equal weights if empty)."""
 
     name: str
     reducer: Reducer
@@ -69,13 +68,13 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(Reducer.LAST, "hidden_rms", "hidden_max", "cell_rms", "cell_max"),
     *_metrics(Reducer.ANY, "advantage_std_floored", "stopped_early", "actions_outside_mask", "nonfinite_logits"),
 )
-"""The metric table, in the order of every row."""
+"""All metrics, in the order of a row."""
 
 METRIC_NAMES = tuple(metric.name for metric in METRICS)
 
 
 def metric_row(values: Mapping[str, Tensor]) -> Float[Tensor, " M"]:
-    """One row from scalars by name; names that are left out are missing. Raises KeyError for undeclared names."""
+    """One row from scalars by name, NaN for other metrics; KeyError for undeclared names."""
     undeclared = values.keys() - set(METRIC_NAMES)
     if undeclared:
         raise KeyError(f"{sorted(undeclared)} are not declared; add them to METRICS.")
@@ -84,7 +83,7 @@ def metric_row(values: Mapping[str, Tensor]) -> Float[Tensor, " M"]:
 
 
 def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
-    """One number per metric from the rows of an update, without a host read; the order of rows is that of time."""
+    """One number per metric from the rows of an update in the order of time; no host read."""
     constants = _constants(rows.device)
     present = ~rows.isnan()
     known = present.any(dim=0)
@@ -108,7 +107,7 @@ def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
 
 
 def aggregate_ppo_metrics(rows: Sequence[Float[Tensor, " M"]], read: Read = Tensor.tolist) -> dict[str, float]:
-    """Metrics by name from the rows of an update; `read` is called exactly once."""
+    """Metrics by name from the rows of an update; calls `read` once."""
     return dict(zip(METRIC_NAMES, read(reduce_metrics(torch.stack(list(rows)))), strict=True))
 
 
@@ -121,7 +120,7 @@ class _Table:
 
 @lru_cache
 def _constants(device: torch.device) -> _Table:
-    """The table as index tensors; the weight of an unweighted metric is an extra column of ones."""
+    """The table as index tensors; an unweighted metric has the extra column of ones as its weight."""
     weights = [METRIC_NAMES.index(m.weight) if m.weight else len(METRICS) for m in METRICS]
     return _Table(
         reducer=torch.tensor([int(m.reducer) for m in METRICS], device=device),

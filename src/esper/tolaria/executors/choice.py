@@ -1,4 +1,4 @@
-"""Which executor runs the hosts of a task: by compiled C++, all at once, or one after another."""
+"""Chooses the executor that runs the hosts of a task."""
 
 import warnings
 from typing import Literal
@@ -24,13 +24,12 @@ from esper.tolaria.executors.static.executor import StaticExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 
 _NATIVE_BYTES = 2**23
-"""Hosts whose largest feature map of a batch has at most this many bytes run natively on a CPU: larger ones leave the
-caches, and wide hosts with seeds are no faster then than in PyTorch."""
+"""Hosts whose largest activation of a batch has at most this many bytes run natively on a CPU: larger ones do not fit
+into the caches, and wide hosts with seeds are then no faster than in PyTorch."""
 _FUSED_PIXELS_ON_CPU = 256
-"""Otherwise images up to this size run fused: there the time goes into small operations. On a GPU it always does.
+"""Otherwise images up to this size run fused, because small operations take most of the time, as always on a GPU.
 
-Rules and no measurement, because executors differ by rounding: a choice by the clock would let a busy machine decide
-in which of several states a run ends.
+The choice is by rule and not by timing: executors differ by rounding, so the load of the machine would change results.
 """
 
 Taken = Literal["native", "fused", "streamed"]
@@ -39,11 +38,11 @@ Taken = Literal["native", "fused", "streamed"]
 def network_executor(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device
 ) -> tuple[NetworkExecutor | StaticExecutor, Taken]:
-    """The executor for hosts that are networks, in this process, and what it is called.
+    """The executor for hosts that are networks, in this process, and its name.
 
     Raises:
-        ConfigError: what was asked for cannot run: "fused" or a static graph with a host that cannot be stacked,
-            "native" on a GPU, in less than float32, or without a C++ compiler.
+        ConfigError: "fused" or a static graph with a host that cannot be stacked; "native" on a GPU, in less than
+            float32, or without a C++ compiler.
     """
     assert task.host is not None
     data = _host_data(config, task, dataset, device)
@@ -58,23 +57,27 @@ def network_executor(
         return StaticExecutor(data), "fused"
     if config.executor == "native" and (problem := native_problem(config.amp, device)):
         raise ConfigError(f"executor is 'native', but {problem}.")
-    if config.executor == "native":
-        return NativeExecutor(data), "native"
-    if config.executor == "fused":
-        return _fused(config, data), "fused"
-    if config.executor == "streamed":
-        return StreamedExecutor(data), "streamed"
+    if config.executor != "auto":
+        return _build(config.executor, config, data), config.executor
+    preferred: list[tuple[Taken, type[ConfigError]]] = []
     if prefers_native(task.host, data.image_size, task.batch_train, config.amp, device):
-        try:
-            return NativeExecutor(data), "native"
-        except ConfigError as error:
-            warnings.warn(f"hosts are run by PyTorch, which is slower: {error}", stacklevel=2)
+        preferred.append(("native", ConfigError))
     if fits and prefers_fused(data.image_size, device.type):
+        preferred.append(("fused", StackingError))
+    for name, refusal in preferred:
         try:
-            return _fused(config, data), "fused"
-        except StackingError as error:
-            warnings.warn(f"hosts are run one after another, which is slower: {error}", stacklevel=2)
+            return _build(name, config, data), name
+        except refusal as error:
+            warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
     return StreamedExecutor(data), "streamed"
+
+
+def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor:
+    if name == "native":
+        return NativeExecutor(data)
+    if name == "fused":
+        return FusedExecutor(data, capture_backend=capture_backend_for(config.capture, data.population.device))
+    return StreamedExecutor(data)
 
 
 def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device) -> HostData:
@@ -95,18 +98,14 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
     return HostData(population, dataset, batch_train=task.batch_train, batch_val=task.batch_val, scaler=scaler)
 
 
-def _fused(config: EngineConfig, data: HostData) -> FusedExecutor:
-    return FusedExecutor(data, recorder=capture_backend_for(config.capture, data.population.device))
-
-
 def prefers_fused(image_size: tuple[int, int], device_type: str) -> bool:
-    """Whether "auto" runs such hosts all at once rather than one after another."""
+    """Whether "auto" prefers the fused executor over the streamed one."""
     height, width = image_size
     return device_type == "cuda" or height * width <= _FUSED_PIXELS_ON_CPU
 
 
 def native_problem(amp: AmpMode, device: torch.device) -> str | None:
-    """Why hosts cannot be run natively, and the way out; None where they can."""
+    """Why hosts cannot run natively, and the way out; None if they can."""
     if device.type != "cpu":
         return f"the device is {device}, and compiled C++ runs on a CPU; use executor 'fused' or 'streamed'"
     if amp_dtype(amp, device) is not None:
@@ -117,6 +116,6 @@ def native_problem(amp: AmpMode, device: torch.device) -> str | None:
 def prefers_native(
     spec: CNNHostSpec, image_size: tuple[int, int], batch: int, amp: AmpMode, device: torch.device
 ) -> bool:
-    """Whether "auto" runs such hosts natively: they can be, and the features of a batch are small."""
+    """Whether "auto" prefers the native executor: it can run, and the activations of a batch are small."""
     small = 4 * batch * spec.largest_activation(*image_size) <= _NATIVE_BYTES
     return small and native_problem(amp, device) is None and compiler() is not None

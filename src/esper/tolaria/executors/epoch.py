@@ -1,4 +1,4 @@
-"""One train pass over the data, the same for every way of running the hosts: batches in, what was told of them out."""
+"""The loop of a train pass over the data, the same for every executor."""
 
 from collections.abc import Callable
 
@@ -22,12 +22,12 @@ def run_epoch(
     """Train all hosts on every batch.
 
     Args:
-        batches: begun; x [N, B, ...] and y [N, B].
+        batches: x [N, B, ...] and y [N, B].
         num_envs: N.
-        device: where the sums are kept.
-        train: forward and backward of a batch, after which gradients are in place and unscaled; loss and hits [N].
-        statistics: of the gradients in place; asked in the last batch, before its step.
-        step: clip and step the optimizers.
+        device: of the sums.
+        train: forward and backward of a batch; leaves unscaled gradients in place and returns loss and hits [N].
+        statistics: of those gradients; called in the last batch, before its step.
+        step: clip the gradients and step the optimizers.
     """
     loss_sum = torch.zeros(num_envs, device=device)
     correct = torch.zeros(num_envs, dtype=torch.int64, device=device)
@@ -41,11 +41,7 @@ def run_epoch(
         correct += hits
         count += y_NB.shape[1]
     return TrainPass(
-        acc=100.0 * correct / count,  # in this order, so that all correct is 100 exactly
+        acc=100.0 * correct / count,  # in this order, all correct gives exactly 100
         loss=loss_sum / count,
-        grad_norm=gradients.norm,
-        grad_health=gradients.health,
-        grad_vanishing=gradients.vanishing,
-        grad_exploding=gradients.exploding,
-        grad_ratio=gradients.ratio,
+        **{f"grad_{name}": value for name, value in vars(gradients).items()},
     )

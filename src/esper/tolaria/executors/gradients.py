@@ -1,7 +1,7 @@
-"""Gradient statistics of seeds: how healthy is what they learn from?
+"""Gradient statistics of seeds.
 
 Measured on the last batch of a train pass, on unscaled gradients before clipping, for seeds in TRAINING or BLENDING
-that are not frozen. Over the m tensors of a seed (and of its gate, where it is in use), in float64:
+that are not frozen. Over the m tensors of a seed (and of its gate, if it has one), in float64:
 
     vanishing   tensors with norm < 1e-7              exploding   tensors with norm > 10 grad_clip, or not finite
     health      clamp01(1 - 0.5 vanishing/m - 0.8 exploding/m), 0 where the norm of the whole seed is not finite
@@ -27,17 +27,17 @@ _NO_GRADIENT = 1e-8
 
 @tensor_dataclass
 class GradientStatistics:
-    """NaN (and False) where nothing was measured."""
+    """Of all slots [N, S], or of some seeds [R]; NaN (and False) where nothing was measured."""
 
-    norm: Float[Tensor, "N S"]
-    health: Float[Tensor, "N S"]
-    vanishing: Bool[Tensor, "N S"]
-    exploding: Bool[Tensor, "N S"]
-    ratio: Float[Tensor, "N S"]
+    norm: Float[Tensor, "*seeds"]
+    health: Float[Tensor, "*seeds"]
+    vanishing: Bool[Tensor, "*seeds"]
+    exploding: Bool[Tensor, "*seeds"]
+    ratio: Float[Tensor, "*seeds"]
 
 
 def not_measured(num_envs: int, num_slots: int, device: torch.device) -> GradientStatistics:
-    """Statistics of a pass in which no seed learned."""
+    """Statistics of a pass in which no seed was trained."""
     missing = torch.full((num_envs, num_slots), torch.nan, device=device)
     never = torch.zeros(num_envs, num_slots, dtype=torch.bool, device=device)
     return GradientStatistics(
@@ -48,7 +48,7 @@ def not_measured(num_envs: int, num_slots: int, device: torch.device) -> Gradien
 def gradient_statistics(
     population: Population, structure: Structure, rows: TrainedRows, host_grad: Float[Tensor, "N P"]
 ) -> GradientStatistics:
-    """Statistics of the gradients that lie in the working copies now."""
+    """Statistics of the gradients in the working copies."""
     device = population.device
     out = not_measured(population.num_envs, population.num_slots, device)
     stage = structure.stage[rows.seed_host, rows.seed_slot]
@@ -69,24 +69,24 @@ def gradient_statistics(
             norms = torch.cat((norms, tensor_norms(grad, gate_layout)), dim=1)
             num_params += gate_layout.num_params
         place = (population.index(rows.seed_host[chosen]), population.index(rows.seed_slot[chosen]))
-        host_rms = host_norm[place[0]] / population.host_kind.template.parameters.num_params**0.5
-        _write(out, place, norms, num_params, host_norm[place[0]], host_rms, population.optimizer_spec.grad_clip)
+        norm_R = host_norm[place[0]]
+        rms_R = norm_R / population.host_kind.template.parameters.num_params**0.5
+        judged = judge(norms, None, num_params**0.5, norm_R, rms_R, population.optimizer_spec.grad_clip)
+        for name, value in vars(judged).items():
+            getattr(out, name)[place] = value
     return out
 
 
 def _same_kind(
     population: Population, structure: Structure, rows: TrainedRows, measured: np.ndarray, gate_row: np.ndarray
 ) -> list[np.ndarray]:
-    """Rows to be measured, grouped by channels, blueprint and whether a gate is in use."""
+    """Measured rows, grouped by channels, blueprint and whether they have a gate."""
     channels = np.array([point.channels for point in population.points])[rows.seed_slot]
     blueprint = structure.blueprint[rows.seed_host, rows.seed_slot]
     kind = np.stack((channels, blueprint, gate_row >= 0), axis=1)
     which = np.flatnonzero(measured)
-    if not which.size:
-        return []
-    _, group = np.unique(kind[which], axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    return [which[group == g] for g in range(group.max() + 1)]
+    kinds, group = np.unique(kind[which], axis=0, return_inverse=True)
+    return [which[group.reshape(-1) == g] for g in range(len(kinds))]
 
 
 def tensor_norms(grad: Float[Tensor, "R W"], layout: FlatLayout) -> Float[Tensor, "R M"]:
@@ -96,31 +96,6 @@ def tensor_norms(grad: Float[Tensor, "R W"], layout: FlatLayout) -> Float[Tensor
     return sums.index_add_(1, layout.segment_ids.to(grad.device), squares)[:, :-1].sqrt()
 
 
-def _write(
-    out: GradientStatistics,
-    place: tuple[Tensor, Tensor],
-    norms_RM: Tensor,
-    num_params: int,
-    host_norm_R: Tensor,
-    host_rms_R: Tensor,
-    grad_clip: float,
-) -> None:
-    judged = judge(norms_RM, None, num_params**0.5, host_norm_R, host_rms_R, grad_clip)
-    for name, value in vars(judged).items():
-        getattr(out, name)[place] = value
-
-
-@tensor_dataclass
-class ObserveVerdict:
-    """The statistics of R seeds; the names are those of `GradientStatistics`."""
-
-    norm: Float[Tensor, " R"]
-    health: Float[Tensor, " R"]
-    vanishing: Bool[Tensor, " R"]
-    exploding: Bool[Tensor, " R"]
-    ratio: Float[Tensor, " R"]
-
-
 def judge(
     norms: Float[Tensor, "R M"],
     known: Bool[Tensor, "R M"] | None,
@@ -128,16 +103,16 @@ def judge(
     host_norm: Float[Tensor, " R"],
     host_rms: Float[Tensor, " R"],
     grad_clip: float,
-) -> ObserveVerdict:
+) -> GradientStatistics:
     """The statistics of R seeds from the norms of their tensors, float64.
 
     Args:
-        norms: of each tensor.
-        known: which tensors the seed has; None for all of them.
-        root_params: square root of the seed's number of parameters.
+        norms: of the gradient of each tensor.
+        known: which tensors the seed has; None for all.
+        root_params: square root of the number of parameters of the seed.
         host_norm: of the gradient of the seed's host.
-        host_rms: the same per parameter.
-        grad_clip: what the norm of a seed's gradient is clipped to.
+        host_rms: the same divided by the square root of the host's number of parameters.
+        grad_clip: limit of the norm of a seed's gradient.
     """
     if known is None:
         known = torch.ones_like(norms, dtype=torch.bool)
@@ -147,10 +122,10 @@ def judge(
     exploding_R = ((norms_RM > _EXPLODING_CLIPS * grad_clip) | ~torch.isfinite(norms_RM)).sum(dim=1)
     health_R = (1.0 - 0.5 * vanishing_R / count_R - 0.8 * exploding_R / count_R).clamp(0.0, 1.0)
     health_R = torch.where(torch.isfinite(norm_R), health_R, 0.0)
-    silent_R = (norm_R < _NO_GRADIENT) | (host_norm < _NO_GRADIENT)
+    no_gradient_R = (norm_R < _NO_GRADIENT) | (host_norm < _NO_GRADIENT)
     ratio_R = (norm_R / root_params) / (host_rms + 1e-8)
-    ratio_R = torch.where(silent_R, 0.0, torch.where(torch.isfinite(ratio_R), ratio_R, torch.nan))
-    return ObserveVerdict(
+    ratio_R = torch.where(no_gradient_R, 0.0, torch.where(torch.isfinite(ratio_R), ratio_R, torch.nan))
+    return GradientStatistics(
         norm=norm_R.float(),
         health=health_R.float(),
         vanishing=vanishing_R > 0,

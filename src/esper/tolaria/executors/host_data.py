@@ -1,4 +1,4 @@
-"""The hosts that executors run: their parameters, their data, their precision, and what grows in them."""
+"""The hosts that executors run: parameters, data, precision and structure."""
 
 from typing import final
 
@@ -18,7 +18,7 @@ from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_s
 
 @final
 class HostData:
-    """The one owner of N hosts and their data; executors only run them.
+    """Owns N hosts and their data; executors only run them.
 
     Args:
         population: the hosts and their seeds.
@@ -27,8 +27,8 @@ class HostData:
         scaler: precision of training.
 
     Attributes:
-        structure: what grows where, as of the last `apply_structure`. episode: the one that `reset` began.
-        execution_order: slots in the order in which the network passes them.
+        structure: of the last `apply_structure`. episode: of the last `reset`.
+        execution_order: slots in the order in which the network runs them.
         decay_mask: [P] elements of a host that decoupled weight decay applies to.
     """
 
@@ -52,8 +52,6 @@ class HostData:
             self.dataset, p.num_envs, size, split, p.run_seed, p.device, run_finished=run_finished
         )
 
-    # -- births and deaths ------------------------------------------------------------------------------------------
-
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""
         self.episode = episode
@@ -70,8 +68,6 @@ class HostData:
         p.snapshot_hosts(structure.snapshot)
         p.snapshot_seeds(structure.keep)
         self.structure = structure
-
-    # -- data -------------------------------------------------------------------------------------------------------
 
     def train_batches(self, t: int) -> SharedBatchIterator:
         """The train split in each host's order of step `t`."""
@@ -99,20 +95,16 @@ class HostData:
         """Floats of the largest activation of one example in a host."""
         return self.population.host_module.spec.largest_activation(*self.image_size)
 
-    # -- coalitions -------------------------------------------------------------------------------------------------
-
     def coalition_sets(self) -> list[np.ndarray]:
-        """The coalitions [K_n, S] of each host that the structure asks for."""
+        """The coalitions [K_n, S] of each host in the structure."""
         return [rows[valid] for rows, valid in zip(self.structure.sets, self.structure.sets_valid, strict=True)]
 
     def committed_sets(self) -> list[np.ndarray]:
-        """The one coalition [1, S] of each host that its fossilized seeds are."""
+        """One coalition [1, S] of each host: its fossilized seeds."""
         return [row[None] for row in self.structure.stage == SeedStage.FOSSILIZED]
 
-    # -- persistence ------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> StateTree:
-        """The population, the precision scales and the episode."""
+        """The population, the loss scales and the episode."""
         return {
             **with_prefix("population", self.population.state_dict()),
             "loss_scale": self.scaler.scale,
@@ -121,7 +113,7 @@ class HostData:
         }
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
+        """Restore the result of `state_dict`; raises CheckpointError if names or shapes differ."""
         check_same_shapes(state, self.state_dict(), "executor")
         self.population.load_state_dict(below("population", state))
         self.scaler.scale.copy_(state["loss_scale"])

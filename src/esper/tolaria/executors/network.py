@@ -1,4 +1,4 @@
-"""What executors of networks have in common: one owner of the hosts, and coalitions that are counted and averaged."""
+"""Base classes of executors whose hosts are networks."""
 
 from abc import ABC, abstractmethod
 from typing import final
@@ -16,13 +16,34 @@ from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 
 
-class NetworkExecutor(ABC):
-    """An executor whose host knows the structure; a subclass says how `data`'s hosts are trained and measured."""
+class HostOwner:
+    """What executors of networks share: the hosts, which `data` resets, saves and restores."""
 
     def __init__(self, data: HostData) -> None:
         self.data, self.population = data, data.population
         self.costs = self.population.costs()
         self.host_params = self.population.host_kind.template.parameters.num_params
+        self.refused: dict[str, str] = {}
+        """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
+
+    @final
+    def reset(self, episode: int) -> None:
+        """N fresh hosts with empty slots."""
+        self.data.reset(episode)
+
+    @final
+    def state_dict(self) -> StateTree:
+        """The hosts."""
+        return self.data.state_dict()
+
+    @final
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore the result of `state_dict`."""
+        self.data.load_state_dict(state)
+
+
+class NetworkExecutor(HostOwner, ABC):
+    """An executor that reads the structure; a subclass implements training and measuring."""
 
     @abstractmethod
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
@@ -37,7 +58,7 @@ class NetworkExecutor(ABC):
         Args:
             batches: the examples.
             alpha: blend weights, on the device.
-            sets: coalitions [K_n, S] of each host; one that has fewer than `num_columns` gets zeros for the rest.
+            sets: coalitions [K_n, S] of each host; a host with fewer than `num_columns` gets zeros for the rest.
             num_columns: K.
         """
 
@@ -49,7 +70,7 @@ class NetworkExecutor(ABC):
     @final
     @torch.no_grad()
     def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
-        """The coalitions of the structure, in as many columns as the engine gives them; the rest of a row is zero."""
+        """The coalitions of the structure, in `num_columns` columns; the rest of a row is zero."""
         batches, sets = self.data.evaluation("val"), self.data.coalition_sets()
         correct, loss_sum, count = self.count_correct(batches, alpha, sets, num_columns)
         return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
@@ -62,21 +83,6 @@ class NetworkExecutor(ABC):
         return 100.0 * correct[:, 0] / count
 
     @final
-    def reset(self, episode: int) -> None:
-        """N fresh hosts with empty slots."""
-        self.data.reset(episode)
-
-    @final
     def apply_structure(self, structure: Structure) -> None:
-        """Operate on the parameters as the lifecycle decided."""
+        """Restore, clear, draw and snapshot rows as the lifecycle decided."""
         self.data.apply_structure(structure)
-
-    @final
-    def state_dict(self) -> StateTree:
-        """The hosts."""
-        return self.data.state_dict()
-
-    @final
-    def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
-        self.data.load_state_dict(state)

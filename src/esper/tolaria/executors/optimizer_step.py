@@ -1,4 +1,4 @@
-"""One optimizer step of all hosts, seeds and gates that a batch gave gradients to."""
+"""One optimizer step of all hosts, seeds and gates that a train pass trains."""
 
 import torch
 from jaxtyping import Bool, Int
@@ -14,13 +14,13 @@ from esper.tolaria.executors.running_seeds import TrainedRows
 class StackedOptimizer:
     """Unscales, clips and steps everything that a train pass trains; made once per pass.
 
-    Each host is clipped by its own norm, and each seed by its own, its gate included.
+    Each host is clipped by its own norm, each seed by its own norm including its gate.
 
     Args:
         population: whose rows are trained. hosts: all of its hosts. rows: seeds and gates.
         scaler: precision of training. decay_mask: elements of a host that are decayed.
-        learning: which of the seeds and which of the gates in `rows` learn; the others must have gradient 0 and stay as
-            they are to the bit. None where all of them do.
+        trainable: which seeds and which gates in `rows` are trained, None for all. The others must have gradient 0, and
+            keep every bit.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class StackedOptimizer:
         rows: TrainedRows,
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
-        learning: tuple[Bool[Tensor, " R"], Bool[Tensor, " G"]] | None = None,
+        trainable: tuple[Bool[Tensor, " R"], Bool[Tensor, " G"]] | None = None,
     ) -> None:
         self._spec: OptimizerSpec = population.optimizer_spec
         self._hosts, self._seeds, self._gates = hosts, rows.seeds, rows.gates
         self._scaler, self._decay_mask = scaler, decay_mask
         self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
         self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
-        self._seeds_learn = None if learning is None else learning[0]
-        self._gates_learn = None if learning is None else learning[1]
+        self._trainable_seeds = trainable and trainable[0]
+        self._trainable_gates = trainable and trainable[1]
 
     @torch.no_grad()
     def unscale(self) -> None:
@@ -51,7 +51,7 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip and step. Under fp16 hosts whose gradients are not finite stay as they are."""
+        """Clip and step. Under fp16, hosts with gradients that are not finite are skipped."""
         host_norm = torch.linalg.vector_norm(self._hosts.grad, dim=1)
         seed_square, gate_square = (
             torch.linalg.vector_norm(own.grad, dim=1).square() for own in (self._seeds, self._gates)
@@ -63,11 +63,11 @@ class StackedOptimizer:
         gate_clip = seed_clip[self._gate_of]
         self._step(self._hosts, host_clip, spec.host_lr, self._decay_mask, finite)
         if len(self._seed_host):
-            stable = None if finite is None else finite[self._seed_host]
-            self._step(self._seeds, seed_clip, spec.seed_lr, None, _both(stable, self._seeds_learn))
+            finite_R = None if finite is None else finite[self._seed_host]
+            self._step(self._seeds, seed_clip, spec.seed_lr, None, _both(finite_R, self._trainable_seeds))
             if len(self._gate_of):
-                stable = None if stable is None else stable[self._gate_of]
-                self._step(self._gates, gate_clip, spec.seed_lr, None, _both(stable, self._gates_learn))
+                finite_G = None if finite_R is None else finite_R[self._gate_of]
+                self._step(self._gates, gate_clip, spec.seed_lr, None, _both(finite_G, self._trainable_gates))
 
     def _finite(self, host_norm_N: Tensor, seed_norm_R: Tensor) -> Tensor | None:
         if not self._scaler.enabled:
@@ -83,7 +83,7 @@ class StackedOptimizer:
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Rows in both masks, where None is a mask of all rows."""
+    """Rows in both masks; None is the mask of all rows."""
     if a is None or b is None:
         return b if a is None else a
     return a & b

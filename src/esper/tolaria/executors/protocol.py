@@ -1,9 +1,9 @@
-"""What every way of running N hosts must offer the engine, and the messages between the two.
+"""The interface between the engine and an executor, and the messages between the two.
 
-The control plane (stages, alpha, rewards) lives on the device as masks; the executor owns the heavy state (parameters,
-optimizers, data). Once per step the engine reads the structure of the population and hands it over
-(`apply_structure`): seeds are born, cleared, kept and restored there, by host index, before the next train pass. An executor of a static graph
-needs no structure: it is handed the masks as they are (`apply_changes`), and nothing is read between steps.
+The control plane (stages, alpha, rewards) is tensors on the device; the executor owns the large state (parameters,
+optimizers, data). Once per step the engine reads the structure of the population and passes it to `apply_structure`,
+which creates, clears, snapshots and restores seeds by host index before the next train pass. An executor of a static
+graph gets masks on the device instead (`apply_changes`), and nothing is read between steps.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ EvaluationSplit = Literal["val", "test"]
 
 @tensor_dataclass
 class TrainPass:
-    """What one train pass told. Gradient statistics are NaN where none were taken.
+    """Outputs of a train pass. Gradient statistics are NaN where none were measured.
 
-    `acc` and `loss` are over the train examples of the pass, measured while training.
+    `acc` (pp) and `loss` are those of the train examples, measured while training.
     """
 
     acc: Float[Tensor, " N"]
@@ -41,7 +41,7 @@ class TrainPass:
 
 @tensor_dataclass
 class ValidationPass:
-    """Accuracy (pp) of each coalition, and the loss of the network as it stands (coalition 0)."""
+    """Accuracy (pp) of each coalition, and the loss of coalition 0, all active seeds."""
 
     accuracy: Float[Tensor, "N K"]
     loss: Float[Tensor, " N"]
@@ -49,11 +49,11 @@ class ValidationPass:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """The population's structure as the host knows it: what the one read of a step brings.
+    """The structure of the population in host memory, from the one read of a step.
 
     All arrays are [N, S] unless stated. `germinated` and `released` happened in the step that ended, `panicked` [N]
-    hosts were rolled back in it, `snapshot` [N] hosts are to be kept now, `keep` marks single seeds that join an
-    existing snapshot. `sets` [N, K, S] are the coalitions that the next step measures, where `sets_valid` [N, K].
+    hosts were rolled back in it, of `snapshot` [N] hosts a snapshot is taken now, to which `keep` adds single seeds of
+    other hosts. `sets` [N, K, S] are the coalitions that the next step measures, where `sets_valid` [N, K].
     """
 
     t: int
@@ -74,7 +74,7 @@ class Structure:
 
 @tensor_dataclass
 class Changes:
-    """What happened in step `t`, as masks on the device; the names are those of `Structure`.
+    """The changes of step `t` as masks on the device, named as in `Structure`.
 
     A host germinates at most one seed in a step.
     """
@@ -89,66 +89,58 @@ class Changes:
 
 def empty_structure(num_envs: int, num_slots: int) -> Structure:
     """N hosts without seeds, before the first step."""
-    nothing, nobody = np.zeros((num_envs, num_slots), dtype=np.bool_), np.zeros(num_envs, dtype=np.bool_)
+    no_seed, no_host = np.zeros((num_envs, num_slots), dtype=np.bool_), np.zeros(num_envs, dtype=np.bool_)
     zeros = np.zeros((num_envs, num_slots), dtype=np.int64)
     return Structure(
         t=0,
         stage=np.full_like(zeros, SeedStage.DORMANT),
         blueprint=np.full_like(zeros, -1),
         algorithm=zeros,
-        has_gate=nothing,
+        has_gate=no_seed,
         alpha=zeros.astype(np.float32),
         alpha_mode=zeros,
-        germinated=nothing,
-        released=nothing,
-        panicked=nobody,
-        snapshot=nobody,
-        keep=nothing,
-        sets=nothing[:, None],
-        sets_valid=~nobody[:, None],
+        germinated=no_seed,
+        released=no_seed,
+        panicked=no_host,
+        snapshot=no_host,
+        keep=no_seed,
+        sets=no_seed[:, None],
+        sets_valid=~no_host[:, None],
     )
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """N hosts that can be trained, measured and operated on."""
+    """Trains and measures N hosts, and applies changes of their structure."""
 
     costs: SeedCosts
     host_params: int
 
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots; a snapshot of them is taken."""
-        ...
 
     def apply_structure(self, structure: Structure) -> None:
-        """Carry out on parameters what the lifecycle decided in the step that ended."""
-        ...
+        """Apply to the parameters what the lifecycle decided in the step that ended."""
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train epoch."""
-        ...
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of all hosts on the validation split; changes nothing."""
-        ...
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
         """Accuracy (pp) of each host with its fossilized seeds alone; the test split is for the end of a run."""
-        ...
 
     def state_dict(self) -> StateTree:
-        """Everything needed to go on in the middle of an episode."""
-        ...
+        """Everything needed to continue in the middle of an episode."""
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
-        ...
+        """Restore the result of `state_dict`."""
 
 
 @runtime_checkable
 class StaticGraph(Executor, Protocol):
-    """An executor that runs whatever could grow and selects by masks, so that the host need not know the structure."""
+    """An executor that runs every blueprint in every slot and selects by masks, so that it needs no structure."""
 
     def apply_changes(self, changes: Changes, slots: SlotState) -> None:
         """`apply_structure` without a read: `slots` is the state after the step that ended."""
-        ...

@@ -1,6 +1,5 @@
-"""What runs in each slot of each host during a pass, worked out from the structure before the pass begins."""
+"""The seeds that a pass runs and trains, derived from the structure before the pass."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -18,7 +17,7 @@ from esper.tolaria.executors.protocol import Structure
 
 @dataclass(frozen=True)
 class Bound:
-    """A skeleton, the row it runs on, and the dropout masks that it draws."""
+    """A template, the row it runs on, and the dropout masks that it draws."""
 
     template: Template
     params: Tensor
@@ -26,7 +25,7 @@ class Bound:
     draws: Draws | None = None
 
     def __call__(self, h: Tensor) -> Tensor:
-        """Run on `h`; binding is one split of the row."""
+        """Run on `h`."""
         self.template.bind(self.params, self.buffers)
         draw_for(self.template.dropouts, self.draws)
         return self.template(h)
@@ -37,8 +36,8 @@ class Bound:
 class RunningSeed:
     """One seed of one host in one pass.
 
-    `hidden` seeds learn by a straight-through gradient and are not heard; `isolated` ones send no gradient upstream
-    through their input.
+    A `hidden` seed (alpha 0) leaves the features unchanged and is trained by a straight-through gradient; an `isolated`
+    one sends no gradient upstream through its input.
     """
 
     seed: Bound
@@ -48,19 +47,13 @@ class RunningSeed:
     hidden: bool
     isolated: bool
 
-    def leaves(self) -> Iterator[Tensor]:
-        """The rows of seed and gate that learn."""
-        for bound in (self.seed, self.gate):
-            if bound is not None and bound.params.requires_grad:
-                yield bound.params
-
     def train(self, h: Tensor) -> Tensor:
         """Features after the slot, in a train pass."""
         x = h.detach() if self.isolated else h
         return self._blended(h, x, None if self.hidden else self.alpha)
 
-    def listen(self, h: Tensor) -> Tensor:
-        """Features with the seed's correction at its present alpha."""
+    def evaluate(self, h: Tensor) -> Tensor:
+        """Features after the slot, in a validation pass."""
         return self._blended(h, h, self.alpha)
 
     def _blended(self, h: Tensor, x: Tensor, alpha: Tensor | None) -> Tensor:
@@ -73,7 +66,7 @@ SlotsOfHost = dict[str, RunningSeed]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRows:
-    """Which seeds and gates a pass trains: hosts and slots of each row, and the compact copies that are trained."""
+    """The seeds and gates that a pass trains: host and slot of each seed, and the working copies."""
 
     seed_host: np.ndarray
     seed_slot: np.ndarray
@@ -84,41 +77,41 @@ class TrainedRows:
 
 
 def trained_mask(structure: Structure) -> np.ndarray:
-    """[N, S]: seeds that learn in the next train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
+    """[N, S]: seeds trained in the next train pass: TRAINING to FOSSILIZED and not frozen by a downward ramp."""
     trainable = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
-    learning: np.ndarray = np.isin(structure.stage, trainable) & (structure.alpha_mode != AlphaMode.DOWN)
-    return learning
+    trained: np.ndarray = np.isin(structure.stage, trainable) & (structure.alpha_mode != AlphaMode.DOWN)
+    return trained
 
 
 def isolated_mask(population: Population, structure: Structure) -> np.ndarray:
-    """[N, S]: seeds that send no gradient into the host: all of a CNN, and everywhere those that are not active."""
+    """[N, S]: seeds that send no gradient into the host: all seeds of a CNN; in other families the inactive ones."""
     isolated: np.ndarray = (structure.alpha <= 0.0) | (population.family is HostFamily.CNN)
     return isolated
 
 
-_JOINS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
+_ALGORITHMS = (Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE)
 
 
 def blend_order(structure: Structure) -> np.ndarray:
-    """[N, S]: how a seed joins its host, as a rank: ADD, MULTIPLY, GATE, each hidden first and then heard."""
-    way = np.select([structure.algorithm == Algorithm.MULTIPLY, structure.algorithm == Algorithm.GATE], [1, 2], 0)
-    ranks: np.ndarray = 2 * way + (structure.alpha > 0.0)
+    """[N, S]: how a seed blends, as a rank: ADD, MULTIPLY, GATE, each first hidden and then active."""
+    algorithm = np.select([structure.algorithm == Algorithm.MULTIPLY, structure.algorithm == Algorithm.GATE], [1, 2], 0)
+    ranks: np.ndarray = 2 * algorithm + (structure.alpha > 0.0)
     return ranks
 
 
 def blend_of_rank(rank: int) -> tuple[Algorithm, bool]:
-    """The algorithm of a rank, and whether it is heard."""
-    return _JOINS[rank // 2], bool(rank % 2)
+    """The algorithm of a rank, and whether the seed is active."""
+    return _ALGORITHMS[rank // 2], bool(rank % 2)
 
 
 def begin_training(population: Population, structure: Structure) -> TrainedRows:
-    """Copy the rows that will be trained; only as wide as the widest of them.
+    """Copy the rows that will be trained, as wide as the widest of them.
 
-    Seeds that run alike come one after another: by slot, blueprint, isolation, how they join the host, and host.
+    They are sorted by slot, blueprint, isolation, `blend_order` and host, so that seeds that run alike are adjacent.
     """
     hosts, slots = np.nonzero(trained_mask(structure))
-    isolated, how = isolated_mask(population, structure), blend_order(structure)
-    by_seed = (values[hosts, slots] for values in (how, isolated, structure.blueprint))
+    isolated, blends = isolated_mask(population, structure), blend_order(structure)
+    by_seed = (values[hosts, slots] for values in (blends, isolated, structure.blueprint))
     order = np.lexsort((hosts, *by_seed, slots))
     hosts, slots = hosts[order], slots[order]
     flat = hosts * population.num_slots + slots
@@ -140,7 +133,7 @@ def begin_training(population: Population, structure: Structure) -> TrainedRows:
 
 
 def finish_training(population: Population, rows: TrainedRows) -> None:
-    """Write what was trained back."""
+    """Write the trained rows back."""
     population.seeds.finish(rows.seeds)
     population.gates.finish(rows.gates)
 
@@ -148,9 +141,9 @@ def finish_training(population: Population, rows: TrainedRows) -> None:
 def running_seeds(
     population: Population, structure: Structure, alpha: Tensor, rows: TrainedRows | None
 ) -> list[SlotsOfHost]:
-    """The seeds of each host that a pass must run; in a train pass (`rows` given) the trained ones run on copies.
+    """The seeds of each host that a pass runs; in a train pass (with `rows`) the trained ones run on the copies.
 
-    `alpha` [N, S] is the device's; a slot whose seed is neither heard nor learning is left out.
+    `alpha` [N, S] is on the device; seeds that are neither active nor trained are left out.
     """
     leaf: dict[tuple[int, int], Tensor] = {}
     gate_leaf: dict[tuple[int, int], Tensor] = {}
@@ -185,6 +178,6 @@ def running_seeds(
 
 
 def _bound(template: Template, params: Tensor, buffers: Tensor, draws: Draws | None = None) -> Bound:
-    """The row, cut to what this kind of module uses; a leaf has that length already."""
+    """The template on the row, cut to its length; a leaf has that length already."""
     used = params if params.requires_grad else params[: template.parameters.total]
     return Bound(template, used, buffers[: template.buffers.total], draws)

@@ -1,4 +1,4 @@
-"""The scripted executor: hosts that follow the dynamics of the `null` task, all on the device, without networks."""
+"""The scripted executor: hosts without networks, which follow the formulas of the `null` task on the device."""
 
 from typing import final
 
@@ -20,7 +20,7 @@ from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPa
 
 @final
 class ScriptedExecutor:
-    """N scripted hosts. Their whole state is how many train passes each seed has had.
+    """N scripted hosts. Their state is the number of train passes of each seed.
 
     Args:
         script: constants of the dynamics.
@@ -41,7 +41,7 @@ class ScriptedExecutor:
         self.script, self.run_seed, self.device = script, run_seed, device
         self.host_params = script.host_params
         self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
-        # hosts are the innermost axis in memory, as they are in the state of the slots
+        # hosts are the innermost axis in memory, as in SlotState
         self.passes = torch.zeros(num_slots, num_envs, dtype=torch.int64, device=device).t()
         self._nan = torch.full((num_slots, num_envs), torch.nan, device=device).t()
         self._never = torch.zeros(num_slots, num_envs, dtype=torch.bool, device=device).t()
@@ -60,10 +60,10 @@ class ScriptedExecutor:
         self.passes.zero_()
 
     def apply_structure(self, structure: Structure) -> None:
-        """Nothing to operate on: `train_epoch` reads the lifecycle on the device."""
+        """Nothing to do: `train_epoch` reads the lifecycle on the device."""
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
-        """One more pass for every seed that is trained; seeds that left are forgotten."""
+        """One more pass for every trained seed; those of seeds that left are set to zero."""
         self._t = t
         live = null.trained(self.script, slots.stage, slots.alpha_mode)
         frozen = (slots.stage == SeedStage.BLENDING) & ~live
@@ -89,23 +89,23 @@ class ScriptedExecutor:
         return ValidationPass(accuracy=accuracy, loss=loss)
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
-        """Accuracy of the host with its fossilized seeds; on the test split without noise, for there are no data."""
+        """Accuracy of the host with its fossilized seeds; on the test split without noise."""
         strength = null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm)
         committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
         noise = self._noise() if split == "val" else None
         return null.coalition_accuracy(self.script, self._t, strength, committed, noise).squeeze(1)
 
     def _noise(self) -> Tensor | None:
-        """What the validation examples of this step add to the accuracy of each host."""
+        """Noise of the accuracy of each host in this step, None without noise."""
         if self.script.sigma == 0.0:
             return None
         return null.scripted_noise(self.script, self.run_seed, self.host_ids, self._episode, self._t)
 
     def state_dict(self) -> StateTree:
-        """Passes of each seed."""
+        """Passes of each seed, episode and step."""
         return {"passes": self.passes, "place": torch.tensor([self._episode, self._t])}
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         copy_into(self.state_dict(), state, "scripted hosts")
         self._episode, self._t = (int(v) for v in state["place"])

@@ -1,7 +1,6 @@
 """The rule of `kasmina.blending` for all seeds of a slot, by slices of hosts, in one operation with its own gradient.
 
-Left to autograd, every selection of hosts would fill a gradient of all features with zeros; here each host's rows are
-written once.
+Autograd would fill a gradient of all features with zeros for every selection of hosts; here each row is written once.
 
 Shape legend: B = examples per host, N = hosts, g = hosts of a group, k = hosts of a piece.
 """
@@ -18,7 +17,7 @@ from esper.leyline.stages import Algorithm
 
 
 class Piece(NamedTuple):
-    """Hosts `first` to `last` (exclusive) of a group: their seeds join alike, and all are heard or none is.
+    """Hosts `first` to `last` (exclusive) of a group: they blend by the same algorithm, with all seeds active or none.
 
     `hosts` [k] are their rows among all hosts, `alpha` [k, 1, ..., 1] their blend weights.
     """
@@ -40,9 +39,9 @@ class Piece(NamedTuple):
 
 
 class GroupOutputs(NamedTuple):
-    """What the seeds of one group put out: `own` [B, g, ...] is h at their hosts, `gate` is of the last pieces' hosts.
+    """Outputs of the seeds of one group: `own` [B, g, ...] is h at their hosts, `gate` covers the last pieces' hosts.
 
-    `hosts` [g] are the group's rows among all hosts, None where it is all of them in order.
+    `hosts` [g] are the group's rows among all hosts, None if the group is all of them in order.
     """
 
     pieces: tuple[Piece, ...]
@@ -52,32 +51,32 @@ class GroupOutputs(NamedTuple):
     gate: Tensor | None
 
 
-def join(h: Float[Tensor, "B N *F"], groups: list[GroupOutputs]) -> Float[Tensor, "B N *F"]:
+def blend_groups(h: Float[Tensor, "B N *F"], groups: list[GroupOutputs]) -> Float[Tensor, "B N *F"]:
     """Features of all hosts after a slot."""
     plans = tuple((group.pieces, group.hosts) for group in groups)
     parts = (part for group in groups for part in (group.own.detach(), group.delta, group.gate))
-    joined: Tensor = _Join.apply(h, plans, *parts)  # type: ignore[no-untyped-call]
-    return joined
+    blended: Tensor = _Blend.apply(h, plans, *parts)  # type: ignore[no-untyped-call]
+    return blended
 
 
 _Plans = tuple[tuple[tuple[Piece, ...], Tensor | None], ...]
 
 
 @final
-class _Join(torch.autograd.Function):
-    """What a hidden seed puts out is not looked at: infinite or NaN, it does not reach the host."""
+class _Blend(torch.autograd.Function):
+    """The output of a hidden seed is not read: infinite or NaN, it does not reach the host."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, plans: _Plans, *parts: Tensor | None) -> Tensor:  # noqa: ANN401
-        """The joined features."""
+        """The blended features."""
         total = h.clone()
         signals: list[Tensor] = []
         weights: list[Tensor | None] = []
         for (pieces, _), (own, delta, gate) in zip(plans, _triples(parts), strict=True):
             for piece in pieces:
-                alpha, opened = piece.alpha_of(h.dtype), _of_gate(piece, pieces, gate)
+                alpha, gate_k = piece.alpha_of(h.dtype), _of_gate(piece, pieces, gate)
                 signal = signal_of(piece.algorithm, piece.of(delta))
-                weight = weight_of(piece.algorithm, alpha, piece.of(own), opened)
+                weight = weight_of(piece.algorithm, alpha, piece.of(own), gate_k)
                 if alpha is not None and weight is not None:
                     total.index_add_(1, piece.hosts, signal * weight)
                 signals.append(signal)
@@ -121,7 +120,7 @@ def _scales_host(piece: Piece) -> bool:
 
 
 def _of_gate(piece: Piece, pieces: tuple[Piece, ...], gate: Tensor | None) -> Tensor | None:
-    """The piece's part of the gates, which begin with the group's first piece that has one; None where it has none."""
+    """The piece's part of the gates, which begin at the group's first GATE piece; None for other pieces."""
     if gate is None or piece.algorithm is not Algorithm.GATE:
         return None
     begin = next(other.first for other in pieces if other.algorithm is Algorithm.GATE)

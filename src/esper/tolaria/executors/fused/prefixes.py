@@ -1,15 +1,18 @@
-"""Prefix plans of several hosts as one: all hosts of a bucket travel with the same number of states.
+"""Prefix plans of several hosts as one: the hosts of a bucket have the same number of final states.
 
-Each host shares prefixes as `tolaria.prefixes` says; here the states of a bucket of hosts are padded to the most that
-any of them has, so that they are one batch. Padding repeats the host's state 0 and is read by nobody.
+Each host shares prefixes as in `tolaria.prefixes`. At each slot the states of a bucket are padded to the most that any
+of its hosts has, so that they are one batch. Padding repeats the host's state 0 and is never read.
 
-Shape legend: P = states before a slot, P' = states after it, g = hosts of the bucket, K = coalitions.
+Shape legend: B = examples, P = states before a slot, Pnext = states after it, g = hosts of the bucket, K = coalitions.
 """
 
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from esper.tolaria.prefixes import PrefixPlan
 
@@ -17,37 +20,57 @@ from esper.tolaria.prefixes import PrefixPlan
 @final
 @dataclass(frozen=True)
 class BucketStep:
-    """One slot: state p' of host n is its state `parent[p', n]`, with the seed heard where `on[p', n]`."""
+    """One slot: state p' of host n is its state `parent[p', n]`, with the seed active where `on[p', n]`.
 
-    parent: np.ndarray
-    on: np.ndarray
+    `common` are the parents of the states that are off and on, in order, if all hosts branch alike; None otherwise.
+    """
 
-    def common(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Parents of the states that are off and on, in order, where all hosts part alike; None otherwise."""
-        alike = (self.parent == self.parent[:, :1]).all() and (self.on == self.on[:, :1]).all()
-        if not alike:
-            return None
-        parent, on = self.parent[:, 0], self.on[:, 0]
-        return tuple(parent[~on].tolist()), tuple(parent[on].tolist())
+    parent: Int[Tensor, "Pnext g"]
+    on: Bool[Tensor, "Pnext g"]
+    common: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+    def branch(self, h_BPg: Tensor, active_BPg: Tensor) -> Tensor:
+        """The states after the slot, from the features before it and the same with the seeds active."""
+        if self.common is not None:  # no gathering host by host
+            off_p, on_p = self.common
+            return torch.cat((_states(h_BPg, off_p), _states(active_BPg, on_p)), dim=1)
+        column = torch.arange(self.on.shape[1], device=self.on.device)
+        on = self.on.view(*self.on.shape, *(1,) * (h_BPg.dim() - 3))
+        return torch.where(on, active_BPg[:, self.parent, column], h_BPg[:, self.parent, column])
 
 
 @final
 @dataclass(frozen=True)
 class Bucket:
-    """Hosts with the same number of final states. `hosts` are their numbers; `steps` by slot."""
+    """Hosts with the same number of final states.
+
+    `hosts` are their numbers, `index` the same on the device; `steps` by slot; `state_of` is the final state of each
+    coalition.
+    """
 
     hosts: np.ndarray
+    index: Int[Tensor, " g"]
     steps: dict[int, BucketStep]
     num_states: int
+    state_of: Int[Tensor, "g K"]
 
 
-def buckets(plans: list[PrefixPlan], execution_order: tuple[int, ...]) -> list[Bucket]:
-    """Hosts by their number of final states, so that little is padded."""
+def buckets(
+    plans: list[PrefixPlan], execution_order: tuple[int, ...], num_columns: int, device: torch.device
+) -> list[Bucket]:
+    """Hosts by their number of final states, which needs little padding; K is `num_columns`."""
     states = np.array([plan.num_states for plan in plans])
-    return [_bucket(plans, np.flatnonzero(states == count), execution_order) for count in np.unique(states)]
+    hosts_of_buckets = [np.flatnonzero(states == count) for count in np.unique(states)]
+    return [_bucket(plans, hosts, execution_order, num_columns, device) for hosts in hosts_of_buckets]
 
 
-def _bucket(plans: list[PrefixPlan], hosts: np.ndarray, execution_order: tuple[int, ...]) -> Bucket:
+def _bucket(
+    plans: list[PrefixPlan],
+    hosts: np.ndarray,
+    execution_order: tuple[int, ...],
+    num_columns: int,
+    device: torch.device,
+) -> Bucket:
     passed = {step.slot for n in hosts for step in plans[n].steps}
     count = [1] * len(hosts)
     steps: dict[int, BucketStep] = {}
@@ -55,15 +78,35 @@ def _bucket(plans: list[PrefixPlan], hosts: np.ndarray, execution_order: tuple[i
         children: list[list[tuple[int, bool]]] = []
         for i, n in enumerate(hosts):
             step = next((step for step in plans[n].steps if step.slot == slot), None)
-            if step is None:
-                children.append([(p, False) for p in range(count[i])])
-            else:
-                children.append([(p, False) for p in step.off] + [(p, True) for p in step.on])
+            off, on = (range(count[i]), ()) if step is None else (step.off, step.on)
+            children.append([(p, False) for p in off] + [(p, True) for p in on])
         count = [len(c) for c in children]
-        parent = np.zeros((max(count), len(hosts)), dtype=np.int64)
-        on = np.zeros((max(count), len(hosts)), dtype=np.bool_)
-        for i, of_host in enumerate(children):
-            parent[: count[i], i] = [p for p, _ in of_host]
-            on[: count[i], i] = [is_on for _, is_on in of_host]
-        steps[slot] = BucketStep(parent=parent, on=on)
-    return Bucket(hosts=hosts, steps=steps, num_states=max(count))
+        steps[slot] = _step(children, device)
+    state_of = np.zeros((len(hosts), num_columns), dtype=np.int64)
+    for i, n in enumerate(hosts):
+        states = plans[n].state_of_coalition
+        state_of[i, : len(states)] = states
+    index, states_KN = (torch.from_numpy(x).to(device, non_blocking=True) for x in (hosts, state_of))
+    return Bucket(hosts=hosts, index=index, steps=steps, num_states=max(count), state_of=states_KN)
+
+
+def _step(children: list[list[tuple[int, bool]]], device: torch.device) -> BucketStep:
+    """One slot from the (parent, on) of each state after it, by host."""
+    shape = (max(len(c) for c in children), len(children))
+    parent, on = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+    for i, of_host in enumerate(children):
+        parent[: len(of_host), i] = [p for p, _ in of_host]
+        on[: len(of_host), i] = [is_on for _, is_on in of_host]
+    common = None
+    if (parent == parent[:, :1]).all() and (on == on[:, :1]).all():
+        common = tuple(parent[~on[:, 0], 0].tolist()), tuple(parent[on[:, 0], 0].tolist())
+    parent_PN, on_PN = (torch.from_numpy(x).to(device, non_blocking=True) for x in (parent, on))
+    return BucketStep(parent_PN, on_PN, common)
+
+
+def _states(h_BPg: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    """Some of the states; a view where they are consecutive."""
+    first, last = (wanted[0], wanted[-1] + 1) if wanted else (0, 0)
+    if wanted == tuple(range(first, last)):
+        return h_BPg[:, first:last]
+    return torch.cat([h_BPg[:, p : p + 1] for p in wanted], dim=1)

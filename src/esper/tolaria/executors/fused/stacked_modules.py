@@ -1,4 +1,4 @@
-"""The stacked twins of everything that a population runs, made once."""
+"""Stacked modules of the host, seeds and gates of a population, made once."""
 
 from typing import final
 
@@ -16,10 +16,10 @@ from esper.kasmina.parameters.stacking_trial import way_to_stack
 class StackedModules:
     """Host, seeds and gates of a population for many hosts at once.
 
-    Seeds that share a width are one template: it is bound to its rows immediately before each call.
+    One template serves all seeds of a blueprint and width: it is bound to its rows right before each call.
 
     Raises:
-        StackingError: a blueprint gives other results stacked than alone.
+        StackingError: a blueprint computes something else when stacked.
     """
 
     def __init__(self, population: Population) -> None:
@@ -30,11 +30,11 @@ class StackedModules:
             population.host_kind.template.buffers,
         )
         self.seeds = {
-            (channels, index): _twin(kind, population.features[channels], device)
+            (channels, index): _stacked(kind, population.features[channels], device)
             for (channels, index), kind in population.seed_kinds.items()
         }
         self.gates = {
-            channels: _twin(kind, population.features[channels], device)
+            channels: _stacked(kind, population.features[channels], device)
             for channels, kind in population.gate_kinds.items()
         }
 
@@ -44,11 +44,11 @@ class StackedModules:
             template.train(mode)
 
 
-def _twin(kind: Kind, features: Features, device: torch.device) -> StackedTemplate:
+def _stacked(kind: Kind, features: Features, device: torch.device) -> StackedTemplate:
     module = deterministic_build(kind.build)
     drop_batch_counters(module)
-    way = once(kind.source, features, "way", lambda: way_to_stack(kind.name, module, torch.zeros(1, *features)))
-    return StackedTemplate(way(module).to(device), kind.template.parameters, kind.template.buffers)
+    stack = once(kind.source, features, "way", lambda: way_to_stack(kind.name, module, torch.zeros(1, *features)))
+    return StackedTemplate(stack(module).to(device), kind.template.parameters, kind.template.buffers)
 
 
 def can_fuse(population: Population) -> bool:

@@ -1,22 +1,22 @@
-"""Instructions for the C++ part, and the working memory they share.
+"""Instructions for the C++ kernels, and the working memory that they share.
 
-Who carries them out is esper/cpp/native/program.cpp, which knows the same operations in the same order. An operand is a
-place in a space of a host; spaces have addresses only when the program is run, so hosts of equal structure share one.
+esper/cpp/native/program.cpp executes them; it lists the same operations in the same order. An operand is a place in one
+of a host's spaces. Spaces get their addresses when a program runs, so hosts of equal structure share a program.
 
-    ROWS      activations and their gradients [rows][lanes]: one host's, used again for the next one
-    NUMBERS   single numbers, as the statistics of a batch norm
-    others    weights, gradients, buffers, a batch: see `Spaces`
+    ROWS      activations and their gradients [rows][lanes]; the next host reuses them
+    NUMBERS   single numbers, such as the statistics of a batch norm
+    others    weights, gradients, buffers, a batch: see `networks.Space`
 """
 
 import math
 from dataclasses import dataclass, field
-from enum import IntEnum, auto
+from enum import IntEnum
 from typing import Final, NamedTuple, final
 
 import numpy as np
 
 LANES: Final = 16
-"""Rows are filled up to a multiple of this many examples."""
+"""Rows are padded to a multiple of this many examples."""
 _SIZES, _NUMBERS, _OPERANDS = 6, 5, 10
 
 INSTRUCTION: Final = np.dtype(
@@ -27,56 +27,16 @@ INSTRUCTION: Final = np.dtype(
     align=True,
 )  # fmt: skip
 
-
-class Operation(IntEnum):
-    """What esper/cpp/native/program.cpp can do, in its order."""
-
-    @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
-        return count
-
-    TRANSPOSE = auto()
-    CONVOLVE = auto()
-    CONVOLVE_INPUT_GRAD = auto()
-    CONVOLVE_WEIGHT_GRAD = auto()
-    DEPTHWISE = auto()
-    DEPTHWISE_INPUT_GRAD = auto()
-    DEPTHWISE_WEIGHT_GRAD = auto()
-    BATCH_NORM = auto()
-    BATCH_NORM_BACKWARD = auto()
-    BATCH_NORM_FIXED = auto()
-    GROUP_NORM = auto()
-    GROUP_NORM_BACKWARD = auto()
-    MAX_POOL = auto()
-    MAX_POOL_BACKWARD = auto()
-    MEAN = auto()
-    MEAN_BACKWARD = auto()
-    ADD_BIAS = auto()
-    ADD_BIAS_BACKWARD = auto()
-    SCALE = auto()
-    SCALE_BACKWARD = auto()
-    MODULATE = auto()
-    MODULATE_BACKWARD = auto()
-    SHIFT = auto()
-    SHIFT_BACKWARD = auto()
-    ACTIVATE = auto()
-    ACTIVATE_BACKWARD = auto()
-    BLEND = auto()
-    BLEND_BACKWARD = auto()
-    CROSS_ENTROPY = auto()
-    SQUARE_NORM = auto()
-    CLIP = auto()
-    SGD = auto()
-    ADAMW = auto()
-
-
-class Activation(IntEnum):
-    """`flag` of ACTIVATE."""
-
-    RELU = 0
-    SILU = 1
-    TANH = 2
-    SIGMOID = 3
+Operation = IntEnum(
+    "Operation",
+    "TRANSPOSE CONVOLVE CONVOLVE_INPUT_GRAD CONVOLVE_WEIGHT_GRAD DEPTHWISE DEPTHWISE_INPUT_GRAD DEPTHWISE_WEIGHT_GRAD "
+    "BATCH_NORM BATCH_NORM_BACKWARD BATCH_NORM_FIXED GROUP_NORM GROUP_NORM_BACKWARD MAX_POOL MAX_POOL_BACKWARD MEAN "
+    "MEAN_BACKWARD ADD_BIAS ADD_BIAS_BACKWARD SCALE SCALE_BACKWARD MODULATE MODULATE_BACKWARD SHIFT SHIFT_BACKWARD "
+    "ACTIVATE ACTIVATE_BACKWARD BLEND BLEND_BACKWARD CROSS_ENTROPY SQUARE_NORM CLIP SGD ADAMW",
+    start=0,
+)
+Activation = IntEnum("Activation", "RELU SILU TANH SIGMOID", start=0)
+"""`flag` of ACTIVATE."""
 
 
 class Place(NamedTuple):
@@ -95,14 +55,14 @@ class Rows(NamedTuple):
 
 ROWS, NUMBERS, NUM_WORKING = 0, 1, 2
 SCRATCH_ROWS: Final = 3
-"""Rows of scratch that every program may use: the loss does."""
+"""Rows of scratch that every program may use; the loss does."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions, and how much working memory they need: rows of lanes, single numbers, and scratch numbers.
+    """Instructions, and the working memory they need: rows of lanes, single numbers, and scratch numbers.
 
-    `single` is the shape [C, H, W] of features in which an example has a single value to normalize (None: nowhere).
+    `single` is the shape [C, H, W] of features of which one example gives a normalization a single value; else None.
     """
 
     code: np.ndarray
@@ -112,11 +72,7 @@ class Program:
     single: tuple[int, int, int] | None = None
 
     def check_batch(self, examples: int) -> None:
-        """Refuse a batch in which a normalization would see a single value, as PyTorch does.
-
-        Raises:
-            ValueError: there is one example, and `single`.
-        """
+        """Raise ValueError, as PyTorch does, where a normalization would see a single value."""
         if examples == 1 and self.single is not None:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input size "
@@ -125,11 +81,11 @@ class Program:
 
 
 class ShapeError(ValueError):
-    """Layers that do not fit each other or their weights."""
+    """Layers do not fit each other or their weights."""
 
 
 def expect(what: str, found: object, expected: object) -> None:
-    """Raise ShapeError unless two sizes are equal."""
+    """Raise ShapeError unless the two are equal."""
     if found != expected:
         raise ShapeError(f"{what}: found {found}, expected {expected}")
 
@@ -137,7 +93,7 @@ def expect(what: str, found: object, expected: object) -> None:
 @final
 @dataclass
 class Assembler:
-    """Writes a program. `trainable`: a backward pass will follow, so what it needs must be kept."""
+    """Writes a program. `trainable`: a backward pass will follow, so its inputs must be kept."""
 
     trainable: bool
     _code: list[tuple[object, ...]] = field(default_factory=list)
@@ -155,7 +111,7 @@ class Assembler:
         flag: int = 0,
         numbers: tuple[float, ...] = (),
     ) -> None:
-        """One more instruction; an operand that is None is a null pointer there."""
+        """Append an instruction; an operand that is None becomes a null pointer."""
         spaces, offsets = [-1] * _OPERANDS, [0] * _OPERANDS
         for k, operand in enumerate(operands):
             if isinstance(operand, Rows):
@@ -168,18 +124,17 @@ class Assembler:
         ))  # fmt: skip
 
     def rows(self, count: int) -> Rows:
-        """Rows that nothing else uses until they are given to `release`."""
+        """Rows that nothing else uses until they are passed to `release`."""
         for i, hole in enumerate(self._free):
             if hole.size >= count:
                 rest = Rows(hole.first + count, hole.size - count)
                 self._free[i : i + 1] = [rest] if rest.size else []
                 return Rows(hole.first, count)
-        rows = Rows(self._rows, count)
         self._rows += count
-        return rows
+        return Rows(self._rows - count, count)
 
     def release(self, *released: Rows) -> None:
-        """Rows that are not read any more."""
+        """Allow these rows to be reused; adjacent holes are merged."""
         merged: list[Rows] = []
         for hole in sorted([*self._free, *released]):
             if merged and merged[-1].first + merged[-1].size == hole.first:
@@ -190,21 +145,20 @@ class Assembler:
         self._free = merged
 
     def numbers(self, count: int) -> Place:
-        """Single numbers for the rest of the program."""
-        place = Place(NUMBERS, self._numbers)
+        """Single numbers, reserved for the whole program."""
         self._numbers += count
-        return place
+        return Place(NUMBERS, self._numbers - count)
 
     def scratch(self, count: int) -> None:
-        """Say that an instruction needs this many scratch numbers."""
+        """Reserve at least this many scratch numbers."""
         self._scratch = max(self._scratch, count)
 
     def normalizes(self, shape: tuple[int, int, int], groups: int) -> None:
-        """Say that features [C, H, W] are normalized over each group of their channels."""
+        """Note that features [C, H, W] are normalized over each group of their channels."""
         if math.prod(shape) == groups:
             self._single = shape
 
     def program(self) -> Program:
-        """What was written."""
+        """The program written so far."""
         code = np.array(self._code, dtype=INSTRUCTION)
         return Program(code, self._rows, self._numbers, self._scratch, self._single)

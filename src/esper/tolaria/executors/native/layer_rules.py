@@ -1,16 +1,15 @@
-"""Layers as instructions: what each kind of layer does to features on the way forward and to gradients on the backward pass.
+"""Layers as instructions: how each kind of layer computes its features, and gradients in the backward pass.
 
-A rule writes the way forward at once and returns the features with a function that writes the backward pass:
+A rule emits the forward pass and returns the features with a function that emits the backward pass:
 
     features, backward = rule(assembler, layer, weights, features)
-    gradient of the input = backward(gradient of the output, input_grad)
+    gradient of the input = backward(gradient of the output, needs_input_grad)
 
-Rows that a rule makes belong to it: it releases them in `backward`, when nobody reads them any more. Where nothing is
-learned there is no backward pass, and `chain` releases what lies between its layers.
+A rule owns the rows it allocates. In training its `backward` releases them; in evaluation `chain` does.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from esper.kasmina.parameters.flat_layout import FlatLayout, TensorSpec
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Place, Rows, expect
 
 Backward = Callable[[Rows, bool], Rows | None]
-"""(gradient of the output, whether the input's is input_grad) -> that of the input. The rows it was given are consumed."""
+"""(gradient of the output, whether the input's is needed) -> that of the input. It releases or reuses its argument."""
 
 _OUTPUTS = 8
 """Outputs that a convolution packs together, as in convolution.h."""
@@ -46,14 +45,10 @@ class Features:
         """[C, H, W]."""
         return self.channels, self.height, self.width
 
-    def like(self, rows: Rows) -> "Features":
-        """Other values of the same shape."""
-        return Features(rows, self.channels, self.height, self.width)
-
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a module's tensors lie: spaces of values, gradients (None: it does not learn) and buffers."""
+    """Where a module's tensors lie: spaces of values, gradients (None: it is not trained) and buffers."""
 
     layout: FlatLayout
     values: int
@@ -64,7 +59,7 @@ class Weights:
 
     def of(self, name: str) -> "Weights":
         """Those of a child."""
-        return Weights(self.layout, self.values, self.grads, self.buffer_layout, self.buffers, f"{self.prefix}{name}.")
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def value(self, name: str, *shape: int) -> Place:
         """A tensor; raises ShapeError where it has another shape."""
@@ -72,7 +67,7 @@ class Weights:
 
     def grad(self, name: str) -> Place:
         """Where its gradient belongs."""
-        assert self.grads is not None, "a backward pass of weights that do not learn"
+        assert self.grads is not None, "a backward pass of weights that are not trained"
         return Place(self.grads, _offset(self.layout, self.prefix + name))
 
     def buffer(self, name: str, *shape: int) -> Place:
@@ -92,29 +87,35 @@ def _specs(tensors: tuple[TensorSpec, ...]) -> dict[str, TensorSpec]:
     return {spec.name: spec for spec in tensors}
 
 
-Rule = Callable[[Assembler, Any, Weights, Features], tuple[Features, Backward]]
+Layer = tuple[Features, Backward]
+Rule = Callable[[Assembler, Any, Weights, Features], Layer]
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Backward]:
-    """`nn.Conv2d` of kernel 1 or 3, stride 1 and zero border; all channels together, or each by itself."""
-    if conv.groups > 1:
-        return _depthwise(a, conv, weights, x)
-    outputs = conv.out_channels
-    return _product(a, weights, x, outputs, conv.kernel_size, bias=conv.bias is not None)
+def convolution(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> Layer:
+    """`nn.Conv2d` of kernel 1 or 3, stride 1 and zero padding; dense, or depthwise without bias."""
+    if conv.groups == 1:
+        return _dense(a, weights, x, conv.out_channels, conv.kernel_size, bias=conv.bias is not None)
+    weight = weights.value("weight", x.channels, 1, *conv.kernel_size)
+    sizes = (x.channels, x.channels, x.height, x.width, conv.kernel_size[0])
+    y = _like(a, x)
+    a.emit(Operation.DEPTHWISE, x.rows, weight, y.rows, sizes=sizes)
+    return y, _backward(
+        a, x, [y.rows],
+        lambda g: a.emit(Operation.DEPTHWISE_WEIGHT_GRAD, x.rows, g, weights.grad("weight"), sizes=sizes),
+        lambda g, grad: a.emit(Operation.DEPTHWISE_INPUT_GRAD, g, weight, grad, sizes=sizes),
+    )  # fmt: skip
 
 
-def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> tuple[Features, Backward]:
+def linear(a: Assembler, layer: nn.Linear, weights: Weights, x: Features) -> Layer:
     """`nn.Linear` on features of one position."""
     expect("positions before a linear layer", x.space, 1)
-    return _product(a, weights, x, layer.out_features, (), bias=layer.bias is not None)
+    return _dense(a, weights, x, layer.out_features, (), bias=layer.bias is not None)
 
 
-def _product(
-    a: Assembler, weights: Weights, x: Features, outputs: int, kernel: tuple[int, ...], *, bias: bool
-) -> tuple[Features, Backward]:
+def _dense(a: Assembler, weights: Weights, x: Features, outputs: int, kernel: tuple[int, ...], *, bias: bool) -> Layer:
     side = kernel[0] if kernel else 1
     weight = weights.value("weight", outputs, x.channels, *kernel)
     sizes = (x.channels, outputs, x.height, x.width, side)
@@ -125,66 +126,36 @@ def _product(
     if bias:
         a.emit(Operation.ADD_BIAS, weights.value("bias", outputs), y.rows, sizes=(outputs, x.space))
 
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
+    def weight_grads(g: Rows) -> None:
         if bias:
             a.emit(Operation.ADD_BIAS_BACKWARD, g, weights.grad("bias"), sizes=(outputs, x.space))
         a.emit(Operation.CONVOLVE_WEIGHT_GRAD, x.rows, g, weights.grad("weight"), sizes=sizes)
-        into = a.rows(x.rows.size) if input_grad else None
-        if into is not None:
-            a.emit(Operation.CONVOLVE_INPUT_GRAD, g, weight, into, sizes=sizes)
-        a.release(g, y.rows)
-        return into
 
-    return y, backward
+    def input_grad(g: Rows, grad: Rows) -> None:
+        a.emit(Operation.CONVOLVE_INPUT_GRAD, g, weight, grad, sizes=sizes)
+
+    return y, _backward(a, x, [y.rows], weight_grads, input_grad)
 
 
-def _depthwise(a: Assembler, conv: nn.Conv2d, weights: Weights, x: Features) -> tuple[Features, Backward]:
-    weight = weights.value("weight", x.channels, 1, *conv.kernel_size)
-    sizes = (x.channels, x.channels, x.height, x.width, conv.kernel_size[0])
-    y = x.like(a.rows(x.rows.size))
-    a.emit(Operation.DEPTHWISE, x.rows, weight, y.rows, sizes=sizes)
-
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
-        a.emit(Operation.DEPTHWISE_WEIGHT_GRAD, x.rows, g, weights.grad("weight"), sizes=sizes)
-        into = a.rows(x.rows.size) if input_grad else None
-        if into is not None:
-            a.emit(Operation.DEPTHWISE_INPUT_GRAD, g, weight, into, sizes=sizes)
-        a.release(g, y.rows)
-        return into
-
-    return y, backward
-
-
-def batch_norm(
-    a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Features, *, relu: bool = False
-) -> tuple[Features, Backward]:
-    """Batch normalization with ReLU or without: with the statistics of the batch where the pass learns."""
-    y = x.like(a.rows(x.rows.size))
+def batch_norm_relu(a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Features) -> Layer:
+    """Batch normalization, then ReLU; it uses the batch's statistics in training, the running ones in evaluation."""
+    y, sizes = _like(a, x), (x.channels, x.space)
     affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
     running = (weights.buffer("running_mean", x.channels), weights.buffer("running_var", x.channels))
-    sizes = (x.channels, x.space)
     if not a.trainable:
-        a.emit(
-            Operation.BATCH_NORM_FIXED, x.rows, *affine, *running, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
-        )
-        return y, _no_way_back
+        a.emit(Operation.BATCH_NORM_FIXED, x.rows, *affine, *running, y.rows, sizes=sizes, numbers=(norm.eps,))
+        return y, _no_backward
     assert norm.momentum is not None
     a.normalizes(x.shape, groups=x.channels)
-    mean, rstd = a.numbers(x.channels), a.numbers(x.channels)
-    a.emit(
-        Operation.BATCH_NORM, x.rows, *affine, *running, mean, rstd, y.rows,
-        sizes=sizes, flag=relu, numbers=(norm.eps, norm.momentum),
-    )  # fmt: skip
+    stats = (a.numbers(x.channels), a.numbers(x.channels))
+    numbers = (norm.eps, norm.momentum)
+    a.emit(Operation.BATCH_NORM, x.rows, *affine, *running, *stats, y.rows, sizes=sizes, numbers=numbers)
 
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
+    def emit(g: Rows) -> None:
         grads = (weights.grad("weight"), weights.grad("bias"))
-        a.emit(
-            Operation.BATCH_NORM_BACKWARD, x.rows, *affine, mean, rstd, *grads, y.rows, g, sizes=sizes, flag=relu
-        )  # fmt: skip
-        a.release(y.rows)
-        return _handed_on(a, g, input_grad)
+        a.emit(Operation.BATCH_NORM_BACKWARD, x.rows, *affine, *stats, *grads, y.rows, g, sizes=sizes)
 
-    return y, backward
+    return y, _backward(a, x, [y.rows], emit)
 
 
 def group_norm(
@@ -195,121 +166,122 @@ def group_norm(
     *,
     relu: bool = False,
     scale: Weights | None = None,
-) -> tuple[Features, Backward]:
-    """Group normalization, then ReLU and a layer scale where they follow."""
+) -> Layer:
+    """Group normalization, fused with the ReLU and the layer scale that follow it."""
     expect("channels beyond whole groups", x.channels % norm.num_groups, 0)
     a.normalizes(x.shape, groups=norm.num_groups)
-    y = x.like(a.rows(x.rows.size))
+    y, sizes = _like(a, x), (x.channels, x.space, norm.num_groups)
     affine = (weights.value("weight", x.channels), weights.value("bias", x.channels))
     gamma = None if scale is None else scale.value("gamma", x.channels)
-    sizes = (x.channels, x.space, norm.num_groups)
-    mean, rstd = a.rows(norm.num_groups), a.rows(norm.num_groups)
+    stats = (a.rows(norm.num_groups), a.rows(norm.num_groups))
     a.emit(
-        Operation.GROUP_NORM, x.rows, *affine, gamma, mean, rstd, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
-    )
+        Operation.GROUP_NORM, x.rows, *affine, gamma, *stats, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,)
+    )  # fmt: skip
     if not a.trainable:
-        a.release(mean, rstd)
+        a.release(*stats)
 
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
+    def emit(g: Rows) -> None:
         grads = (weights.grad("weight"), weights.grad("bias"), None if scale is None else scale.grad("gamma"))
-        a.emit(Operation.GROUP_NORM_BACKWARD, x.rows, *affine, gamma, mean, rstd, g, *grads, sizes=sizes, flag=relu)
-        a.release(mean, rstd, y.rows)
-        return _handed_on(a, g, input_grad)
+        a.emit(Operation.GROUP_NORM_BACKWARD, x.rows, *affine, gamma, *stats, g, *grads, sizes=sizes, flag=relu)
 
-    return y, backward
+    return y, _backward(a, x, [*stats, y.rows], emit)
 
 
-def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> tuple[Features, Backward]:
+def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> Layer:
     """One factor per channel."""
-    y, gamma, sizes = x.like(a.rows(x.rows.size)), weights.value("gamma", x.channels), (x.channels, x.space)
+    y, sizes, gamma = _like(a, x), (x.channels, x.space), weights.value("gamma", x.channels)
     a.emit(Operation.SCALE, gamma, x.rows, y.rows, sizes=sizes)
+    return y, _backward(
+        a, x, [y.rows], lambda g: a.emit(Operation.SCALE_BACKWARD, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
+    )  # fmt: skip
 
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
-        a.emit(Operation.SCALE_BACKWARD, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
-        a.release(y.rows)
-        return _handed_on(a, g, input_grad)
 
-    return y, backward
+def activate(a: Assembler, kind: Activation, x: Features) -> Layer:
+    """An activation function."""
+    y, sizes = _like(a, x), (x.rows.size,)
+    a.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=sizes, flag=kind)
+    return y, _backward(
+        a, x, [y.rows], lambda g: a.emit(Operation.ACTIVATE_BACKWARD, x.rows, y.rows, g, sizes=sizes, flag=kind)
+    )  # fmt: skip
 
 
 def activation(kind: Activation) -> Rule:
-    """The rule of an activation."""
-
-    def rule(a: Assembler, layer: nn.Module, weights: Weights, x: Features) -> tuple[Features, Backward]:
-        y, sizes = x.like(a.rows(x.rows.size)), (x.rows.size,)
-        a.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=sizes, flag=kind)
-
-        def backward(g: Rows, input_grad: bool) -> Rows | None:
-            if input_grad:
-                a.emit(Operation.ACTIVATE_BACKWARD, x.rows, y.rows, g, sizes=sizes, flag=kind)
-            a.release(y.rows)
-            return _handed_on(a, g, input_grad)
-
-        return y, backward
-
-    return rule
+    """The rule of a module that is an activation function."""
+    return lambda a, layer, weights, x: activate(a, kind, x)
 
 
-def mean_space(a: Assembler, x: Features) -> tuple[Features, Backward]:
+def mean_space(a: Assembler, x: Features) -> Layer:
     """[channels][height][width] -> [channels][1][1]."""
     y, sizes = Features(a.rows(x.channels), x.channels, 1, 1), (x.channels, x.space)
     a.emit(Operation.MEAN, x.rows, y.rows, sizes=sizes)
-
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
-        into = a.rows(x.rows.size) if input_grad else None
-        if into is not None:
-            a.emit(Operation.MEAN_BACKWARD, g, into, sizes=sizes)
-        a.release(g, y.rows)
-        return into
-
-    return y, backward
+    return y, _backward(
+        a, x, [y.rows], input_grad=lambda g, grad: a.emit(Operation.MEAN_BACKWARD, g, grad, sizes=sizes)
+    )  # fmt: skip
 
 
-def max_pool(a: Assembler, x: Features) -> tuple[Features, Backward]:
+def max_pool(a: Assembler, x: Features) -> Layer:
     """2x2 max pooling; an odd last row or column is left out."""
     y = Features(a.rows(x.channels * (x.height // 2) * (x.width // 2)), x.channels, x.height // 2, x.width // 2)
-    sizes = (x.channels, x.height, x.width)
-    a.emit(Operation.MAX_POOL, x.rows, y.rows, sizes=sizes)
-
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
-        into = a.rows(x.rows.size) if input_grad else None
-        if into is not None:
-            a.emit(Operation.MAX_POOL_BACKWARD, x.rows, g, into, sizes=sizes)
-        a.release(g, y.rows)
-        return into
-
-    return y, backward
+    a.emit(Operation.MAX_POOL, x.rows, y.rows, sizes=x.shape)
+    return y, _backward(
+        a, x, [y.rows], input_grad=lambda g, grad: a.emit(Operation.MAX_POOL_BACKWARD, x.rows, g, grad, sizes=x.shape)
+    )  # fmt: skip
 
 
-def chain(
-    a: Assembler, x: Features, *steps: Callable[[Features], tuple[Features, Backward]]
-) -> tuple[Features, Backward]:
-    """One step after another; the input of all belongs to somebody else."""
+def chain(a: Assembler, x: Features, *steps: Callable[[Features], Layer]) -> Layer:
+    """One step after another; `x` belongs to the caller."""
     h, backwards = x, []
     for step in steps:
         before = h
-        h, step_backward = step(before)
-        backwards.append(step_backward)
+        h, backward = step(before)
+        backwards.append(backward)
         if not a.trainable and before is not x:
             a.release(before.rows)
+    return h, in_reverse(backwards)
 
-    def backward(g: Rows, input_grad: bool) -> Rows | None:
+
+def in_reverse(backwards: Sequence[Backward]) -> Backward:
+    """The backward pass of layers that ran one after another."""
+
+    def backward(g: Rows, needs_input_grad: bool) -> Rows | None:
         grad: Rows | None = g
-        for i, step_backward in reversed(list(enumerate(backwards))):
+        for i in reversed(range(len(backwards))):
             assert grad is not None
-            grad = step_backward(grad, input_grad or i > 0)
+            grad = backwards[i](grad, needs_input_grad or i > 0)
         return grad
 
-    return h, backward
+    return backward
 
 
-def _handed_on(a: Assembler, g: Rows, input_grad: bool) -> Rows | None:
-    """A gradient that was worked on in place."""
-    if input_grad:
-        return g
-    a.release(g)
-    return None
+def _like(a: Assembler, x: Features) -> Features:
+    """New features of the same shape."""
+    return replace(x, rows=a.rows(x.rows.size))
 
 
-def _no_way_back(g: Rows, input_grad: bool) -> Rows | None:
-    raise AssertionError("nothing is learned in this pass")
+def _backward(
+    a: Assembler,
+    x: Features,
+    saved: Sequence[Rows],
+    emit: Callable[[Rows], None] | None = None,
+    input_grad: Callable[[Rows, Rows], None] | None = None,
+) -> Backward:
+    """The backward pass of a layer with input `x`, after which the `saved` rows are released.
+
+    `emit(g)` emits the gradients of the weights. `input_grad(g, grad)` emits that of `x` into new rows; without it,
+    `emit` replaces `g` by the gradient of `x`.
+    """
+
+    def backward(g: Rows, needs_input_grad: bool) -> Rows | None:
+        if emit is not None:
+            emit(g)
+        grad = g if input_grad is None or not needs_input_grad else a.rows(x.rows.size)
+        if input_grad is not None and needs_input_grad:
+            input_grad(g, grad)
+        a.release(*saved, *([g] if grad is not g or not needs_input_grad else []))
+        return grad if needs_input_grad else None
+
+    return backward
+
+
+def _no_backward(g: Rows, needs_input_grad: bool) -> Rows | None:
+    raise AssertionError("an evaluation pass has no backward pass")

@@ -1,4 +1,4 @@
-"""The library of kernels: what esper/cpp/native compiles to, called through ctypes."""
+"""The kernels of esper/cpp/native as a loaded library, called through ctypes."""
 
 import ctypes
 from functools import lru_cache
@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from esper.cpp.build import load
 from esper.tolaria.executors.native.assembler import INSTRUCTION, LANES, Operation
 
-RUNS = {torch.float32: "esper_run_float", torch.float64: "esper_run_double"}
 _DONE = -1
 
 
@@ -25,12 +23,11 @@ class Library:
         library.esper_operations.restype = ctypes.c_char_p
         library.esper_instruction_bytes.restype = ctypes.c_int64
         names = library.esper_operations().decode().split()
-        assert names == [operation.name for operation in Operation], "program.cpp and assembler.py name the same"
-        assert library.esper_instruction_bytes() == INSTRUCTION.itemsize, "an instruction is the same in both"
-        self._runs = {dtype: getattr(library, name) for dtype, name in RUNS.items()}
-        for run in self._runs.values():
-            run.restype = ctypes.c_int64
-            run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_void_p, ctypes.c_int64]
+        assert names == [operation.name for operation in Operation], "program.cpp lists other operations"
+        assert library.esper_instruction_bytes() == INSTRUCTION.itemsize, "an instruction has another size in C++"
+        self._run = library.esper_run
+        self._run.restype = ctypes.c_int64
+        self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_void_p] + [ctypes.c_int64] * 2
 
     def run(
         self,
@@ -42,7 +39,7 @@ class Library:
         lanes: int,
         scratch: Tensor,
     ) -> None:
-        """Carry out instructions `first[h]` to `first[h] + count[h]` for each host h; other threads may run meanwhile.
+        """Execute instructions `first[h]` to `first[h] + count[h]` for each host h, without the interpreter's lock.
 
         Args:
             program: instructions.
@@ -51,17 +48,16 @@ class Library:
             begin: [H, spaces] int64, the addresses of each host's spaces.
             size: [H, spaces] int64, their bytes.
             lanes: examples of the batch.
-            scratch: working memory; its dtype is that of all numbers.
+            scratch: working memory; all numbers have its dtype, float32 or float64.
 
         Raises:
-            IndexError: an instruction is unknown, or would reach beyond a space or a label beyond the classes; it was
-                not carried out.
+            IndexError: an instruction is unknown, reaches beyond a space, or has a label beyond the classes; it was not
+                executed.
         """
         assert all(array.flags.c_contiguous for array in (program, first, count, begin, size))
-        hosts, spaces = begin.shape
-        failed = self._runs[scratch.dtype](
+        failed = self._run(
             program.ctypes.data, first.ctypes.data, count.ctypes.data, begin.ctypes.data, size.ctypes.data,
-            hosts, spaces, lanes, stride_of(lanes), scratch.data_ptr(), scratch.nbytes,
+            *begin.shape, lanes, stride_of(lanes), scratch.data_ptr(), scratch.nbytes, scratch.element_size(),
         )  # fmt: skip
         if failed != _DONE:
             number = int(program["operation"][failed])
@@ -79,7 +75,7 @@ def cached_library() -> Library:
     """The library, loaded once per process.
 
     Raises:
-        ConfigError: there is no compiler, or it failed, or the library cannot be loaded (`esper.cpp.build.load`).
+        ConfigError: there is no compiler, it failed, or the library cannot be loaded (`esper.cpp.build.load`).
     """
     return load(
         "native/program.cpp",

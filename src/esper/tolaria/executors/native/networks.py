@@ -1,14 +1,13 @@
 """A whole host with its seeds as instructions: one program trains it on a batch, another measures its coalitions.
 
-    training     images --> block --> slot --> pool --> slot --> ... --> loss     and the same way back to all gradients
-    measuring    the same way forward for several states of the network, which part where their coalitions differ
+    training     images --> block --> slot --> pool --> slot --> ... --> loss, then backward to all gradients
+    measuring    the forward pass alone, for several states of the network that share a prefix (`tolaria.prefixes`)
 
-A program depends on the structure of a host alone. Whose weights and which batch it works on is said when it is run, by
-the addresses of the host's spaces.
+A program depends on the structure of a host alone; the addresses of its weights and batch are supplied when it runs.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from torch import nn
@@ -20,41 +19,33 @@ from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Ope
 from esper.tolaria.executors.native.layer_rules import (
     Backward,
     Features,
+    Layer,
     Weights,
-    batch_norm,
+    batch_norm_relu,
+    chain,
     convolution,
+    in_reverse,
     linear,
     max_pool,
     mean_space,
 )
 from esper.tolaria.executors.native.seed_rules import RULES, altered
 
+Space = IntEnum("Space", "IMAGES LABELS TOTALS HOST HOST_GRADS HOST_BUFFERS", start=NUM_WORKING)
+"""Spaces of a host besides the working memory. TOTALS: for each state of the network a pair of float64, the sum of the
+losses and the number of correct answers."""
+SlotSpace = IntEnum("SlotSpace", "SEED SEED_GRADS GATE GATE_GRADS ALPHA", start=0)
+"""Spaces of each slot, after those of `Space`."""
 
-class Space(IntEnum):
-    """Spaces of a host beside the working memory; each slot adds those of `SlotSpace`."""
-
-    IMAGES = NUM_WORKING
-    LABELS = NUM_WORKING + 1
-    TOTALS = NUM_WORKING + 2
-    """Sum of losses and number of correct answers, float64; a pair for each state of the network."""
-    HOST = NUM_WORKING + 3
-    HOST_GRADS = NUM_WORKING + 4
-    HOST_BUFFERS = NUM_WORKING + 5
-
-
-class SlotSpace(IntEnum):
-    """Spaces of each slot."""
-
-    SEED = 0
-    SEED_GRADS = 1
-    GATE = 2
-    GATE_GRADS = 3
-    ALPHA = 4
+Steps = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""By slot id: the states that go on without the seed, and those that go on with it."""
+_BLEND_CODES = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
+"""As in layers.h."""
 
 
 def num_spaces(num_slots: int) -> int:
-    """Spaces of a host with so many slots."""
-    return NUM_WORKING + len(Space) + num_slots * len(SlotSpace)
+    """Spaces of a host with this many slots."""
+    return slot_space(num_slots, SlotSpace.SEED)
 
 
 def slot_space(s: int, kind: SlotSpace) -> int:
@@ -64,7 +55,7 @@ def slot_space(s: int, kind: SlotSpace) -> int:
 
 @dataclass(frozen=True)
 class Module:
-    """A seed or gate as it was built, and where its tensors lie in a row."""
+    """A seed or gate, and where its tensors lie in a row."""
 
     module: nn.Module
     layout: FlatLayout
@@ -72,7 +63,7 @@ class Module:
 
 @dataclass(frozen=True)
 class ActiveSeed:
-    """What runs in slot `s`: the seed, its gate (GATE), whether the host hears it, and what of it learns."""
+    """The seed that runs in slot `s`. `active`: it changes the host's features; else it is only trained."""
 
     s: int
     seed: Module
@@ -82,14 +73,16 @@ class ActiveSeed:
     trainable: bool = False
     gate_trainable: bool = False
 
-
-_BLEND_CODES = {Algorithm.ADD: 0, Algorithm.MULTIPLY: 1, Algorithm.GATE: 2}
-"""As in layers.h."""
+    def run(self, a: Assembler, module: Module, kind: SlotSpace, trainable: bool, h: Features) -> Layer:
+        """The seed or the gate (`kind`) on features."""
+        grads = slot_space(self.s, SlotSpace(kind + 1)) if trainable else None
+        weights = Weights(module.layout, slot_space(self.s, kind), grads)
+        return RULES[type(module.module)](a, module.module, weights, h)
 
 
 @dataclass(frozen=True)
 class HostLayout:
-    """A host as it was built, where its tensors lie in a row, and what size its images have."""
+    """A host, where its tensors lie in a row, and the size of its images."""
 
     host: CNNHost
     layout: FlatLayout
@@ -97,104 +90,82 @@ class HostLayout:
     height: int
     width: int
 
-    def weights(self, *, trainable: bool) -> Weights:
-        """The spaces of its tensors."""
-        grads = int(Space.HOST_GRADS) if trainable else None
-        return Weights(self.layout, Space.HOST, grads, self.buffers, Space.HOST_BUFFERS)
-
 
 def host_problem(host: nn.Module) -> str | None:
-    """Why a host cannot be written as instructions; None where it can."""
+    """Why a host has no rule; None if it has one."""
     return altered(host, {CNNHost, nn.ModuleList, Block, nn.Conv2d, nn.BatchNorm2d, nn.Linear})
 
 
-def training_program(host_layout: HostLayout, seeds: Mapping[str, ActiveSeed]) -> Program:
-    """Forward and backward of one batch of a host; `seeds` is what runs, by slot id."""
-    a, host = Assembler(trainable=True), host_layout.host
-    weights = host_layout.weights(trainable=True)
-    h = _images(a, host_layout)
-    backwards: list[Backward] = []
-
-    def follow(step: tuple[Features, Backward]) -> Features:
-        backwards.append(step[1])
-        return step[0]
-
-    for i, (conv, norm) in enumerate(_blocks(host)):
-        own = weights.of(f"blocks.{i}")
-        h = follow(convolution(a, conv, own.of("conv"), h))
-        h = follow(batch_norm(a, norm, own.of("norm"), h, relu=True))
-        if f"r0c{i}" in seeds:
-            h = follow(_blended(a, seeds[f"r0c{i}"], h))
-        if i < host.spec.pools:
-            h = follow(max_pool(a, h))
-            if f"r1c{i}" in seeds:
-                h = follow(_blended(a, seeds[f"r1c{i}"], h))
-    h = follow(mean_space(a, h))
-    logits = follow(linear(a, host.head, weights.of("head"), h))
-    grad: Rows | None = a.rows(logits.channels)
+def training_program(layout: HostLayout, seeds: Mapping[str, ActiveSeed]) -> Program:
+    """Forward and backward of one batch of a host with these seeds, by slot id."""
+    a = Assembler(trainable=True)
+    (logits,), backward = _forward(a, layout, seeds, {slot_id: ((), (0,)) for slot_id in seeds})
+    grad = a.rows(logits.channels)
     _loss(a, logits, 0, grad)
-    for i, backward in reversed(list(enumerate(backwards))):
-        assert grad is not None
-        grad = backward(grad, i > 0)
+    backward(grad, False)
     return a.program()
 
 
-def measuring_program(
-    host_layout: HostLayout,
-    seeds: Mapping[str, ActiveSeed],
-    steps: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
-) -> Program:
-    """Losses and hits of all states of a host on some examples.
+def measuring_program(layout: HostLayout, seeds: Mapping[str, ActiveSeed], steps: Steps) -> Program:
+    """Losses and correct answers of all states of a host on some examples."""
+    a = Assembler(trainable=False)
+    logits, _ = _forward(a, layout, seeds, steps)
+    for k, own in enumerate(logits):
+        _loss(a, own, k, None)
+    return a.program()
 
-    `steps[slot_id]` says which states go on without the seed and which with it; first those without (`prefixes`).
-    """
-    a, host = Assembler(trainable=False), host_layout.host
-    weights = host_layout.weights(trainable=False)
-    states = [_images(a, host_layout)]
 
-    def part(slot_id: str) -> None:
-        nonlocal states
+def _forward(
+    a: Assembler, layout: HostLayout, seeds: Mapping[str, ActiveSeed], steps: Steps
+) -> tuple[list[Features], Backward]:
+    """The logits of all states, and the backward pass of the single state that training has."""
+    host, grads = layout.host, int(Space.HOST_GRADS) if a.trainable else None
+    weights = Weights(layout.layout, Space.HOST, grads, layout.buffers, Space.HOST_BUFFERS)
+    states, backwards = [_images(a, layout)], list[Backward]()
+
+    def apply(layer: Callable[[Features], Layer]) -> None:
+        for k, x in enumerate(states):
+            states[k], backward = layer(x)
+            backwards.append(backward)
+            if not a.trainable:
+                a.release(x.rows)
+
+    def pass_slot(slot_id: str) -> None:
         if slot_id not in steps:
             return
         off, on = steps[slot_id]
-        active = [_blended(a, seeds[slot_id], states[i])[0] for i in on]
-        for i in set(on) - set(off):
-            a.release(states[i].rows)
-        states = [states[i] for i in off] + active
+        blended = [_blended(a, seeds[slot_id], states[i]) for i in on]
+        if not a.trainable:
+            a.release(*(states[i].rows for i in set(on) - set(off)))
+        states[:] = [states[i] for i in off] + [y for y, _ in blended]
+        backwards.extend(backward for _, backward in blended)
 
-    for i, (conv, norm) in enumerate(_blocks(host)):
-        own = weights.of(f"blocks.{i}")
-        for k, h in enumerate(states):
-            y, _ = convolution(a, conv, own.of("conv"), h)
-            a.release(h.rows)
-            states[k], _ = batch_norm(a, norm, own.of("norm"), y, relu=True)
-            a.release(y.rows)
-        part(f"r0c{i}")
+    for i, block in enumerate(host.blocks):
+        apply(_block(a, block, weights.of(f"blocks.{i}")))
+        pass_slot(f"r0c{i}")
         if i < host.spec.pools:
-            for k, h in enumerate(states):
-                states[k], _ = max_pool(a, h)
-                a.release(h.rows)
-            part(f"r1c{i}")
-    for k, h in enumerate(states):
-        mean, _ = mean_space(a, h)
-        logits, _ = linear(a, host.head, weights.of("head"), mean)
-        _loss(a, logits, k, None)
-        a.release(h.rows, mean.rows, logits.rows)
-    return a.program()
+            apply(lambda x: max_pool(a, x))
+            pass_slot(f"r1c{i}")
+    apply(lambda x: chain(a, x, lambda h: mean_space(a, h), lambda h: linear(a, host.head, weights.of("head"), h)))
+    return states, in_reverse(backwards)
 
 
-def _blocks(host: CNNHost) -> Iterator[tuple[nn.Conv2d, nn.BatchNorm2d]]:
-    for block in host.blocks:
-        conv, norm = block.get_submodule("conv"), block.get_submodule("norm")
-        assert isinstance(conv, nn.Conv2d)
-        assert isinstance(norm, nn.BatchNorm2d)
-        yield conv, norm
+def _block(a: Assembler, block: nn.Module, weights: Weights) -> Callable[[Features], Layer]:
+    conv, norm = block.get_submodule("conv"), block.get_submodule("norm")
+    assert isinstance(conv, nn.Conv2d)
+    assert isinstance(norm, nn.BatchNorm2d)
+    return lambda x: chain(
+        a,
+        x,
+        lambda h: convolution(a, conv, weights.of("conv"), h),
+        lambda h: batch_norm_relu(a, norm, weights.of("norm"), h),
+    )
 
 
-def _images(a: Assembler, host_layout: HostLayout) -> Features:
-    channels = host_layout.host.spec.in_channels
-    count = channels * host_layout.height * host_layout.width
-    x = Features(a.rows(count), channels, host_layout.height, host_layout.width)
+def _images(a: Assembler, layout: HostLayout) -> Features:
+    channels = layout.host.spec.in_channels
+    count = channels * layout.height * layout.width
+    x = Features(a.rows(count), channels, layout.height, layout.width)
     a.emit(Operation.TRANSPOSE, Place(Space.IMAGES, 0), x.rows, sizes=(count,))
     return x
 
@@ -206,48 +177,38 @@ def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None) -> None
     )  # fmt: skip
 
 
-def _blended(a: Assembler, seeds: ActiveSeed, h: Features) -> tuple[Features, Backward]:
-    """The features after a slot (`kasmina.blending`). A seed sees them, and sends nothing upstream through them."""
-    delta, seed_backward = _run(a, seeds.seed, _weights(seeds, seeds.seed, SlotSpace.SEED, seeds.trainable), h)
+def _blended(a: Assembler, seed: ActiveSeed, h: Features) -> Layer:
+    """The features after a slot (`kasmina.blending`). A seed reads them but sends no gradient upstream through them."""
+    delta, seed_backward = seed.run(a, seed.seed, SlotSpace.SEED, seed.trainable, h)
     expect("shape of a seed's output", delta.shape, h.shape)
-    gate: Features | None = None
-    if seeds.algorithm is Algorithm.GATE:
-        assert seeds.gate is not None
-        gate, gate_backward = _run(a, seeds.gate, _weights(seeds, seeds.gate, SlotSpace.GATE, seeds.gate_trainable), h)
-        expect("shape of a gate's output", gate.shape, (1, 1, 1))
-    opened = None if gate is None else gate.rows
-    alpha = Place(slot_space(seeds.s, SlotSpace.ALPHA), 0)
-    sizes = (h.rows.size, _BLEND_CODES[seeds.algorithm])
+    gate: Rows | None = None
+    if seed.algorithm is Algorithm.GATE:
+        assert seed.gate is not None
+        gated, gate_backward = seed.run(a, seed.gate, SlotSpace.GATE, seed.gate_trainable, h)
+        expect("shape of a gate's output", gated.shape, (1, 1, 1))
+        gate = gated.rows
+    alpha, sizes = Place(slot_space(seed.s, SlotSpace.ALPHA), 0), (h.rows.size, _BLEND_CODES[seed.algorithm])
     y = h
-    if seeds.active:
-        y = h.like(a.rows(h.rows.size))
-        a.emit(Operation.BLEND, h.rows, delta.rows, opened, alpha, y.rows, sizes=sizes)
+    if seed.active:
+        y = replace(h, rows=a.rows(h.rows.size))
+        a.emit(Operation.BLEND, h.rows, delta.rows, gate, alpha, y.rows, sizes=sizes)
     if not a.trainable:
-        a.release(delta.rows, *([] if opened is None else [opened]))
+        a.release(delta.rows, *([] if gate is None else [gate]))
 
-    def backward(g: Rows, input_grad: bool) -> Rows:
-        of_delta = a.rows(h.rows.size) if seeds.trainable else None
-        of_gate = a.rows(1) if seeds.gate_trainable else None
-        if seeds.trainable or (seeds.active and seeds.algorithm is Algorithm.MULTIPLY):
+    def backward(g: Rows, needs_input_grad: bool) -> Rows:
+        delta_grad = a.rows(h.rows.size) if seed.trainable else None
+        gate_grad = a.rows(1) if seed.gate_trainable else None
+        if seed.trainable or (seed.active and seed.algorithm is Algorithm.MULTIPLY):
             a.emit(
-                Operation.BLEND_BACKWARD, h.rows, delta.rows, opened, alpha, g, of_delta, of_gate,
-                sizes=sizes, flag=seeds.active,
+                Operation.BLEND_BACKWARD, h.rows, delta.rows, gate, alpha, g, delta_grad, gate_grad,
+                sizes=sizes, flag=seed.active,
             )  # fmt: skip
-        if seeds.active:
+        if seed.active:
             a.release(y.rows)
-        if of_delta is not None:
-            seed_backward(of_delta, False)
-        if of_gate is not None:
-            gate_backward(of_gate, False)
+        if delta_grad is not None:
+            seed_backward(delta_grad, False)
+        if gate_grad is not None:
+            gate_backward(gate_grad, False)
         return g
 
     return y, backward
-
-
-def _weights(seeds: ActiveSeed, module: Module, kind: SlotSpace, trainable: bool) -> Weights:
-    grads = slot_space(seeds.s, SlotSpace(kind + 1)) if trainable else None
-    return Weights(module.layout, slot_space(seeds.s, kind), grads)
-
-
-def _run(a: Assembler, module: Module, weights: Weights, h: Features) -> tuple[Features, Backward]:
-    return RULES[type(module.module)](a, module.module, weights, h)

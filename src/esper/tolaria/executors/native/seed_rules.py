@@ -1,10 +1,10 @@
-"""Seeds and gates as instructions: which kinds of modules there are rules for, and which of them can be written so.
+"""Seeds and gates as instructions: which modules have a rule, and why others have none.
 
-seed --> RULES[type(seed)]      built of layers in a row, or one of the modules below
-problem(module)                 why it has no rule: hosts in which it grows are run by PyTorch
+A seed of a module without a rule is run by PyTorch.
 """
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -13,10 +13,11 @@ from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.layers import LayerScale, TanhScale
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Rows, expect
 from esper.tolaria.executors.native.layer_rules import (
-    Backward,
     Features,
+    Layer,
     Rule,
     Weights,
+    activate,
     activation,
     chain,
     convolution,
@@ -27,10 +28,10 @@ from esper.tolaria.executors.native.layer_rules import (
 )
 
 
-def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Features) -> tuple[Features, Backward]:
-    """Layer by layer; what follows a normalization is done together with it."""
-    layers = [(layer, weights.of(name)) for name, layer in chain_of._modules.items()]  # also one that comes twice
-    steps: list[Callable[[Features], tuple[Features, Backward]]] = []
+def sequential(a: Assembler, module: nn.Sequential, weights: Weights, x: Features) -> Layer:
+    """Layer by layer; a normalization is fused with the ReLU and layer scale after it."""
+    layers = [(layer, weights.of(name)) for name, layer in module._modules.items()]  # a layer may occur twice
+    steps: list[Callable[[Features], Layer]] = []
     while layers:
         layer, own = layers.pop(0)
         if isinstance(layer, nn.GroupNorm):
@@ -44,44 +45,37 @@ def sequential(a: Assembler, chain_of: nn.Sequential, weights: Weights, x: Featu
     return chain(a, x, *steps)
 
 
-def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> tuple[Features, Backward]:
-    """A factor per channel from the means of all; nothing upstream learns from it."""
-    factor, factor_backward = chain(
-        a,
-        x,
-        lambda h: mean_space(a, h),
-        lambda h: linear(a, module.squeeze, weights.of("squeeze"), h),
-        lambda h: activation(Activation.SILU)(a, module.act, weights, h),
-        lambda h: linear(a, module.excite, weights.of("excite"), h),
-        lambda h: activation(Activation.TANH)(a, module, weights, h),
-    )
+def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> Layer:
+    """One factor per channel, from the means of all channels; no gradient reaches the input."""
+    names = ["squeeze", "excite"]
+    factor, factor_backward = _mlp(a, x, weights, Activation.TANH, module.squeeze, module.excite, names)
     expect("factors of a channel attention", factor.channels, x.channels)
-    y, sizes = x.like(a.rows(x.rows.size)), (x.channels, x.space)
+    y, sizes = replace(x, rows=a.rows(x.rows.size)), (x.channels, x.space)
     a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
     if not a.trainable:
         a.release(factor.rows)
 
-    def backward(g: Rows, input_grad: bool) -> None:
-        assert not input_grad, "an isolated seed sends nothing upstream"
-        into = a.rows(x.channels)
-        a.emit(Operation.MODULATE_BACKWARD, x.rows, g, into, sizes=sizes)
+    def backward(g: Rows, needs_input_grad: bool) -> None:
+        assert not needs_input_grad, "an isolated seed sends no gradient upstream"
+        grad = a.rows(x.channels)
+        a.emit(Operation.MODULATE_BACKWARD, x.rows, g, grad, sizes=sizes)
         a.release(g, y.rows)
-        factor_backward(into, False)
+        factor_backward(grad, False)
 
     return y, backward
 
 
-def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> tuple[Features, Backward]:
-    """A step from the features towards their normalized selves; nothing upstream learns from it."""
+def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> Layer:
+    """A step from the features towards their normalization; no gradient reaches the input."""
     z, norm_backward = group_norm(a, module.norm, weights.of("norm"), x)
-    y, sizes, gain = x.like(a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
+    y, sizes, gain = replace(x, rows=a.rows(x.rows.size)), (x.rows.size,), weights.of("gain")
     strength = gain.value("strength")
     a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
     if not a.trainable:
         a.release(z.rows)
 
-    def backward(g: Rows, input_grad: bool) -> None:
-        assert not input_grad, "an isolated seed sends nothing upstream"
+    def backward(g: Rows, needs_input_grad: bool) -> None:
+        assert not needs_input_grad, "an isolated seed sends no gradient upstream"
         a.emit(Operation.SHIFT_BACKWARD, strength, z.rows, x.rows, g, gain.grad("strength"), sizes=sizes)
         a.release(y.rows)
         norm_backward(g, False)
@@ -89,16 +83,23 @@ def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -
     return y, backward
 
 
-def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> tuple[Features, Backward]:
+def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> Layer:
     """One number in (0, 1) per example."""
+    return _mlp(a, x, weights, Activation.SIGMOID, module.hidden, module.out, ["hidden", "out"])
+
+
+def _mlp(
+    a: Assembler, x: Features, weights: Weights, last: Activation, first: nn.Linear, second: nn.Linear, names: list[str]
+) -> Layer:
+    """Mean over space, linear, SiLU, linear, `last`; `names` are those of the linear layers."""
     return chain(
         a,
         x,
         lambda h: mean_space(a, h),
-        lambda h: linear(a, module.hidden, weights.of("hidden"), h),
-        lambda h: activation(Activation.SILU)(a, module.act, weights, h),
-        lambda h: linear(a, module.out, weights.of("out"), h),
-        lambda h: activation(Activation.SIGMOID)(a, module, weights, h),
+        lambda h: linear(a, first, weights.of(names[0]), h),
+        lambda h: activate(a, Activation.SILU, h),
+        lambda h: linear(a, second, weights.of(names[1]), h),
+        lambda h: activate(a, last, h),
     )
 
 
@@ -115,26 +116,26 @@ RULES: Mapping[type[nn.Module], Rule] = {
     NormShift: norm_shift,
     GateNetwork: gate,
 }
-"""Every kind of seed, and of layer in a sequence, that there is a rule for."""
+"""The rules, by the type of a seed or of a layer in a sequence."""
 
 _PARTS: Mapping[type[nn.Module], Mapping[str, type[nn.Module]]] = {
     ChannelAttention: {"squeeze": nn.Linear, "act": nn.SiLU, "excite": nn.Linear},
     NormShift: {"norm": nn.GroupNorm, "gain": TanhScale},
     GateNetwork: {"hidden": nn.Linear, "act": nn.SiLU, "out": nn.Linear},
 }
-"""What the modules are made of that have a rule as a whole."""
+"""The children of modules that have a rule as a whole."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def problem(module: nn.Module) -> str | None:
-    """Why a seed cannot be written as instructions; None where it can."""
+    """Why a seed has no rule; None if it has one."""
     return altered(module, {*RULES, nn.Linear, TanhScale}) or _unknown(module)
 
 
 def altered(module: nn.Module, kinds: Container[type[nn.Module]]) -> str | None:
-    """What a module or one in it does that the types in `kinds` do not tell; None: nothing.
+    """Why a module does something else than its layers' types say; None if it does not.
 
-    Types are compared exactly, so a subclass, or a layer with a parametrization, is none of them.
+    All types must be in `kinds`, compared exactly: a subclass or a parametrized layer is refused.
     """
     for path, layer in module.named_modules(remove_duplicate=False):
         name = f"{path or 'it'} ({type(layer).__name__})"
@@ -150,7 +151,7 @@ def altered(module: nn.Module, kinds: Container[type[nn.Module]]) -> str | None:
 
 
 def _unknown(module: nn.Module) -> str | None:
-    """What there is no rule for in a module of unaltered layers."""
+    """Why a module of known layers has no rule; None if it has one."""
     kind = type(module)
     parts = {name: type(part) for name, part in module.named_children()}
     if isinstance(module, nn.Sequential):
@@ -168,7 +169,7 @@ def _unknown(module: nn.Module) -> str | None:
 
 
 def _plain(conv: nn.Conv2d) -> bool:
-    """A convolution that keeps the size of the image and has all or no channels in common."""
+    """Whether a convolution keeps the image size and is dense, or depthwise without bias."""
     kernel = conv.kernel_size[0]
     depthwise = conv.groups == conv.in_channels == conv.out_channels and conv.bias is None
     return (

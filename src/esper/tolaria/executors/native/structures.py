@@ -1,7 +1,7 @@
-"""Which program each host runs and where its memory lies: a structure of the population in terms of the machine."""
+"""Which program each host runs, and where its memory lies."""
 
 from functools import lru_cache
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from torch import Tensor, nn
@@ -32,89 +32,73 @@ from esper.tolaria.executors.native.seed_rules import problem
 from esper.tolaria.executors.native.trial import disagreement
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.running_seeds import TrainedRows, trained_mask
-from esper.tolaria.prefixes import PrefixPlan, PrefixStep
+from esper.tolaria.prefixes import PrefixStep
 
-_WHAT = 5
-"""Numbers that say what runs in a slot: blueprint, algorithm, heard, learns, whether the gate learns."""
+_FIELDS = 5
+"""Numbers of a slot in a structure code: blueprint, algorithm, active, trainable, gate_trainable."""
 _NOTHING = -1
-_KEPT = 2048
-"""Programs of each kind that are kept: some ten kilobytes each, and about two milliseconds to write again."""
+CACHED_PROGRAMS: Final = 2048
+"""Programs of each kind in the cache: each takes about ten kilobytes, and two milliseconds to write."""
 
 
 @final
 class Programs:
-    """The programs of a population, by the structure of the host; the last ones are kept.
+    """The programs of a population, cached by the structure of the host (`structure_codes`).
 
-    `refused` says of each blueprint that has no rule in some slot why not.
+    `refused` maps each blueprint without a rule in some slot to the reason.
 
     Raises:
         ConfigError: the host has no rule.
     """
 
     def __init__(self, population: Population, height: int, width: int) -> None:
-        self._points = population.points
-        if reason := host_problem(population.host_module):
+        self._points, host = population.points, population.host_module
+        if reason := host_problem(host):
             raise ConfigError(
                 f"the host has no rule in compiled C++ ({reason}); set executor to 'fused' or 'streamed'."
             )
         template = population.host_kind.template
-        self._host_layout = HostLayout(population.host_module, template.parameters, template.buffers, height, width)
+        self._host = HostLayout(host, template.parameters, template.buffers, height, width)
         self._gates = {c: Module(_gate(c), kind.template.parameters) for c, kind in population.gate_kinds.items()}
         self._seeds: dict[tuple[int, int], Module] = {}
         self.refused: dict[str, str] = {}
+        names = {index: registry.blueprint_at(index, population.family).name for _, index in population.seed_kinds}
         for (channels, index), kind in population.seed_kinds.items():
-            blueprint = registry.blueprint_at(index, population.family)
-            module, reason = _tried(blueprint, channels)
+            module, reason = _tried(registry.blueprint_at(index, population.family), channels)
             self._seeds[channels, index] = Module(module, kind.template.parameters)
             if reason is not None:
-                self.refused[blueprint.name] = reason
-        known = [i for _, i in self._seeds if registry.blueprint_at(i, population.family).name not in self.refused]
-        self._runnable = [_NOTHING, *sorted({*known})]
-        self._training = lru_cache(_KEPT)(self._write_training)
-        self._measuring = lru_cache(_KEPT)(self._write_measuring)
+                self.refused[names[index]] = reason
+        self._runnable = [_NOTHING, *(index for index, name in names.items() if name not in self.refused)]
+        self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
+        self.measuring = lru_cache(CACHED_PROGRAMS)(self._write_measuring)
 
-    def can_run(self, what: np.ndarray) -> np.ndarray:
-        """[N]: hosts whose seeds all have rules; `what` is [N, S, 5]."""
-        runnable = np.isin(what[..., 0], self._runnable)
-        fine: np.ndarray = np.asarray(runnable.all(axis=1))
-        return fine
+    def can_run(self, codes: np.ndarray) -> np.ndarray:
+        """[N]: hosts whose seeds all have rules; `codes` is [N, S, 5]."""
+        return np.asarray(np.isin(codes[..., 0], self._runnable).all(axis=1))
 
-    def training(self, what: np.ndarray) -> Program:
-        """Of a host in whose slots this runs, [S, 5]."""
-        return self._training(what.tobytes())
+    def _write_training(self, code: bytes) -> Program:
+        """The program that trains a host of this structure, [S, 5] as bytes."""
+        return training_program(self._host, self._active(code))
 
-    def measuring(self, what: np.ndarray, plan: PrefixPlan) -> Program:
-        """Of a host in whose slots this runs, [S, 5], for the states of a plan."""
-        return self._measuring(what.tobytes(), plan.steps)
+    def _write_measuring(self, code: bytes, steps: tuple[PrefixStep, ...]) -> Program:
+        """The program that measures it in the states of a plan."""
+        by_slot = {self._points[step.slot].slot_id: (step.off, step.on) for step in steps}
+        return measuring_program(self._host, self._active(code), by_slot)
 
-    def _write_training(self, what: bytes) -> Program:
-        return training_program(self._host_layout, self._grown(what))
-
-    def _write_measuring(self, what: bytes, steps: tuple[PrefixStep, ...]) -> Program:
-        parting = {self._points[step.slot].slot_id: (step.off, step.on) for step in steps}
-        return measuring_program(self._host_layout, self._grown(what), parting)
-
-    def _grown(self, what: bytes) -> dict[str, ActiveSeed]:
+    def _active(self, code: bytes) -> dict[str, ActiveSeed]:
         seeds = {}
-        rows = np.frombuffer(what, dtype=np.int64).reshape(-1, _WHAT).tolist()
-        for s, (blueprint, algorithm, active, trainable, gate_trainable) in enumerate(rows):
+        for s, row in enumerate(np.frombuffer(code, dtype=np.int64).reshape(-1, _FIELDS).tolist()):
+            blueprint, algorithm, *flags = row
             if blueprint != _NOTHING:
-                channels = self._points[s].channels
-                seeds[self._points[s].slot_id] = ActiveSeed(
-                    s=s,
-                    seed=self._seeds[channels, blueprint],
-                    gate=self._gates[channels],
-                    algorithm=Algorithm(algorithm),
-                    active=bool(active),
-                    trainable=bool(trainable),
-                    gate_trainable=bool(gate_trainable),
-                )
+                point = self._points[s]
+                seed, gate = self._seeds[point.channels, blueprint], self._gates[point.channels]
+                seeds[point.slot_id] = ActiveSeed(s, seed, gate, Algorithm(algorithm), *map(bool, flags))
         return seeds
 
 
 @lru_cache(maxsize=1024)
 def _tried(blueprint: AbstractBlueprint, channels: int) -> tuple[nn.Module, str | None]:
-    """A seed as it is built, and why it has no rule (None: it has one); tried once in a process."""
+    """A seed, and why it has no rule (None: it has one); tried once per process."""
     module = deterministic_build(lambda: blueprint.build(channels))
     return module, problem(module) or disagreement(module, channels)
 
@@ -128,23 +112,22 @@ def _gate(channels: int) -> nn.Module:
 
 
 def structure_codes(structure: Structure, *, training: bool) -> np.ndarray:
-    """[N, S, 5]: blueprint, algorithm, heard, learns, whether the gate learns; -1 where nothing runs."""
+    """[N, S, 5]: blueprint, algorithm, active, trainable, gate_trainable; -1 where nothing runs."""
     active = structure.alpha > 0.0
     trainable = trained_mask(structure) if training else np.zeros_like(active)
     gated = trainable & (structure.algorithm == Algorithm.GATE) & structure.has_gate
-    what = np.stack((structure.blueprint, structure.algorithm, active, trainable, gated), axis=-1).astype(np.int64)
-    what[~(active | trainable)] = _NOTHING
-    return what
+    codes = np.stack((structure.blueprint, structure.algorithm, active, trainable, gated), axis=-1).astype(np.int64)
+    codes[~(active | trainable)] = _NOTHING
+    return codes
 
 
 def population_spaces(population: Population, alpha: Tensor) -> Spaces:
-    """Of the population as it is: no batch, and no gradients. `alpha` [N, S] must be kept alive."""
+    """The spaces of all hosts, without a batch and gradients. The caller keeps `alpha` [N, S] alive."""
     p, spaces = population, Spaces(population.num_envs, num_spaces(population.num_slots))
     spaces.rows(Space.HOST, p.host.params)
     spaces.rows(Space.HOST_BUFFERS, p.host.buffers)
-    numbers = np.arange(p.num_envs)
     for s in range(p.num_slots):
-        rows = numbers * p.num_slots + s
+        rows = np.arange(p.num_envs) * p.num_slots + s
         spaces.rows(slot_space(s, SlotSpace.SEED), p.seeds.params, rows)
         spaces.rows(slot_space(s, SlotSpace.GATE), p.gates.params, rows)
         spaces.rows(slot_space(s, SlotSpace.ALPHA), alpha.view(-1), rows)
@@ -152,16 +135,22 @@ def population_spaces(population: Population, alpha: Tensor) -> Spaces:
 
 
 def training_spaces(population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows) -> Spaces:
-    """Of a train pass: what is trained lies in working copies, the rest in the population."""
+    """The same for a train pass, in which trained rows lie in working copies."""
     spaces = population_spaces(population, alpha)
     spaces.rows(Space.HOST, hosts.params)
     spaces.rows(Space.HOST_GRADS, hosts.grad)
     for s in range(population.num_slots):
-        here = np.flatnonzero(rows.seed_slot == s)
-        gates = np.flatnonzero(np.isin(rows.gate_of, here))
-        seeded, gated = rows.seed_host[here], rows.seed_host[rows.gate_of[gates]]
-        spaces.rows(slot_space(s, SlotSpace.SEED), rows.seeds.params, here, seeded)
-        spaces.rows(slot_space(s, SlotSpace.SEED_GRADS), rows.seeds.grad, here, seeded)
-        spaces.rows(slot_space(s, SlotSpace.GATE), rows.gates.params, gates, gated)
-        spaces.rows(slot_space(s, SlotSpace.GATE_GRADS), rows.gates.grad, gates, gated)
+        for working, kind, own, of_host in rows_of_slot(rows, s):
+            spaces.rows(slot_space(s, kind), working.params, own, of_host)
+            spaces.rows(slot_space(s, SlotSpace(kind + 1)), working.grad, own, of_host)
     return spaces
+
+
+def rows_of_slot(rows: TrainedRows, s: int) -> tuple[tuple[Working, SlotSpace, np.ndarray, np.ndarray], ...]:
+    """The working copy of seeds, then that of gates: which of its rows belong to slot `s`, and the host of each."""
+    seeds = np.flatnonzero(rows.seed_slot == s)
+    gates = np.flatnonzero(np.isin(rows.gate_of, seeds))
+    return (
+        (rows.seeds, SlotSpace.SEED, seeds, rows.seed_host[seeds]),
+        (rows.gates, SlotSpace.GATE, gates, rows.seed_host[rows.gate_of[gates]]),
+    )

@@ -1,13 +1,12 @@
-"""A kind of module is run as instructions beside PyTorch once, before anything is computed with them.
+"""Compares the rule of each seed and gate with PyTorch once, before the rule is used.
 
-Both get the same random weights and features, in float64, so that what differs is no rounding. What they do not agree
-on is no error: the module has no rule then, and hosts in which it grows are run by PyTorch.
+Both get the same random weights and features in float64, so a difference is not rounding. A module whose results differ
+has no rule: PyTorch runs the hosts that grow it.
 """
 
 import copy
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,14 +19,14 @@ from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.seed_rules import RULES
 
 _SHAPES = ((3, 5, 4), (17, 1, 1))
-"""Examples, height and width: rows that are not full, a map that is not square, and a single position."""
-_CLOSE = 1e-8
+"""Examples, height and width: partly filled rows, a map that is not square, and a single position."""
+_TOLERANCE = 1e-8
 _IMAGES, _VALUES, _GRADS, _BUFFERS, _ONES, _GRAD_OUT, _OUT, _GRAD_IN = range(NUM_WORKING, NUM_WORKING + 8)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output [B, C, H, W], gradients of the input (None: not input_grad) and of the row of weights (None: no backward)."""
+    """Output [B, C, H, W], gradient of the input (None: not asked for), gradient of the weights (None: no backward)."""
 
     y: Tensor
     grad_input: Tensor | None
@@ -35,10 +34,9 @@ class Outcome:
 
 
 def disagreement(module: nn.Module, channels: int) -> str | None:
-    """What a seed or gate gives otherwise as instructions than in PyTorch, for features of so many channels.
+    """How a seed or gate differs as instructions from PyTorch, for features of this many channels; None if it does not.
 
-    None where outputs in train and eval mode and all gradients agree, and where the output of a seed has the shape of
-    its input.
+    Compared are outputs in training and evaluation mode, all gradients, and a seed's output shape with its input's.
     """
     generator = torch.Generator().manual_seed(0)
     layout, rule = parameter_layout(module), RULES[type(module)]
@@ -59,7 +57,7 @@ def disagreement(module: nn.Module, channels: int) -> str | None:
             if not _same(found.y, want.y):
                 return f"its output differs from PyTorch's in {'training' if trainable else 'evaluation'} mode"
             if not _same(found.grad_weights, want.grad_weights):
-                return "its gradients are others than in PyTorch"
+                return "its gradients differ from PyTorch's"
     return None
 
 
@@ -71,10 +69,10 @@ def by_torch(
     Raises:
         ValueError: it writes into its input.
     """
-    stacked = copy.deepcopy(module).double().train(trainable)
+    reference = copy.deepcopy(module).double().train(trainable)
     row, leaf = row.clone().requires_grad_(trainable), x.clone().requires_grad_(trainable)
     given = leaf.clone()
-    y: Tensor = torch.func.functional_call(stacked, layout.unpack(row), (given,))
+    y: Tensor = torch.func.functional_call(reference, layout.unpack(row), (given,))
     if not torch.equal(given, x):
         raise ValueError("it writes into its input")
     if not trainable:
@@ -94,18 +92,17 @@ def by_instructions(
     input_grad: bool = False,
     buffers: Tensor | None = None,
 ) -> Outcome:
-    """The same by the machine; running statistics in `buffers` are moved.
+    """The same by instructions; running statistics in `buffers` are updated.
 
     Raises:
         ShapeError: layers do not fit each other.
     """
     batch, channels, height, width = x.shape
-    kept = buffer_layout(module)
-    a = Assembler(trainable=trainable)
+    a, one = Assembler(trainable=trainable), Place(_ONES, 0)  # SCALE by one copies rows between spaces
     h = Features(a.rows(x[0].numel()), channels, height, width)
     a.emit(Operation.TRANSPOSE, Place(_IMAGES, 0), h.rows, sizes=(h.rows.size,))
-    y, backward = rule(a, module, Weights(layout, _VALUES, _GRADS if trainable else None, kept, _BUFFERS), h)
-    one = Place(_ONES, 0)  # a factor of one copies rows from one space to another
+    weights = Weights(layout, _VALUES, _GRADS if trainable else None, buffer_layout(module), _BUFFERS)
+    y, backward = rule(a, module, weights, h)
     a.emit(Operation.SCALE, one, y.rows, Place(_OUT, 0), sizes=(1, y.rows.size))
     if trainable:
         g = a.rows(y.rows.size)
@@ -124,13 +121,13 @@ def by_instructions(
     spaces = Spaces(1, NUM_WORKING + len(tensors))
     for space, tensor in tensors.items():
         spaces.share(space, tensor)
-    Machine(dtype=x.dtype).run(Workload.of([a.program()], np.zeros(1, dtype=np.int64)), spaces, batch)
+    Machine(dtype=x.dtype).run(Workload.of_each([a.program()]), spaces, batch)
     grad_x = _examples_of(grad_in, x.shape) if trainable and input_grad else None
     return Outcome(_examples_of(out, (batch, *y.shape)), grad_x, grad_row if trainable else None)
 
 
 def _grad_like(y: Tensor) -> Tensor:
-    """Some gradient of an output: no two neighbours are equal."""
+    """A gradient of an output; no two neighbours are equal."""
     return torch.linspace(-1.0, 1.0, 101, dtype=y.dtype).repeat(-(-y.numel() // 101))[: y.numel()].view(y.shape)
 
 
@@ -151,4 +148,4 @@ def _examples_of(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _same(found: Tensor | None, want: Tensor | None) -> bool:
     if found is None or want is None:
         return found is want
-    return found.shape == want.shape and torch.allclose(found, want, rtol=_CLOSE, atol=_CLOSE)
+    return found.shape == want.shape and torch.allclose(found, want, rtol=_TOLERANCE, atol=_TOLERANCE)

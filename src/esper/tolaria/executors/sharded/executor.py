@@ -91,6 +91,7 @@ class ShardedExecutor:
 
     def __init__(self, own: ShardRunner, num_own: int, shards: Sequence[Shard], prepare: Callable[[], None]) -> None:
         self.costs, self.host_params = own.executor.costs, own.executor.host_params
+        self.refused = own.executor.refused
         self._own, self._num_own = own, num_own
         ends = list(accumulate((shard.config.num_envs for shard in shards), initial=num_own))
         self.num_envs = ends[-1]

@@ -1,1 +1,1 @@
-"""Every blueprint in every slot under masks (experimental)."""
+"""Every blueprint in every slot, selected by masks (experimental)."""

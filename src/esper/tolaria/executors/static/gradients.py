@@ -1,6 +1,6 @@
-"""Gradient statistics of seeds by masks: of every kind in every slot; each host takes its own. See `gradients`."""
+"""Gradient statistics of seeds by masks: computed for every blueprint in every slot, selected by each host's own."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float
@@ -18,38 +18,34 @@ _MEASURED = frozenset({SeedStage.TRAINING, SeedStage.BLENDING})
 
 def static_gradient_statistics(
     population: Population,
-    passing: Mapping[str, StaticSlot],
+    static_slots: Mapping[str, StaticSlot],
     masks: SeedMasks,
     slots: SlotState,
     host_grad: Float[Tensor, "N P"],
 ) -> GradientStatistics:
-    """Statistics of the gradients that lie in the slabs now."""
+    """Statistics of the gradients in the slabs."""
     p = population
     out = not_measured(p.num_envs, p.num_slots, p.device)
     measured = in_stages(slots.stage, _MEASURED) & masks.trainable
     host_norm = torch.linalg.vector_norm(host_grad, dim=1, dtype=torch.float64)
     host_rms = host_norm / p.host_kind.template.parameters.num_params**0.5
     for s, point in enumerate(p.points):
-        slot, gate = passing[point.slot_id], p.gate_kinds[point.channels].template.parameters
+        slot, gate = static_slots[point.slot_id], p.gate_kinds[point.channels].template.parameters
         gated = masks.gate_trainable[:, s]
-        gate_norms = tensor_norms(_gradient(slot.gate), gate)
+        gate_norms, gate_known = tensor_norms(_gradient(slot.gate), gate), gated[:, None].expand(-1, gate.num_tensors)
         for seed in slot.seeds:
             layout = seed.rows.stacked.parameters
-            norms = torch.cat((tensor_norms(_gradient(seed), layout), gate_norms), dim=1)
-            known = torch.cat((torch.ones_like(norms[:, gate.num_tensors :], dtype=torch.bool),
-                               gated[:, None].expand(-1, gate.num_tensors)), dim=1)  # fmt: skip
+            seed_norms = tensor_norms(_gradient(seed), layout)
+            norms = torch.cat((seed_norms, gate_norms), dim=1)
+            known = torch.cat((torch.ones_like(seed_norms, dtype=torch.bool), gate_known), dim=1)
             root = (layout.num_params + gated.to(torch.float64) * gate.num_params).sqrt()
             judged = judge(norms, known, root, host_norm, host_rms, p.optimizer_spec.grad_clip)
-            _take(out, s, vars(judged).items(), seed.own & measured[:, s])
+            for name, value in vars(judged).items():
+                column = getattr(out, name)[:, s]
+                torch.where(seed.own & measured[:, s], value, column, out=column)
     return out
 
 
 def _gradient(candidate: Candidate) -> Tensor:
-    assert candidate.learning is not None, "gradients are measured in a train pass"
-    return candidate.learning.grad
-
-
-def _take(out: GradientStatistics, s: int, judged: Iterable[tuple[str, Tensor]], mine: Tensor) -> None:
-    for name, value in judged:
-        column = getattr(out, name)[:, s]
-        torch.where(mine, value, column, out=column)
+    assert candidate.update is not None, "gradients are measured in a train pass"
+    return candidate.update.grad

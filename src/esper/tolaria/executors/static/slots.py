@@ -1,12 +1,12 @@
-"""What runs in the slots of all hosts when the host does not know what grows there: everything that could.
+"""Every blueprint runs in every slot of every host, and masks select each host's own.
 
     slot 0     host 0     host 1     host 2
     grows      conv       norm       -
     runs       conv, attention, norm, ...: every blueprint for all three hosts, and the gate
-    own        conv: {0}  norm: {1}  all others: nobody
+    own        conv: {0}  norm: {1}  all others: no host
 
-Each blueprint reads the rows of the slab as if all of them were its own. In rows of another blueprint, or empty ones,
-that means nothing, and nobody hears it; what a pass learns goes to the rows that are its own.
+Each blueprint reads all rows of the slab as its own weights. Its outputs for rows of another blueprint, and for empty
+rows, are meaningless and are never selected; only its own rows take its gradients and running statistics.
 
 Shape legend: N = hosts, S = slots, P = parameters of a kind, Q = buffer values of a kind.
 """
@@ -25,16 +25,16 @@ from esper.kasmina.rules.guards import in_stages
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import Algorithm, AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.tolaria.executors.fused.slots import Rows
+from esper.tolaria.executors.fused.slots import Rows, frozen_rows
 from esper.tolaria.executors.fused.stacked_modules import StackedModules
-from esper.tolaria.executors.static.blending import Ways, join, select
+from esper.tolaria.executors.static.blending import BlendMasks, blend_masked, select
 
-_LEARNS = frozenset({SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED})
+_TRAINABLE = frozenset({SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED})
 
 
 @tensor_dataclass
 class SeedMasks:
-    """What a pass asks of the slots. A gate is used where the algorithm is GATE, and trained where its seed is."""
+    """What a pass needs of the slots. A gate runs where the algorithm is GATE, and is trained where its seed is."""
 
     blueprint: Int[Tensor, "N S"]
     alpha: Float[Tensor, "N S"]
@@ -46,8 +46,8 @@ class SeedMasks:
 
 
 def seed_masks(slots: SlotState) -> SeedMasks:
-    """The masks of the present state: `running.trained_mask` and `running.blend_order` on the device."""
-    trainable = in_stages(slots.stage, _LEARNS) & (slots.alpha_mode != AlphaMode.DOWN)
+    """`trained_mask` and `blend_order` of `running_seeds`, on the device."""
+    trainable = in_stages(slots.stage, _TRAINABLE) & (slots.alpha_mode != AlphaMode.DOWN)
     gated = slots.algorithm == Algorithm.GATE
     return SeedMasks(
         blueprint=slots.blueprint,
@@ -60,27 +60,27 @@ def seed_masks(slots: SlotState) -> SeedMasks:
     )
 
 
-class Learning(NamedTuple):
-    """Where what a pass learns of one kind in one slot belongs.
+class SlabUpdate(NamedTuple):
+    """The masked writes of a train pass into the rows of one kind in one slot.
 
-    `slope` [N, P] are the gradients of a batch, `grad` [N, P] those rows of the slab's gradients; `running` [N, Q] are
-    the statistics that the pass moves, `buffers` [N, Q] those of the slab. `trained` and `moved` [N] mark the rows that
-    take them.
+    `batch_grad` [N, P] are the gradients of a batch; rows marked by `trained` [N] take them into `grad` [N, P], which
+    are gradients of the slab. `running` [N, Q] are the running statistics of the pass; rows marked by `moved` [N] take
+    them into `buffers` [N, Q] of the slab.
     """
 
-    slope: Tensor
+    batch_grad: Tensor
     grad: Tensor
     running: Tensor
     buffers: Tensor
     trained: Tensor
     moved: Tensor
 
-    def take_gradient(self) -> None:
-        """Hand the gradients of the last batch to the rows that learn."""
-        put_where(self.trained, self.slope, self.grad)
+    def write_grad(self) -> None:
+        """After each batch."""
+        put_where(self.trained, self.batch_grad, self.grad)
 
-    def keep_buffers(self) -> None:
-        """Write the statistics that moved back into the population."""
+    def write_buffers(self) -> None:
+        """After the last batch."""
         put_where(self.moved, self.running, self.buffers)
 
 
@@ -89,61 +89,50 @@ class Candidate(NamedTuple):
 
     rows: Rows
     own: Tensor
-    learning: Learning | None
+    update: SlabUpdate | None
 
 
 @final
 @dataclass(frozen=True)
 class StaticSlot:
-    """One slot of all hosts, for one pass."""
+    """One slot of all hosts, for one pass; `own` is `Candidate.own` of each seed, shaped as `masks`."""
 
     seeds: tuple[Candidate, ...]
     gate: Candidate
-    ways: Ways
+    masks: BlendMasks
     own: list[Tensor]
-    """`Candidate.own` of each seed, shaped as `ways`."""
 
     def __call__(self, h: Tensor, num_hosts: int) -> Tensor:
         """Features [B * N, ...] of all hosts after the slot."""
-        h_BN = h.unflatten(0, (-1, num_hosts))
-        seen = h.detach()
-        deltas = [seed.rows(seen).to(h.dtype).unflatten(0, (-1, num_hosts)) for seed in self.seeds]
-        gate = self.gate.rows(seen).to(h.dtype).unflatten(0, (-1, num_hosts))
-        return join(h_BN, select(deltas, self.own), gate, self.ways).flatten(0, 1)
+        h_BN, x = h.unflatten(0, (-1, num_hosts)), h.detach()
+        *deltas, gate = (c.rows(x).to(h.dtype).unflatten(0, (-1, num_hosts)) for c in self.candidates())
+        return blend_masked(h_BN, select(deltas, self.own), gate, self.masks).flatten(0, 1)
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Everything that runs."""
+        """Everything that runs; the gate is last."""
         return (*self.seeds, self.gate)
 
 
-class Slopes(NamedTuple):
-    """Gradients of all rows of the slabs of seeds and gates, zero where nothing is learned."""
-
-    seeds: Float[Tensor, "R P"]
-    gates: Float[Tensor, "R P"]
-
-
 def static_slots(
-    population: Population, stacked_modules: StackedModules, masks: SeedMasks, grads: Slopes | None
+    population: Population,
+    stacked_modules: StackedModules,
+    masks: SeedMasks,
+    grads: tuple[Tensor, Tensor] | None,
 ) -> dict[str, StaticSlot]:
-    """Every slot by its id; `grads` in a train pass."""
+    """Every slot by its id; in a train pass `grads` are the gradients [R, P] of the slabs of seeds and gates."""
     p, found = population, {}
+    seed_grad, gate_grad = grads or (None, None)
     for s, point in enumerate(p.points):
         seeds = tuple(
-            _candidate(p, p.seeds, stacked_modules.seeds[channels, index], s, masks, index, grads and grads.seeds)
+            _candidate(p, p.seeds, stacked_modules.seeds[channels, index], s, masks, index, seed_grad)
             for channels, index in p.seed_kinds
             if channels == point.channels
         )
-        gate = _candidate(p, p.gates, stacked_modules.gates[point.channels], s, masks, None, grads and grads.gates)
-        lifted = [
-            _lift(mask[:, s]) for mask in (masks.active, masks.trainable, masks.multiplies, masks.gated, masks.alpha)
-        ]
-        found[point.slot_id] = StaticSlot(seeds, gate, Ways(*lifted), [_lift(seed.own) for seed in seeds])
+        gate = _candidate(p, p.gates, stacked_modules.gates[point.channels], s, masks, None, gate_grad)
+        lifted = (getattr(masks, name)[:, s].view(-1, 1, 1, 1) for name in BlendMasks._fields)
+        own = [seed.own.view(-1, 1, 1, 1) for seed in seeds]
+        found[point.slot_id] = StaticSlot(seeds, gate, BlendMasks(*lifted), own)
     return found
-
-
-def _lift(mask_N: Tensor) -> Tensor:
-    return mask_N.view(-1, 1, 1, 1)
 
 
 def _candidate(
@@ -159,11 +148,10 @@ def _candidate(
     rows = slice(s, None, population.num_slots)
     params, buffers = slab.params[rows, : stacked.parameters.total], slab.buffers[rows, : stacked.buffers.total]
     own = masks.gated[:, s] if index is None else masks.blueprint[:, s].eq(index)
-    draws = population.draws(slice(None), s) if stacked.dropouts else None
     if grad is None:
-        return Candidate(Rows(stacked, stacked.views(params), stacked.buffer_views(buffers)), own, None)
-    learning = Learning(
-        slope=torch.zeros_like(params),
+        return Candidate(frozen_rows(stacked, params, buffers), own, None)
+    update = SlabUpdate(
+        batch_grad=torch.zeros_like(params),
         grad=grad[rows, : stacked.parameters.total],
         running=buffers.clone(),
         buffers=buffers,
@@ -171,5 +159,6 @@ def _candidate(
         moved=own & (masks.trainable | masks.active)[:, s],
     )
     leaves = tuple(view.requires_grad_() for view in stacked.views(params))
-    run = Rows(stacked, leaves, stacked.buffer_views(learning.running), stacked.views(learning.slope), draws)
-    return Candidate(run, own, learning)
+    draws = population.draws(slice(None), s) if stacked.dropouts else None
+    run = Rows(stacked, leaves, stacked.buffer_views(update.running), stacked.views(update.batch_grad), draws)
+    return Candidate(run, own, update)

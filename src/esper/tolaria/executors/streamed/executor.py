@@ -1,10 +1,10 @@
-"""The streamed executor: host by host, on rows of the stacked state. The obvious way, and the reference for others.
+"""The streamed executor: one host after another, on rows of the stacked state. The reference for the others.
 
-train      for each batch: forward and backward of every host (on CUDA each on a stream of its own), then one
-           stacked clip and optimizer step for all hosts and seeds
-evaluate   for each host: all its coalitions in one pass that runs the network on distinct prefixes only
+train      for each batch: forward and backward of each host (on CUDA on its own stream), then one stacked clip and
+           optimizer step of all hosts and seeds
+evaluate   for each host: all its coalitions in one pass that runs each distinct prefix once
 
-Other executors call the functions of this module for the hosts that they leave to this way.
+Other executors call the functions of this module for hosts that they cannot run themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +38,10 @@ from esper.tolaria.executors.streamed.streams import host_streams
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
 
 MAX_EXAMPLES = 32_768
-"""Most examples, each once per distinct state of the network, that one measuring pass holds; bounds the memory."""
+"""Most examples, counted once per distinct state of the network, in one forward pass; bounds the memory."""
 
 TrainBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""x [N, B, ...], y [N, B] --> loss and hits of the hosts that it trains."""
+"""x [N, B, ...], y [N, B] --> loss and hits of the trained hosts."""
 
 
 @final
@@ -68,11 +68,11 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     train_batch = train_function(data, range(p.num_envs), hosts, rows, slots.alpha)
 
     def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
-        answer = train_batch(x_NB, y_NB)
+        outputs = train_batch(x_NB, y_NB)
         optimizer.unscale()
-        return answer
+        return outputs
 
-    passed = run_epoch(
+    train_pass = run_epoch(
         data.train_batches(t),
         p.num_envs,
         p.device,
@@ -82,14 +82,14 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     )
     p.host.finish(hosts)
     finish_training(p, rows)
-    return passed
+    return train_pass
 
 
 def train_function(data: HostData, some: Sequence[int], hosts: Working, rows: TrainedRows, alpha: Tensor) -> TrainBatch:
-    """A function that trains some of the hosts on a batch of all; it sets the gradients of all others to zero.
+    """A function that computes the gradients of some hosts on a batch, and sets those of the others to zero.
 
-    `some` are their numbers; `hosts` and `rows` are working copies of all hosts and of the seeds that are trained;
-    `alpha` [N, S] is on the device.
+    `some` are their numbers; `hosts` and `rows` are the working copies of all hosts and trained seeds; `alpha` [N, S]
+    is on the device.
     """
     p, scaler, template = data.population, data.scaler, data.population.host_kind.template
     seeds = running_seeds(p, data.structure, alpha, rows)
@@ -130,7 +130,7 @@ def count_correct(
     sets: list[np.ndarray],
     num_columns: int,
 ) -> tuple[Int[Tensor, "H K"], Float[Tensor, " H"], int]:
-    """`NetworkExecutor.count_correct` for some of the hosts; `sets` are those of all."""
+    """`NetworkExecutor.count_correct` for some of the hosts; `sets` covers all hosts."""
     p = data.population
     seeds = running_seeds(p, data.structure, alpha, None)
     plans = {n: plan_prefixes(sets[n], data.execution_order) for n in some}
@@ -169,7 +169,7 @@ def _coalition_logits(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHo
         states = h.unflatten(0, (step.num_parents, batch))
         off = [states[i] for i in step.off]
         on = [states[i] for i in step.on]
-        active = seeds[slot_id].listen(on[0] if len(on) == 1 else torch.cat(on))
+        active = seeds[slot_id].evaluate(on[0] if len(on) == 1 else torch.cat(on))
         return torch.cat((*off, active)) if off else active
 
     logits: Tensor = template(x, apply).unflatten(0, (plan.num_states, batch))

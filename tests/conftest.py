@@ -27,6 +27,8 @@ def _check_some_calls(fn: Any, *, typechecker: Any) -> Any:
         calls = _calls[fn] = _calls.get(fn, 0) + 1
         return checked(*args, **kwargs) if calls <= ALWAYS_CHECKED or not calls & (calls - 1) else fn(*args, **kwargs)
 
+    # to whoever looks for the place of a user's mistake this frame is one of the library, too
+    function.__code__ = function.__code__.replace(co_filename=_decorator.__file__)
     return function
 
 

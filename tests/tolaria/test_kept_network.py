@@ -40,7 +40,9 @@ def episode(engine, blueprint):
     return client, engine.rollout(client)
 
 
-@pytest.mark.parametrize("executor", list(HOW))
+@pytest.mark.parametrize(
+    "executor", [pytest.param(name, marks=[pytest.mark.slow] * (name == "shared")) for name in HOW]
+)
 def test_a_fossil_and_a_rollback_of_the_last_step_are_in_what_is_kept(executor):
     reports = []
     task, rules = tiny.task(optimizer=FAST_SEEDS), GovernorConfig(snapshot_every=4)

@@ -70,6 +70,7 @@ def test_streamed_hosts_are_bit_for_bit_those_of_one_process(shared, number):
     assert (stats.germinated >= 2).all()
 
 
+@pytest.mark.slow
 def test_fused_hosts_agree_up_to_rounding():
     one, two = engine(1, executor="fused"), engine(2, executor="fused")
     for built in (one, two):

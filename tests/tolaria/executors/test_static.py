@@ -282,7 +282,7 @@ def test_each_host_of_a_run_equals_that_host_alone():
 # -- reads, reports, stops ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("listens", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_steps_of_an_episode_read_nothing_and_its_end_reads_their_reports(listens):
     engine, client, reports = run(STATIC, length=6)
     if not listens:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def test_the_newest_three_are_kept_in_the_order_of_the_run(tmp_path: Path) -> No
     names = [path.name for path in checkpoints(tmp_path)]
     assert names == ["round-00010-step-0004", "round-00002-step-0003", "round-00002"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, on_disk: Callable[[Path], bool]) -> None:
+    save(tmp_path, HEADER, STATE)
+    assert on_disk(tmp_path)
 
 
 def test_a_place_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,19 @@ def test_a_summary_is_replaced_whole(tmp_path: Path) -> None:
         directory.write_summary({"rounds": 2})
     assert json.loads((path / "summary.json").read_text()) == {"rounds": 2}
     assert sorted(contents(path)) == ["config.toml", "events.jsonl", "metrics.jsonl", "summary.json"]
+
+
+def test_whatever_has_a_name_and_whatever_a_cursor_counts_is_on_the_disk(
+    tmp_path: Path, on_disk: Callable[[Path], bool]
+) -> None:
+    path = tmp_path / "run"
+    with RunDirectory.create(path, CONFIG) as directory:
+        directory.write_events([{"kind": "a"}])
+        directory.write_metrics({"round": 1})
+        directory.write_summary({"rounds": 1})
+        assert not on_disk(path / "metrics.jsonl")  # only a checkpoint needs it there
+        directory.cursor()
+    assert on_disk(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "steps.jsonl", "checkpoints"])

@@ -101,6 +101,7 @@ class RunDirectory:
             for written in (draft / CONFIG, draft):
                 sync(written)
             draft.rename(path)
+            sync(path.parent)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise RunDirectoryError(

@@ -161,7 +161,7 @@ def test_slots_that_cannot_be_enabled_are_refused(slots, message):
 
 def test_a_slot_that_would_see_a_single_value_is_refused():
     one_channel = spec(base=1, blocks=2, pools=1)
-    with pytest.raises(ConfigError, match="features at slot r1c0 of a .* image are a single value"):
+    with pytest.raises(ConfigError, match=r"features at slot r1c0 of a .* image are a single value"):
         host(slots=["r0c0", "r1c0"], of=one_channel, size=(2, 3))
     host(slots=["r0c0", "r0c1"], of=one_channel, size=(2, 3))  # 6 values; two channels of one value
 

@@ -135,11 +135,11 @@ def count(options: Options) -> list[Scope]:
     parts = assemble(config, device)
     engine, client = parts.engine, parts.client
 
-    def given_of_step(step: StepReport) -> None:
+    def note_step(step: StepReport) -> None:
         for _ in events.step_events([step], engine.spec):
             pass
 
-    engine.on_step = given_of_step
+    engine.on_step = note_step
     steps = Scope(name="control step", budget=options.step_budget)
     updates = Scope(name="update", budget=options.update_budget)
     rest = Scope(name="round, besides these", budget=options.round_budget)

@@ -73,10 +73,10 @@ class RunConfig:
     """CPU threads of one operation; 0 is PyTorch's default, or the cores per worker. Small networks are fastest with
     1."""
     compile: CompileChoice = "auto"
-    """Whether torch.compile is used for the policy, built-in rewards and the phases of a control step. "auto" is "on" on
+    """Whether torch.compile is used for policy, built-in rewards and the phases of a control step. "auto" is "on" on
     CUDA and "off" on a CPU; `config.toml` names the one chosen. The first compilation takes about half a minute."""
     capture: Literal["off", "on"] = "off"
-    """"on" captures policy step, reward kernel and, with executor "fused", the training of a batch as CUDA graphs; needs
+    """"on" captures policy step, reward kernel and, with executor "fused", a training batch as CUDA graphs; needs
     CUDA and `experimental`."""
     experimental: bool = False
     """Allows graph = "static" and capture = "on", which are not proven on a GPU yet."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-EXAMPLE = re.compile(r"^## ([\w ]+):.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^## ([\w ]+)\n.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAYS = {
     "A blueprint": ("the controller can choose blueprint 13", "recorded in runs/own-blueprint"),
     "A reward": ("round 1: committed ", "round 2: committed "),

@@ -187,6 +187,20 @@ def test_links_that_were_put_in_the_place_of_drafts_and_of_what_is_replaced_lead
     assert not (path / ".config.toml.draft-0").is_symlink()  # taken for that of a process that was killed
 
 
+@pytest.mark.parametrize("put", [Path.symlink_to, Path.hardlink_to])
+def test_what_already_has_the_name_of_a_draft_is_neither_followed_nor_overwritten_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path, Path], None]
+) -> None:
+    path, mine = tmp_path / "run", tmp_path / "mine"
+    mine.write_text("mine")
+    with RunDirectory.create(path, CONFIG) as directory:
+        monkeypatch.setattr("esper.leyline.files.secrets.token_hex", lambda size: "guessed")
+        put(path / ".summary.json.draft-guessed", mine)
+        with pytest.raises(RunDirectoryError, match="File exists"):
+            directory.write_summary({"rounds": 1})
+    assert mine.read_text() == (path / ".summary.json.draft-guessed").read_text() == "mine"
+
+
 def test_a_run_without_a_checkpoint_may_only_begin_anew_where_no_round_was_complete(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDirectory.create(path, CONFIG) as directory:

@@ -141,7 +141,7 @@ def test_code_that_a_run_directory_names_is_executed_only_where_the_command_line
         assert "--trust" in err
     for command in commands[:2]:
         assert small_runs.main([*command, "--plugins", another]) == 2
-        assert f"{another} is no plugin of the run, which names {planted}" in capfd.readouterr().err
+        assert f"{another} is not a plugin of this run, which names {planted}" in capfd.readouterr().err
     assert small_runs.contents(run) == before
     for allowed in (["--trust"], ["--plugins", same]):
         assert small_runs.main([*commands[1], *allowed]) == 0

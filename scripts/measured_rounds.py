@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
@@ -36,7 +35,7 @@ from esper.runs.values import plain
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.hub import Hub
-from esper.telemetry.progress import RunProgress
+from esper.telemetry.progress import RunConsole, RunProgress
 from esper.telemetry.run_directory import RunDirectory
 
 CLASSES = 10
@@ -158,7 +157,7 @@ class Subject:
         self._records: Records | None = None
         if telemetry:
             self._directory = self._open.enter_context(RunDirectory.create(folder, plain(config)))
-            screen = Console(file=StringIO(), force_terminal=True, width=120, height=40)
+            screen = RunConsole(file=StringIO(), force_terminal=True, width=120, height=40)
             shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
             self._listeners = Hub({"progress": self._open.enter_context(shown)})
             self._records = Records(self._directory, self._listeners, self.engine.spec, config.reward, None)

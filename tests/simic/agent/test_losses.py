@@ -103,6 +103,10 @@ def test_the_clip_stops_the_gradient_on_the_side_of_the_advantage_only():
     policy_loss(four_steps(log_prob=log_prob), 0.2).backward()
     assert log_prob.grad[0, :, OP].nonzero().flatten().tolist() == [1]
     assert log_prob.grad[0, :, SLOT].nonzero().flatten().tolist() == [0]
+    log_prob.grad = None  # with the opposite advantages all of them went the wrong way, and are called back
+    policy_loss(four_steps(log_prob=log_prob, advantages=-four_steps().advantages), 0.2).backward()
+    assert log_prob.grad[0, :, OP].nonzero().flatten().tolist() == [0, 1, 2]
+    assert log_prob.grad[0, :, SLOT].nonzero().flatten().tolist() == [0, 1]
 
 
 def test_refused_ops_and_canonical_heads_receive_no_policy_or_entropy_gradient():

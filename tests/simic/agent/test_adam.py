@@ -46,3 +46,6 @@ def test_only_gradients_above_the_limit_are_clipped():
     norm = torch.tensor(5.0, dtype=torch.float64)
     torch.testing.assert_close(clip_by_norm(gradient, norm, 1.0), torch.tensor([0.6, 0.8]))
     assert torch.equal(clip_by_norm(gradient, norm, 6.0), gradient)
+    # beside a small limit the constant is seen: 1e-6 / (3e-6 + 1e-6) = 1/4
+    small = clip_by_norm(torch.tensor([3e-6]), torch.tensor(3e-6, dtype=torch.float64), 1e-6)
+    torch.testing.assert_close(small, torch.tensor([0.75e-6]), rtol=1e-5, atol=0.0)

@@ -1,47 +1,20 @@
-"""Puts this folder on the import path, makes shape checks cheap, and watches what is synced to the disk.
+"""Puts this folder on the import path, samples shape checks, and watches what is synced to the disk."""
 
-`--jaxtyping-packages` checks every call of every function, which takes 40 % of the time of a run. Here a function is
-checked in its first eight calls of each test, then in the 16th, the 32nd, the 64th and so on.
-"""
-
-import inspect
 import os
 import stat
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jaxtyping import _decorator  # no public name can be replaced; constraints.txt fixes the version
 
-ALWAYS_CHECKED = 8  # calls of a function in one test
+import shape_checks
 
-_check_every_call = _decorator.jaxtyped
-_calls: dict[Callable[..., Any], int] = {}
-
-
-def _check_some_calls(fn: Any, *, typechecker: Any) -> Any:
-    checked = _check_every_call(fn, typechecker=typechecker)
-    if not inspect.isfunction(fn):
-        return checked  # a class, a property or a static method: its functions come here one by one
-
-    @wraps(checked)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        calls = _calls[fn] = _calls.get(fn, 0) + 1
-        return checked(*args, **kwargs) if calls <= ALWAYS_CHECKED or not calls & (calls - 1) else fn(*args, **kwargs)
-
-    # error messages that name the line of a user's mistake skip frames of libraries, so this is one
-    function.__code__ = function.__code__.replace(co_filename=_decorator.__file__)
-    return function
-
-
-_decorator.jaxtyped = _check_some_calls
+shape_checks.install()
 
 
 def pytest_runtest_setup() -> None:
-    """Count from one in each test."""
-    _calls.clear()
+    """Count calls from one in each test."""
+    shape_checks.begin_test()
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
     network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
     assert main(["train", *small, *network, "--run-dir", str(tmp_path / "run")]) == 0
     said = capfd.readouterr().out
-    assert ("note: no seed can become permanent before step 15, and a round has 14; " in said) == noted
+    assert ("note: no seed can be fossilized before step 15, but" in said) == noted
     assert ("note:" in said) == noted
 
 

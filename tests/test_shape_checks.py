@@ -1,10 +1,10 @@
-"""While tests run the annotations of the package are checked, but not in each call of an often-called function."""
+"""While tests run, annotations are checked, but not in each call of a function that is called often."""
 
 import pytest
 from jaxtyping import TypeCheckError
 
-from conftest import ALWAYS_CHECKED
 from esper.leyline.checkpoint_tree import with_prefix
+from shape_checks import ALWAYS_CHECKED
 
 
 @pytest.mark.parametrize("test", ["the first", "the next"])

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 class Evaluate:
     """Compare a trained controller with baselines on the same new hosts.
 
-    Baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic, static_final, best_schedule (null
-    task only). A run directory alone is compared with all of them.
-
-    The controller is not trained further, and the run directory is not changed.
+    The controller is not trained further; the run directory is not changed.
     """
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE ...")] = ()
-    """A run directory, names of baselines, or both."""
+    """A run directory, names of baselines, or both; a run directory alone is compared with all baselines: wait_only,
+    random, fixed_schedule, fixed_schedule_fill, heuristic, static_final, and best_schedule (task null)."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Text = None

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             Command,
             prog="esper",
             args=arguments,
-            description="Train networks that grow while they train, and the controller that decides where and when.",
+            description="Networks that grow while they train, and a controller that learns to grow them.",
             config=(tyro.conf.DisallowNone,),
         )
         if isinstance(command, Train):

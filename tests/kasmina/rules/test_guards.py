@@ -12,7 +12,7 @@ from scalar_step import slot_dicts
 
 import esper.kasmina
 from esper.kasmina.rules.config import LifecycleConfig
-from esper.kasmina.rules.guards import legal_ops, resolve_target_slot
+from esper.kasmina.rules.guards import advance_active_seed, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
@@ -188,6 +188,11 @@ def test_only_a_seed_with_a_gate_network_can_be_set_to_a_gated_style():
     has_gate = torch.tensor([case[2:4] for case in cases])
     _, valid = resolve_target_slot(actions, torch.ones(4, 6, 2, dtype=torch.bool), has_gate)
     assert valid.tolist() == [case[4] for case in cases]
+
+
+def test_a_request_to_advance_marks_the_target_of_the_hosts_that_ask():
+    asked = advance_active_seed(slots_of([[3, 3], [3, 3]]), torch.tensor([1, 0]), torch.tensor([True, False]))
+    assert asked.tolist() == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize("rule", ["min_prune_age", "sequential", "max_seeds"])

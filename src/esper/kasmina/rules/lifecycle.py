@@ -17,7 +17,7 @@ from torch import Tensor
 
 from esper.kasmina.rules import alpha, gates
 from esper.kasmina.rules.config import LifecycleConfig
-from esper.kasmina.rules.guards import at_target, in_stages, numbers, resolve_target_slot
+from esper.kasmina.rules.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
 from esper.kasmina.rules.op_parameters import OpParameters, op_parameters
 from esper.kasmina.rules.slot_fields import release, select, vacate
 from esper.leyline.actions import FIRST_RAMP_STEEPNESS, NUM_OPS, Head, LifecycleOp
@@ -139,7 +139,7 @@ def apply_ops(
     effects = OpEffects(
         target=target,
         success=valid & ~refused.any(dim=1),
-        requested=aimed[LifecycleOp.ADVANCE],
+        requested=advance_active_seed(slots, target, valid & (actions[:, Head.OP] == LifecycleOp.ADVANCE)),
         germinated=germinated,
         released=pruned,
         fossilized=fossilized,

@@ -4,8 +4,8 @@ Here a function is checked in its first eight calls of each test, then in the 16
 """
 
 import inspect
-from collections.abc import Callable
 from functools import wraps
+from types import CodeType
 from typing import Any
 
 from jaxtyping import _decorator  # no public name can be replaced; constraints.txt fixes the version
@@ -13,7 +13,7 @@ from jaxtyping import _decorator  # no public name can be replaced; constraints.
 ALWAYS_CHECKED = 8  # calls of a function in one test
 
 _check_every_call = _decorator.jaxtyped
-_calls: dict[Callable[..., Any], int] = {}
+_calls: dict[CodeType, int] = {}  # by code: a function that is made in a call would keep its variables alive
 
 
 def _check_some_calls(fn: Any, *, typechecker: Any) -> Any:
@@ -23,7 +23,7 @@ def _check_some_calls(fn: Any, *, typechecker: Any) -> Any:
 
     @wraps(checked)
     def function(*args: Any, **kwargs: Any) -> Any:
-        calls = _calls[fn] = _calls.get(fn, 0) + 1
+        calls = _calls[fn.__code__] = _calls.get(fn.__code__, 0) + 1
         return checked(*args, **kwargs) if calls <= ALWAYS_CHECKED or not calls & (calls - 1) else fn(*args, **kwargs)
 
     # error messages that name the line of a user's mistake skip frames of libraries, so this is one

@@ -11,9 +11,9 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 EXAMPLE = re.compile(r"^## ([\w ]+)\n.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAYS = {
-    "A blueprint": ("the controller can choose blueprint 13", "recorded in runs/own-blueprint"),
+    "A blueprint": ("the controller can choose blueprint 13", "run directory: runs/own-blueprint"),
     "A reward": ("round 1: committed ", "round 2: committed "),
-    "A task": ("esper: bars, 2 hosts x 6 steps x 1 round", "(test, committed)"),
+    "A task": ("esper: bars, 2 hosts x 6 steps x 1 round", "committed test"),
     "A controller": ("live accuracy ", " fossils, "),
 }
 

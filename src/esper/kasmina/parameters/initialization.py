@@ -11,13 +11,13 @@ from two builds of the module, under two seeds:
                                                                          a seed of its own (`rebuilt`)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.leyline.errors import ConfigError, nearest
@@ -51,18 +51,25 @@ class _Draw(NamedTuple):
     values: Tensor
 
 
-class _UniformDraws(TorchDispatchMode):
-    """Collects the results of `Tensor.uniform_`, with which layers of PyTorch initialize their weights."""
+@contextmanager
+def _uniform_draws() -> Iterator[list[_Draw]]:
+    """Collects the results of `Tensor.uniform_`, with which layers of PyTorch initialize their weights.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.draws: list[_Draw] = []
+    A method is replaced, because a dispatch mode imports the compiler of PyTorch: a second in each process.
+    """
+    draws: list[_Draw] = []
+    inherited = Tensor.uniform_
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.uniform_.default and len(args) == 3:  # the default interval [0, 1) is not collected
-            self.draws.append(_Draw(args[1], args[2], out.clone()))
+    def uniform_(tensor: Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        out = inherited(tensor, low, high, **kwargs)
+        draws.append(_Draw(low, high, out.detach().clone()))
         return out
+
+    Tensor.uniform_ = uniform_  # type: ignore[assignment]
+    try:
+        yield draws
+    finally:
+        del Tensor.uniform_
 
 
 class Builds(NamedTuple):
@@ -75,9 +82,9 @@ class Builds(NamedTuple):
 
 def build_twice(build: Callable[[], nn.Module]) -> Builds:
     """The input of `init_table`."""
-    with _UniformDraws() as mode:
+    with _uniform_draws() as draws:
         module = deterministic_build(build)
-    return Builds(module, deterministic_build(build, seed=1), mode.draws)
+    return Builds(module, deterministic_build(build, seed=1), draws)
 
 
 def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -> InitTable:

@@ -94,6 +94,20 @@ def test_an_instruction_that_does_not_fit_its_memory_is_not_carried_out(program)
         run(Machine(), [program], [0], torch.ones(1, 20, 4))
 
 
+def test_a_program_that_ran_is_checked_again_when_its_memory_is_smaller():
+    machine, work = Machine(), Workload.of_each([doubling(4)])
+    for rows in (4, 4, 3):
+        spaces = Spaces(1, SPACE + 3)
+        tensors = torch.ones(1, 20, 4), torch.zeros(1, rows, 32), torch.full((1, 4), 2.0)
+        for k, tensor in enumerate(tensors):
+            spaces.rows(SPACE + k, tensor)
+        if rows == 4:
+            machine.run(work, spaces, 20)
+        else:
+            with pytest.raises(IndexError, match="does not fit the memory"):
+                machine.run(work, spaces, 20)
+
+
 def test_rows_that_were_released_are_used_again():
     a = Assembler(trainable=True)
     first, second, third = a.rows(4), a.rows(2), a.rows(3)

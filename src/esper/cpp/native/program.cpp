@@ -98,6 +98,11 @@ template <class T> struct Host {
             const int64_t unit = std::strchr("lts", letters[k]) ? 8 : sizeof(T), step = i.space[k] == ROWS ? stride : 1;
             if (i.offset[k] * unit * step + bytes_of(i, letters[k]) > size[i.space[k]]) return false;
         }
+        return labels_fit(i);
+    }
+
+    // Whether every label has a class, which depends on the batch.
+    bool labels_fit(const Instruction& i) const {
         if (i.operation == CROSS_ENTROPY)
             for (int lane = 0; lane < lanes; ++lane)
                 if (at<int64_t>(i, 1)[lane] >= i.size[0]) return false;
@@ -165,12 +170,12 @@ template <class T> struct Host {
 template <class T>
 int64_t run(const Instruction* program, const int64_t* first, const int64_t* count, const int64_t* base,
             const int64_t* size, int64_t hosts, int64_t spaces, int64_t lanes, int64_t stride, void* scratch,
-            int64_t scratch_size) {
+            int64_t scratch_size, bool fitted) {
     for (int64_t h = 0; h < hosts; ++h) {
         const Host<T> host{base + h * spaces,        size + h * spaces,        spaces,      static_cast<int>(lanes),
                            static_cast<int>(stride), static_cast<T*>(scratch), scratch_size};
         for (int64_t i = first[h]; i < first[h] + count[h]; ++i) {
-            if (!host.fits(program[i])) return i;
+            if (!(fitted ? host.labels_fit(program[i]) : host.fits(program[i]))) return i;
             host.run(program[i]);
         }
     }
@@ -182,12 +187,13 @@ int64_t run(const Instruction* program, const int64_t* first, const int64_t* cou
 extern "C" {
 
 // Runs instructions first[h] to first[h] + count[h] for each host in numbers of 4 or 8 bytes; base[h] are the addresses
-// of its spaces and size[h] their bytes. Returns the number of the first instruction that does not fit, or -1.
+// of its spaces and size[h] their bytes; `fitted` if this program ran with these sizes and lanes before. Returns the
+// number of the first instruction that does not fit, or -1.
 int64_t esper_run(const esper::Instruction* program, const int64_t* first, const int64_t* count, const int64_t* base,
                   const int64_t* size, int64_t hosts, int64_t spaces, int64_t lanes, int64_t stride, void* scratch,
-                  int64_t scratch_size, int64_t number_size) {
+                  int64_t scratch_size, int64_t number_size, int64_t fitted) {
     const auto run = number_size == sizeof(float) ? esper::run<float> : esper::run<double>;
-    return run(program, first, count, base, size, hosts, spaces, lanes, stride, scratch, scratch_size);
+    return run(program, first, count, base, size, hosts, spaces, lanes, stride, scratch, scratch_size, fitted);
 }
 
 #define X(name, operands) #name " "

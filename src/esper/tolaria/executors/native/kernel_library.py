@@ -27,7 +27,7 @@ class Library:
         assert library.esper_instruction_bytes() == INSTRUCTION.itemsize, "an instruction has another size in C++"
         self._run = library.esper_run
         self._run.restype = ctypes.c_int64
-        self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_void_p] + [ctypes.c_int64] * 2
+        self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_void_p] + [ctypes.c_int64] * 3
 
     def run(
         self,
@@ -38,11 +38,14 @@ class Library:
         size: np.ndarray,
         lanes: int,
         scratch: Tensor,
+        *,
+        fitted: bool = False,
     ) -> None:
         """Execute instructions `first[h]` to `first[h] + count[h]` for each host h, without the interpreter's lock.
 
         `begin` and `size` [H, spaces] are the addresses and bytes of each host's spaces; all arrays are int64. `lanes`
-        is the number of examples. The dtype of `scratch`, float32 or float64, is that of all numbers.
+        is the number of examples. The dtype of `scratch`, float32 or float64, is that of all numbers. `fitted` skips
+        all checks but that of the labels: the same program ran with the same sizes and lanes before.
 
         Raises:
             IndexError: an instruction is unknown, reaches beyond a space, or has a label beyond the classes; it was not
@@ -51,7 +54,7 @@ class Library:
         assert all(array.flags.c_contiguous for array in (program, first, count, begin, size))
         failed = self._run(
             program.ctypes.data, first.ctypes.data, count.ctypes.data, begin.ctypes.data, size.ctypes.data,
-            *begin.shape, lanes, stride_of(lanes), scratch.data_ptr(), scratch.nbytes, scratch.element_size(),
+            *begin.shape, lanes, stride_of(lanes), scratch.data_ptr(), scratch.nbytes, scratch.element_size(), fitted,
         )  # fmt: skip
         if failed != _DONE:
             number = int(program["operation"][failed])

@@ -76,21 +76,16 @@ def scalar_gae(r: Any, v: Any, b: Any, terminal: Any, truncated: Any, valid: Any
     """The recursion in scalars; the tables are lists of lists or tensors."""
     rows = []
     for n in range(len(r)):
-        steps = len(r[n])
-        row, after = [0.0] * steps, 0.0
-        for t in reversed(range(steps)):
+        row, value, trace = [0.0] * len(r[n]), 0.0, 0.0  # value and advantage of the next step
+        for t in reversed(range(len(r[n]))):
             if not valid[n][t]:
-                after = 0.0
+                value, trace = GAMMA * value, GAMMA * trace
                 continue
-            if terminal[n][t]:
-                value_after = 0.0
-            elif truncated[n][t]:
-                value_after = b[n][t]
-            else:
-                value_after = v[n][t + 1] if t + 1 < steps else 0.0
-            carry = 0.0 if terminal[n][t] or truncated[n][t] else 1.0
-            after = (r[n][t] + GAMMA * value_after - v[n][t]) + (carry * (GAMMA * LAMBDA)) * after
-            row[t] = after
+            ends = terminal[n][t] or truncated[n][t]
+            value_after = 0.0 if terminal[n][t] else b[n][t] if truncated[n][t] else value
+            decay = 0.0 if ends else GAMMA * LAMBDA
+            trace = (r[n][t] + GAMMA * value_after - v[n][t]) + decay * trace
+            row[t], value = trace, v[n][t]
         rows.append(row)
     return rows
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from esper.tolaria.executors.native.assembler import NUMBERS, ROWS, SCRATCH_ROWS, Program
 from esper.tolaria.executors.native.kernel_library import cached_library, stride_of
 
-_KNOWN_WORKLOADS = 4
-"""Workloads whose instructions are known to fit their memory; each pass makes new ones."""
+_KNOWN_WORKLOADS = 4  # are remembered as fitting their memory; each pass makes new ones
 
 
 class _Memory:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, final
 
 from rich.console import Console, Group, RenderableType
@@ -153,11 +152,9 @@ class RunProgress:
             self._live.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.__exit__(*error)
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take a record; only kinds "step" and "round" are displayed."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from sys import _getframe
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -82,10 +82,8 @@ class HostReadCounter:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
         _active.remove(self)
         if not _active:
             _unwrap_methods()

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import groupby
-from types import TracebackType
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -135,18 +134,24 @@ class CUDATimer:
         self._device = device
         self._marks: list[Any] = []  # two events, or two clock readings in ns
 
-    def __enter__(self) -> "CUDATimer":
+    def start(self) -> None:
+        """Begin a span; an earlier one is forgotten."""
         self._marks = [self._mark()]
+
+    def stop(self) -> None:
+        """End the span that `start` began."""
+        self._marks.append(self._mark())
+
+    def __enter__(self) -> "CUDATimer":
+        self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._marks.append(self._mark())
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def elapsed_ms(self) -> float:
         """Milliseconds of the last block; on CUDA this waits until the device has finished it."""
-        assert len(self._marks) == 2, "nothing was measured: elapsed_ms() comes after the `with` block"
+        assert len(self._marks) == 2, "nothing was measured: elapsed_ms() comes after start() and stop()"
         begin, end = self._marks
         if self._device.type == "cuda":
             end.synchronize()

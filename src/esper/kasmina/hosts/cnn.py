@@ -6,19 +6,17 @@ x -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -> ... (r0c1) ... ->
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.host import Apply, Host
 from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.flat_layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
-
-Apply = Callable[[str, Tensor], Tensor]
-"""(slot id, features) -> features of the same shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,7 @@ class CNNHostSpec:
     kernel: int
     pools: int
     classes: int
+    family: ClassVar[HostFamily] = HostFamily.CNN
 
     def __post_init__(self) -> None:
         for name, least in (("in_channels", 1), ("base", 1), ("blocks", 2), ("pools", 0), ("classes", 2)):
@@ -73,6 +72,11 @@ class CNNHostSpec:
         inputs = (self.in_channels, *outputs)
         convs = sum(a * b * self.kernel**2 + 2 * b for a, b in zip(inputs, outputs, strict=False))
         return convs + outputs[-1] * self.classes + self.classes
+
+    def build(self, slot_ids: Iterable[str], example: Tensor) -> "CNNHost":
+        """A host with these slots enabled, for images like `example` [1, C, H, W]."""
+        height, width = example.shape[-2:]
+        return CNNHost(self, slot_ids, image_size=(height, width))
 
     def check_image(self, height: int, width: int, points: Iterable[InjectionPoint]) -> None:
         """Refuse images that are too small.
@@ -122,7 +126,7 @@ class Block(nn.Module):
 
 
 @final
-class CNNHost(nn.Module):
+class CNNHost(Host):
     """Blocks of doubling width and a linear head, without seeds."""
 
     family = HostFamily.CNN
@@ -138,6 +142,7 @@ class CNNHost(nn.Module):
         self.enabled = enabled_points(spec.points(), slot_ids)
         spec.check_image(*image_size, self.enabled)
         self.image_size = image_size
+        self.largest_activation = spec.largest_activation(*image_size)
         channels = spec.channels()
         inputs = (spec.in_channels, *channels)
         self.blocks = nn.ModuleList(Block(a, b, spec.kernel) for a, b in zip(inputs, channels, strict=False))
@@ -151,6 +156,10 @@ class CNNHost(nn.Module):
     def features(self, point: InjectionPoint) -> tuple[int, int, int]:
         """Channels, height and width of the features at a point."""
         return self.spec.features(point, self.image_size)
+
+    def rebuild(self) -> "CNNHost":
+        """A new host with newly initialized weights."""
+        return CNNHost(self.spec, [point.slot_id for point in self.enabled], image_size=self.image_size)
 
     def segments(self) -> tuple[Segment, ...]:
         """The forward pass in parts, so that passes that differ only in later slots can share the earlier ones."""

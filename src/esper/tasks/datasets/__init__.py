@@ -1,11 +1,11 @@
 """Data sets: checked, split, and resident on the device."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 SplitName = Literal["train", "val", "test"]
@@ -15,10 +15,13 @@ PlainValue = str | int | float | tuple["PlainValue", ...]
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples of one split, normalized; x[i] belongs to y[i], e.g. x [1077, 1, 8, 8] and y [1077] with values 0..9."""
+    """Examples of one split as they are stored; x[i] belongs to y[i].
 
-    x: Float[Tensor, "n ..."]
-    y: Int[Tensor, " n"]
+    Any dtype: e.g. x [45000, 3, 32, 32] uint8 with y [45000] classes, or x [n, T] tokens with y [n, T] next tokens.
+    """
+
+    x: Shaped[Tensor, "n ..."]
+    y: Shaped[Tensor, "n ..."]
 
     def __len__(self) -> int:
         return len(self.y)
@@ -26,6 +29,23 @@ class Split:
     def to(self, device: torch.device) -> "Split":
         """The same examples on `device`; no copy where they are there already."""
         return Split(self.x.to(device), self.y.to(device))
+
+
+class Inputs(Protocol):
+    """How stored examples become inputs of a host, on the device: e.g. `Pixels`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Inputs [..., *input] of stored examples [..., *stored]."""
+
+
+class Augmentation(Protocol):
+    """A random change of training examples with keyed draws: e.g. `CropAndFlip`."""
+
+    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, t: int, count: int) -> Int[Tensor, "N n K"]:
+        """Numbers of the changes of `count` examples of each host in a pass, from the stream AUGMENTATION."""
+
+    def __call__(self, x: Tensor, drawn: Int[Tensor, "N B K"]) -> Tensor:
+        """Changed copies of stored examples [N, B, ...]."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,14 +56,18 @@ class Dataset:
         identity: everything that decides the content (source, files and their sizes, split, normalization). Two data
             sets are the same if and only if their identities are equal; caches and reports use it whole.
         train: what hosts are trained on. val: what gates, rewards and policies may see.
-        test: touched once, at the end of a run. num_classes: labels are 0 .. num_classes - 1.
+        test: touched once, at the end of a run. num_classes: labels are 0 .. num_classes - 1; 0 where they are no
+            classes. inputs: applied to every batch; None if examples are stored as inputs.
+        augmentation: applied to training batches before `inputs`; None for no change.
     """
 
     identity: Mapping[str, PlainValue]
     train: Split
     val: Split
     test: Split
-    num_classes: int
+    num_classes: int = 0
+    inputs: Inputs | None = None
+    augmentation: Augmentation | None = None
 
     def split(self, name: SplitName) -> Split:
         """One of the three splits."""
@@ -52,10 +76,4 @@ class Dataset:
 
     def to(self, device: torch.device) -> "Dataset":
         """The same data set on `device`; call it once and share the result, so that the data lie there once."""
-        return Dataset(
-            identity=self.identity,
-            train=self.train.to(device),
-            val=self.val.to(device),
-            test=self.test.to(device),
-            num_classes=self.num_classes,
-        )
+        return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))

@@ -1,0 +1,41 @@
+"""What a host is trained for and judged by.
+
+    loss      what training lowers, in nats or squared units
+    points    the figure of merit: accuracy in percent, or another number on that scale; contributions, gates, rewards
+              and the governor use it
+
+Both are sums over what counts (examples, or tokens that are no padding), divided by how many count. So they can be
+added up over batches, and a padded token changes nothing.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """Of each row of a batch, float32: summed loss, summed score, and how many examples or tokens count."""
+
+    loss: Float[Tensor, " R"]
+    score: Float[Tensor, " R"]
+    weight: Float[Tensor, " R"]
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss and a figure of merit. Instances are plain data, equal if they compute the same.
+
+    Attributes:
+        unit: name of the figure of merit, e.g. "accuracy".
+        blind_loss: mean loss of the best constant answer; a host that stays above it has learned nothing.
+    """
+
+    unit: str
+    blind_loss: float
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Scores of outputs [R, ...] for targets [R, ...], differentiable in `outputs`. A row never affects another."""
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """The figure of merit of summed scores and weights, element by element."""

@@ -1,0 +1,106 @@
+"""Objectives: a loss with its figure of merit (see `esper.leyline.objective`)."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.objective import Scores
+
+PADDING = -1
+"""Target of a token that does not count."""
+
+
+@final
+@dataclass(frozen=True)
+class Classification:
+    """Cross-entropy of one class per example; the figure of merit is accuracy in percent."""
+
+    num_classes: int
+    unit: ClassVar[str] = "accuracy"
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ConfigError(f"objective.num_classes is {self.num_classes}; it must be at least 2.")
+
+    @property
+    def blind_loss(self) -> float:
+        """ln(number of classes): all classes equally likely."""
+        return math.log(self.num_classes)
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Logits [R, classes] and classes [R]."""
+        logits = outputs.float()
+        hits = (logits.detach().argmax(dim=-1) == targets).float()
+        return Scores(F.cross_entropy(logits, targets, reduction="none"), hits, torch.ones_like(hits))
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Percent of the examples."""
+        return 100.0 * score / weight  # in this order, all correct gives exactly 100
+
+
+@final
+@dataclass(frozen=True)
+class NextToken:
+    """Cross-entropy of the next token; the figure of merit is token accuracy in percent. exp(loss) is the perplexity.
+
+    Targets of `PADDING` count neither in the loss nor in the accuracy.
+    """
+
+    vocabulary: int
+    unit: ClassVar[str] = "token accuracy"
+
+    def __post_init__(self) -> None:
+        if self.vocabulary < 2:
+            raise ConfigError(f"objective.vocabulary is {self.vocabulary}; it must be at least 2.")
+
+    @property
+    def blind_loss(self) -> float:
+        """ln(vocabulary): all tokens equally likely."""
+        return math.log(self.vocabulary)
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Logits [R, T, vocabulary] and tokens [R, T]."""
+        logits, counts = outputs.float(), targets != PADDING
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
+        hits = (logits.detach().argmax(dim=-1) == targets) & counts
+        return Scores(losses.view(targets.shape).sum(dim=1), hits.sum(dim=1).float(), counts.sum(dim=1).float())
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Percent of the tokens."""
+        return 100.0 * score / weight
+
+
+@final
+@dataclass(frozen=True)
+class MeanSquaredError:
+    """Squared error, averaged over the outputs of an example; the figure of merit is R² in percent.
+
+    `variance` of the training targets, averaged over the outputs, is the loss of guessing their mean: 0 points.
+    """
+
+    variance: float
+    unit: ClassVar[str] = "R2"
+
+    def __post_init__(self) -> None:
+        if not self.variance > 0.0:
+            raise ConfigError(f"objective.variance is {self.variance}; it must be above 0, so that there is something "
+                              "to predict.")  # fmt: skip
+
+    @property
+    def blind_loss(self) -> float:
+        """The variance."""
+        return self.variance
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Outputs and targets [R, ...] of equal shape."""
+        errors = (outputs.float() - targets.float()).square().flatten(1).mean(dim=1)
+        return Scores(errors, errors.detach(), torch.ones_like(errors.detach()))
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """100 (1 - error / variance): 100 is perfect, 0 is the mean of the targets, worse is negative."""
+        return 100.0 * (1.0 - score / weight / self.variance)

@@ -208,7 +208,8 @@ def _executor_lines(config: "RunConfig", parts: "Parts", asked: str) -> Iterator
         yield "graph: static (metrics appear at the end of each round)"
     elif engine.config.executor != "auto":
         why = _why(engine.config.executor, engine.spec.device) if asked == "auto" else ""
-        workers = f", {engine.config.workers} processes" if engine.config.workers > 1 else ""
+        kind = "threads" if isinstance(engine.executor, NativeExecutor) else "processes"
+        workers = f", {engine.config.workers} {kind}" if engine.config.workers > 1 else ""
         yield f"executor: {engine.config.executor}{why}{workers}"
     if isinstance(engine.executor, NativeExecutor | ShardedExecutor) and engine.executor.refused:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())

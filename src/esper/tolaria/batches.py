@@ -58,35 +58,41 @@ class SharedBatchIterator:
             raise ConfigError(f"the batch size of the {split} split is {batch_size}; it must be at least 1.")
         if split == "test" and not run_finished:
             raise ConfigError("the test split may be read at the end of a run only; use the validation split before.")
-        self._data = dataset.split(split).to(device)
-        if len(self._data) == 0:
+        self.split = dataset.split(split).to(device)
+        if len(self.split) == 0:
             raise DataError(f"the {split} split of {dataset.identity.get('name')} is empty; expected examples.")
-        self._num_envs, self._batch_size, self._run_seed = num_envs, batch_size, run_seed
+        self._num_envs, self.batch_size, self._run_seed = num_envs, batch_size, run_seed
         self._shuffles = split == "train"
         self._order: Tensor | None = None
+
+    @property
+    def order(self) -> Int[Tensor, "N n"]:
+        """The examples of this training pass, for each host in the order in which it takes them."""
+        assert self._order is not None, "begin() comes before a training pass"
+        return self._order
 
     def begin(self, t: int, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Draw the order of the pass of step t; `hosts` are global numbers."""
         assert hosts.shape == (self._num_envs,)
         if self._shuffles:
-            self._order = permutation(self._run_seed, Stream.TRAIN_ORDER, hosts, len(self._data), episode=episode, t=t)
+            self._order = permutation(self._run_seed, Stream.TRAIN_ORDER, hosts, len(self.split), episode=episode, t=t)
 
     def __len__(self) -> int:
         """Batches per pass."""
-        return -(-len(self._data) // self._batch_size)
+        return -(-len(self.split) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of one pass: new memory for training, else views of the resident data."""
         assert self._order is not None or not self._shuffles, "begin() comes before a training pass"
-        for start in range(0, len(self._data), self._batch_size):
-            stop = start + self._batch_size
+        for start in range(0, len(self.split), self.batch_size):
+            stop = start + self.batch_size
             if self._order is None:
-                yield Batch(self._data.x[start:stop], self._data.y[start:stop])
+                yield Batch(self.split.x[start:stop], self.split.y[start:stop])
             else:
                 yield self._gather(self._order[:, start:stop])
 
     def _gather(self, index_NB: Tensor) -> Batch:
         flat = index_NB.reshape(-1)
-        x = self._data.x.index_select(0, flat).view(*index_NB.shape, *self._data.x.shape[1:])
-        y = self._data.y.index_select(0, flat).view(index_NB.shape)
+        x = self.split.x.index_select(0, flat).view(*index_NB.shape, *self.split.x.shape[1:])
+        y = self.split.y.index_select(0, flat).view(index_NB.shape)
         return Batch(x, y)

@@ -16,6 +16,7 @@ from esper.tolaria.amp import chosen_amp
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.executors.choice import network_executor
+from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
@@ -88,10 +89,12 @@ def _executor(
         )
         return scripted, replace(config, workers=1)
     assert dataset is not None
-    workers = min(config.workers, config.num_envs)
-    if workers > 1 and device.type == "cpu" and config.graph == "dynamic":
-        return _sharded(config, task, dataset, workers, prepare)
-    executor, taken = network_executor(config, task, dataset, device)
+    workers = min(config.workers, config.num_envs) if device.type == "cpu" else 1
+    executor, taken = network_executor(replace(config, workers=workers), task, dataset, device)
+    if isinstance(executor, NativeExecutor) and not executor.refused:
+        return executor, replace(config, executor=taken, workers=workers)  # as threads
+    if workers > 1 and config.graph == "dynamic":
+        return _sharded(replace(config, executor=taken), task, dataset, workers, prepare)
     return executor, replace(config, executor=taken, workers=1)
 
 

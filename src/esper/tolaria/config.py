@@ -38,8 +38,8 @@ class EngineConfig:
             chooses, see `executors.choice`.
         graph: "dynamic" runs the seeds that exist, with one host read per step; "static" (experimental) runs every
             possible seed under masks, without reads between the steps of an episode.
-        workers: the most processes that share the hosts of a CPU, this one included. Scripted hosts, hosts on a GPU
-            and static graphs stay in one process.
+        workers: how many share the hosts of a CPU: threads where all hosts run natively, else processes, this one
+            included. Scripted hosts, hosts on a GPU and static graphs stay in one process.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" bf16 on a GPU
             that supports it.
         capture: whether training is captured as CUDA graphs (experimental).

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows
-from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 
 SPACE = 2
 
@@ -94,18 +94,59 @@ def test_an_instruction_that_does_not_fit_its_memory_is_not_carried_out(program)
         run(Machine(), [program], [0], torch.ones(1, 20, 4))
 
 
-def test_a_program_that_ran_is_checked_again_when_its_memory_is_smaller():
-    machine, work = Machine(), Workload.of_each([doubling(4)])
-    for rows in (4, 4, 3):
-        spaces = Spaces(1, SPACE + 3)
-        tensors = torch.ones(1, 20, 4), torch.zeros(1, rows, 32), torch.full((1, 4), 2.0)
-        for k, tensor in enumerate(tensors):
-            spaces.rows(SPACE + k, tensor)
-        if rows == 4:
-            machine.run(work, spaces, 20)
-        else:
-            with pytest.raises(IndexError, match="does not fit the memory"):
-                machine.run(work, spaces, 20)
+def summing(rows: int) -> Program:
+    """Images [lanes, rows] and two classes: the loss of logits that are the first two numbers is added to a total."""
+    a = Assembler(trainable=False)
+    h = a.rows(rows)
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(rows,))
+    a.emit(Operation.CROSS_ENTROPY, Rows(h.first, 2), Place(LABELS, 0), Place(TOTALS, 0), None, sizes=(2,))
+    return a.program()
+
+
+IMAGES, LABELS, TOTALS = 2, 3, 4
+
+
+def totals_of(images, labels, order, batch, *, hosts=3, threads=1, padded=False):
+    """Summed losses and hits [H, 2] of a pass."""
+    spaces, totals = Spaces(hosts, 5), torch.zeros(hosts, 2, dtype=torch.float64)
+    spaces.rows(TOTALS, totals)
+    work = Workload.of_each([summing(4)] * hosts)
+    Machine(threads=threads).run_batches(work, spaces, Examples(images, labels, order, batch, padded))
+    return totals
+
+
+@given(st.integers(1, 40), st.integers(1, 45), st.integers(1, 3), st.booleans(), st.integers(0, 99))
+def test_a_pass_takes_each_host_s_examples_in_its_order_whatever_the_batch(count, batch, threads, padded, seed):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(50, 2, 2, generator=generator)
+    labels = torch.randint(0, 2, (50,), generator=generator)
+    order = torch.randint(0, 50, (3, count), generator=generator)
+    found = totals_of(images, labels, order, batch, threads=threads, padded=padded)
+    for own, taken in zip(found, order, strict=True):
+        logits = images[taken].flatten(1)[:, :2]
+        losses = torch.nn.functional.cross_entropy(logits, labels[taken], reduction="none")
+        torch.testing.assert_close(own[0], losses.double().sum(), rtol=1e-5, atol=1e-5)
+        assert own[1] == (logits.argmax(dim=1) == labels[taken]).sum()
+
+
+def test_without_an_order_all_hosts_take_all_examples():
+    images, labels = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0, 1])
+    found = totals_of(images, labels, None, 2)
+    assert torch.equal(found, totals_of(images, labels, torch.arange(5).repeat(3, 1), 2))
+    assert (found[:, 0] > 0.0).all()
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_an_order_beyond_the_examples_is_refused(wrong):
+    images, labels = torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)
+    order = torch.tensor([[0, 1], [2, wrong], [3, 4]])
+    with pytest.raises(IndexError, match="names one that is not among the 5"):
+        totals_of(images, labels, order, 2)
+
+
+def test_threads_begin_with_the_host_that_has_the_most_work():
+    work = Workload.of_each([doubling(2), doubling(8), doubling(4), doubling(8)])
+    assert work.turn.tolist() == [1, 3, 2, 0]
 
 
 def test_rows_that_were_released_are_used_again():

@@ -95,7 +95,8 @@ class World:
             spaces.share(space, tensor)
         for slot, rows in self.rows.items():
             s = SLOTS.index(slot)
-            for kind, tensor in zip(SlotSpace, (*rows, self.alpha[slot]), strict=True):
+            kinds = SlotSpace.SEED, SlotSpace.SEED_GRADS, SlotSpace.GATE, SlotSpace.GATE_GRADS, SlotSpace.ALPHA
+            for kind, tensor in zip(kinds, (*rows, self.alpha[slot]), strict=True):
                 spaces.share(slot_space(s, kind), tensor)
         Machine(dtype=DOUBLE).run(Workload.of_each([program]), spaces, lanes)
 
@@ -219,7 +220,8 @@ def test_a_host_of_kernel_1_on_images_that_are_not_square():
     grads, totals = torch.zeros_like(values), torch.zeros(1, 2, dtype=DOUBLE)
     buffers = buffers_layout.pack(dict(plain.named_buffers()))
     spaces = Spaces(1, num_spaces(1))
-    for space, tensor in zip(Space, (x, y, totals, values, grads, buffers), strict=True):
+    kinds = Space.IMAGES, Space.LABELS, Space.TOTALS, Space.HOST, Space.HOST_GRADS, Space.HOST_BUFFERS
+    for space, tensor in zip(kinds, (x, y, totals, values, grads, buffers), strict=True):
         spaces.share(space, tensor)
     Machine(dtype=DOUBLE).run(Workload.of_each([training_program(host_layout, {})]), spaces, 3)
     loss = F.cross_entropy(plain(x, lambda slot, h: h), y)

@@ -10,21 +10,29 @@ from native_bench import DOUBLE
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_rows
 from esper.leyline.tensor_dataclass import named_tensors, tree_map
+from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Place
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
-from esper.tolaria.executors.native.optimizer_step import (
-    DECAY,
-    HOST,
-    Part,
-    TrainedSlot,
-    num_step_spaces,
-    optimizer_program,
-    row_space,
-    seed_row,
-)
+from esper.tolaria.executors.native.optimizer_step import clipped_step
 
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
 ADAMW = replace(SGD, kind="adamw")
 HOST_SIZE, SEED_SIZE, GATE_SIZE = 40, 21, 9
+DECAY, FIRST = NUM_WORKING, NUM_WORKING + 1
+"""The mask, then five spaces for each row: host, seed and gate of slot 0, seed and gate of slot 1."""
+NUM_SPACES = FIRST + 5 * 5
+
+
+def space_of(row):
+    return FIRST + 5 * row
+
+
+def run(spec, steps, spaces):
+    """Run steps of (rate, [(row, size)], whether the mask decides what decays)."""
+    a = Assembler(trainable=True)
+    for rate, rows, masked in steps:
+        mask = Place(DECAY, 0) if masked else None
+        clipped_step(a, spec, rate, [(space_of(row), size) for row, size in rows], mask)
+    Machine(dtype=DOUBLE).run(Workload.of_each([a.program()]), spaces, 1)
 
 
 class Row:
@@ -40,8 +48,8 @@ class Row:
 
     def place(self, spaces, row):
         tensors = [self.weights, self.gradient, *(moment for _, moment in named_tensors(self.state))]
-        for part, tensor in zip(Part, tensors, strict=False):
-            spaces.share(row_space(row, part), tensor)
+        for k, tensor in enumerate(tensors):
+            spaces.share(space_of(row) + k, tensor)
 
     def step_reference(self, spec, factor, lr, decay):
         weights, gradient, state = self.reference
@@ -67,20 +75,20 @@ def test_a_host_and_its_seeds_step_like_the_reference(spec, seed, scale, trainab
     mask = torch.arange(HOST_SIZE) % 3 > 0
     decay = mask.to(DOUBLE)
     host = Row(spec, HOST_SIZE, generator, scale)
-    spaces = Spaces(1, num_step_spaces(2))
+    spaces = Spaces(1, NUM_SPACES)
     spaces.share(DECAY, decay)
-    host.place(spaces, HOST)
+    host.place(spaces, 0)
     together = [([host], spec.host_lr, mask)]
-    slots = []
+    steps = [(spec.host_lr, [(0, HOST_SIZE)], True)]
     for s in range(2):
         if trainable[s]:
             rows = [Row(spec, SEED_SIZE, generator, scale)] + [Row(spec, GATE_SIZE, generator, scale)] * gated
             for k, row in enumerate(rows):
-                row.place(spaces, seed_row(s) + k)
+                row.place(spaces, 1 + 2 * s + k)
             together.append((rows, spec.seed_lr, None))
-            slots.append(TrainedSlot(s, SEED_SIZE, GATE_SIZE if gated else None))
-    program = optimizer_program(spec, HOST_SIZE, tuple(slots))
-    Machine(dtype=DOUBLE).run(Workload.of_each([program]), spaces, 1)
+            sizes = [(1 + 2 * s, SEED_SIZE), (2 + 2 * s, GATE_SIZE)]
+            steps.append((spec.seed_lr, sizes[: 1 + gated], False))
+    run(spec, steps, spaces)
     for rows, rate, decayed in together:
         norm = torch.cat([row.reference[1] for row in rows], dim=1).norm()
         for row in rows:
@@ -93,20 +101,9 @@ def test_a_host_and_its_seeds_step_like_the_reference(spec, seed, scale, trainab
 def test_a_gradient_that_is_not_finite_makes_the_weights_nan_as_in_the_reference(spec, bad):
     row = Row(spec, HOST_SIZE, torch.Generator().manual_seed(0), 1.0)
     row.gradient[0, 7] = bad
-    spaces = Spaces(1, num_step_spaces(0))
+    spaces = Spaces(1, NUM_SPACES)
     decay = torch.ones(HOST_SIZE, dtype=DOUBLE)
     spaces.share(DECAY, decay)
-    row.place(spaces, HOST)
-    Machine(dtype=DOUBLE).run(Workload.of_each([optimizer_program(spec, HOST_SIZE, ())]), spaces, 1)
+    row.place(spaces, 0)
+    run(spec, [(spec.host_lr, [(0, HOST_SIZE)], True)], spaces)
     assert row.weights[0, 7].isnan()
-
-
-def test_a_step_leaves_the_rows_of_a_batch_alone():
-    machine, x = Machine(), torch.zeros(1, 1)
-    machine._memory[0].rows = torch.ones(64)
-    spaces = Spaces(1, num_step_spaces(0))
-    for part in (Part.WEIGHTS, Part.GRADIENT, Part.FIRST):
-        spaces.share(row_space(HOST, part), x)
-    spaces.share(DECAY, x)
-    machine.run(Workload.of_each([optimizer_program(SGD, 1, ())]), spaces, 1)
-    assert machine._memory[0].rows.all()

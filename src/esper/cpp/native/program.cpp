@@ -2,12 +2,15 @@
 //
 // assembler.py writes programs; it lists the same operations in the same order. An operand is a place in one of a
 // host's spaces (its weights, their gradients, a batch, working memory), so hosts of equal structure share a program.
-// Nothing is allocated. A host uses only its own spaces, so its results depend on no other host, and several threads
-// may run hosts, each with its own working memory.
+// A host passes over all its data before the next one begins, so that its weights stay in the processor's cache. It
+// uses only its own spaces and those of the thread that runs it, so its results depend on no other host.
 
 #include "convolution.h"
 #include "layers.h"
 #include "optimizers.h"
+
+#include <algorithm>
+#include <vector>
 
 // X(name, operands): the size of each operand, as a letter of `bytes_of`.
 #define ESPER_OPERATIONS(X)                                                                                            \
@@ -32,7 +35,8 @@ constexpr const char* OPERANDS_OF[] = {ESPER_OPERATIONS(X)};
 
 constexpr int SIZES = 6, NUMBERS_GIVEN = 5, OPERANDS = 10;
 
-enum Space : int32_t { NOTHING = -1, ROWS = 0, NUMBERS = 1 };  // working memory: rows of lanes, and single numbers
+// Working memory: rows of lanes, and single numbers. Then a batch, which `Pass` gathers.
+enum Space : int32_t { NOTHING = -1, ROWS = 0, NUMBERS = 1, IMAGES = 2, LABELS = 3 };
 
 struct Instruction {
     int32_t operation;
@@ -167,33 +171,120 @@ template <class T> struct Host {
     }
 };
 
-template <class T>
-int64_t run(const Instruction* program, const int64_t* first, const int64_t* count, const int64_t* base,
-            const int64_t* size, int64_t hosts, int64_t spaces, int64_t lanes, int64_t stride, void* scratch,
-            int64_t scratch_size, bool fitted) {
-    for (int64_t h = 0; h < hosts; ++h) {
-        const Host<T> host{base + h * spaces,        size + h * spaces,        spaces,      static_cast<int>(lanes),
-                           static_cast<int>(stride), static_cast<T*>(scratch), scratch_size};
-        for (int64_t i = first[h]; i < first[h] + count[h]; ++i) {
-            if (!(fitted ? host.labels_fit(program[i]) : host.fits(program[i]))) return i;
-            host.run(program[i]);
-        }
+// The examples of a pass over the data. Each host takes them in its own order, or all take them as they lie.
+struct Examples {
+    const void* images;     // [available][numbers], null where the batch lies in the spaces of the hosts already
+    const int64_t* labels;  // [available]
+    const int64_t* order;   // [hosts][count] places of examples; null: 0 to count - 1
+    int64_t available, numbers, count, batch;
+    int64_t padded;  // fill a batch with examples of label -1 up to its stride, which is fastest
+};
+
+// The working memory of one thread, and their sizes in bytes. Lanes beyond the batch must be zero.
+struct Memory {
+    void *rows, *numbers, *scratch, *images;
+    int64_t* labels;
+    int64_t rows_size, numbers_size, scratch_size;
+};
+
+// The hosts, shared by all threads; `next` is the first position of `turn` that no thread has taken.
+struct Hosts {
+    const Instruction* program;
+    const int64_t *first, *count;  // instructions of each host
+    const int64_t *base, *size;    // [hosts][spaces] addresses, bytes
+    const int64_t* turn;           // hosts in the order in which they are run
+    int64_t* next;
+    int64_t hosts, spaces;
+};
+
+constexpr int64_t DONE = -1, NO_SUCH_EXAMPLE = -2;
+constexpr int LANES = 16;
+
+template <class T> class Pass {
+  public:
+    Pass(const Hosts& hosts, const Examples& examples, const Memory& memory)
+        : hosts_(hosts), examples_(examples), memory_(memory), base_(hosts.spaces), size_(hosts.spaces) {}
+
+    // Runs hosts until none is left. Returns DONE, or what went wrong: the number of an instruction that does not fit.
+    int64_t run() {
+        for (int64_t turn; (turn = __atomic_fetch_add(hosts_.next, 1, __ATOMIC_RELAXED)) < hosts_.hosts;)
+            if (const int64_t failed = run_host(hosts_.turn[turn]); failed != DONE) return failed;
+        return DONE;
     }
-    return -1;
-}
+
+  private:
+    int64_t run_host(int64_t h) {
+        for (int64_t k = 0; k < hosts_.spaces; ++k) {
+            base_[k] = hosts_.base[h * hosts_.spaces + k];
+            size_[k] = hosts_.size[h * hosts_.spaces + k];
+        }
+        give(ROWS, memory_.rows, memory_.rows_size);
+        give(NUMBERS, memory_.numbers, memory_.numbers_size);
+        if (!examples_.images) return run_batch(h, static_cast<int>(examples_.batch), true);
+        for (int64_t start = 0; start < examples_.count; start += examples_.batch) {
+            const int found = static_cast<int>(std::min(examples_.batch, examples_.count - start));
+            const int lanes = examples_.padded ? stride_of(found) : found;
+            if (!gather(h, start, found, lanes)) return NO_SUCH_EXAMPLE;
+            // the first batch is the largest: what fits it fits the others
+            if (const int64_t failed = run_batch(h, lanes, start == 0); failed != DONE) return failed;
+        }
+        return DONE;
+    }
+
+    int64_t run_batch(int64_t h, int lanes, bool check) {
+        if (lanes != lanes_ && memory_.rows_size) std::memset(memory_.rows, 0, memory_.rows_size);
+        lanes_ = lanes;
+        const Host<T> host{base_.data(), size_.data(), hosts_.spaces, lanes, stride_of(lanes),
+                           static_cast<T*>(memory_.scratch), memory_.scratch_size};
+        for (int64_t i = hosts_.first[h]; i < hosts_.first[h] + hosts_.count[h]; ++i) {
+            const Instruction& next = hosts_.program[i];
+            if (!(check ? host.fits(next) : host.labels_fit(next))) return i;
+            host.run(next);
+        }
+        return DONE;
+    }
+
+    // Copies a batch of images and labels; false if the data have no such example.
+    bool gather(int64_t h, int64_t start, int found, int lanes) {
+        const int64_t numbers = examples_.numbers;
+        const T* from = static_cast<const T*>(examples_.images);
+        T* images = static_cast<T*>(memory_.images);
+        for (int k = 0; k < found; ++k) {
+            const int64_t at = examples_.order ? examples_.order[h * examples_.count + start + k] : start + k;
+            if (at < 0 || at >= examples_.available) return false;
+            std::copy_n(from + at * numbers, numbers, images + k * numbers);
+            memory_.labels[k] = examples_.labels[at];
+        }
+        std::fill_n(images + found * numbers, (lanes - found) * numbers, T(0));
+        std::fill_n(memory_.labels + found, lanes - found, int64_t(-1));
+        give(IMAGES, images, lanes * numbers * int64_t(sizeof(T)));
+        give(LABELS, memory_.labels, lanes * int64_t(sizeof(int64_t)));
+        return true;
+    }
+
+    void give(int space, const void* memory, int64_t size) {
+        base_[space] = reinterpret_cast<int64_t>(memory);
+        size_[space] = size;
+    }
+
+    static int stride_of(int lanes) { return (lanes + LANES - 1) / LANES * LANES; }
+
+    const Hosts& hosts_;
+    const Examples& examples_;
+    const Memory& memory_;
+    std::vector<int64_t> base_, size_;  // of the host that runs
+    int lanes_ = -1;
+};
 
 }  // namespace esper
 
 extern "C" {
 
-// Runs instructions first[h] to first[h] + count[h] for each host in numbers of 4 or 8 bytes; base[h] are the addresses
-// of its spaces and size[h] their bytes; `fitted` if this program ran with these sizes and lanes before. Returns the
-// number of the first instruction that does not fit, or -1.
-int64_t esper_run(const esper::Instruction* program, const int64_t* first, const int64_t* count, const int64_t* base,
-                  const int64_t* size, int64_t hosts, int64_t spaces, int64_t lanes, int64_t stride, void* scratch,
-                  int64_t scratch_size, int64_t number_size, int64_t fitted) {
-    const auto run = number_size == sizeof(float) ? esper::run<float> : esper::run<double>;
-    return run(program, first, count, base, size, hosts, spaces, lanes, stride, scratch, scratch_size, fitted);
+// Runs hosts that no other thread has taken, in numbers of 4 or 8 bytes. See Pass::run for the result.
+int64_t esper_run(const esper::Hosts* hosts, const esper::Examples* examples, const esper::Memory* memory,
+                  int64_t number_size) {
+    if (number_size == sizeof(float)) return esper::Pass<float>(*hosts, *examples, *memory).run();
+    return esper::Pass<double>(*hosts, *examples, *memory).run();
 }
 
 #define X(name, operands) #name " "

@@ -27,8 +27,8 @@ class Split:
         return len(self.y)
 
     def to(self, device: torch.device) -> "Split":
-        """The same examples on `device`; no copy where they are there already."""
-        return Split(self.x.to(device), self.y.to(device))
+        """The same examples on `device`, contiguous; no copy where they are so already."""
+        return Split(self.x.to(device).contiguous(), self.y.to(device).contiguous())
 
 
 @runtime_checkable

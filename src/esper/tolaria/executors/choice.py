@@ -74,7 +74,7 @@ def network_executor(
 
 def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor:
     if name == "native":
-        return NativeExecutor(data)
+        return NativeExecutor(data, threads=config.workers * torch.get_num_threads())
     if name == "fused":
         return FusedExecutor(data, capture_backend=capture_backend_for(config.capture, data.population.device))
     return StreamedExecutor(data)

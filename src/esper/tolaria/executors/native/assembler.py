@@ -11,6 +11,7 @@ of a host's spaces. Spaces get their addresses when a program runs, so hosts of 
 import math
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -70,6 +71,11 @@ class Program:
     numbers: int
     scratch: int
     single: tuple[int, int, int] | None = None
+
+    @cached_property
+    def cost(self) -> int:
+        """Roughly in proportion to its time: the product of the sizes of each instruction, summed."""
+        return int(np.maximum(self.code["size"], 1).astype(np.int64).prod(axis=1).sum())
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError, as PyTorch does, where a normalization would see a single value."""

@@ -1,7 +1,7 @@
 """The native executor: every host is a list of instructions for compiled C++, and all hosts run in one call.
 
-    train       each host runs forward and backward on its whole batch while its features stay in the processor's cache;
-                another call clips gradients and steps the optimizers of all hosts and seeds
+    train       each host passes over all its batches, forward, backward and optimizer step, while its weights and
+                features stay in the cache of a core; threads take the next host when they have finished one
     evaluate    the forward pass of all distinct states of each host, a few examples at a time
 
 Results are those of the streamed executor up to rounding, and a host gets the same bits alone as among others. Hosts
@@ -19,13 +19,10 @@ from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
 from esper.tasks.datasets import SplitName
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.host_data import HostData
-from esper.tolaria.executors.native.kernel_library import stride_of
-from esper.tolaria.executors.native.machine import Machine, Workload
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import Space
-from esper.tolaria.executors.native.optimizer_step import OptimizerStep
 from esper.tolaria.executors.native.structures import (
     Programs,
     population_spaces,
@@ -46,21 +43,22 @@ _EXAMPLES = 64
 class NativeExecutor(NetworkExecutor):
     """N hosts on a CPU in float32.
 
-    `refused` maps each blueprint that compiled C++ cannot run to the reason. PyTorch runs the hosts that grow it.
+    `threads` share the hosts; results do not depend on their number. `refused` maps each blueprint that compiled C++
+    cannot run to the reason. PyTorch runs the hosts that grow it.
 
     Raises:
         ConfigError: there is no C++ compiler, it failed, or the host has no rule.
         DataError: a label of the train or validation split has no class.
     """
 
-    def __init__(self, data: HostData) -> None:
+    def __init__(self, data: HostData, *, threads: int = 1) -> None:
         super().__init__(data)
         for split in ("train", "val"):
             self._check_labels(split)
         self._programs = Programs(self.population, *data.image_size)
         self.refused = self._programs.refused
-        self._machine = Machine(threads=torch.get_num_threads())
-        self._optimizer = OptimizerStep(self.population, data.decay_mask, self._machine)
+        self._machine = Machine(threads=threads)
+        self._decay = data.decay_mask.to(torch.float32)
 
     def _check_labels(self, split: SplitName) -> None:
         (lowest, highest), classes = self.data.label_range(split), self.population.host_module.spec.classes
@@ -84,36 +82,37 @@ class NativeExecutor(NetworkExecutor):
             return streamed.train_epoch(data, t, slots)
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
-        alpha = slots.alpha.contiguous()
-        spaces = training_spaces(p, alpha, hosts, rows).of(ours)
+        alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
+        spaces = training_spaces(p, alpha, hosts, rows, self._decay)
+        totals = torch.zeros(p.num_envs, 2, dtype=torch.float64)
+        if others.size:  # first, because it clears the gradients of all hosts
+            train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)
+            work = Workload.of_each([self._programs.step(code.tobytes()) for code in codes[others]])
+            totals[others] = self._train_in_pytorch(batches, train, work, spaces.of(others))
+        spaces.rows(Space.TOTALS, totals)
         work = Workload.of_each([self._programs.training(code.tobytes()) for code in codes[ours]])
-        train_others = streamed.train_function(data, others.tolist(), hosts, rows, slots.alpha) if others.size else None
-        totals = torch.zeros(len(ours), 2, dtype=torch.float64)
-
-        def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
-            assert (x_NB.dtype, y_NB.dtype) == (torch.float32, torch.int64), "the compiled code reads these types"
-            lanes = y_NB.shape[1]
-            work.check_batch(lanes)
-            x_NB, y_NB = x_NB.contiguous(), y_NB.contiguous()
-            their_results = None if train_others is None else train_others(x_NB, y_NB)
-            spaces.rows(Space.IMAGES, x_NB, ours)
-            spaces.rows(Space.LABELS, y_NB, ours)
-            spaces.rows(Space.TOTALS, totals.zero_())
-            self._machine.run(work, spaces, lanes)
-            results = (totals[:, 0] / lanes).float(), totals[:, 1].long()
-            return results if their_results is None else _merged(ours, results, others, their_results)
-
-        passed = run_epoch(
-            data.train_batches(t),
-            p.num_envs,
-            p.device,
-            train=train,
-            statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
-            step=self._optimizer.of(data.structure, hosts, rows),
+        split, order = batches.split, batches.order[torch.from_numpy(ours)]
+        self._machine.run_batches(work, spaces.of(ours), Examples(split.x, split.y, order, batches.batch_size))
+        gradients = gradient_statistics(p, data.structure, rows, hosts.grad)
+        outputs = TrainPass(
+            acc=(100.0 * totals[:, 1] / order.shape[1]).float(),
+            loss=(totals[:, 0] / order.shape[1]).float(),
+            **{f"grad_{name}": value for name, value in vars(gradients).items()},
         )
         p.host.finish(hosts)
         finish_training(p, rows)
-        return passed
+        return outputs
+
+    def _train_in_pytorch(
+        self, batches: SharedBatchIterator, train: streamed.TrainBatch, step: Workload, spaces: Spaces
+    ) -> Tensor:
+        """Train the other hosts; the summed losses and the correct answers of each, [H, 2]."""
+        totals = torch.zeros(len(spaces.begin), 2, dtype=torch.float64)
+        for x_NB, y_NB in batches:
+            losses, hits = train(x_NB, y_NB)
+            self._machine.run(step, spaces, 1)
+            totals += torch.stack((losses.double() * y_NB.shape[1], hits), dim=1)
+        return totals
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
         """Each host with its fossilized seeds alone; raises DataError where a label has no class."""
@@ -134,18 +133,11 @@ class NativeExecutor(NetworkExecutor):
         programs = [
             self._programs.measuring(codes[n].tobytes(), plan.steps) for n, plan in zip(ours, plans, strict=True)
         ]
-        work, spaces = Workload.of_each(programs), population_spaces(p, alpha).of(ours)
+        spaces, split = population_spaces(p, alpha).of(ours), batches.split
         totals = torch.zeros(len(ours), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        count = 0
-        for x, y in batches:
-            work.check_batch(len(y))
-            for some_x, some_y in zip(x.split(_EXAMPLES), y.split(_EXAMPLES), strict=True):
-                some_x, some_y = _padded(some_x, some_y)
-                spaces.share(Space.IMAGES, some_x)
-                spaces.share(Space.LABELS, some_y)
-                self._machine.run(work, spaces, len(some_y))
-            count += len(y)
+        examples = Examples(split.x, split.y, None, _EXAMPLES, padded=True)
+        self._machine.run_batches(Workload.of_each(programs), spaces, examples)
         states = np.zeros((len(ours), num_columns), dtype=np.int64)
         for row, plan in zip(states, plans, strict=True):
             row[: len(plan.state_of_coalition)] = plan.state_of_coalition
@@ -156,15 +148,7 @@ class NativeExecutor(NetworkExecutor):
         if others.size:
             *theirs, _ = streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
             found = _merged(ours, found, others, (theirs[0], theirs[1]))
-        return *found, count
-
-
-def _padded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Examples up to a multiple of the lanes, which is fastest; the added ones have label -1 and are not counted."""
-    missing = stride_of(len(y)) - len(y)
-    if missing:
-        x, y = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))), torch.cat((y, y.new_full((missing,), -1)))
-    return x.contiguous(), y.contiguous()
+        return *found, len(split)
 
 
 def _merged(

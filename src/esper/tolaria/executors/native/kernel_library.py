@@ -6,12 +6,38 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
-from torch import Tensor
 
 from esper.cpp.build import load
 from esper.tolaria.executors.native.assembler import INSTRUCTION, LANES, Operation
 
-_DONE = -1
+_DONE, _NO_SUCH_EXAMPLE = -1, -2
+
+
+class ExamplesStruct(ctypes.Structure):
+    """`Examples` of program.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("images", "labels", "order")),
+        *((name, ctypes.c_int64) for name in ("available", "numbers", "count", "batch", "padded")),
+    )
+
+
+class MemoryStruct(ctypes.Structure):
+    """`Memory` of program.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "numbers", "scratch", "images", "labels")),
+        *((name, ctypes.c_int64) for name in ("rows_size", "numbers_size", "scratch_size")),
+    )
+
+
+class HostsStruct(ctypes.Structure):
+    """`Hosts` of program.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("program", "first", "count", "base", "size", "turn", "next")),
+        *((name, ctypes.c_int64) for name in ("hosts", "spaces")),
+    )
 
 
 @final
@@ -27,35 +53,29 @@ class Library:
         assert library.esper_instruction_bytes() == INSTRUCTION.itemsize, "an instruction has another size in C++"
         self._run = library.esper_run
         self._run.restype = ctypes.c_int64
-        self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_void_p] + [ctypes.c_int64] * 3
+        structs = (HostsStruct, ExamplesStruct, MemoryStruct)
+        self._run.argtypes = [*(ctypes.POINTER(struct) for struct in structs), ctypes.c_int64]
 
     def run(
         self,
         program: np.ndarray,
-        first: np.ndarray,
-        count: np.ndarray,
-        begin: np.ndarray,
-        size: np.ndarray,
-        lanes: int,
-        scratch: Tensor,
-        *,
-        fitted: bool = False,
+        hosts: HostsStruct,
+        examples: ExamplesStruct,
+        memory: MemoryStruct,
+        number_size: int,
     ) -> None:
-        """Execute instructions `first[h]` to `first[h] + count[h]` for each host h, without the interpreter's lock.
+        """Run hosts that no other thread has taken, without the interpreter's lock.
 
-        `begin` and `size` [H, spaces] are the addresses and bytes of each host's spaces; all arrays are int64. `lanes`
-        is the number of examples. The dtype of `scratch`, float32 or float64, is that of all numbers. `fitted` skips
-        all checks but that of the labels: the same program ran with the same sizes and lanes before.
+        The caller keeps alive what the structures point to: contiguous arrays, int64 where they are no numbers of
+        `number_size` bytes (float32 or float64). `program` are all instructions.
 
         Raises:
-            IndexError: an instruction is unknown, reaches beyond a space, or has a label beyond the classes; it was not
-                executed.
+            IndexError: an instruction is unknown, reaches beyond a space, or has a label beyond the classes, and was
+                not executed; or the order names an example that there is not.
         """
-        assert all(array.flags.c_contiguous for array in (program, first, count, begin, size))
-        failed = self._run(
-            program.ctypes.data, first.ctypes.data, count.ctypes.data, begin.ctypes.data, size.ctypes.data,
-            *begin.shape, lanes, stride_of(lanes), scratch.data_ptr(), scratch.nbytes, scratch.element_size(), fitted,
-        )  # fmt: skip
+        failed = self._run(hosts, examples, memory, number_size)
+        if failed == _NO_SUCH_EXAMPLE:
+            raise IndexError(f"the order of the examples names one that is not among the {examples.available}")
         if failed != _DONE:
             number = int(program["operation"][failed])
             name = Operation(number).name if number in list(Operation) else f"the unknown operation {number}"

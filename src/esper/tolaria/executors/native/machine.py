@@ -1,7 +1,7 @@
 """Runs the programs of many hosts, each on its own memory, in one call of the library per thread."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import final
 
@@ -9,42 +9,93 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.tolaria.executors.native.assembler import NUMBERS, ROWS, SCRATCH_ROWS, Program
-from esper.tolaria.executors.native.kernel_library import cached_library, stride_of
+from esper.tolaria.executors.native.assembler import SCRATCH_ROWS, Program
+from esper.tolaria.executors.native.kernel_library import (
+    ExamplesStruct,
+    HostsStruct,
+    MemoryStruct,
+    cached_library,
+    stride_of,
+)
 
-_KNOWN_WORKLOADS = 4  # are remembered as fitting their memory; each pass makes new ones
+
+@dataclass(frozen=True)
+class Examples:
+    """The data of a pass.
+
+    Attributes:
+        images: [n, ...], of the machine's dtype. labels: [n] int64.
+        order: [H, count] int64, the examples that each host takes in turn; None: all of them, as they lie.
+        batch: examples at a time; the last batch may be shorter.
+        padded: fill the last batch with examples that are not counted, which is fastest.
+    """
+
+    images: Tensor
+    labels: Tensor
+    order: Tensor | None
+    batch: int
+    padded: bool = False
+
+    @property
+    def count(self) -> int:
+        """Examples of each host."""
+        return len(self.labels) if self.order is None else self.order.shape[1]
+
+    def batch_sizes(self) -> set[int]:
+        """The sizes of the batches."""
+        return {min(self.batch, self.count - start) for start in range(0, self.count, self.batch)}
+
+    def struct(self) -> ExamplesStruct:
+        """What C++ reads."""
+        tensors = [self.images, self.labels] + ([] if self.order is None else [self.order])
+        assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
+        numbers = self.images[0].numel()
+        order = None if self.order is None else self.order.data_ptr()
+        pointers = self.images.data_ptr(), self.labels.data_ptr(), order
+        return ExamplesStruct(*pointers, len(self.labels), numbers, self.count, self.batch, self.padded)
 
 
 class _Memory:
-    """Working memory of one thread. Lanes beyond the batch must be zero, so another number of lanes clears the rows."""
+    """Working memory of one thread; the largest so far."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.rows, self.numbers, self.scratch = (torch.zeros(0, dtype=dtype) for _ in range(3))
-        self._lanes = 0
+        self._dtype = dtype
+        self._tensors = {name: torch.zeros(0, dtype=dtype) for name in ("rows", "numbers", "scratch", "images")}
+        self._labels = torch.zeros(0, dtype=torch.int64)
 
-    def fit(self, programs: Sequence[Program], lanes: int) -> None:
+    def struct(self, programs: Sequence[Program], lanes: int, numbers_of_image: int) -> MemoryStruct:
+        """What C++ reads, large enough for these programs; it clears the rows."""
         stride = stride_of(lanes)
-        rows = max(p.rows for p in programs) * stride
-        if rows and (lanes != self._lanes or len(self.rows) < rows):  # a program without rows leaves them alone
-            self.rows = self.rows.zero_() if len(self.rows) >= rows else torch.zeros(rows, dtype=self.rows.dtype)
-            self._lanes = lanes
-        numbers = max(p.numbers for p in programs)
-        scratch = max(SCRATCH_ROWS * stride, *(p.scratch for p in programs))
-        if len(self.numbers) < numbers:
-            self.numbers = torch.zeros(numbers, dtype=self.rows.dtype)
-        if len(self.scratch) < scratch:
-            self.scratch = torch.zeros(scratch, dtype=self.rows.dtype)
+        needed = {
+            "rows": max(p.rows for p in programs) * stride,
+            "numbers": max(p.numbers for p in programs),
+            "scratch": max(SCRATCH_ROWS * stride, *(p.scratch for p in programs)),
+            "images": numbers_of_image * stride,
+        }
+        for name, size in needed.items():
+            if len(self._tensors[name]) < size:
+                self._tensors[name] = torch.empty(size, dtype=self._dtype)
+        if len(self._labels) < stride:
+            self._labels = torch.empty(stride, dtype=torch.int64)
+        rows, numbers, scratch, images = self._tensors.values()
+        pointers = (x.data_ptr() for x in (rows, numbers, scratch, images, self._labels))
+        size = self._dtype.itemsize
+        return MemoryStruct(*pointers, *(size * needed[name] for name in ("rows", "numbers", "scratch")))
 
 
 @final
 @dataclass(frozen=True)
 class Workload:
-    """The program of each host, made once per pass: `code` of all programs, and first instruction and count [H]."""
+    """The program of each host, made once per pass: `code` of all programs, and first instruction and count [H].
+
+    `turn` [H]: the hosts, those with the most work first, so that threads end at nearly the same time.
+    """
 
     programs: tuple[Program, ...]
     code: np.ndarray
     first: np.ndarray
     count: np.ndarray
+    turn: np.ndarray
 
     @classmethod
     def of_each(cls, programs: Sequence[Program]) -> "Workload":
@@ -56,7 +107,9 @@ class Workload:
             end += len(program.code)
         first = np.array([begins[id(program)] for program in programs], dtype=np.int64)
         count = np.array([len(program.code) for program in programs], dtype=np.int64)
-        return cls(tuple(distinct.values()), np.concatenate([p.code for p in distinct.values()]), first, count)
+        code = np.concatenate([p.code for p in distinct.values()])
+        turn = np.argsort([-program.cost for program in programs], kind="stable")
+        return cls(tuple(distinct.values()), code, first, count, turn)
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError where a normalization of a host would see a single value (`Program.check_batch`)."""
@@ -106,41 +159,40 @@ class Machine:
     """
 
     def __init__(self, *, dtype: torch.dtype = torch.float32, threads: int = 1) -> None:
-        self._library = cached_library()
+        self._library, self._dtype = cached_library(), dtype
         self._memory = [_Memory(dtype) for _ in range(threads)]
-        self._fitted: list[dict[int, tuple[Workload, int, np.ndarray]]] = [{} for _ in range(threads)]
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def run(self, work: Workload, spaces: Spaces, lanes: int) -> None:
-        """Execute each host's program on its spaces and on working memory that is added here.
+        """Execute each host's program once, on a batch of `lanes` examples that lies in its spaces already.
 
-        Raises:
-            IndexError: an instruction does not fit the memory that it was given.
+        Working memory is added here. Raises IndexError where an instruction does not fit its memory.
         """
-        hosts, threads = len(spaces.begin), len(self._memory)
-        if self._pool is None or hosts == 1:
-            self._run_some(0, work, spaces, slice(0, hosts), lanes)
-            return
-        cuts = [hosts * k // threads for k in range(threads + 1)]
-        futures = [
-            self._pool.submit(self._run_some, k, work, spaces, slice(cuts[k], cuts[k + 1]), lanes)
-            for k in range(threads)
-        ]
+        self._run(work, spaces, ExamplesStruct(batch=lanes))
+
+    def run_batches(self, work: Workload, spaces: Spaces, examples: Examples) -> None:
+        """Execute each host's program on every batch of the examples, which become its first two spaces."""
+        assert examples.images.dtype == self._dtype, "the compiled code reads numbers of this type"
+        assert examples.order is None or len(examples.order) == len(spaces.begin)
+        for size in examples.batch_sizes():
+            work.check_batch(size)
+        self._run(work, spaces, examples.struct())
+
+    def _run(self, work: Workload, spaces: Spaces, examples: ExamplesStruct) -> None:
+        taken = np.zeros(1, dtype=np.int64)
+        arrays = work.code, work.first, work.count, spaces.begin, spaces.size, work.turn, taken
+        assert all(array.flags.c_contiguous for array in arrays)
+        hosts = HostsStruct(*(array.ctypes.data for array in arrays), *spaces.begin.shape)
+        memories = [m.struct(work.programs, examples.batch, examples.numbers) for m in self._memory]
+
+        def run(memory: MemoryStruct) -> None:
+            self._library.run(work.code, hosts, examples, memory, self._dtype.itemsize)
+
+        first, *others = memories[: len(spaces.begin)]
+        futures = [] if self._pool is None else [self._pool.submit(run, memory) for memory in others]
+        try:
+            run(first)
+        finally:
+            wait(futures)
         for future in futures:
             future.result()
-
-    def _run_some(self, k: int, work: Workload, spaces: Spaces, hosts: slice, lanes: int) -> None:
-        memory = self._memory[k]
-        memory.fit(work.programs, lanes)
-        own = spaces.of(hosts)
-        own.share(ROWS, memory.rows)
-        own.share(NUMBERS, memory.numbers)
-        known = self._fitted[k].get(id(work))
-        fitted = known is not None and known[1] == lanes and np.array_equal(known[2], own.size)
-        self._library.run(
-            work.code, work.first[hosts], work.count[hosts], own.begin, own.size, lanes, memory.scratch, fitted=fitted
-        )
-        if not fitted:
-            if len(self._fitted[k]) >= _KNOWN_WORKLOADS:
-                self._fitted[k].clear()
-            self._fitted[k][id(work)] = work, lanes, own.size

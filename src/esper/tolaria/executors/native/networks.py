@@ -1,6 +1,6 @@
 """A whole host with its seeds as instructions: one program trains it on a batch, another measures its coalitions.
 
-    training     images --> block --> slot --> pool --> slot --> ... --> loss, then backward to all gradients
+    training     images --> block --> slot --> pool --> slot --> ... --> loss, backward to all gradients, optimizer step
     measuring    the forward pass alone, for several states of the network that share a prefix (`tolaria.prefixes`)
 
 A program depends on the structure of a host alone; the addresses of its weights and batch are supplied when it runs.
@@ -14,6 +14,7 @@ from torch import nn
 
 from esper.kasmina.hosts.cnn import Block, CNNHost
 from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, Program, Rows, expect
 from esper.tolaria.executors.native.layer_rules import (
@@ -29,12 +30,21 @@ from esper.tolaria.executors.native.layer_rules import (
     max_pool,
     mean_space,
 )
+from esper.tolaria.executors.native.optimizer_step import clipped_step
 from esper.tolaria.executors.native.seed_rules import RULES, altered
 
-Space = IntEnum("Space", "IMAGES LABELS TOTALS HOST HOST_GRADS HOST_BUFFERS", start=NUM_WORKING)
+Space = IntEnum(
+    "Space",
+    "IMAGES LABELS TOTALS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS HOST_BUFFERS DECAY",
+    start=NUM_WORKING,
+)
 """Spaces of a host besides the working memory. TOTALS: for each state of the network a pair of float64, the sum of the
-losses and the number of correct answers."""
-SlotSpace = IntEnum("SlotSpace", "SEED SEED_GRADS GATE GATE_GRADS ALPHA", start=0)
+losses and the number of correct answers. DECAY: mask of the host's weights that decay."""
+SlotSpace = IntEnum(
+    "SlotSpace",
+    "SEED SEED_GRADS SEED_FIRST SEED_SECOND SEED_STEPS GATE GATE_GRADS GATE_FIRST GATE_SECOND GATE_STEPS ALPHA",
+    start=0,
+)
 """Spaces of each slot, after those of `Space`."""
 
 Steps = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -96,13 +106,24 @@ def host_problem(host: nn.Module) -> str | None:
     return altered(host, {CNNHost, nn.ModuleList, Block, nn.Conv2d, nn.BatchNorm2d, nn.Linear})
 
 
-def training_program(layout: HostLayout, seeds: Mapping[str, ActiveSeed]) -> Program:
-    """Forward and backward of one batch of a host with these seeds, by slot id."""
+def training_program(
+    layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec | None = None
+) -> Program:
+    """Forward and backward of one batch of a host with these seeds, by slot id, and a step of the optimizer, if any."""
     a = Assembler(trainable=True)
     (logits,), backward = _forward(a, layout, seeds, {slot_id: ((), (0,)) for slot_id in seeds})
     grad = a.rows(logits.channels)
     _loss(a, logits, 0, grad)
     backward(grad, False)
+    if optimizer is not None:
+        _step(a, layout, seeds, optimizer)
+    return a.program()
+
+
+def step_program(layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec) -> Program:
+    """The optimizer step alone, for a host whose gradients PyTorch has computed."""
+    a = Assembler(trainable=True)
+    _step(a, layout, seeds, optimizer)
     return a.program()
 
 
@@ -168,6 +189,17 @@ def _block(a: Assembler, block: nn.Module, weights: Weights) -> Callable[[Featur
 def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None) -> None:
     labels, totals = Place(Space.LABELS, 0), Place(Space.TOTALS, 2 * state)
     a.emit(Operation.CROSS_ENTROPY, logits.rows, labels, totals, grad, sizes=(logits.channels,))
+
+
+def _step(a: Assembler, layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec) -> None:
+    """A host is clipped by the norm of its gradient, a seed together with its gate."""
+    clipped_step(a, optimizer, optimizer.host_lr, [(Space.HOST, layout.layout.total)], Place(Space.DECAY, 0))
+    for seed in seeds.values():
+        if seed.trainable:
+            rows = [(slot_space(seed.s, SlotSpace.SEED), seed.seed.layout.total)]
+            if seed.gate_trainable and seed.gate is not None:
+                rows.append((slot_space(seed.s, SlotSpace.GATE), seed.gate.layout.total))
+            clipped_step(a, optimizer, optimizer.seed_lr, rows, None)
 
 
 def _blended(a: Assembler, seed: ActiveSeed, h: Features) -> Layer:

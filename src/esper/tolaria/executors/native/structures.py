@@ -10,6 +10,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.optimizers import SGDState
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
 from esper.leyline.errors import ConfigError
@@ -26,6 +27,7 @@ from esper.tolaria.executors.native.networks import (
     measuring_program,
     num_spaces,
     slot_space,
+    step_program,
     training_program,
 )
 from esper.tolaria.executors.native.seed_rules import problem
@@ -69,7 +71,9 @@ class Programs:
             if reason is not None:
                 self.refused[names[index]] = reason
         self._runnable = [_NOTHING, *(index for index, name in names.items() if name not in self.refused)]
+        self._optimizer = population.optimizer_spec
         self.training = lru_cache(CACHED_PROGRAMS)(self._write_training)
+        self.step = lru_cache(CACHED_PROGRAMS)(self._write_step)
         self.measuring = lru_cache(CACHED_PROGRAMS)(self._write_measuring)
 
     def can_run(self, codes: np.ndarray) -> np.ndarray:
@@ -78,7 +82,11 @@ class Programs:
 
     def _write_training(self, code: bytes) -> Program:
         """The program that trains a host of this structure, [S, 5] as bytes."""
-        return training_program(self._host, self._active(code))
+        return training_program(self._host, self._active(code), self._optimizer)
+
+    def _write_step(self, code: bytes) -> Program:
+        """The optimizer step of such a host."""
+        return step_program(self._host, self._active(code), self._optimizer)
 
     def _write_measuring(self, code: bytes, steps: tuple[PrefixStep, ...]) -> Program:
         """The program that measures it in the states of a plan."""
@@ -134,19 +142,26 @@ def population_spaces(population: Population, alpha: Tensor) -> Spaces:
     return spaces
 
 
-def training_spaces(population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows) -> Spaces:
-    """The same for a train pass, in which trained rows lie in working copies."""
-    spaces = population_spaces(population, alpha)
-    spaces.rows(Space.HOST, hosts.params)
-    spaces.rows(Space.HOST_GRADS, hosts.grad)
+def training_spaces(population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows, decay: Tensor) -> Spaces:
+    """The same for a train pass, in which trained rows lie in working copies; `decay` is float32."""
+    spaces, everyone = population_spaces(population, alpha), np.arange(population.num_envs)
+    spaces.share(Space.DECAY, decay)
+    _trained(spaces, hosts, Space.HOST, everyone, everyone)
     for s in range(population.num_slots):
-        for working, kind, own, of_host in rows_of_slot(rows, s):
-            spaces.rows(slot_space(s, kind), working.params, own, of_host)
-            spaces.rows(slot_space(s, SlotSpace(kind + 1)), working.grad, own, of_host)
+        for working, kind, own, of_host in _rows_of_slot(rows, s):
+            _trained(spaces, working, slot_space(s, kind), own, of_host)
     return spaces
 
 
-def rows_of_slot(rows: TrainedRows, s: int) -> tuple[tuple[Working, SlotSpace, np.ndarray, np.ndarray], ...]:
+def _trained(spaces: Spaces, working: Working, space: int, own: np.ndarray, of_host: np.ndarray) -> None:
+    """The five spaces from `space` on: weights, gradients and optimizer state of rows `own` of a working copy."""
+    state = working.optimizer
+    moments = (state.momentum,) if isinstance(state, SGDState) else (state.exp_avg, state.exp_avg_sq, state.steps)
+    for k, tensor in enumerate((working.params, working.grad, *moments)):
+        spaces.rows(space + k, tensor, own, of_host)
+
+
+def _rows_of_slot(rows: TrainedRows, s: int) -> tuple[tuple[Working, SlotSpace, np.ndarray, np.ndarray], ...]:
     """The working copy of seeds, then that of gates: which of its rows belong to slot `s`, and the host of each."""
     seeds = np.flatnonzero(rows.seed_slot == s)
     gates = np.flatnonzero(np.isin(rows.gate_of, seeds))

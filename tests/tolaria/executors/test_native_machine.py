@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows
@@ -115,6 +115,7 @@ def totals_of(images, labels, order, batch, *, hosts=3, threads=1, padded=False)
     return totals
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 45), st.integers(1, 3), st.booleans(), st.integers(0, 99))
 def test_a_pass_takes_each_host_s_examples_in_its_order_whatever_the_batch(count, batch, threads, padded, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -45,7 +45,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can be fossilized before step 8, but a round has 3 steps;")
     assert second == "run directory: runs/digits-quickstart-s3, device: cpu"
-    assert third == "executor: native (C++ compiled for this CPU), 2 processes"
+    assert third == "executor: native (C++ compiled for this CPU), 2 threads"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
     number = r"\d+\.\d\d"
     kept = f"committed validation {number}, committed test {number}; growth {number}x; 2 hosts; "

@@ -1,9 +1,9 @@
-"""Wall time of a step (train and measure) of the same hosts in one process and shared by several.
+"""Wall time of a step (train and measure) of the same hosts by one worker and by several: threads or processes.
 
 Both run in turn, with three live seeds in every host; a ratio is the median over repetitions of the ratio within each.
 
     python benchmarks/workers.py
-    python benchmarks/workers.py --min-speedup 1.3          # exit code 1 if two processes are not that much faster
+    python benchmarks/workers.py --min-speedup 1.3          # exit code 1 if two workers are not that much faster
 """
 
 import json
@@ -25,7 +25,7 @@ from paired import Row, compare, comparisons, wall_ms
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Compare one process with several."""
+    """Compare one worker with several."""
 
     hosts: tuple[int, ...] = (16, 32)
     """Hosts on 8x8 images."""
@@ -46,7 +46,7 @@ class Options:
 
 
 def rows_of(shape: Shape, num_hosts: int, options: Options) -> list[Row]:
-    """Each executor on these hosts, in one process and in several."""
+    """Each executor on these hosts, by one worker and by several."""
     train, val = options.examples, options.val_examples
     if shape == IMAGES:
         train, val = train // 2, min(val, 128)
@@ -57,8 +57,8 @@ def rows_of(shape: Shape, num_hosts: int, options: Options) -> list[Row]:
             SharedHosts.build(shape, num_hosts, train, val, executor=kind, workers=workers)
             for workers in (1, options.workers)
         )
-        name, several = f"{num_hosts} x {shape.name}, {kind}", f"{options.workers} processes"
-        rows.append(compare(name, "1 process", several, (one.step, shared.step), options.repetitions, wall_ms))
+        name, several = f"{num_hosts} x {shape.name}, {kind}", f"{options.workers} workers"
+        rows.append(compare(name, "1 worker", several, (one.step, shared.step), options.repetitions, wall_ms))
         shared.close()
     return rows
 
@@ -70,7 +70,7 @@ def main(options: Options) -> int:
     sizes = [(shape, n) for shape in (DIGITS_SHAPE, BLOCKS) for n in options.hosts] + [(IMAGES, options.image_hosts)]
     rows = [row for shape, n in sizes for row in rows_of(shape, n, options)]
     machine = environment(CPU)
-    Console(width=140).print(comparisons("hosts shared by processes, wall time", rows, machine))
+    Console(width=140).print(comparisons("hosts shared by workers, wall time", rows, machine))
     if options.json is not None:
         found = {"environment": machine, "workers": options.workers, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(found, indent=2))

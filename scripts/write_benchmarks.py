@@ -146,7 +146,7 @@ def executor_facts(report: Report) -> Lines:
 def workers(report: Report) -> Lines:
     """Rows of benchmarks/workers.py."""
     return [
-        ("hosts, executor", "1 process ms", f"{report['workers']} processes ms", "speed-up", "range"),
+        ("hosts, executor", "1 worker ms", f"{report['workers']} workers ms", "speed-up", "range"),
         *((r["name"], f"{r['first_ms']:,.0f}", f"{r['second_ms']:,.0f}", *speed_up(r)) for r in report["rows"]),
     ]
 
@@ -172,7 +172,7 @@ MEASUREMENTS = (
     Measurement("GAE, 1,024 hosts x 150 steps", ("benchmarks/gae.py",), (gae,)),
     Measurement("Reward kernel, mode shaped, float64", ("benchmarks/rewards.py", "--hosts", "64", "4096"), (rewards,)),
     Measurement("Executors, three seeds per host", ("benchmarks/executors.py",), (executors, executor_facts)),
-    Measurement("Worker processes", ("benchmarks/workers.py", "--hosts", "16", "--repetitions", "3"), (workers,)),
+    Measurement("Workers", ("benchmarks/workers.py", "--hosts", "16", "--repetitions", "3"), (workers,)),
     Measurement(
         "Rounds of digits, 16 hosts x 20 steps",
         (*ROUNDS, "digits", "--steps", "20", "--rounds", "4", "--compare", *STREAMED_AND_AUTO),

@@ -88,8 +88,7 @@ class CausalAttention(nn.Module):
 
     def _drop_and_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.dropout is not None
-        tokens = q.shape[-2]
-        later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(later, -math.inf)
-        dropped: Tensor = self.dropout(scores.softmax(dim=-1)) @ v
+        later = torch.full((q.shape[-2], q.shape[-2]), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+        scores = torch.baddbmm(later, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1.0 / math.sqrt(q.shape[-1]))
+        dropped: Tensor = self.dropout(scores.softmax(dim=-1).view(*q.shape[:-1], -1)) @ v
         return dropped

@@ -149,8 +149,9 @@ def fresh(table: InitTable, words: Int[Tensor, "N P"]) -> Float[Tensor, "N P"]:
     return torch.addcmul(table.centre, table.spread, drawn)
 
 
-_WORDS_AT_ONCE = 2**20
-"""Random words are int64, with as much again on the way to them; weights are drawn in pieces of this many."""
+_WORDS_AT_ONCE = 2**17
+"""Weights are drawn in pieces of this many: words are int64, as much again is needed on the way to them, and all of it
+should stay in the cache."""
 
 
 def fresh_rows(

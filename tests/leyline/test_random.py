@@ -8,6 +8,7 @@ from esper.leyline.random import (
     local_generator,
     permutation,
     philox,
+    short_rows,
     to_normal,
     to_uniform,
     uniform,
@@ -120,6 +121,40 @@ def test_rows_of_words_run_through_the_words_of_one_block_after_another(length):
     for row, host, t in ((rows[0], 2, 4), (rows[1], 6, 9)):
         blocks = [words(3, Stream.TRAIN_ORDER, torch.tensor(host), episode=1, t=t, block=b) for b in range(2)]
         assert row.tolist() == torch.cat(blocks)[:length].tolist()
+
+
+def splitmix64(key: int, count: int) -> list[int]:
+    """The published algorithm, in integers."""
+    drawn = []
+    for i in range(1, count + 1):
+        z = (key + i * 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        drawn.append(z ^ (z >> 31))
+    return drawn
+
+
+def test_splitmix64_gives_the_published_numbers():
+    # the first outputs from the seed 1234567, as in the test of the reference implementation
+    assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]
+
+
+@pytest.mark.parametrize("length", [1, 4, 7])
+def test_short_numbers_are_the_four_parts_of_each_number_of_splitmix64(length):
+    keys = [1234567, 0, 2**63 + 5]
+    rows = short_rows(torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys]), length)
+    assert rows.dtype == torch.int16
+    for row, key in zip(rows, keys, strict=True):
+        parts = [z >> 16 * i & 0xFFFF for z in splitmix64(key, 2) for i in range(4)]
+        assert (row.int() & 0xFFFF).tolist() == parts[:length]
+
+
+def test_short_numbers_are_even_and_neighbours_do_not_depend_on_each_other():
+    rows = short_rows(torch.arange(64), 20_000).float() / 2**15
+    assert abs(float(rows.mean())) < 0.003  # standard error 0.0005
+    assert abs(float(rows.var()) - 1 / 3) < 0.003
+    for other in (rows.roll(1, dims=1), rows.roll(4, dims=1), rows.roll(1, dims=0)):
+        assert abs(float((rows * other).mean())) < 0.002
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 40), st.integers(1, 5))

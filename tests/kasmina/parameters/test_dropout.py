@@ -1,5 +1,7 @@
 """Keyed dropout: masks of a host depend on its key alone, whoever is drawn with it."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import nn
@@ -16,11 +18,11 @@ def draws_of(*hosts: int, run_seed: int = 3, episode: int = 2, t: int = 7, slot:
 def test_the_masks_of_a_host_are_the_same_alone_and_among_others():
     together = draws_of(5, 0, 11)
     for batch in (4, 4, 3):  # the host is the fastest index of the rows
-        drawn = together.uniform((batch * 3, 2, 5)).unflatten(0, (batch, 3))
+        drawn = together.kept((batch * 3, 2, 5), 0.5).unflatten(0, (batch, 3))
         for i, host in enumerate((5, 0, 11)):
             alone = draws_of(host)
             alone.count = together.count - 1
-            assert torch.equal(drawn[:, i], alone.uniform((batch, 2, 5)))
+            assert torch.equal(drawn[:, i], alone.kept((batch, 2, 5), 0.5))
 
 
 @pytest.mark.parametrize("part", KEY)
@@ -30,9 +32,23 @@ def test_every_part_of_the_key_and_every_mask_of_a_pass_gives_other_numbers(part
 
     changed = KEY | {part: KEY[part] + 1}
     one, other = first(**KEY), first(**changed)
-    a, b, c = one.uniform((1, 64)), other.uniform((1, 64)), one.uniform((1, 64))
-    assert len(set(torch.cat((a, b, c)).flatten().tolist())) == 3 * 64
-    assert torch.equal(first(**KEY).uniform((1, 64)), a)
+    masks = [draws.kept((1, 4000), 0.5) for draws in (one, other, one)]
+    for a, b in combinations(masks, 2):
+        assert abs(float((a == b).float().mean()) - 0.5) < 0.04  # standard error 0.008
+    assert torch.equal(first(**KEY).kept((1, 4000), 0.5), masks[0])
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.1, 0.9])
+def test_masks_keep_what_they_should(p):
+    kept = draws_of(0, 1).kept((100, 4000), p).float()
+    assert abs(float(kept.mean()) - (1.0 - p)) < 0.003  # standard error below 0.0005
+    assert float(kept.mean(dim=0).std()) < 0.06  # no element is favoured: at most 0.05 among 100 rows
+
+
+def test_a_layer_that_drops_everything_gives_zero():
+    layer = Dropout(1.0, channels=False)
+    layer.draws = draws_of(0)
+    assert not layer(torch.ones(70, 1000)).any()
 
 
 def test_a_quarter_is_dropped_and_the_rest_is_a_third_larger():

@@ -1,21 +1,21 @@
 """Dropout with keyed masks, which do not depend on other hosts or on the executor.
 
-    key       stream DROPOUT of (run seed, host, episode, step, slot)
-    counter   (index of four elements, number of the mask in this train pass)
+    key       64 bits of the stream DROPOUT of (run seed, host, episode, step, slot, number of the mask in this pass)
+    element   i-th number of 16 bits from that key on
 
 When a seed is built, `Dropout` replaces its layers of `nn.Dropout`, which draw from the global generator.
 
 Shape legend: B = examples per host, G = hosts; the host is the fastest index of the rows, as in `stacked_layers`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import final
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from esper.leyline.random import Stream, philox, to_uniform, words
+from esper.leyline.random import Stream, short_rows, words
 
 
 @dataclass
@@ -42,18 +42,20 @@ class Draws:
         draws.count = self.count
         return draws
 
-    def uniform(self, shape: tuple[int, ...]) -> Float[Tensor, "..."]:
-        """Uniform numbers of a shape [B * G, ...] for the next mask."""
+    def kept(self, shape: tuple[int, ...], p: float) -> Bool[Tensor, "..."]:
+        """The next mask, of a shape [B * G, ...]: each element is True with probability 1 - p, to a multiple of 2^-16.
+
+        Where p = 1 the mask means nothing.
+        """
         now, num_hosts = self._moment, self.hosts.shape[0]
-        own = words(now.run_seed, Stream.DROPOUT, self.hosts, episode=now.episode, t=now.t, slot=self._slot)
-        one = (shape[0] // num_hosts, *shape[1:])
-        size = torch.Size(one).numel()
-        block = torch.arange((size + 3) // 4, device=self.hosts.device)
-        zero = torch.zeros_like(block)
-        counter = torch.stack((block, zero + self.count, zero, zero), dim=-1)
-        drawn = philox(counter, (own[:, :1], own[:, 1:2])).flatten(1)[:, :size]
+        own = words(
+            now.run_seed, Stream.DROPOUT, self.hosts, episode=now.episode, t=now.t, slot=self._slot, block=self.count
+        )
         self.count += 1
-        return to_uniform(drawn).view(num_hosts, *one).transpose(0, 1).flatten(0, 1)
+        one = (shape[0] // num_hosts, *shape[1:])
+        numbers = short_rows(own[:, 0] | own[:, 1] << 32, math.prod(one))
+        mask = numbers >= min(round(p * 2**16), 2**16 - 1) - 2**15
+        return mask.view(num_hosts, *one).transpose(0, 1).flatten(0, 1)
 
 
 @final
@@ -71,8 +73,8 @@ class Dropout(nn.Module):
             return x
         assert self.draws is not None, "`draw_for` must be called before a train pass"
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.channels else tuple(x.shape)
-        kept = self.draws.uniform(shape) >= self.p
-        return x * (kept / max(1.0 - self.p, torch.finfo(torch.float32).tiny)).to(x.dtype)
+        scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0
+        return x * self.draws.kept(shape, self.p).to(x.dtype).mul_(scale)
 
 
 _WHOLE_CHANNELS: dict[type[nn.Module], bool] = {

@@ -15,10 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from esper.kasmina.hosts.cnn import CNNHost
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
+from esper.leyline.objective import Scores
 from esper.tasks.datasets import SplitName
 from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.executors.epoch import train_pass
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
@@ -32,6 +35,7 @@ from esper.tolaria.executors.native.structures import (
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass
 from esper.tolaria.executors.running_seeds import begin_training, finish_training
+from esper.tolaria.executors.scoring import SummedScores
 from esper.tolaria.executors.streamed import executor as streamed
 from esper.tolaria.prefixes import plan_prefixes
 
@@ -53,15 +57,17 @@ class NativeExecutor(NetworkExecutor):
 
     def __init__(self, data: HostData, *, threads: int = 1) -> None:
         super().__init__(data)
+        assert isinstance(data.host, CNNHost), "choice.native_problem refuses other hosts"
+        self._classes = data.host.spec.classes
         for split in ("train", "val"):
             self._check_labels(split)
-        self._programs = Programs(self.population, *data.image_size)
+        self._programs = Programs(self.population, *data.host.image_size)
         self.refused = self._programs.refused
         self._machine = Machine(threads=threads)
         self._decay = data.decay_mask.to(torch.float32)
 
     def _check_labels(self, split: SplitName) -> None:
-        (lowest, highest), classes = self.data.label_range(split), self.population.host_module.spec.classes
+        (lowest, highest), classes = self.data.label_range(split), self._classes
         if lowest < 0 or highest >= classes:
             raise DataError(
                 f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
@@ -91,13 +97,14 @@ class NativeExecutor(NetworkExecutor):
             totals[others] = self._train_in_pytorch(batches, train, work, spaces.of(others))
         spaces.rows(Space.TOTALS, totals)
         work = Workload.of_each([self._programs.training(code.tobytes()) for code in codes[ours]])
-        split, order = batches.split, batches.order[torch.from_numpy(ours)]
-        self._machine.run_batches(work, spaces.of(ours), Examples(split.x, split.y, order, batches.batch_size))
-        gradients = gradient_statistics(p, data.structure, rows, hosts.grad)
-        outputs = TrainPass(
-            acc=(100.0 * totals[:, 1] / order.shape[1]).float(),
-            loss=(totals[:, 0] / order.shape[1]).float(),
-            **{f"grad_{name}": value for name, value in vars(gradients).items()},
+        assert batches.order is not None
+        stored, order = batches.data, batches.order[torch.from_numpy(ours)]
+        self._machine.run_batches(work, spaces.of(ours), Examples(stored.x, stored.y, order, batches.batch_size))
+        count = torch.full((p.num_envs,), float(order.shape[1]), dtype=torch.float64)
+        outputs = train_pass(
+            data.objective,
+            Scores(totals[:, 0], totals[:, 1], count),
+            gradient_statistics(p, data.structure, rows, hosts.grad),
         )
         p.host.finish(hosts)
         finish_training(p, rows)
@@ -109,9 +116,9 @@ class NativeExecutor(NetworkExecutor):
         """Train the other hosts; the summed losses and the correct answers of each, [H, 2]."""
         totals = torch.zeros(len(spaces.begin), 2, dtype=torch.float64)
         for x_NB, y_NB in batches:
-            losses, hits = train(x_NB, y_NB)
+            scores = train(x_NB, y_NB)
             self._machine.run(step, spaces, 1)
-            totals += torch.stack((losses.double() * y_NB.shape[1], hits), dim=1)
+            totals += torch.stack((scores.loss, scores.score), dim=1)
         return totals
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
@@ -120,23 +127,23 @@ class NativeExecutor(NetworkExecutor):
             self._check_labels(split)
         return super().committed_accuracy(split, slots)
 
-    def count_correct(
+    def sum_scores(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
-    ) -> tuple[Tensor, Tensor, int]:
+    ) -> SummedScores:
         """See `NetworkExecutor`."""
         p, alpha = self.population, alpha.contiguous()
         codes = structure_codes(self.data.structure, training=False)
         ours, others = self._split_hosts(codes)
         if not ours.size:
-            return streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
+            return streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
         plans = [plan_prefixes(sets[n], self.data.execution_order) for n in ours]
         programs = [
             self._programs.measuring(codes[n].tobytes(), plan.steps) for n, plan in zip(ours, plans, strict=True)
         ]
-        spaces, split = population_spaces(p, alpha).of(ours), batches.split
+        spaces, stored = population_spaces(p, alpha).of(ours), batches.data
         totals = torch.zeros(len(ours), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        examples = Examples(split.x, split.y, None, _EXAMPLES, padded=True)
+        examples = Examples(stored.x, stored.y, None, _EXAMPLES, padded=True)
         self._machine.run_batches(Workload.of_each(programs), spaces, examples)
         states = np.zeros((len(ours), num_columns), dtype=np.int64)
         for row, plan in zip(states, plans, strict=True):
@@ -144,17 +151,17 @@ class NativeExecutor(NetworkExecutor):
         index = torch.from_numpy(states)
         hits, losses = totals[..., 1].gather(1, index), totals[..., 0].gather(1, index[:, :1])[:, 0]
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in ours])
-        found = (hits * valid).long(), losses
+        found = SummedScores(hits * valid, losses, torch.tensor(float(len(stored)), dtype=torch.float64))
         if others.size:
-            *theirs, _ = streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
-            found = _merged(ours, found, others, (theirs[0], theirs[1]))
-        return *found, len(split)
+            theirs = streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
+            score, loss = _merged(ours, found[:2], others, theirs[:2])
+            found = found._replace(score=score, loss=loss)
+        return found
 
 
 def _merged(
-    ours: np.ndarray, results: tuple[Tensor, Tensor], others: np.ndarray, theirs: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+    ours: np.ndarray, results: tuple[Tensor, ...], others: np.ndarray, theirs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """The results of all hosts, in order."""
     order = torch.from_numpy(np.argsort(np.concatenate((ours, others))))
-    first, second = (torch.cat((a, b.to(a.dtype)))[order] for a, b in zip(results, theirs, strict=True))
-    return first, second
+    return tuple(torch.cat((a, b))[order] for a, b in zip(results, theirs, strict=True))

@@ -64,7 +64,7 @@ def tasks(found: Sequence[TaskSpec]) -> Table:
     for column in ("task", "slots", "steps", "data", "description"):
         page.add_column(column, no_wrap=column != "description")
     for task in found:
-        data = "--data-dir" if task.needs_data_dir else "embedded" if task.load else "none"
+        data = "--data-dir" if task.source else "embedded" if task.load else "none"
         page.add_row(task.name, " ".join(task.enabled), str(task.episode_length), data, task.description)
     return page
 

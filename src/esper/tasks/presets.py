@@ -33,7 +33,7 @@ FASHION_MNIST = register_task(
         family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, base=4, blocks=3, kernel=3, pools=3, classes=10),
         load=fashion_mnist.load,
-        needs_data_dir=True,
+        source=fashion_mnist.SOURCE,
         enabled=("r0c0", "r0c1", "r0c2"),
         num_classes=10,
         episode_length=60,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int, Shaped
@@ -31,6 +31,7 @@ class Split:
         return Split(self.x.to(device), self.y.to(device))
 
 
+@runtime_checkable
 class Inputs(Protocol):
     """How stored examples become inputs of a host, on the device: e.g. `Pixels`."""
 
@@ -38,6 +39,7 @@ class Inputs(Protocol):
         """Inputs [..., *input] of stored examples [..., *stored]."""
 
 
+@runtime_checkable
 class Augmentation(Protocol):
     """A random change of training examples with keyed draws: e.g. `CropAndFlip`."""
 

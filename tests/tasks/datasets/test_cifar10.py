@@ -107,7 +107,7 @@ def test_the_folder_is_found_below_the_data_folder(tmp_path, folder):
 def test_the_missing_file_is_named(tmp_path):
     write(tmp_path / "cifar-10-batches-py")
     (tmp_path / "cifar-10-batches-py" / "data_batch_4").unlink()
-    with pytest.raises(DataError, match="found no .*cifar-10-batches-py/data_batch_4; expected data_batch_1, "):
+    with pytest.raises(DataError, match=r"found no .*cifar-10-batches-py/data_batch_4; expected data_batch_1, "):
         cifar10.load(tmp_path, 0)
 
 

@@ -1,8 +1,8 @@
 """CIFAR-10 from its official Python folder: 50,000 training and 10,000 test images of 3x32x32 pixels.
 
-A copy whose pixels were changed, by JPEG for instance, is read as well. Accuracies on it are not those of CIFAR-10, so
-`identity["copy"]` says what it is: "official" by the MD5 sums, else the first line of `label.txt` in the folder (such as
-"JPEG q75"), else "modified copy".
+A copy whose pixels were changed, by JPEG for instance, is read as well. Accuracies on it are not those of CIFAR-10,
+so `identity["copy"]` says what it is: "official" by the MD5 sums, else the first line of `label.txt` in the folder
+(such as "JPEG q75"), else "modified copy".
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from esper.leyline.errors import DataError
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.images import PIXEL_MAX, CropAndFlip, Pixels
 from esper.tasks.datasets.plain_pickle import array_of, read_pickle
-from esper.tasks.datasets.source import Source, in_folders
+from esper.tasks.datasets.source import Source, in_folders, read_bytes
 from esper.tasks.datasets.splits import stratified_split
 
 NUM_CLASSES = 10
@@ -51,7 +51,7 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         DataError: no folder is named, a file is missing or broken, or the files hold something else.
     """
     paths = SOURCE.find(data_dir)
-    contents = [_content(path) for path in paths]
+    contents = [read_bytes(path) for path in paths]
     sums = tuple(hashlib.md5(content, usedforsecurity=False).hexdigest() for content in contents)
     parts = [_examples(path, content) for path, content in zip(paths, contents, strict=True)]
     x, y = (torch.cat(column) for column in zip(*parts[:-1], strict=True))
@@ -73,13 +73,6 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         inputs=Pixels(MEAN, STD),
         augmentation=CropAndFlip(padding=4),
     )
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); check its permissions.") from error
 
 
 def _examples(path: Path, content: bytes) -> tuple[Tensor, Tensor]:

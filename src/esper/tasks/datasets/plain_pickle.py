@@ -34,7 +34,7 @@ class _Recorded:
         self.state = state
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """The name of a global that a pickle may not use."""
 
 
@@ -42,7 +42,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[_Recorded]:
         """A fresh class for a name by which numpy stores an array; others are refused."""
         if (module, name) not in _ARRAY_NAMES:
-            raise _Refused(f"{module}.{name}")
+            raise _RefusedError(f"{module}.{name}")
         return type(name, (_Recorded,), {})
 
 
@@ -54,7 +54,7 @@ def read_pickle(path: Path, content: bytes) -> dict[object, object]:
     """
     try:
         found = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()  # Python 2 wrote the official files
-    except _Refused as error:
+    except _RefusedError as error:
         raise DataError(
             f"{path}: the pickle names the global {error}, expected plain values and numpy arrays only; it could run "
             "code and was not read, use the official file."

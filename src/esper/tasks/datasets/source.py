@@ -63,3 +63,13 @@ class Source:
 def in_folders(names: tuple[str, ...], *folders: str) -> tuple[tuple[str, ...], ...]:
     """Alternatives of the same files in any of the folders."""
     return tuple(tuple(str(PurePath(folder) / name) for name in names) for folder in folders)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file; raises DataError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); name another file or check permissions."
+        ) from error

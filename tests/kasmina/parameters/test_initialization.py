@@ -67,7 +67,7 @@ def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_s
     layout = parameter_layout(module)
     starts = INTERVALS | {name: (value, 0) for name, value in CONSTANTS.items()} | dict.fromkeys(REBUILT, (0, 0))
     assert starts.keys() == {spec.name for spec in layout.tensors}
-    found = zip(layout.unpack(table.centre).items(), layout.unpack(table.bound).values(), strict=True)
+    found = zip(layout.unpack(table.centre).items(), layout.unpack(table.spread).values(), strict=True)
     for (name, centre), bound in found:
         torch.testing.assert_close(centre, torch.full_like(centre, starts[name][0]), msg=name)
         torch.testing.assert_close(bound, torch.full_like(bound, starts[name][1]), msg=name)
@@ -78,7 +78,7 @@ def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_s
 
 def test_a_word_becomes_a_weight_by_centre_plus_bound_times_two_u_minus_one():
     never = torch.zeros(3, dtype=torch.bool)
-    table = InitTable(bound=torch.tensor([2.0, 0.0, 1.0]), centre=torch.tensor([0.0, 7.0, 10.0]), rebuilt=never)
+    table = InitTable(spread=torch.tensor([2.0, 0.0, 1.0]), centre=torch.tensor([0.0, 7.0, 10.0]), rebuilt=never)
     words = torch.tensor([[0, 0, 2**31], [2**32 - 1, 5, 3 * 2**30]])
     # u = 0, -, 1/2 and 1 - 2^-24, -, 3/4
     expected = torch.tensor([[-2.0, 7.0, 10.0], [2.0 * (1 - 2.0**-23), 7.0, 10.5]])
@@ -134,7 +134,7 @@ def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
     spec = CNNHostSpec(in_channels=3, base=8, blocks=2, kernel=3, pools=2, classes=10)
     builds = build_twice(lambda: CNNHost(spec, ["r0c0"], image_size=(32, 32)))
     layout = parameter_layout(builds.module)
-    bounds = layout.unpack(init_table(builds, layout, {}).bound)
+    bounds = layout.unpack(init_table(builds, layout, {}).spread)
     largest = {name: float(bound.max()) for name, bound in bounds.items()}
     assert largest == pytest.approx({
         "blocks.0.conv.weight": 1 / math.sqrt(27), "blocks.0.norm.weight": 0, "blocks.0.norm.bias": 0,

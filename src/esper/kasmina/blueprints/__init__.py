@@ -12,6 +12,7 @@ from esper.kasmina.blueprints.registry import register as register
 from esper.kasmina.blueprints.registry import register_builtin
 from esper.kasmina.blueprints.registry import selectable as selectable
 from esper.kasmina.blueprints.registry import unregister as unregister
+from esper.kasmina.blueprints.transformer import TRANSFORMER_BLUEPRINTS
 
-for _blueprint in CNN_BLUEPRINTS:
+for _blueprint in (*CNN_BLUEPRINTS, *TRANSFORMER_BLUEPRINTS):
     register_builtin(_blueprint)

@@ -5,15 +5,13 @@ scale of 0.01, or with a linear layer or a bounded factor that starts at zero. A
 would stop the gradients of all layers before it.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, TanhScale
-from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, TanhScale, chain
+from esper.kasmina.blueprints.registry import BuiltinBlueprint
 from esper.leyline.stages import HostFamily
 
 _MAX_GROUPS = 32
@@ -35,10 +33,6 @@ def _group_norm(channels: int) -> nn.GroupNorm:
 
 def _conv(inputs: int, outputs: int, kernel: int, groups: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=False)
-
-
-def _chain(**layers: nn.Module) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(layers))
 
 
 @final
@@ -77,7 +71,7 @@ class NormShift(nn.Module):
 
 def conv_light(c: int) -> nn.Module:
     """ReLU(GN(Conv3x3(h))), scaled: 9 C^2 + 3 C parameters."""
-    return _chain(conv=_conv(c, c, 3), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
+    return chain(conv=_conv(c, c, 3), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
 
 
 def attention(c: int) -> nn.Module:
@@ -92,7 +86,7 @@ def norm(c: int) -> nn.Module:
 
 def depthwise(c: int) -> nn.Module:
     """ReLU(GN(Conv1x1(DWConv3x3(h)))), scaled: C^2 + 12 C parameters."""
-    return _chain(
+    return chain(
         depthwise=_conv(c, c, 3, groups=c),
         pointwise=_conv(c, c, 1),
         norm=_group_norm(c),
@@ -104,7 +98,7 @@ def depthwise(c: int) -> nn.Module:
 def bottleneck(c: int) -> nn.Module:
     """GN(Conv1x1(ReLU(Conv3x3(ReLU(Conv1x1(h)))))), scaled: 2 C b + 9 b^2 + 3 C parameters with b = max(8, C // 4)."""
     width = max(8, c // 4)
-    return _chain(
+    return chain(
         down=_conv(c, width, 1),
         down_act=nn.ReLU(),
         conv=_conv(width, width, 3),
@@ -117,12 +111,12 @@ def bottleneck(c: int) -> nn.Module:
 
 def conv_small(c: int) -> nn.Module:
     """ReLU(GN(Conv1x1(h))), scaled: C^2 + 3 C parameters."""
-    return _chain(conv=_conv(c, c, 1), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
+    return chain(conv=_conv(c, c, 1), norm=_group_norm(c), act=nn.ReLU(), scale=LayerScale(c))
 
 
 def conv_heavy(c: int) -> nn.Module:
     """ReLU(GN(Conv3x3(ReLU(GN(Conv3x3(h)))))), scaled: 18 C^2 + 5 C parameters."""
-    return _chain(
+    return chain(
         conv1=_conv(c, c, 3),
         norm1=_group_norm(c),
         act1=nn.ReLU(),
@@ -133,27 +127,13 @@ def conv_heavy(c: int) -> nn.Module:
     )
 
 
-@final
-class CNNBlueprint(AbstractBlueprint):
-    """A blueprint whose network is built by one of the functions above and has its name."""
-
-    family = HostFamily.CNN
-
-    def __init__(self, network: Callable[[int], nn.Module], birth: Mapping[str, float]) -> None:
-        self.name, self.birth, self._network = network.__name__, birth, network
-
-    def build(self, channels: int) -> nn.Module:
-        """The network for features with `channels` channels."""
-        return self._network(channels)
-
-
 _SCALED = {"scale.gamma": BIRTH_SCALE}
 CNN_BLUEPRINTS = (
-    CNNBlueprint(conv_light, _SCALED),
-    CNNBlueprint(attention, {"excite.weight": 0.0, "excite.bias": 0.0}),
-    CNNBlueprint(norm, {"gain.strength": 0.0}),
-    CNNBlueprint(depthwise, _SCALED),
-    CNNBlueprint(bottleneck, _SCALED),
-    CNNBlueprint(conv_small, _SCALED),
-    CNNBlueprint(conv_heavy, _SCALED),
+    BuiltinBlueprint(HostFamily.CNN, conv_light, _SCALED),
+    BuiltinBlueprint(HostFamily.CNN, attention, {"excite.weight": 0.0, "excite.bias": 0.0}),
+    BuiltinBlueprint(HostFamily.CNN, norm, {"gain.strength": 0.0}),
+    BuiltinBlueprint(HostFamily.CNN, depthwise, _SCALED),
+    BuiltinBlueprint(HostFamily.CNN, bottleneck, _SCALED),
+    BuiltinBlueprint(HostFamily.CNN, conv_small, _SCALED),
+    BuiltinBlueprint(HostFamily.CNN, conv_heavy, _SCALED),
 )

@@ -1,7 +1,8 @@
-"""The gate network of algorithm GATE: the weight of a seed for each example."""
+"""The gate network of algorithm GATE: the weight of a seed for each example, or each token."""
 
 from typing import final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -17,9 +18,11 @@ def num_gate_params(channels: int) -> int:
 
 @final
 class GateNetwork(nn.Module):
-    """sigmoid(W2 SiLU(W1 mean_space(h) + b1) + b2): one number in (0, 1) per example.
+    """sigmoid(W2 SiLU(W1 mean(h) + b1) + b2): a number in (0, 1).
 
-    SiLU, because with few channels all hidden ReLU units can start dead.
+    Of images, one per example: the mean is over space. Of sequences, one per token: the mean is over this token and
+    earlier ones, because the gate of a language model must not see the future. SiLU, because with few channels all
+    hidden ReLU units can start dead.
     """
 
     def __init__(self, channels: int) -> None:
@@ -28,7 +31,12 @@ class GateNetwork(nn.Module):
         self.act = nn.SiLU()
         self.out = nn.Linear(_width(channels), 1)
 
-    def forward(self, h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 1 1"]:
-        """The gate of each example, shaped to broadcast over its features."""
-        gate_B1: Tensor = self.out(self.act(self.hidden(h.mean(dim=(2, 3))))).sigmoid()
-        return gate_B1.view(-1, 1, 1, 1)
+    def forward(self, h: Float[Tensor, "B *F"]) -> Float[Tensor, "B *ones"]:
+        """[B, C, H, W] -> [B, 1, 1, 1], or [B, T, D] -> [B, T, 1], which broadcast over the features."""
+        gate: Tensor = self.out(self.act(self.hidden(_mean_of_the_past(h) if h.dim() == 3 else h.mean(dim=(2, 3)))))
+        return gate.sigmoid() if h.dim() == 3 else gate.sigmoid().view(-1, 1, 1, 1)
+
+
+def _mean_of_the_past(h: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+    counts = torch.arange(1, h.shape[1] + 1, device=h.device, dtype=torch.float32)
+    return (h.float().cumsum(dim=1) / counts[:, None]).to(h.dtype)

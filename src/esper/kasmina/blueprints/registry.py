@@ -9,8 +9,9 @@ for them; blueprints of users follow in the order of registration.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import final
 
 from torch import nn
 
@@ -47,6 +48,18 @@ class AbstractBlueprint(abc.ABC):
     def num_params(self, channels: int) -> int:
         """Number of parameters of the built network."""
         return sum(p.numel() for p in deterministic_build(lambda: self.build(channels)).parameters())
+
+
+@final
+class BuiltinBlueprint(AbstractBlueprint):
+    """A blueprint of this package: `network` builds it and has its name."""
+
+    def __init__(self, family: HostFamily, network: Callable[[int], nn.Module], birth: Mapping[str, float]) -> None:
+        self.name, self.family, self.birth, self._network = network.__name__, family, birth, network
+
+    def build(self, channels: int) -> nn.Module:
+        """The network for features with `channels` channels."""
+        return self._network(channels)
 
 
 _names: list[str] = list(BUILTIN_NAMES)

@@ -20,6 +20,8 @@ class Surface(StrEnum):
     """After the ReLU of a block, before its pooling."""
     POST_POOL = "post_pool"
     """After the pooling of a block."""
+    BLOCK_END = "block_end"
+    """After the last layer of a segment."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,19 @@
-"""The initial distribution of weights, as a table: a centre and a bound per flat element.
+"""The initial distribution of weights, as a table: a centre and a spread per flat element.
 
-    fresh = centre + bound * (2u - 1),   u uniform in [0, 1) from the counter-based stream
+    fresh = centre + spread * (2u - 1),   u uniform in [0, 1) from the counter-based stream
+    fresh = centre + spread * z,          z standard normal, from the same u
 
 One batched call draws the weights of any hosts, and those of a host do not depend on the others. The table is derived
 from two builds of the module, under two seeds:
 
-    equal in both                 a constant of the author               bound 0
-    drawn by `uniform_`           linear, convolution, attention ...     the interval of the draw
-    otherwise                     e.g. an embedding, `torch.randn`       the module is built again for each host, under
+    equal in both                 a constant of the author               spread 0
+    drawn by `uniform_`           linear, convolution, attention ...     half the interval of the draw
+    drawn by `normal_`            an embedding, a transformer ...        the standard deviation of the draw
+    otherwise                     e.g. `torch.randn`, `trunc_normal_`    the module is built again for each host, under
                                                                          a seed of its own (`rebuilt`)
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,19 +25,21 @@ from torch import Tensor, nn
 from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import to_uniform, word_rows
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
 
 
 @tensor_dataclass
 class InitTable:
-    """Each flat element is uniform in [centre - bound, centre + bound); padding is 0.
+    """Each flat element is uniform in [centre - spread, centre + spread); padding is 0.
 
-    `rebuilt` marks elements that are taken from a module built for one host instead.
+    Where `normal` is given, the elements that it marks are normal with standard deviation `spread`. `rebuilt` marks
+    elements that are taken from a module built for one host instead.
     """
 
-    bound: Float[Tensor, " P"]
+    spread: Float[Tensor, " P"]
     centre: Float[Tensor, " P"]
     rebuilt: Bool[Tensor, " P"]
+    normal: Bool[Tensor, " P"] | None = None
 
 
 def deterministic_build(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -46,30 +51,36 @@ def deterministic_build(build: Callable[[], nn.Module], seed: int = 0) -> nn.Mod
 
 
 class _Draw(NamedTuple):
-    low: float
-    high: float
+    centre: float
+    spread: float
+    normal: bool
     values: Tensor
 
 
 @contextmanager
-def _uniform_draws() -> Iterator[list[_Draw]]:
-    """Collects the results of `Tensor.uniform_`, with which layers of PyTorch initialize their weights.
+def _recorded_draws() -> Iterator[list[_Draw]]:
+    """Collects the results of `Tensor.uniform_` and `Tensor.normal_`, with which PyTorch initializes weights.
 
-    A method is replaced, because a dispatch mode imports the compiler of PyTorch: a second in each process.
+    Methods are replaced, because a dispatch mode imports the compiler of PyTorch: a second in each process.
     """
     draws: list[_Draw] = []
-    inherited = Tensor.uniform_
+    inherited_uniform, inherited_normal = Tensor.uniform_, Tensor.normal_
 
     def uniform_(tensor: Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        out = inherited(tensor, low, high, **kwargs)
-        draws.append(_Draw(low, high, out.detach().clone()))
+        out = inherited_uniform(tensor, low, high, **kwargs)
+        draws.append(_Draw(0.5 * (low + high), 0.5 * (high - low), False, out.detach().clone()))
         return out
 
-    Tensor.uniform_ = uniform_  # type: ignore[assignment]
+    def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        out = inherited_normal(tensor, mean, std, **kwargs)
+        draws.append(_Draw(mean, std, True, out.detach().clone()))
+        return out
+
+    Tensor.uniform_, Tensor.normal_ = uniform_, normal_  # type: ignore[assignment, method-assign]
     try:
         yield draws
     finally:
-        del Tensor.uniform_
+        del Tensor.uniform_, Tensor.normal_
 
 
 class Builds(NamedTuple):
@@ -82,7 +93,7 @@ class Builds(NamedTuple):
 
 def build_twice(build: Callable[[], nn.Module]) -> Builds:
     """The input of `init_table`."""
-    with _uniform_draws() as draws:
+    with _recorded_draws() as draws:
         module = deterministic_build(build)
     return Builds(module, deterministic_build(build, seed=1), draws)
 
@@ -101,27 +112,45 @@ def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -
             kind = type(builds.module).__name__
             raise ConfigError(f"birth names {name!r}, which is no parameter of {kind}; {nearest(name, values)}")
     starts = {name: _start(value, others[name], builds.draws) for name, value in values.items()}
-    starts |= {name: (constant, 0.0, False) for name, constant in birth.items()}
-    centre, bound, rebuilt = (
+    starts |= {name: _Start(constant) for name, constant in birth.items()}
+    centre, spread, normal, rebuilt = (
         layout.pack({name: torch.zeros_like(value) + starts[name][part] for name, value in values.items()})
-        for part in range(3)
+        for part in range(4)
     )
-    return InitTable(bound=bound, centre=centre, rebuilt=rebuilt > 0.0)
+    any_normal = any(start.normal for start in starts.values())
+    return InitTable(spread=spread, centre=centre, rebuilt=rebuilt > 0.0, normal=normal > 0.0 if any_normal else None)
 
 
-def _start(value: Tensor, other: Tensor, draws: list[_Draw]) -> tuple[float | Tensor, float, bool]:
-    """Centre, bound, and whether the parameter is rebuilt."""
+class _Start(NamedTuple):
+    """How one parameter starts."""
+
+    centre: float | Tensor
+    spread: float = 0.0
+    normal: bool = False
+    rebuilt: bool = False
+
+
+def _start(value: Tensor, other: Tensor, draws: list[_Draw]) -> _Start:
     if torch.equal(value, other):
-        return value, 0.0, False
+        return _Start(value)
     for draw in draws:
         if torch.equal(draw.values, value):
-            return 0.5 * (draw.low + draw.high), 0.5 * (draw.high - draw.low), False
-    return 0.0, 0.0, True
+            return _Start(draw.centre, draw.spread, draw.normal)
+    return _Start(0.0, rebuilt=True)
 
 
 def fresh(table: InitTable, words: Int[Tensor, "N P"]) -> Float[Tensor, "N P"]:
     """Weights from 32-bit words, one per flat element."""
-    return torch.addcmul(table.centre, table.bound, to_uniform(words).mul_(2.0).sub_(1.0))
+    drawn = to_uniform(words).mul_(2.0).sub_(1.0)
+    if table.normal is not None:
+        # the middles of the intervals of u, exact in float32, so that z is finite: at most 5.42
+        normal = (drawn + 2.0**-24).erfinv_().mul_(math.sqrt(2.0))
+        drawn = torch.where(table.normal, normal, drawn)
+    return torch.addcmul(table.centre, table.spread, drawn)
+
+
+_WORDS_AT_ONCE = 2**20
+"""Random words are int64, with as much again on the way to them; weights are drawn in pieces of this many."""
 
 
 def fresh_rows(
@@ -136,6 +165,11 @@ def fresh_rows(
     first_block: int = 0,
 ) -> Float[Tensor, "N P"]:
     """New weights [N, P] of the hosts with the global numbers `host`; the other arguments are ints or [N]."""
-    length = table.bound.shape[-1]
-    drawn = word_rows(run_seed, stream, host, length, episode=episode, t=t, slot=slot, first_block=first_block)
-    return fresh(table, drawn)
+    length = table.centre.shape[-1]
+    piece = max(_WORDS_AT_ONCE // len(host) // 4 * 4, 4)
+    rows = table.centre.new_empty(len(host), length)
+    for start in range(0, length, piece):
+        block, end = first_block + start // 4, min(start + piece, length)
+        words = word_rows(run_seed, stream, host, end - start, episode=episode, t=t, slot=slot, first_block=block)
+        rows[:, start:end] = fresh(tree_map(lambda x, a=start, b=end: x[a:b], table), words)
+    return rows

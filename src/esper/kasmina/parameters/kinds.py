@@ -18,8 +18,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
-Features = tuple[int, int, int]
-"""Channels, height and width."""
+Features = tuple[int, ...]
+"""Shape of the features of one example: (C, H, W) or (T, D)."""
 Found = TypeVar("Found")
 _found: dict[tuple[int, Features | None, str], tuple[object, Any]] = {}
 
@@ -31,6 +31,11 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
         _found[key] = (of, find())
     found: Found = _found[key][1]
     return found
+
+
+def num_channels(features: Features) -> int:
+    """C of (C, H, W), D of (T, D)."""
+    return features[-1] if len(features) == 2 else features[0]
 
 
 @tensor_dataclass
@@ -92,7 +97,7 @@ def seed_kind(blueprint: AbstractBlueprint, features: Features, device: torch.de
     """
 
     def build() -> nn.Module:
-        return with_keyed_dropout(blueprint.build(features[0]))
+        return with_keyed_dropout(blueprint.build(num_channels(features)))
 
     def find() -> Start:
         builds = build_twice(build)

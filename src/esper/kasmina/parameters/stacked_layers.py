@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.layers import LayerScale, TanhScale
+from esper.kasmina.blueprints.layers import LayerScale, Positions, TanhScale
 from esper.kasmina.parameters.dropout import draw_for, dropout_layers
 
 
@@ -32,6 +32,11 @@ def _flat_copy(tensor: Tensor | None) -> Tensor | None:
 def _side_by_side(x: Tensor, hosts: int) -> Tensor:
     """[B * G, C, ...] -> [B, G * C, ...]; a view where x is contiguous."""
     return x.reshape(x.shape[0] // hosts, hosts * x.shape[1], *x.shape[2:])
+
+
+def _by_host(x: Tensor, hosts: int) -> Tensor:
+    """[B * G, ...] -> [B, G, ...]."""
+    return x.reshape(x.shape[0] // hosts, hosts, *x.shape[1:])
 
 
 @final
@@ -98,8 +103,7 @@ class StackedLayerNorm(nn.LayerNorm):
         """[B * G, ..., D] -> the same."""
         hosts = self.weight.shape[0]
         between = (1,) * (x.dim() - 1 - len(self.normalized_shape))
-        normed = F.layer_norm(x, self.normalized_shape, eps=self.eps)
-        normed = normed.view(x.shape[0] // hosts, hosts, *x.shape[1:])
+        normed = _by_host(F.layer_norm(x, self.normalized_shape, eps=self.eps), hosts)
         scaled = normed * self.weight.view(hosts, *between, *self.normalized_shape)
         if self.bias is not None:
             scaled = scaled + self.bias.view(hosts, *between, *self.normalized_shape)
@@ -134,14 +138,34 @@ class StackedBatchNorm(nn.BatchNorm2d):
 
 
 @final
+class StackedEmbedding(nn.Embedding):
+    """Each host's own table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B * G, ...] -> [B * G, ..., D]."""
+        hosts = self.weight.shape[0]
+        numbers = torch.arange(hosts, device=x.device).view(-1, *(1,) * (x.dim() - 1))
+        # by two indices, because rows of a slab cannot be flattened into one table without a copy
+        return self.weight[numbers, _by_host(x, hosts)].flatten(0, 1)
+
+
+@final
+class StackedPositions(Positions):
+    """Each host's own positions."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[B * G, T, D] -> the same."""
+        return (_by_host(h, self.weight.shape[0]) + self.weight[:, : h.shape[1]]).view(h.shape)
+
+
+@final
 class StackedLayerScale(LayerScale):
     """One factor per host and channel."""
 
     def forward(self, h: Tensor) -> Tensor:
-        """[B * G, C, H, W] -> the same."""
-        hosts, channels = self.gamma.shape
-        scaled = h.view(h.shape[0] // hosts, hosts, *h.shape[1:]) * self.gamma.view(hosts, channels, 1, 1)
-        return scaled.view(h.shape)
+        """[B * G, C, H, W] or [B * G, T, D] -> the same."""
+        gamma = self.gamma[:, None] if h.dim() == 3 else self.gamma[:, :, None, None]
+        return (_by_host(h, gamma.shape[0]) * gamma).view(h.shape)
 
 
 @final
@@ -152,7 +176,7 @@ class StackedTanhScale(TanhScale):
         """[B * G, ...] -> the same."""
         hosts = self.strength.shape[0]
         factor = torch.tanh(self.strength).view(hosts, *(1,) * (h.dim() - 1))
-        return (h.view(h.shape[0] // hosts, hosts, *h.shape[1:]) * factor).view(h.shape)
+        return (_by_host(h, hosts) * factor).view(h.shape)
 
 
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
@@ -162,6 +186,8 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: StackedLayerNorm,
     nn.BatchNorm1d: StackedBatchNorm,
     nn.BatchNorm2d: StackedBatchNorm,
+    nn.Embedding: StackedEmbedding,
+    Positions: StackedPositions,
     LayerScale: StackedLayerScale,
     TanhScale: StackedTanhScale,
 }
@@ -176,7 +202,10 @@ def _unknown_layer(layer: nn.Module) -> bool:
         return owns
     zero_padded = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
     norm = isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d)
-    return not zero_padded or (norm and layer.weight is None)
+    special = isinstance(layer, nn.Embedding) and (
+        layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+    )
+    return not zero_padded or special or (norm and layer.weight is None)
 
 
 @final

@@ -1,0 +1,119 @@
+"""Blueprints for transformer hosts: h [B, T, D] -> delta of the same shape, where a token sees no later one.
+
+As for convolutional hosts, a new seed barely changes its host and all of its parameters receive gradients: each branch
+ends with a linear layer or a bounded factor that starts at zero.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as block_mask_kernel
+
+from esper.kasmina.blueprints.layers import CausalAttention, TanhScale, causal_attention, chain
+from esper.kasmina.blueprints.registry import BuiltinBlueprint
+from esper.leyline.stages import HostFamily
+
+_HEADS = 4
+_SMALLEST_HEAD = 16
+"""Values per head, below which the block-mask kernel does not run."""
+
+
+@final
+class NormShift(nn.Module):
+    """tanh(s) * (LN(h) - h) with a scalar s that starts at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gain = TanhScale()
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        shifted: Tensor = self.gain(self.norm(h) - h)
+        return shifted
+
+
+def norm(d: int) -> nn.Module:
+    """A step from h towards LN(h): 2 D + 1 parameters."""
+    return NormShift(d)
+
+
+def attention(d: int) -> nn.Module:
+    """Causal attention with 4 heads, or the most of 2 and 1 that divide D: 4 D^2 + 4 D parameters."""
+    return CausalAttention(d, math.gcd(d, _HEADS))
+
+
+def flex_attention(d: int) -> nn.Module:
+    """`attention`, computed by a kernel with a block mask on CUDA."""
+    return CausalAttention(d, math.gcd(d, _HEADS), attend=block_mask_attention)
+
+
+def lora(d: int) -> nn.Module:
+    """U V h of rank 8 (Hu et al. 2021): 16 D parameters."""
+    return _low_rank(d, 8)
+
+
+def lora_large(d: int) -> nn.Module:
+    """U V h of rank 32: 64 D parameters."""
+    return _low_rank(d, 32)
+
+
+def mlp_small(d: int) -> nn.Module:
+    """W2 GELU(W1 h + b1) + b2 of width 2 D: 4 D^2 + 3 D parameters."""
+    return _mlp(d, 2 * d)
+
+
+def mlp(d: int) -> nn.Module:
+    """The same of width 4 D: 8 D^2 + 5 D parameters."""
+    return _mlp(d, 4 * d)
+
+
+def _low_rank(d: int, rank: int) -> nn.Module:
+    return chain(down=nn.Linear(d, rank, bias=False), up=nn.Linear(rank, d, bias=False))
+
+
+def _mlp(d: int, width: int) -> nn.Module:
+    return chain(up=nn.Linear(d, width), act=nn.GELU(), down=nn.Linear(width, d))
+
+
+# -- the kernel with a block mask -------------------------------------------------------------------------------------
+
+
+def block_mask_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`causal_attention` within 1e-4, by PyTorch's flex attention where that has a kernel: on CUDA, in wide heads."""
+    if not q.is_cuda or q.shape[-1] < _SMALLEST_HEAD:
+        return causal_attention(q, k, v)
+    attended: Tensor = _compiled_kernel()(q, k, v, block_mask=_causal_blocks(q.shape[-2], q.device))
+    return attended
+
+
+@cache
+def _compiled_kernel() -> Callable[..., Any]:
+    return torch.compile(block_mask_kernel)
+
+
+@cache
+def _causal_blocks(tokens: int, device: torch.device) -> BlockMask:
+    return create_block_mask(_is_visible, None, None, tokens, tokens, device=device)
+
+
+def _is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+_ATTENTION = {"out.weight": 0.0, "out.bias": 0.0}
+_MLP = {"down.weight": 0.0, "down.bias": 0.0}
+TRANSFORMER_BLUEPRINTS = (
+    BuiltinBlueprint(HostFamily.TRANSFORMER, attention, _ATTENTION),
+    BuiltinBlueprint(HostFamily.TRANSFORMER, norm, {"gain.strength": 0.0}),
+    BuiltinBlueprint(HostFamily.TRANSFORMER, lora, {"up.weight": 0.0}),
+    BuiltinBlueprint(HostFamily.TRANSFORMER, lora_large, {"up.weight": 0.0}),
+    BuiltinBlueprint(HostFamily.TRANSFORMER, mlp_small, _MLP),
+    BuiltinBlueprint(HostFamily.TRANSFORMER, mlp, _MLP),
+    BuiltinBlueprint(HostFamily.TRANSFORMER, flex_attention, _ATTENTION),
+)

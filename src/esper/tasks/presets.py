@@ -3,7 +3,7 @@
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import digits, fashion_mnist
+from esper.tasks.datasets import cifar10, digits, fashion_mnist
 from esper.tasks.null import NullSpec
 from esper.tasks.registry import TaskSpec, register_task
 
@@ -42,6 +42,49 @@ FASHION_MNIST = register_task(
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
         min_training_epochs=5,
     )
+)
+
+_CIFAR = (
+    # base, blocks, kernel, pools; slots of a run; what a controller finds there
+    ("baseline", (8, 3, 3, 3), "r0c0 r0c1 r0c2", "a small but capable host."),
+    ("scale", (8, 5, 3, 5), "r0c0 r0c1 r0c2 r0c3 r0c4", "five blocks: where does depth pay?"),
+    ("impaired", (1, 3, 1, 3), "r0c0 r0c1 r0c2", "a host of 1, 2 and 4 channels that only growth can save."),
+    ("minimal", (2, 3, 1, 0), "r0c0 r0c1 r0c2", "as impaired, a little wider and without pooling."),
+    ("multichannel", (8, 3, 3, 3), "r0c0 r0c1 r0c2 r1c0 r1c1 r1c2", "baseline with slots before and after pooling."),
+    ("postpool", (16, 3, 3, 3), "r1c0 r1c1 r1c2", "slots after pooling, where seeds are cheap."),
+    ("highres", (16, 3, 3, 3), "r0c0 r0c1 r0c2", "slots before pooling, where seeds see more."),
+    (
+        "deep_multichannel",
+        (8, 5, 3, 5),
+        "r0c0 r0c1 r0c2 r0c3 r0c4 r1c0 r1c1 r1c2 r1c3 r1c4",
+        "scale with ten slots to coordinate.",
+    ),
+    (
+        "deep_impaired",
+        (2, 5, 1, 5),
+        "r0c0 r0c1 r0c2 r0c3 r0c4 r1c0 r1c1 r1c2 r1c3 r1c4",
+        "five narrow blocks, ten slots to coordinate.",
+    ),
+)
+CIFAR = tuple(
+    register_task(
+        TaskSpec(
+            name=f"cifar_{name}",
+            description=f"CIFAR-10; {intent}",
+            family=HostFamily.CNN,
+            host=CNNHostSpec(in_channels=3, base=base, blocks=blocks, kernel=kernel, pools=pools, classes=10),
+            load=cifar10.load,
+            source=cifar10.SOURCE,
+            enabled=tuple(slots.split()),
+            num_classes=10,
+            episode_length=150,
+            batch_train=512,
+            batch_val=1_000,
+            optimizer=OptimizerSpec(kind="sgd", host_lr=0.01, seed_lr=0.01),
+            min_training_epochs=10,
+        )
+    )
+    for name, (base, blocks, kernel, pools), slots, intent in _CIFAR
 )
 
 NULL = register_task(

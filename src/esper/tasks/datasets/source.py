@@ -45,6 +45,13 @@ class Source:
             )
         return best
 
+    def folder(self, data_dir: Path | None) -> Path | None:
+        """The folder in which `find` finds the first file, or None."""
+        try:
+            return self.find(data_dir)[0].parent
+        except DataError:
+            return None
+
     @property
     def expected(self) -> str:
         """The files in words, e.g. "text/a.txt or a.txt", "a, b (or .gz) in the data folder or its folder c"."""

@@ -88,11 +88,11 @@ def task(found: TaskSpec, data_dir: Path | None) -> list[str]:
     """One task: what it is, how it is trained, and its host with the slots."""
     lines = [f"{found.name}: {found.description}"]
     if found.host is not None:
-        optimizer = found.optimizer
+        optimizer, batches = found.optimizer, found.batches_per_step
         lines += [
             f"host: {words(found.host)}, {found.host.num_params():,} parameters",
-            f"training: {found.episode_length} steps, batches of {found.batch_train}, {optimizer.kind}, learning rate "
-            f"{optimizer.host_lr:g}",
+            f"training: {found.episode_length} steps of {batches or 'all'} batches of {found.batch_train}, "
+            f"{optimizer.kind}, learning rate {optimizer.host_lr:g}; measured by {found.objective.unit}",
             *(data_lines([found], data_dir) or ["data: embedded"]),
         ]
     return [*lines, "", *drawing(found)]

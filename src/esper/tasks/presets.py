@@ -1,11 +1,14 @@
 """The built-in tasks."""
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import cifar10, digits, fashion_mnist
+from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories
+from esper.tasks.datasets.tokenizers import ByteTokenizer, Tokenizer
 from esper.tasks.null import NullSpec
-from esper.tasks.objectives import Classification
+from esper.tasks.objectives import Classification, NextToken
 from esper.tasks.registry import TaskSpec, register_task
 
 DIGITS = register_task(
@@ -87,6 +90,62 @@ CIFAR = tuple(
     )
     for name, (base, blocks, kernel, pools), slots, intent in _CIFAR
 )
+
+TINYSHAKESPEARE = register_task(
+    TaskSpec(
+        name="tinyshakespeare",
+        description="Shakespeare's plays, byte by byte.",
+        family=HostFamily.TRANSFORMER,
+        host=TransformerHostSpec(
+            vocabulary=Shakespeare.vocabulary, width=128, heads=4, layers=4, segments=4, context=128, dropout=0.1
+        ),
+        load=Shakespeare(context=128),
+        source=SHAKESPEARE,
+        enabled=("r0c0", "r0c1", "r0c2", "r0c3"),
+        objective=NextToken(Shakespeare.vocabulary),
+        episode_length=60,
+        batch_train=32,
+        batch_val=64,
+        batches_per_step=50,
+        optimizer=OptimizerSpec(kind="adamw", host_lr=1e-3, seed_lr=1e-3),
+        min_training_epochs=5,
+        target_loss=1.5,
+        typical_loss_delta_std=0.1,
+        rent_weight=0.01,
+    )
+)
+
+
+def tinystories(name: str, tokenizer: Tokenizer) -> TaskSpec:
+    """The task of TinyStories in the tokens of a tokenizer; register it in a plugin.
+
+    For instance `register_task(tinystories("tinystories_gpt2", read_tokenizer(Path("gpt2/tokenizer.json"))))`.
+    """
+    vocabulary, context = tokenizer.vocabulary, 256
+    return TaskSpec(
+        name=name,
+        description="Short stories in simple words; one window never holds two stories.",
+        family=HostFamily.TRANSFORMER,
+        host=TransformerHostSpec(
+            vocabulary=vocabulary, width=384, heads=6, layers=6, segments=3, context=context, dropout=0.1
+        ),
+        load=Stories(context, tokenizer),
+        source=STORIES,
+        enabled=("r0c0", "r0c1", "r0c2"),
+        objective=NextToken(vocabulary),
+        episode_length=150,
+        batch_train=32,
+        batch_val=32,
+        batches_per_step=200,
+        optimizer=OptimizerSpec(kind="adamw", host_lr=3e-4, seed_lr=3e-4),
+        min_training_epochs=10,
+        target_loss=3.5,
+        typical_loss_delta_std=0.15,
+        rent_weight=0.01,
+    )
+
+
+TINYSTORIES = register_task(tinystories("tinystories", ByteTokenizer()))
 
 NULL = register_task(
     TaskSpec(

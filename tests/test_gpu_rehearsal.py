@@ -40,6 +40,10 @@ def test_the_compiled_phases_of_a_step():
     checks.check_control_plane(CPU)
 
 
+def test_attention_with_a_block_mask():
+    checks.check_block_mask_attention(CPU)
+
+
 def test_both_executors():
     checks.check_executors(CPU)
 

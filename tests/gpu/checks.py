@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from esper.kasmina.blueprints import blueprint_by_name
 from esper.leyline.pytree import flatten
-from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors, replace
 from esper.runs import kernels
 from esper.runs.build import dataset_of, engine_of, learner_of
@@ -230,3 +231,22 @@ def check_step_is_an_argument(device: torch.device, make_backend: MakeBackend) -
         now = replace(inputs, t=torch.full((), t, device=device))
         assert torch.equal(replayed(now, False).act.raw_features, step(now, False).act.raw_features)
         assert replayed(now, False).act.raw_features[0, 0].item() == pytest.approx(t / STEPS)
+
+
+def check_block_mask_attention(device: torch.device) -> None:
+    """The blueprint `flex_attention` computes `attention`, values and gradients, for several sequences and widths."""
+    generator = torch.Generator().manual_seed(0)
+    for width, tokens in ((24, 5), (128, 17), (128, 128), (384, 200)):
+        names = ("attention", "flex_attention")
+        layers = [blueprint_by_name(name, HostFamily.TRANSFORMER).build(width).to(device) for name in names]
+        for tensor, other in zip(*(layer.parameters() for layer in layers), strict=True):
+            with torch.no_grad():
+                other.copy_(tensor.copy_(torch.randn(tensor.shape, generator=generator) / width**0.5))
+        h, pull = (torch.randn(3, tokens, width, generator=generator).to(device) for _ in range(2))
+        passes = []
+        for layer in layers:
+            x = h.clone().requires_grad_()
+            y = layer(x)
+            passes.append((y.detach(), *torch.autograd.grad((y * pull).sum(), (x, *layer.parameters()))))
+        for want, got in zip(*passes, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-4 * max(1.0, float(want.abs().max())), rtol=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import (
     TINY,
+    check_block_mask_attention,
     check_captured_run,
     check_control_plane,
     check_decisions_and_rewards,
@@ -54,6 +55,10 @@ def test_nothing_is_compiled_after_the_first_round():
     engine.reset(client, 1)
     engine.rollout(client)
     assert graphs_compiled() == warm
+
+
+def test_attention_with_a_block_mask_is_attention():
+    check_block_mask_attention(CUDA)
 
 
 def test_a_replayed_policy_step_sees_the_step_number():

@@ -1,6 +1,6 @@
-"""Blueprints: what a seed computes, how it starts, and that all of it can learn."""
+"""Blueprints: what a seed computes, in numbers worked out by hand, and the registry."""
 
-from collections.abc import Callable
+import math
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import (
     AbstractBlueprint,
     GateNetwork,
@@ -16,124 +15,20 @@ from esper.kasmina.blueprints import (
     blueprint_by_name,
     names,
     num_blueprints,
-    num_gate_params,
     register,
     selectable,
+    transformer,
     unregister,
 )
 from esper.kasmina.blueprints.cnn import num_groups
+from esper.kasmina.blueprints.layers import LayerScale, causal_attention
 from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
-from esper.leyline.actions import STYLE_ALGORITHM
 from esper.leyline.errors import RegistryError
 from esper.leyline.random import Stream
-from esper.leyline.stages import Algorithm, HostFamily
+from esper.leyline.stages import HostFamily
 
 CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
-WIDTHS = (2, 4, 8, 16, 32, 64, 128)
-SIZES = (8, 1)
-
-# number of parameters at 8, 16, 32, 64 channels
-PARAMETERS = {
-    "conv_light": (600, 2352, 9312, 37056),
-    "attention": (40, 144, 544, 2112),
-    "norm": (17, 33, 65, 129),
-    "depthwise": (160, 448, 1408, 4864),
-    "bottleneck": (728, 880, 1184, 4544),
-    "conv_small": (88, 304, 1120, 4288),
-    "conv_heavy": (1192, 4688, 18592, 74048),
-}
-
-
-def newborn(build: Callable[[], nn.Module], birth: dict[str, float], seed: int = 0) -> tuple[Template, Tensor]:
-    """A module and one row of weights drawn for it."""
-    template = Template(deterministic_build(build))
-    table = init_table(build_twice(build), template.parameters, birth)
-    return template, fresh_rows(table, seed, Stream.SEED_INIT, torch.tensor([0]), t=1)[0].requires_grad_()
-
-
-def new_seed(name: str, channels: int) -> tuple[Template, Tensor]:
-    blueprint = blueprint_by_name(name, HostFamily.CNN)
-    return newborn(lambda: blueprint.build(channels), dict(blueprint.birth))
-
-
-def features(channels: int, size: int, batch: int = 16) -> Tensor:
-    return torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(channels * 31 + size))
-
-
-NO_BUFFERS = torch.zeros(0)
-
-
-@pytest.mark.parametrize("name", CNN_NAMES)
-def test_a_blueprint_has_the_tabulated_number_of_parameters(name):
-    blueprint = blueprint_by_name(name, HostFamily.CNN)
-    assert tuple(blueprint.num_params(c) for c in (8, 16, 32, 64)) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", CNN_NAMES)
-def test_build_already_has_the_constants_that_birth_declares(name):
-    blueprint = blueprint_by_name(name, HostFamily.CNN)
-    built = blueprint.build(8)
-    for parameter, value in blueprint.birth.items():
-        torch.testing.assert_close(
-            built.get_parameter(parameter), torch.full_like(built.get_parameter(parameter), value)
-        )
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("channels", WIDTHS)
-@pytest.mark.parametrize("name", CNN_NAMES)
-def test_a_newborn_keeps_the_shape_and_is_nearly_silent(name, channels, size):
-    template, row = new_seed(name, channels)
-    template.bind(row.detach(), NO_BUFFERS)
-    h = features(channels, size)
-    delta = template(h)
-    assert delta.shape == h.shape
-    assert delta.dtype == h.dtype
-    assert delta.abs().max() <= 0.1 * max(1.0, float(h.abs().max()))
-
-
-@pytest.mark.parametrize("active", [False, True], ids=["straight-through", "half-blended"])
-@pytest.mark.parametrize("algorithm", sorted(set(STYLE_ALGORITHM)), ids=lambda a: a.name)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("channels", [w if w in (2, 16) else pytest.param(w, marks=pytest.mark.slow) for w in WIDTHS])
-@pytest.mark.parametrize("name", CNN_NAMES)
-def test_every_parameter_has_a_gradient_within_two_training_steps(name, channels, size, algorithm, active):
-    seed, seed_row = new_seed(name, channels)
-    gate, gate_row = newborn(lambda: GateNetwork(channels), {}, seed=1)
-    h, pull = features(channels, size), features(channels, size).flip(0)
-    reached: dict[str, bool] = {}
-    for _ in range(2):
-        seed.bind(seed_row, NO_BUFFERS)
-        gate.bind(gate_row, NO_BUFFERS)
-        if active:
-            y = blend(h, seed(h), algorithm, torch.tensor(0.5), gate(h))
-        else:
-            y = blend(h, seed(h.detach()), algorithm, None, gate(h.detach()))
-        grads = torch.autograd.grad((y * pull).sum(), (seed_row, gate_row), materialize_grads=True)
-        for prefix, template, grad in (("seed.", seed, grads[0]), ("gate.", gate, grads[1])):
-            for tensor, value in template.parameters.unpack(grad).items():
-                assert value.isfinite().all()
-                reached[prefix + tensor] = reached.get(prefix + tensor, False) or bool(value.count_nonzero())
-        with torch.no_grad():
-            seed_row -= 0.02 * grads[0] / grads[0].norm().clamp(min=1.0)
-            gate_row -= 0.02 * grads[1] / grads[1].norm().clamp(min=1.0)
-    silent = {tensor for tensor, any_gradient in reached.items() if not any_gradient}
-    gate_tensors = {tensor for tensor in reached if tensor.startswith("gate.")}
-    assert silent == (set() if algorithm is Algorithm.GATE else gate_tensors)
-
-
-@pytest.mark.parametrize("channels", WIDTHS)
-@pytest.mark.parametrize("name", CNN_NAMES)
-def test_the_output_depends_on_the_input_even_on_a_1x1_map(name, channels):
-    template, row = new_seed(name, channels)
-    row = row.detach()
-    for tensor, value in template.parameters.unpack(row).items():
-        if tensor in ("excite.weight", "gain.strength"):  # zero at birth, where the answer to any input is zero
-            value.fill_(0.5)
-    template.bind(row, NO_BUFFERS)
-    delta = template(features(channels, 1))
-    assert (delta - delta[:1]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -185,19 +80,106 @@ def test_norm_moves_towards_the_normalized_features():
     torch.testing.assert_close((h + seed(h)).flatten(), torch.tensor([-1.0, 1.0]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("channels", "count"), [(2, 33), (4, 49), (8, 81), (16, 145), (32, 273), (64, 1057), (128, 4161), (384, 37057)]
-)
-def test_the_gate_network_has_the_tabulated_number_of_parameters(channels, count):
-    assert num_gate_params(channels) == count
-    assert sum(p.numel() for p in GateNetwork(channels).parameters()) == count
+def sequence(*tokens: tuple[float, ...]) -> Tensor:
+    """One example [1, T, D]."""
+    return torch.tensor([tokens])
 
 
-def test_the_gate_is_one_number_between_zero_and_one_per_example():
+def built(name: str, width: int) -> nn.Module:
+    return blueprint_by_name(name, HostFamily.TRANSFORMER).build(width).requires_grad_(False)
+
+
+def test_norm_of_sequences_moves_every_token_towards_its_own_normalized_features():
+    seed = built("norm", 2)
+    seed.gain.strength.fill_(100.0)  # tanh = 1: all the way
+    h = sequence((3.0, 7.0), (5.0, -1.0))
+    torch.testing.assert_close(h + seed(h), sequence((-1.0, 1.0), (1.0, -1.0)), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("lora", 8), ("lora_large", 32)])
+def test_lora_is_a_product_of_two_thin_matrices(name, rank):
+    seed = built(name, 2)
+    assert tuple(seed.down.weight.shape) == (rank, 2)
+    seed.down.weight.zero_()[-1] = torch.tensor([1.0, 2.0])
+    seed.up.weight[0, -1] = 3.0
+    torch.testing.assert_close(seed(sequence((1.0, 1.0), (0.0, -1.0))), sequence((9.0, 0.0), (-6.0, 0.0)))
+
+
+@pytest.mark.parametrize(("name", "width"), [("mlp_small", 4), ("mlp", 8)])
+def test_an_mlp_is_gelu_between_two_linear_maps(name, width):
+    seed = built(name, 2)
+    assert tuple(seed.up.weight.shape) == (width, 2)
+    for tensor in seed.parameters():
+        tensor.zero_()
+    seed.up.weight[:2, 0] = torch.tensor([1.0, -1.0])
+    seed.down.weight[1, :2] = 1.0
+    seed.down.bias[0] = 0.5
+    # GELU(1) + GELU(-1) = 0.8413447 - 0.1586553
+    torch.testing.assert_close(seed(sequence((1.0, 9.0), (0.0, 9.0))), sequence((0.5, 0.6826895), (0.5, 0.0)))
+
+
+@pytest.mark.parametrize("name", ["attention", "flex_attention"])
+def test_attention_with_equal_scores_is_the_mean_of_the_tokens_so_far(name):
+    seed = built(name, 4)
+    seed.qkv.weight.zero_()[8:] = torch.eye(4)
+    seed.qkv.bias.zero_()
+    seed.out.weight.copy_(2.0 * torch.eye(4))
+    h = sequence((0.0, 2.0, 1.0, 0.0), (4.0, 6.0, 1.0, 1.0))
+    torch.testing.assert_close(seed(h), sequence((0.0, 4.0, 2.0, 0.0), (4.0, 8.0, 2.0, 1.0)))
+
+
+def test_attention_weighs_tokens_by_the_softmax_of_their_scores():
+    seed = built("attention", 4)  # four heads of one value each
+    seed.qkv.bias.zero_()
+    seed.qkv.weight.copy_(torch.cat((torch.eye(4),) * 3))
+    seed.out.weight.copy_(torch.eye(4))
+    # of the second token: scores 1 * 2 and 1 * 1, so weights e^2 and e, over their sum
+    out = seed(sequence((2.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)))[0, 1]
+    torch.testing.assert_close(out, torch.tensor([(2 * math.e**2 + math.e) / (math.e**2 + math.e), 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(2, 2), (3, 1), (6, 2), (8, 4), (128, 4)])
+def test_attention_has_four_heads_or_as_many_of_them_as_divide_the_width(width, heads):
+    assert built("attention", width).heads == heads
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_kernel_with_a_block_mask_computes_the_same_attention():
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, 17, 130):  # more than one block of 128
+        q, k, v = (torch.randn(2, 4, tokens, 16, generator=generator) for _ in range(3))
+        blocks = transformer._causal_blocks(tokens, torch.device("cpu"))
+        found = transformer.block_mask_kernel(q, k, v, block_mask=blocks)
+        torch.testing.assert_close(found, causal_attention(q, k, v), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dims", [(3,), (3, 4)])
+def test_a_layer_scale_has_one_factor_per_channel_of_images_and_of_sequences(dims):
+    layer = LayerScale(2)
+    with torch.no_grad():
+        layer.gamma.copy_(torch.tensor([2.0, -3.0]))
+    h = torch.ones(1, 2, *dims) if len(dims) == 2 else torch.ones(1, *dims, 2)
+    channels = layer(h)[0, :, 0, 0] if len(dims) == 2 else layer(h)[0, 0]
+    assert channels.tolist() == [2.0, -3.0]
+
+
+def test_the_gate_of_images_is_one_number_between_zero_and_one_per_example():
     gate = deterministic_build(lambda: GateNetwork(4))(torch.randn(5, 4, 3, 3, generator=torch.Generator()))
     assert gate.shape == (5, 1, 1, 1)
     assert ((gate > 0) & (gate < 1)).all()
     assert gate.unique().numel() == 5
+
+
+def test_the_gate_of_sequences_sees_the_mean_of_the_tokens_so_far():
+    gate = GateNetwork(2).requires_grad_(False)
+    for tensor in gate.parameters():
+        tensor.zero_()
+    gate.hidden.weight[0] = torch.tensor([1.0, 0.0])
+    gate.out.weight[0, 0] = 1.0
+    weight = gate(sequence((2.0, 5.0), (-2.0, 5.0), (3.0, 5.0)))
+    # means 2, 0 and 1; SiLU(2) = 1.7615942, SiLU(1) = 0.7310586
+    expected = sequence((1.7615942,), (0.0,), (0.7310586,)).sigmoid()
+    torch.testing.assert_close(weight, expected)
 
 
 class Doubling(AbstractBlueprint):
@@ -221,6 +203,7 @@ def doubling():
 def test_built_in_indices_are_fixed():
     assert selectable(HostFamily.CNN)[:7] == (1, 2, 3, 4, 5, 6, 7)
     assert names()[:8] == ("noop", *CNN_NAMES)
+    assert selectable(HostFamily.TRANSFORMER)[:7] == (2, 3, 8, 9, 10, 11, 12)
     assert names()[8:13] == ("lora", "lora_large", "mlp_small", "mlp", "flex_attention")
     assert num_blueprints() >= 13
     for index, name in enumerate(CNN_NAMES, start=1):
@@ -306,7 +289,7 @@ def test_a_users_batch_norm_keeps_one_set_of_statistics_per_host(doubling):
         torch.arange(2),
     )
     buffers = template.buffers.pack({"1.running_mean": torch.zeros(2, 2), "1.running_var": torch.ones(2, 2)})
-    h = features(2, 4)
+    h = torch.randn(16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     template.train(True)
     template.bind(rows[0], buffers[0])
     template(h)

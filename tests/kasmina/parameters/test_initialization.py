@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
+from esper.kasmina.parameters import initialization
 from esper.kasmina.parameters.flat_layout import parameter_layout
 from esper.kasmina.parameters.initialization import (
     InitTable,
@@ -41,15 +42,20 @@ class Mixed(nn.Module):
         with torch.no_grad():
             self.halved.weight.mul_(0.5)
         self.table = nn.Embedding(3, 2, padding_idx=0)
+        self.words = nn.Embedding(30, 20)
+        self.small = nn.Linear(4, 3)
+        nn.init.normal_(self.small.weight, 0.5, 0.02)
         self.noise = nn.Parameter(torch.randn(7))
 
 
 BIRTH = {"out.weight": 0.0, "other": 0.25}
-INTERVALS = {  # centre and bound
+INTERVALS = {  # centre and half the width
     "conv.weight": (0, 1 / 6), "conv.bias": (0, 1 / 6), "depthwise.weight": (0, 1 / 3), "linear.weight": (0, 1 / 3),
     "linear.bias": (0, 1 / 3), "out.bias": (0, 1 / math.sqrt(5)), "attention.in_proj_weight": (0, 0.5),
     "attention.out_proj.weight": (0, 1 / math.sqrt(6)), "wide.weight": (2.5, 1.5),
+    "small.bias": (0, 0.5),
 }  # fmt: skip
+NORMALS = {"words.weight": (0, 1), "small.weight": (0.5, 0.02)}  # mean and standard deviation
 CONSTANTS = {
     "out.weight": 0.0, "other": 0.25, "norm.weight": 1.0, "norm.bias": 0.0, "attention.in_proj_bias": 0.0,
     "attention.out_proj.bias": 0.0, "silent.weight": 0.0, "silent.bias": 0.5,
@@ -65,24 +71,63 @@ def mixed_table() -> tuple[nn.Module, InitTable]:
 def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_set():
     module, table = mixed_table()
     layout = parameter_layout(module)
-    starts = INTERVALS | {name: (value, 0) for name, value in CONSTANTS.items()} | dict.fromkeys(REBUILT, (0, 0))
+    constants = {name: (value, 0) for name, value in CONSTANTS.items()}
+    starts = INTERVALS | NORMALS | constants | dict.fromkeys(REBUILT, (0, 0))
     assert starts.keys() == {spec.name for spec in layout.tensors}
     found = zip(layout.unpack(table.centre).items(), layout.unpack(table.spread).values(), strict=True)
-    for (name, centre), bound in found:
+    for (name, centre), spread in found:
         torch.testing.assert_close(centre, torch.full_like(centre, starts[name][0]), msg=name)
-        torch.testing.assert_close(bound, torch.full_like(bound, starts[name][1]), msg=name)
-    rebuilt = layout.unpack(table.rebuilt.float())
-    assert {name for name, mask in rebuilt.items() if mask.all()} == REBUILT
-    assert not any(mask.any() for name, mask in rebuilt.items() if name not in REBUILT)
+        torch.testing.assert_close(spread, torch.full_like(spread, starts[name][1]), msg=name)
+    for marked, names in ((table.rebuilt, REBUILT), (table.normal, NORMALS.keys())):
+        masks = layout.unpack(marked.float())
+        assert {name for name, mask in masks.items() if mask.all()} == names
+        assert not any(mask.any() for name, mask in masks.items() if name not in names)
 
 
-def test_a_word_becomes_a_weight_by_centre_plus_bound_times_two_u_minus_one():
+def test_a_module_without_normal_draws_has_no_mask_of_them():
+    builds = build_twice(lambda: nn.Linear(2, 2))
+    assert init_table(builds, parameter_layout(builds.module), {}).normal is None
+
+
+def test_a_word_becomes_a_weight_by_centre_plus_spread_times_two_u_minus_one():
     never = torch.zeros(3, dtype=torch.bool)
     table = InitTable(spread=torch.tensor([2.0, 0.0, 1.0]), centre=torch.tensor([0.0, 7.0, 10.0]), rebuilt=never)
     words = torch.tensor([[0, 0, 2**31], [2**32 - 1, 5, 3 * 2**30]])
     # u = 0, -, 1/2 and 1 - 2^-24, -, 3/4
     expected = torch.tensor([[-2.0, 7.0, 10.0], [2.0 * (1 - 2.0**-23), 7.0, 10.5]])
     assert torch.equal(fresh(table, words), expected)
+
+
+def test_a_word_becomes_a_normal_weight_by_the_quantile_of_its_uniform_number():
+    always = torch.ones(4, dtype=torch.bool)
+    table = InitTable(
+        spread=torch.tensor([1.0, 0.02, 1.0, 1.0]), centre=torch.tensor([0.0, 3.0, 0.0, 0.0]), rebuilt=~always,
+        normal=always,
+    )  # fmt: skip
+    words = torch.tensor([[2**31, 3 * 2**30, 0, 2**32 - 1]])
+    # u = 1/2, 3/4, 2^-25 and 1 - 2^-25; the upper quartile is at 0.6744898
+    expected = torch.tensor([[0.0, 3.0 + 0.02 * 0.6744898, -5.4199, 5.4199]])
+    torch.testing.assert_close(fresh(table, words), expected, atol=1e-4, rtol=0)
+
+
+def test_normal_weights_have_their_moments_and_their_tails():
+    module, table = mixed_table()
+    rows = fresh_rows(table, 3, Stream.SEED_INIT, torch.arange(200), t=4, slot=2)
+    z = parameter_layout(module).unpack(rows)["words.weight"].flatten()  # 120,000 numbers
+    assert abs(float(z.mean())) < 0.012  # standard error 0.003
+    assert abs(float(z.var()) - 1.0) < 0.02
+    assert abs(float(z.pow(4).mean()) - 3.0) < 0.15
+    assert abs(float((z.abs() > 1.959964).float().mean()) - 0.05) < 0.003
+
+
+@pytest.mark.parametrize("at_once", [4, 100, 2400])
+def test_weights_drawn_in_pieces_are_those_drawn_at_once(monkeypatch, at_once):
+    _, table = mixed_table()
+    key = {"run_seed": 3, "stream": Stream.SEED_INIT, "host": torch.arange(3), "t": 4, "first_block": 2**31}
+    whole = fresh_rows(table, **key)
+    assert whole.shape[1] % 2400
+    monkeypatch.setattr(initialization, "_WORDS_AT_ONCE", at_once)
+    assert torch.equal(fresh_rows(table, **key), whole)
 
 
 def test_drawn_weights_fill_their_interval_evenly_and_padding_stays_zero():

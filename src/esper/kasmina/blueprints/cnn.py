@@ -45,8 +45,6 @@ class ChannelAttention(nn.Module):
         self.squeeze = nn.Linear(channels, width, bias=False)
         self.act = nn.SiLU()
         self.excite = nn.Linear(width, channels)
-        nn.init.zeros_(self.excite.weight)
-        nn.init.zeros_(self.excite.bias)
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""

@@ -59,7 +59,10 @@ class BuiltinBlueprint(AbstractBlueprint):
 
     def build(self, channels: int) -> nn.Module:
         """The network for features with `channels` channels."""
-        return self._network(channels)
+        network = self._network(channels)
+        for name, value in self.birth.items():
+            nn.init.constant_(network.get_parameter(name), value)
+        return network
 
 
 _names: list[str] = list(BUILTIN_NAMES)

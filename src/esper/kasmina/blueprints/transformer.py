@@ -99,11 +99,7 @@ def _compiled_kernel() -> Callable[..., Any]:
 
 @cache
 def _causal_blocks(tokens: int, device: torch.device) -> BlockMask:
-    return create_block_mask(_is_visible, None, None, tokens, tokens, device=device)
-
-
-def _is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
+    return create_block_mask(lambda batch, head, query, key: query >= key, None, None, tokens, tokens, device=device)
 
 
 _ATTENTION = {"out.weight": 0.0, "out.bias": 0.0}

@@ -1,0 +1,290 @@
+"""What holds for every blueprint of every family, users' included: its size, its birth, its gradients, its shapes."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blending import blend
+from esper.kasmina.blueprints import (
+    AbstractBlueprint,
+    GateNetwork,
+    blueprint_at,
+    blueprint_by_name,
+    num_gate_params,
+    register,
+    selectable,
+    unregister,
+)
+from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, chain
+from esper.kasmina.parameters.flat_layout import Template
+from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
+from esper.kasmina.parameters.stacked_layers import stack_layers
+from esper.kasmina.parameters.stacking_trial import way_to_stack
+from esper.leyline.actions import STYLE_ALGORITHM
+from esper.leyline.random import Stream
+from esper.leyline.stages import Algorithm, HostFamily
+
+CNN, TRANSFORMER = HostFamily.CNN, HostFamily.TRANSFORMER
+CNN_NAMES = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
+TRANSFORMER_NAMES = ("attention", "norm", "lora", "lora_large", "mlp_small", "mlp", "flex_attention")
+
+
+class Own(AbstractBlueprint):
+    """A user's blueprint, one layer and a layer scale, for images or sequences."""
+
+    name, birth = "own", {"scale.gamma": BIRTH_SCALE}
+
+    def __init__(self, family: HostFamily) -> None:
+        self.family = family
+
+    def build(self, channels: int) -> nn.Module:
+        layer = nn.Conv2d(channels, channels, 3, padding=1) if self.family is CNN else nn.Linear(channels, channels)
+        return chain(layer=layer, scale=LayerScale(channels))
+
+
+@pytest.fixture(autouse=True)
+def own() -> Iterator[None]:
+    for family in (CNN, TRANSFORMER):
+        register(Own(family))
+    yield
+    unregister("own")
+
+
+class Case(NamedTuple):
+    """A blueprint and the features [C, H, W] or [T, D] of one example."""
+
+    family: HostFamily
+    name: str
+    features: tuple[int, ...]
+
+    @property
+    def channels(self) -> int:
+        return self.features[0] if self.family is CNN else self.features[-1]
+
+    @property
+    def blueprint(self) -> AbstractBlueprint:
+        return blueprint_by_name(self.name, self.family)
+
+    def __str__(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.features))}"
+
+
+IMAGES = ((2, 1, 1), (2, 7, 5), (16, 1, 3), (16, 5, 7))
+MORE_IMAGES = tuple((channels, *size) for channels in (4, 8, 32, 64, 128) for size in ((8, 8), (1, 1), (3, 7)))
+SEQUENCES = ((1, 6), (3, 16), (17, 6), (17, 128))
+MORE_SEQUENCES = ((1, 384), (3, 128), (17, 384), (1, 2))
+
+
+def cases(images: tuple, sequences: tuple) -> list[Case]:
+    of_images = [Case(CNN, name, shape) for name in (*CNN_NAMES, "own") for shape in images]
+    return of_images + [Case(TRANSFORMER, name, shape) for name in (*TRANSFORMER_NAMES, "own") for shape in sequences]
+
+
+CASES = cases(IMAGES, SEQUENCES)
+ALL_CASES = [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in cases(MORE_IMAGES, MORE_SEQUENCES))]
+ALGORITHMS = sorted(set(STYLE_ALGORITHM))
+every_case = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+NO_BUFFERS = torch.zeros(0)
+
+
+class Newborn(NamedTuple):
+    """A module and the row of weights that it runs on."""
+
+    template: Template
+    row: Tensor
+
+    def __call__(self, h: Tensor) -> Tensor:
+        self.template.bind(self.row, NO_BUFFERS)
+        return self.template(h)
+
+
+def newborn(build: Callable[[], nn.Module], birth: dict[str, float], seed: int = 0) -> Newborn:
+    template = Template(deterministic_build(build))
+    table = init_table(build_twice(build), template.parameters, birth)
+    assert not table.rebuilt.any()
+    row = fresh_rows(table, seed, Stream.SEED_INIT, torch.tensor([0]), t=1)[0]
+    return Newborn(template, row.requires_grad_())
+
+
+def new_seed(case: Case) -> Newborn:
+    return newborn(lambda: case.blueprint.build(case.channels), dict(case.blueprint.birth))
+
+
+def new_gate(channels: int) -> Newborn:
+    return newborn(lambda: GateNetwork(channels), {}, seed=1)
+
+
+def features(case: Case, batch: int = 8) -> Tensor:
+    return torch.randn(batch, *case.features, generator=torch.Generator().manual_seed(sum(case.features)))
+
+
+def grown_up(case: Case) -> Newborn:
+    """A seed whose weights are all random, so that its output is not close to zero."""
+    seed = new_seed(case)
+    generator = torch.Generator().manual_seed(3)
+    return Newborn(seed.template, 0.5 * torch.randn(seed.row.shape, generator=generator))
+
+
+# -- size -------------------------------------------------------------------------------------------------------------
+
+FORMULAS: dict[tuple[HostFamily, str], Callable[[int], int]] = {
+    (CNN, "conv_light"): lambda c: 9 * c**2 + 3 * c,
+    (CNN, "attention"): lambda c: 2 * c * max(1, c // 4) + c,
+    (CNN, "norm"): lambda c: 2 * c + 1,
+    (CNN, "depthwise"): lambda c: c**2 + 12 * c,
+    (CNN, "bottleneck"): lambda c: 2 * c * max(8, c // 4) + 9 * max(8, c // 4) ** 2 + 3 * c,
+    (CNN, "conv_small"): lambda c: c**2 + 3 * c,
+    (CNN, "conv_heavy"): lambda c: 18 * c**2 + 5 * c,
+    (CNN, "own"): lambda c: 9 * c**2 + 2 * c,
+    (TRANSFORMER, "attention"): lambda d: 4 * d**2 + 4 * d,
+    (TRANSFORMER, "flex_attention"): lambda d: 4 * d**2 + 4 * d,
+    (TRANSFORMER, "norm"): lambda d: 2 * d + 1,
+    (TRANSFORMER, "lora"): lambda d: 16 * d,
+    (TRANSFORMER, "lora_large"): lambda d: 64 * d,
+    (TRANSFORMER, "mlp_small"): lambda d: 4 * d**2 + 3 * d,
+    (TRANSFORMER, "mlp"): lambda d: 8 * d**2 + 5 * d,
+    (TRANSFORMER, "own"): lambda d: d**2 + 2 * d,
+}
+TABLE = {  # at 8, 16, 32 and 64 channels, or widths 128 and 384
+    (CNN, "conv_light"): (600, 2352, 9312, 37056),
+    (CNN, "attention"): (40, 144, 544, 2112),
+    (CNN, "norm"): (17, 33, 65, 129),
+    (CNN, "depthwise"): (160, 448, 1408, 4864),
+    (CNN, "bottleneck"): (728, 880, 1184, 4544),
+    (CNN, "conv_small"): (88, 304, 1120, 4288),
+    (CNN, "conv_heavy"): (1192, 4688, 18592, 74048),
+    (TRANSFORMER, "norm"): (257, 769),
+    (TRANSFORMER, "attention"): (66048, 591360),
+    (TRANSFORMER, "flex_attention"): (66048, 591360),
+    (TRANSFORMER, "lora"): (2048, 6144),
+    (TRANSFORMER, "lora_large"): (8192, 24576),
+    (TRANSFORMER, "mlp_small"): (65920, 590976),
+    (TRANSFORMER, "mlp"): (131712, 1181568),
+}
+
+
+def test_all_blueprints_of_a_family_are_examined_here():
+    for family in (CNN, TRANSFORMER):
+        names = {blueprint_at(index, family).name for index in selectable(family)}
+        assert names == {name for of, name in FORMULAS if of is family} == {c.name for c in CASES if c.family is family}
+
+
+@pytest.mark.parametrize(("family", "name"), FORMULAS)
+def test_a_blueprint_has_as_many_parameters_as_its_formula_says(family, name):
+    blueprint, formula = blueprint_by_name(name, family), FORMULAS[family, name]
+    widths = (8, 16, 32, 64) if family is CNN else (128, 384)
+    counts = tuple(blueprint.num_params(width) for width in widths)
+    assert counts == tuple(formula(width) for width in widths)
+    assert counts == TABLE.get((family, name), counts)
+    assert [blueprint.num_params(width) for width in (2, 6)] == [formula(2), formula(6)]
+
+
+@pytest.mark.parametrize(
+    ("channels", "count"), [(2, 33), (4, 49), (8, 81), (16, 145), (32, 273), (64, 1057), (128, 4161), (384, 37057)]
+)
+def test_the_gate_network_has_the_tabulated_number_of_parameters(channels, count):
+    assert num_gate_params(channels) == count
+    assert sum(p.numel() for p in GateNetwork(channels).parameters()) == count
+
+
+# -- birth ------------------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_a_newborn_keeps_the_shape_and_barely_changes_its_host(case):
+    h = features(case)
+    delta = new_seed(case)(h)
+    assert delta.shape == h.shape
+    assert delta.dtype == h.dtype
+    assert delta.abs().max() <= 0.1 * max(1.0, float(h.abs().max()))
+
+
+@pytest.mark.parametrize("case", cases(IMAGES[-1:], SEQUENCES[-1:]), ids=str)
+def test_build_already_has_the_constants_that_birth_declares(case):
+    built = case.blueprint.build(case.channels)
+    assert case.blueprint.birth
+    for name, value in case.blueprint.birth.items():
+        assert torch.equal(built.get_parameter(name), torch.full_like(built.get_parameter(name), value))
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("active", [False, True], ids=["hidden", "half-blended"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
+@every_case
+def test_every_parameter_has_a_gradient_within_two_training_steps(case, algorithm, active):
+    seed, gate, h = new_seed(case), new_gate(case.channels), features(case)
+    alpha, x, pull = torch.tensor(0.5) if active else None, h if active else h.detach(), h.flip(0)
+    reached: set[str] = set()
+    for _ in range(2):
+        y = blend(h, seed(x), algorithm, alpha, gate(x) if algorithm is Algorithm.GATE else None)
+        grads = torch.autograd.grad((y * pull).sum(), (seed.row, gate.row), materialize_grads=True)
+        for prefix, module, grad in (("seed.", seed, grads[0]), ("gate.", gate, grads[1])):
+            assert grad.isfinite().all()
+            per_tensor = module.template.parameters.unpack(grad)
+            reached |= {prefix + name for name, value in per_tensor.items() if value.count_nonzero()}
+        with torch.no_grad():
+            for module, grad in zip((seed, gate), grads, strict=True):
+                module.row.sub_(0.02 * grad / grad.norm().clamp(min=1.0))
+    expected = {f"seed.{spec.name}" for spec in seed.template.parameters.tensors}
+    if algorithm is Algorithm.GATE:
+        expected |= {f"gate.{spec.name}" for spec in gate.template.parameters.tensors}
+    assert reached == expected
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_isolated_seed_never_changes_the_gradient_of_its_host_except_as_a_factor(case, algorithm):
+    seed, gate, h = grown_up(case), new_gate(case.channels), features(case).requires_grad_()
+    pull, delta = h.detach().flip(0), seed(h.detach())
+    weight = gate(h.detach()) if algorithm is Algorithm.GATE else None
+    hidden, active = (blend(h, delta, algorithm, alpha, weight) for alpha in (None, torch.tensor(0.5)))
+    assert torch.equal(hidden, h)
+    for_hidden, for_active = (torch.autograd.grad((y * pull).sum(), h, retain_graph=True)[0] for y in (hidden, active))
+    assert torch.equal(for_hidden, pull)
+    factor = 1.0 + 0.5 * torch.tanh(delta) if algorithm is Algorithm.MULTIPLY else torch.ones(())
+    torch.testing.assert_close(for_active, pull * factor, rtol=0, atol=0 if factor.dim() == 0 else 1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_seed_that_is_not_isolated_adds_its_own_gradient_to_that_of_its_host(case, algorithm):
+    seed, gate, h = grown_up(case), new_gate(case.channels), features(case).requires_grad_()
+    y = blend(h, seed(h), algorithm, torch.tensor(0.5), gate(h) if algorithm is Algorithm.GATE else None)
+    pull = h.detach().flip(0)
+    (grad,) = torch.autograd.grad((y * pull).sum(), h)
+    assert grad.isfinite().all()
+    assert (grad - pull).abs().max() > 1e-4
+
+
+# -- many hosts, and the future ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.features != (2, 1, 1)], ids=str)  # two values: rounding grows
+def test_stacked_layers_give_every_host_the_results_of_its_own_module(case):
+    for name, build in (
+        (case.name, lambda: case.blueprint.build(case.channels)),
+        ("gate", lambda: GateNetwork(case.channels)),
+    ):
+        assert way_to_stack(name, deterministic_build(build), torch.zeros(1, *case.features)) is stack_layers
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.family is TRANSFORMER and c.features[0] > 1], ids=str)
+def test_a_token_sees_no_later_one(case):
+    h = features(case)
+    changed = h.clone()
+    changed[:, 2:] += 1.0
+    for module in (grown_up(case), new_gate(case.channels)):
+        before, after = module(h), module(changed)
+        assert torch.equal(before[:, :2], after[:, :2])
+        assert not torch.equal(before[:, 2:], after[:, 2:])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_output_depends_on_the_input_even_of_a_single_place(case):
+    delta = grown_up(case)(features(case))
+    assert (delta - delta[:1]).abs().max() > 1e-4

@@ -1,0 +1,312 @@
+"""The transformer host: its points, its size, its forward pass, alone and among others."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints.layers import CausalAttention
+from esper.kasmina.hosts.host import Apply, HostSpec
+from esper.kasmina.hosts.slots import InjectionPoint, Surface
+from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
+from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
+from esper.kasmina.parameters.flat_layout import StackedTemplate, buffer_layout, parameter_layout
+from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
+from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers
+from esper.leyline.errors import ConfigError
+from esper.leyline.random import Stream
+from esper.tasks.objectives import NextToken
+
+SLOTS = ("r0c0", "r0c1")
+
+
+def spec(**changes: float) -> TransformerHostSpec:
+    small = {"vocabulary": 11, "width": 8, "heads": 2, "layers": 4, "segments": 2, "context": 9}
+    return TransformerHostSpec(**(small | changes))
+
+
+def host(slots=SLOTS, tokens: int = 7, **changes: float) -> TransformerHost:
+    return deterministic_build(lambda: TransformerHost(spec(**changes), slots, tokens=tokens))
+
+
+def text(rows: int = 3, tokens: int = 7, vocabulary: int = 11, seed: int = 0) -> Tensor:
+    return torch.randint(vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def unchanged(slot_id: str, h: Tensor) -> Tensor:
+    return h
+
+
+SHAKESPEARE = {"vocabulary": 256, "width": 128, "heads": 4, "layers": 4, "segments": 4, "context": 128}
+STORIES = {"vocabulary": 50257, "width": 384, "heads": 6, "layers": 6, "segments": 3, "context": 256}
+
+
+@pytest.mark.parametrize(
+    ("of", "count"),
+    [
+        (SHAKESPEARE, 842_496),
+        (STORIES, 30_044_544),
+        (STORIES | {"vocabulary": 257}, 10_844_544),
+        ({}, 20 * 8 + 4 * (12 * 64 + 13 * 8) + 16),
+    ],
+)
+def test_hosts_of_the_presets_have_the_tabulated_size(of, count):
+    of = spec(**of)
+    assert of.num_params() == count
+    with torch.device("meta"):
+        built = TransformerHost(of, ["r0c0"], tokens=of.context)
+    assert sum(p.numel() for p in built.parameters()) == count
+
+
+def test_points_end_the_segments_and_are_met_in_the_order_of_the_forward_pass():
+    assert isinstance(spec(), HostSpec)
+    assert spec().points() == (
+        InjectionPoint(slot_id="r0c0", channels=8, surface=Surface.BLOCK_END, order=0, position=0.5),
+        InjectionPoint(slot_id="r0c1", channels=8, surface=Surface.BLOCK_END, order=1, position=1.0),
+    )
+    met = {}
+    built = host()
+    logits = built(text(), lambda slot_id, h: met.setdefault(slot_id, h))
+    assert tuple(met) == built.execution_order() == SLOTS
+    assert {h.shape for h in met.values()} == {(3, *built.features(built.enabled[0]))} == {(3, 7, 8)}
+    assert logits.shape == (3, 7, 11)
+
+
+def test_disabled_slots_do_not_exist_and_the_order_of_their_list_does_not_matter():
+    met = []
+    built = host(slots=["r0c1"])
+    built(text(), lambda slot_id, h: met.append(slot_id) or h)
+    assert met == ["r0c1"] == [point.slot_id for point in built.enabled]
+    assert host(slots=["r0c1", "r0c0"]).enabled == spec().points()
+
+
+def test_the_forward_pass_equals_the_layers_written_out():
+    built, x = host(layers=2, heads=1), text()
+    weights = {name: tensor.detach() for name, tensor in built.named_parameters()}
+
+    def normed(name: str, h: Tensor) -> Tensor:
+        return F.layer_norm(h, (8,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def mapped(name: str, h: Tensor) -> Tensor:
+        return h @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    h = weights["embedding.weight"][x] + weights["positions.weight"][:7]
+    for i, change in enumerate((2.0, -3.0)):
+        q, k, v = mapped(f"layers.{i}.attention.qkv", normed(f"layers.{i}.norm1", h)).chunk(3, dim=-1)
+        scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(7, 7).triu(1) > 0, -math.inf)
+        h = h + mapped(f"layers.{i}.attention.out", scores.softmax(dim=-1) @ v)
+        h = h + mapped(f"layers.{i}.down", F.gelu(mapped(f"layers.{i}.up", normed(f"layers.{i}.norm2", h))))
+        h = h * change
+    expected = normed("norm", h) @ weights["embedding.weight"].T
+    found = built(x, lambda slot_id, h: h * {"r0c0": 2.0, "r0c1": -3.0}[slot_id])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_token_does_not_move_the_logits_before_it():
+    built, x = host().eval(), text()
+    changed = x.clone()
+    changed[:, 4] = (x[:, 4] + 1) % 11
+    before, after = built(x, unchanged), built(changed, unchanged)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert (before[:, 4:] != after[:, 4:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3)])
+def test_a_sequence_does_not_see_the_others(rows):
+    built, x = host().eval(), text()
+    torch.testing.assert_close(built(x, unchanged)[rows], built(x[rows], unchanged))
+
+
+# -- initialization ---------------------------------------------------------------------------------------------------
+
+
+def drawn_weights(num_hosts: int, **changes: int) -> dict[str, Tensor]:
+    builds = build_twice(lambda: TransformerHost(spec(**changes), ["r0c0"], tokens=7))
+    layout = parameter_layout(builds.module)
+    table = init_table(builds, layout, {})
+    assert not table.rebuilt.any()  # a host is drawn, not built again
+    return layout.unpack(fresh_rows(table, 5, Stream.HOST_INIT, torch.arange(num_hosts)))
+
+
+def test_weights_are_normal_with_standard_deviation_0_02_and_biases_are_zero():
+    for name, values in drawn_weights(8, width=32).items():
+        if values.dim() == 3:
+            assert abs(float(values.std()) / 0.02 - 1.0) < 0.06, name  # 2,304 numbers or more
+            assert abs(float(values.mean())) < 0.0015, name
+        else:
+            assert torch.equal(values, torch.full_like(values, "norm" in name and name.endswith("weight"))), name
+
+
+def test_a_new_host_guesses_no_better_and_no_worse_than_blindly():
+    built, x = host(vocabulary=256, width=32), text(8, vocabulary=256)
+    objective = NextToken(vocabulary=256)
+    scores = objective.scores(built(x, unchanged).detach(), text(8, vocabulary=256, seed=1))
+    assert abs(float(scores.loss.sum() / scores.weight.sum()) - objective.blind_loss) < 0.05
+
+
+def test_the_output_is_tied_to_the_embedding():
+    built = host()
+    assert built.output.weight is built.embedding.weight
+    assert [spec.name for spec in parameter_layout(built).tensors if spec.aliases] == ["embedding.weight"]
+
+
+def test_a_rebuilt_host_has_the_same_architecture_and_other_weights():
+    built = host(slots=["r0c1"])
+    other = deterministic_build(built.rebuild, seed=1)
+    assert (other.spec, other.enabled, other.tokens) == (built.spec, built.enabled, built.tokens)
+    assert not torch.equal(other.embedding.weight, built.embedding.weight)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "largest"),
+    [({}, 7 * 32), ({"vocabulary": 100}, 7 * 100), ({"width": 8, "heads": 8}, 8 * 7 * 7)],
+)
+def test_the_largest_activation_is_that_of_the_mlp_the_logits_or_the_attention(changes, largest):
+    built = host(**changes)
+    assert built.largest_activation == largest
+    sizes = [built.spec.heads * 7 * 7]
+
+    def note(module: nn.Module, inputs: object, output: Tensor) -> None:
+        sizes.append(output.numel() // 3)
+
+    for module in built.modules():
+        module.register_forward_hook(note)
+    built(text(), unchanged)
+    assert max(sizes) == largest
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_keyed_and_leaves_evaluation_and_the_global_generator_alone():
+    built, x = host(dropout=0.2), text()
+    layers = dropout_layers(built)
+    assert len(layers) == 1 + 3 * 4
+    assert dropout_layers(host()) == ()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+
+    def passed(seed: int) -> Tensor:
+        draw_for(layers, Draws(Moment(seed), torch.tensor([4]), 2))
+        return built.train()(x, unchanged)
+
+    first = passed(0)
+    assert torch.equal(passed(0), first)
+    assert not torch.equal(passed(1), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    plain = host()
+    plain.load_state_dict(built.state_dict())
+    assert torch.equal(built.eval()(x, unchanged), plain.eval()(x, unchanged))
+
+
+def test_attention_drops_weights_in_training_and_scales_those_that_stay():
+    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(4, 2, dropout=0.25))).train()
+    with torch.no_grad():
+        layer.qkv.weight.zero_()
+        layer.qkv.bias.copy_(torch.tensor([0.0] * 8 + [1.0] * 4))  # equal scores, all values 1
+        layer.out.weight.copy_(torch.eye(4))
+        layer.out.bias.zero_()
+    draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
+    sums = layer(torch.zeros(500, 2, 4)).detach()
+    # a first token has one weight of 1, a second one two of 1/2; each that stays becomes 4/3 as large
+    assert {round(value, 4) for value in sums[:, 0].unique().tolist()} == {0.0, 1.3333}
+    assert {round(value, 4) for value in sums[:, 1].unique().tolist()} == {0.0, 0.6667, 1.3333}
+    assert abs(float(sums.mean()) - 1.0) < 0.05
+
+
+def test_dropout_that_keeps_everything_gives_the_attention_of_evaluation():
+    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=1e-9)))
+    h = torch.randn(3, 7, 8, generator=torch.Generator().manual_seed(0))
+    draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
+    torch.testing.assert_close(layer.train()(h), layer.eval()(h))
+
+
+# -- many hosts at once -----------------------------------------------------------------------------------------------
+
+
+def test_stacked_hosts_give_each_host_its_own_logits_and_gradients():
+    num_hosts, rows, built = 3, 2, host(dropout=0.1)
+    assert can_stack_layers(built)
+    layout = parameter_layout(built)
+    slab = torch.randn(num_hosts, layout.total + 5, generator=torch.Generator().manual_seed(1))[:, : layout.total] * 0.3
+    x = text(rows * num_hosts).view(rows, num_hosts, 7)
+    pull = torch.randn(rows, num_hosts, 7, 11, generator=torch.Generator().manual_seed(2))
+
+    def half(slot_id: str, h: Tensor) -> Tensor:
+        return 0.5 * h
+
+    stacked = StackedTemplate(stack_layers(built), layout, buffer_layout(built))
+    leaves = tuple(view.requires_grad_() for view in stacked.views(slab))
+    stacked.train(True)
+    stacked.bind(leaves, ())
+    draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(num_hosts), 0))
+    together = stacked(x.flatten(0, 1), half).unflatten(0, (rows, num_hosts))
+    grads = torch.autograd.grad((together * pull).sum(), leaves)
+    for g in range(num_hosts):
+        logits, own = alone(
+            built, layout.unpack(slab[g]), Draws(Moment(0), torch.tensor([g]), 0), x[:, g], half, pull[:, g]
+        )
+        torch.testing.assert_close(together[:, g], logits, atol=2e-5, rtol=1e-4)
+        for name, ours, theirs in zip(own, (grad[g] for grad in grads), own.values(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def alone(
+    built: TransformerHost, weights: dict[str, Tensor], draws: Draws, x: Tensor, apply: Apply, pull: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients of one host by itself."""
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    draw_for(dropout_layers(built), draws)
+    logits = torch.func.functional_call(built.train(), leaves, (x, apply), tie_weights=True)
+    grads = torch.autograd.grad((logits * pull).sum(), tuple(leaves.values()))
+    return logits, dict(zip(leaves, grads, strict=True))
+
+
+@pytest.mark.parametrize("option", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_embeddings_with_options_that_their_stacked_form_lacks_are_not_stacked(option):
+    assert can_stack_layers(nn.Embedding(3, 2))
+    assert not can_stack_layers(nn.Embedding(3, 2, **option))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocabulary": 1}, "host.vocabulary is 1; it must be at least 2"),
+        ({"width": 1, "heads": 1}, "host.width is 1; it must be at least 2"),
+        ({"heads": 0}, "host.heads is 0"),
+        ({"heads": 3}, "host.heads is 3; it must divide host.width, which is 8"),
+        ({"layers": 0}, "host.layers is 0"),
+        ({"segments": 0}, "host.segments is 0"),
+        ({"segments": 3}, "host.segments is 3; it must divide host.layers, which is 4"),
+        ({"context": 0}, "host.context is 0"),
+        ({"dropout": 1.0}, "host.dropout is 1.0; it must be at least 0 and below 1"),
+        ({"dropout": -0.1}, "host.dropout is -0.1"),
+        ({"dropout": math.nan}, "host.dropout is nan"),
+    ],
+)
+def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        spec(**changes)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (torch.zeros(1, 10, dtype=torch.int64), "sequences of 10 tokens do not fit host.context, which is 9"),
+        (torch.zeros(1, 0, dtype=torch.int64), "sequences of 0 tokens do not fit"),
+        (torch.zeros(1, 7), r"inputs has the shape \(1, 7\) and is torch.float32; .* sequences of token numbers"),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), r"inputs has the shape \(1, 3, 8, 8\)"),
+    ],
+)
+def test_inputs_that_are_no_sequences_of_the_context_are_refused(example, message):
+    with pytest.raises(ConfigError, match=message):
+        spec().build(SLOTS, example)
+    assert spec().build(SLOTS, torch.zeros(1, 9, dtype=torch.int32)).tokens == 9

@@ -25,8 +25,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pixels(number: int) -> np.ndarray:
-    """Image i of file `number` has `number` as its first value of red, i as the last of blue and 7 elsewhere."""
+    """Image i of file `number`: `number` is first in red, i last in blue, 200 in row 1, column 2 of green, else 7."""
     rows = np.full((COUNT, 3072), 7, dtype=np.uint8)
+    rows[:, 1024 + 32 + 2] = 200
     rows[:, 0], rows[:, 3071] = number, np.arange(COUNT)
     return rows
 
@@ -66,6 +67,7 @@ def test_images_are_bytes_split_by_class_with_the_test_file_as_test_set(tmp_path
     assert data.val.y.bincount().tolist() == [1] * 10
     assert data.test.x[:, 0, 0, 0].tolist() == [5] * COUNT
     assert data.test.x[:, 2, 31, 31].tolist() == list(range(COUNT))
+    assert (data.test.x == 200).nonzero().tolist() == [[i, 1, 1, 2] for i in range(COUNT)]
     assert data.test.y.tolist() == LABELS
     both = torch.cat([data.train.x, data.val.x])
     places = {(file, image) for file, image in zip(both[:, 0, 0, 0].tolist(), both[:, 2, 31, 31].tolist(), strict=True)}

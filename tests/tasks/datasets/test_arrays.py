@@ -130,8 +130,10 @@ BAD = [
     ((X, torch.tensor(float("nan")).expand(30)), {"objective": MeanSquaredError(1.0)}, r"mine.train.y\[0\] is NaN"),
     (images_of(8, 8, 9), {}, r"mine.train\[2\].x has the shape \[3, 9, 9\], but the first one has \[3, 8, 8\]"),
     ([(X[0], 0), X[1]], {}, r"mine.train\[1\] is a Tensor, expected a pair \(x, y\)"),
-    ([("a picture", 0)], {}, r"mine.train\[0\].x is a str, expected a tensor, an array or a number; convert it"),
-    ((np.array(["a", "b"]), Y), {}, "mine.train.x is a array of <U1, expected a tensor"),
+    ([("a picture", 0)], {}, r"mine.train\[0\].x is of type str, expected a tensor, an array or a number; convert it"),
+    ((torch.tensor(1.0), Y), {}, "mine.train has a single number as x or y"),
+    ((np.zeros(30, np.longdouble), Y), {}, "mine.train.x is of type ndarray of float"),
+    ((np.array(["a", "b"]), Y), {}, "mine.train.x is of type ndarray of <U1, expected a tensor"),
     ((X, Y), {"val": (X[:, :1], Y)}, r"mine.val.x has examples \[1\] of torch.float32, but those of train are \[2\]"),
     ((X, Y), {"val": (X.long(), Y)}, r"mine.val.x has examples \[2\] of torch.int64, but those of train are .*float32"),
     ((X, Y), {"test": (X[:0], Y[:0])}, "mine.test is empty"),
@@ -150,8 +152,13 @@ def test_a_stream_of_examples_is_refused():
         def __iter__(self):
             return iter([])
 
-    with pytest.raises(DataError, match=r"mine.train is a Stream, expected .* a data set with __len__ and __getitem__"):
-        arrays._stacked("mine.train", Stream())
+    class StreamWithLength(Stream):
+        def __len__(self):
+            return 3
+
+    for stream in (Stream(), StreamWithLength()):
+        with pytest.raises(DataError, match=r"mine.train is a Stream.*, expected .* with __len__ and __getitem__"):
+            arrays._stacked("mine.train", stream)
 
 
 def test_a_data_set_is_read_once_in_order():

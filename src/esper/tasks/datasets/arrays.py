@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
@@ -86,6 +87,8 @@ def _split(place: str, examples: object, objective: Objective, inputs: Inputs | 
     if len(pair) != 2:
         raise DataError(f"{place} has {len(pair)} parts, expected inputs and targets: (x, y).")
     x, y = (_tensor(f"{place}.{field}", value) for field, value in zip("xy", pair, strict=True))
+    if x.dim() == 0 or y.dim() == 0:
+        raise DataError(f"{place} has a single number as x or y, expected examples along the first axis.")
     if len(x) != len(y):
         raise DataError(f"{place}: x has {len(x)} examples but y has {len(y)}; they must be equally many.")
     if len(x) == 0:
@@ -97,7 +100,7 @@ def _split(place: str, examples: object, objective: Objective, inputs: Inputs | 
 
 def _stacked(place: str, examples: object) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a map-style data set."""
-    if not isinstance(examples, MapStyle):
+    if not isinstance(examples, MapStyle) or isinstance(examples, IterableDataset):
         raise DataError(
             f"{place} is a {type(examples).__name__}, expected (x, y) or a data set with __len__ and __getitem__."
         )
@@ -121,16 +124,20 @@ def _stacked(place: str, examples: object) -> tuple[Tensor, Tensor]:
 
 def _tensor(place: str, value: object) -> Tensor:
     """A tensor on the CPU without gradient; floats as float32."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
         native = value.dtype.newbyteorder("=")
         value = torch.from_numpy(np.require(value, native, ["C", "W"]))  # copies only what PyTorch cannot share
     elif isinstance(value, bool | int | float | np.generic):
         value = torch.as_tensor(value)
     if not isinstance(value, Tensor) or value.is_complex():
-        kind = f"array of {value.dtype}" if isinstance(value, np.ndarray | Tensor) else type(value).__name__
+        kind = (
+            f"{type(value).__name__} of {value.dtype}"
+            if isinstance(value, np.ndarray | Tensor)
+            else type(value).__name__
+        )
         raise DataError(
-            f"{place} is a {kind}, expected a tensor, an array or a number; convert it, e.g. images with the transform "
-            "torchvision.transforms.PILToTensor()."
+            f"{place} is of type {kind}, expected a tensor, an array or a number; convert it, e.g. images with "
+            "the transform torchvision.transforms.PILToTensor()."
         )
     value = value.detach().cpu()
     return value.to(torch.float32) if value.is_floating_point() else value

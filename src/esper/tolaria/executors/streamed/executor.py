@@ -105,10 +105,10 @@ def train_function(data: HostData, some: Sequence[int], hosts: Working, rows: Tr
                 draw_for(template.dropouts, draws[n])
                 with scaler.autocast():
                     outputs = template(x_NB[n], partial(_train_slot, seeds[n]))
-                loss, score, weight = data.objective.scores(outputs.float(), y_NB[n])
+                scores.append(data.objective.scores(outputs.float(), y_NB[n]))
+                loss, _, weight = scores[-1]
                 factor = mean_factor(weight.sum())
                 loss.backward((factor * scaler.scale[n] if scaler.enabled else factor).expand_as(loss))
-            scores.append(Scores(loss.detach(), score, weight))
         streams.join()
         return sums(scores)
 

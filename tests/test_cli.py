@@ -85,14 +85,42 @@ def test_values_come_from_file_and_options(folder: Path) -> None:
     assert (config["device"], config["reward"]["mode"]) == ("cpu", "sparse")
 
 
-def test_tasks_are_listed_with_those_of_plugins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tasks_are_listed_with_those_of_plugins_and_where_their_data_are(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ESPER_DATA", raising=False)
     (folder / "more.py").write_text(
         "import tiny\nfrom esper.tasks import register_task\nregister_task(tiny.task(name='task_to_be_listed'))\n"
     )
-    assert main(["tasks", "--plugins", "more.py"]) == 0
+    (folder / "tinyshakespeare.txt").write_text("To be")
+    assert main(["tasks", "--plugins", "more.py", "--data-dir", str(folder)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line}
+    assert rows["digits"] == "CNN 8-16, 1x1 354 3 embedded"
+    assert rows["cifar_scale"] == "CNN 8-16-32-64-128, 3x3 99,922 5/10 missing"
+    assert rows["tinyshakespeare"] == "transformer 4x128 842,496 4 found"
+    assert rows["null"] == "none 3/16 none"
+    assert rows["task_to_be_listed"] == "CNN 4-8, 3x3 375 3 embedded"
+    text = "".join("".join(lines).split())  # long lines are wrapped
+    assert f"tinyshakespeare:foundin{folder}" in text
+    assert "cifar10:missing;expecteddata_batch_1," in text
+    assert main(["tasks"]) == 0
+    assert "data folder: none; name one with --data-dir" in capfd.readouterr().out
+
+
+def test_one_task_is_drawn(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ESPER_DATA", raising=False)
+    assert main(["tasks", "cifar_baseline"]) == 0
     out = capfd.readouterr().out
-    for word in ("digits", "fashion_mnist", "null", "r0c0 r0c1 r1c0", "--data-dir", "task_to_be_listed"):
-        assert word in out
+    assert max(map(len, out.splitlines())) <= 80
+    for line in (
+        "host: CNN 8-16-32, 3x3, 6,418 parameters",
+        "training: 150 steps of all batches of 512, sgd, learning rate 0.01; measured by",
+        "  ● r0c1   16 channels",
+        "  ○ r1c2   32 channels",
+    ):
+        assert line in out
 
 
 def test_the_comparison_can_be_piped_as_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +206,7 @@ REFUSED = [
     ("evaluate random --task null --json to_pipe", "is not a regular file; name another file"),
     ("evaluate random --task null --json to_nothing", "is not a regular file; name another file"),
     ("tasks --plugins no_such_module", "there is no plugin module"),
+    ("tasks digit", "did you mean 'digits'?"),
 ]
 
 

@@ -37,6 +37,8 @@ MAY_READ = {
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
+    "tasks/datasets/arrays.py": "checks the user's examples, before the run",
+    "tasks/datasets/text.py": "chooses the stories of a split, before the run",
     "tamiyo/network.py": "sizes of layers, in the constructor",
 }
 ONLY = {"tolaria/executors/": ".tolist()"}
@@ -61,6 +63,8 @@ MAY_DRAW = {
     "kasmina/parameters/initialization.py": "keeps what a user's module draws in its constructor from the process",
 }
 MAY_CATCH_ALL = {
+    "tasks/datasets/plain_pickle.py": "a damaged pickle can raise anything, and becomes an error that names the file",
+    "tasks/datasets/tokenizers.py": "the library raises plain exceptions, which become an error that names the file",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny
 from esper.leyline.errors import CheckpointError
 from esper.runs import checkpoint as module
 from esper.runs.checkpoint import (
@@ -22,7 +23,11 @@ from esper.runs.checkpoint import (
     set_aside,
     state_digest,
 )
+from esper.runs.identity import run_shape
+from esper.runs.presets import resolve
 from esper.runs.report import Cost
+from esper.tasks.datasets.arrays import from_arrays
+from esper.tasks.objectives import Classification
 
 HEADER = Header(
     rounds_done=3,
@@ -178,6 +183,21 @@ def test_another_shape_is_named() -> None:
         require_same_shape({"a": 1}, {}, Path("x"))
     with pytest.raises(CheckpointError, match="made with b = nothing, but this run has 3"):
         require_same_shape({}, {"b": 3}, Path("x"))
+
+
+def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_path: Path) -> None:
+    config, spec = resolve({"task": "digits"}), tiny.engine().spec
+
+    def shape_of(x: torch.Tensor, folder: str) -> dict[str, object]:
+        data = from_arrays("mine", (x, torch.arange(30) % 3), None, None, objective=Classification(3), run_seed=0)
+        return run_shape(config, spec, {**data.identity, "source": str(tmp_path / folder)})
+
+    x = torch.zeros(30, 2)
+    require_same_shape(shape_of(x, "here"), shape_of(x.clone(), "there"), Path("x"))
+    changed = x.clone()
+    changed[7, 1] = 1e-3
+    with pytest.raises(CheckpointError, match=r'made with data = .*"sha256_train"'):
+        require_same_shape(shape_of(x, "here"), shape_of(changed, "here"), Path("x"))
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ DATA_VARIABLE = "ESPER_DATA"
 """Environment variable with the default data folder."""
 
 
+def data_folder(named: str) -> Path | None:
+    """The named folder, else $ESPER_DATA, else None."""
+    folder = named or os.environ.get(DATA_VARIABLE, "")
+    return Path(folder).expanduser() if folder else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All settings of a run."""
@@ -179,8 +185,7 @@ class RunConfig:
 
     def data_path(self) -> Path | None:
         """Data folder: `data_dir`, else $ESPER_DATA, else None."""
-        folder = self.data_dir or os.environ.get(DATA_VARIABLE, "")
-        return Path(folder).expanduser() if folder else None
+        return data_folder(self.data_dir)
 
     def task_spec(self) -> TaskSpec:
         """The task with the optimizer, batch sizes and slots of this run."""

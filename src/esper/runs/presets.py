@@ -91,7 +91,7 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bo
         raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
     base = PRESETS[preset]()
     task = task_by_name(_name(given, "task", base["task"]))
-    if task.needs_data_dir and (folder := os.environ.get(DATA_VARIABLE)):
+    if task.source is not None and (folder := os.environ.get(DATA_VARIABLE)):
         base["data_dir"] = os.path.abspath(folder)
     mode = _name(_table(given, "reward"), "mode", base["reward"]["mode"])
     reward = _name(given, "custom_reward", "") or mode

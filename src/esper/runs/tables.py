@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from esper.leyline.actions import LifecycleOp
+from esper.runs.drawing import drawing, words
 from esper.runs.evaluate import REFERENCE, TRAINED, Difference, Row
 from esper.tasks.registry import TaskSpec
 
@@ -58,15 +60,48 @@ def done(summary: Mapping[str, Any]) -> str:
     )
 
 
-def tasks(found: Sequence[TaskSpec]) -> Table:
+def tasks(found: Sequence[TaskSpec], data_dir: Path | None) -> Table:
     """The registered tasks."""
-    page = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("task", "slots", "steps", "data", "description"):
-        page.add_column(column, no_wrap=column != "description")
+    page = _page("task", "host", "parameters", "slots", "data")
+    for column in (page.columns[1], page.columns[4]):
+        column.justify = "left"
     for task in found:
-        data = "--data-dir" if task.needs_data_dir else "embedded" if task.load else "none"
-        page.add_row(task.name, " ".join(task.enabled), str(task.episode_length), data, task.description)
+        host, params = ("none", "") if task.host is None else (words(task.host), f"{task.host.num_params():,}")
+        enabled, offered = len(task.enabled), len(task.offered)
+        slots = str(enabled) if enabled == offered else f"{enabled}/{offered}"
+        page.add_row(task.name, host, params, slots, _data(task, data_dir))
     return page
+
+
+def data_lines(found: Sequence[TaskSpec], data_dir: Path | None) -> list[str]:
+    """Where the files of the tasks are, or where to put them: a sentence for each data set."""
+    folder = data_dir or "none; name one with --data-dir or the environment variable ESPER_DATA"
+    sources = {task.source.name: task.source for task in found if task.source is not None}
+    lines = [f"data folder: {folder}"] if sources else []
+    for name, source in sources.items():
+        place = source.folder(data_dir)
+        lines.append(f"{name}: {f'found in {place}' if place else f'missing; expected {source.expected}'}")
+    return lines
+
+
+def task(found: TaskSpec, data_dir: Path | None) -> list[str]:
+    """One task: what it is, how it is trained, and its host with the slots."""
+    lines = [f"{found.name}: {found.description}"]
+    if found.host is not None:
+        optimizer, batches = found.optimizer, found.batches_per_step
+        lines += [
+            f"host: {words(found.host)}, {found.host.num_params():,} parameters",
+            f"training: {found.episode_length} steps of {batches or 'all'} batches of {found.batch_train}, "
+            f"{optimizer.kind}, learning rate {optimizer.host_lr:g}; measured by {found.objective.unit}",
+            *(data_lines([found], data_dir) or ["data: embedded"]),
+        ]
+    return [*lines, "", *drawing(found)]
+
+
+def _data(task: TaskSpec, data_dir: Path | None) -> str:
+    if task.source is None:
+        return "embedded" if task.load else "none"
+    return "found" if task.source.folder(data_dir) else "missing"
 
 
 def _page(first: str, *columns: str) -> Table:

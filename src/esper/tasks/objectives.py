@@ -64,7 +64,8 @@ class NextToken:
         return math.log(self.vocabulary)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
-        """Logits [R, T, vocabulary] and tokens [R, T]."""
+        """Logits [R, T, vocabulary] and tokens [R, T], integers of any size."""
+        targets = targets.long()
         logits, counts = outputs.float(), targets != PADDING
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
         hits = (logits.argmax(dim=-1) == targets) & counts

@@ -1,11 +1,14 @@
 """The built-in tasks."""
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import digits, fashion_mnist
+from esper.tasks.datasets import cifar10, digits, fashion_mnist
+from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories
+from esper.tasks.datasets.tokenizers import ByteTokenizer, Tokenizer
 from esper.tasks.null import NullSpec
-from esper.tasks.objectives import Classification
+from esper.tasks.objectives import Classification, NextToken
 from esper.tasks.registry import TaskSpec, register_task
 
 DIGITS = register_task(
@@ -34,7 +37,7 @@ FASHION_MNIST = register_task(
         family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, base=4, blocks=3, kernel=3, pools=3, classes=10),
         load=fashion_mnist.load,
-        needs_data_dir=True,
+        source=fashion_mnist.SOURCE,
         enabled=("r0c0", "r0c1", "r0c2"),
         objective=Classification(10),
         episode_length=60,
@@ -44,6 +47,105 @@ FASHION_MNIST = register_task(
         min_training_epochs=5,
     )
 )
+
+_CIFAR = (
+    # base, blocks, kernel, pools; slots of a run; what a controller finds there
+    ("baseline", (8, 3, 3, 3), "r0c0 r0c1 r0c2", "a small but capable host."),
+    ("scale", (8, 5, 3, 5), "r0c0 r0c1 r0c2 r0c3 r0c4", "five blocks: where does depth pay?"),
+    ("impaired", (1, 3, 1, 3), "r0c0 r0c1 r0c2", "a host of 1, 2 and 4 channels that only growth can save."),
+    ("minimal", (2, 3, 1, 0), "r0c0 r0c1 r0c2", "as impaired, a little wider and without pooling."),
+    ("multichannel", (8, 3, 3, 3), "r0c0 r0c1 r0c2 r1c0 r1c1 r1c2", "baseline with slots before and after pooling."),
+    ("postpool", (16, 3, 3, 3), "r1c0 r1c1 r1c2", "slots after pooling, where seeds are cheap."),
+    ("highres", (16, 3, 3, 3), "r0c0 r0c1 r0c2", "slots before pooling, where seeds see more."),
+    (
+        "deep_multichannel",
+        (8, 5, 3, 5),
+        "r0c0 r0c1 r0c2 r0c3 r0c4 r1c0 r1c1 r1c2 r1c3 r1c4",
+        "scale with ten slots to coordinate.",
+    ),
+    (
+        "deep_impaired",
+        (2, 5, 1, 5),
+        "r0c0 r0c1 r0c2 r0c3 r0c4 r1c0 r1c1 r1c2 r1c3 r1c4",
+        "five narrow blocks, ten slots to coordinate.",
+    ),
+)
+CIFAR = tuple(
+    register_task(
+        TaskSpec(
+            name=f"cifar_{name}",
+            description=f"CIFAR-10; {intent}",
+            family=HostFamily.CNN,
+            host=CNNHostSpec(in_channels=3, base=base, blocks=blocks, kernel=kernel, pools=pools, classes=10),
+            load=cifar10.load,
+            source=cifar10.SOURCE,
+            enabled=tuple(slots.split()),
+            objective=Classification(10),
+            episode_length=150,
+            batch_train=512,
+            batch_val=1_000,
+            optimizer=OptimizerSpec(kind="sgd", host_lr=0.01, seed_lr=0.01),
+            min_training_epochs=10,
+        )
+    )
+    for name, (base, blocks, kernel, pools), slots, intent in _CIFAR
+)
+
+TINYSHAKESPEARE = register_task(
+    TaskSpec(
+        name="tinyshakespeare",
+        description="Shakespeare's plays, byte by byte.",
+        family=HostFamily.TRANSFORMER,
+        host=TransformerHostSpec(
+            vocabulary=Shakespeare.vocabulary, width=128, heads=4, layers=4, segments=4, context=128, dropout=0.1
+        ),
+        load=Shakespeare(context=128),
+        source=SHAKESPEARE,
+        enabled=("r0c0", "r0c1", "r0c2", "r0c3"),
+        objective=NextToken(Shakespeare.vocabulary),
+        episode_length=60,
+        batch_train=32,
+        batch_val=64,
+        batches_per_step=50,
+        optimizer=OptimizerSpec(kind="adamw", host_lr=1e-3, seed_lr=1e-3),
+        min_training_epochs=5,
+        target_loss=1.5,
+        typical_loss_delta_std=0.1,
+        rent_weight=0.01,
+    )
+)
+
+
+def tinystories(name: str, tokenizer: Tokenizer) -> TaskSpec:
+    """The task of TinyStories in the tokens of a tokenizer; register it in a plugin.
+
+    For instance `register_task(tinystories("tinystories_gpt2", read_tokenizer(Path("gpt2/tokenizer.json"))))`.
+    """
+    vocabulary, context = tokenizer.vocabulary, 256
+    return TaskSpec(
+        name=name,
+        description="Short stories in simple words; one window never holds two stories.",
+        family=HostFamily.TRANSFORMER,
+        host=TransformerHostSpec(
+            vocabulary=vocabulary, width=384, heads=6, layers=6, segments=3, context=context, dropout=0.1
+        ),
+        load=Stories(context, tokenizer),
+        source=STORIES,
+        enabled=("r0c0", "r0c1", "r0c2"),
+        objective=NextToken(vocabulary),
+        episode_length=150,
+        batch_train=32,
+        batch_val=32,
+        batches_per_step=200,
+        optimizer=OptimizerSpec(kind="adamw", host_lr=3e-4, seed_lr=3e-4),
+        min_training_epochs=10,
+        target_loss=3.5,
+        typical_loss_delta_std=0.15,
+        rent_weight=0.01,
+    )
+
+
+TINYSTORIES = register_task(tinystories("tinystories", ByteTokenizer()))
 
 NULL = register_task(
     TaskSpec(

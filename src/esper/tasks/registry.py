@@ -13,6 +13,7 @@ from esper.leyline.objective import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset
+from esper.tasks.datasets.source import Source
 from esper.tasks.null import NullSpec
 from esper.tasks.objectives import Classification
 
@@ -28,7 +29,7 @@ class TaskSpec:
         name: name on the command line. description: one sentence for `esper tasks`.
         family: family of the host; decides which blueprints fit.
         host: architecture of the host, or None. script: constants of the scripted dynamics, or None.
-        load: loads the data set, or None. needs_data_dir: whether `load` reads files from a folder.
+        load: loads the data set, or None. source: the files that `load` reads from the data folder, or None.
         enabled: slots that a run uses by default, in action order.
         objective: what the hosts are trained for and judged by.
         episode_length: E, control steps. batch_train, batch_val: examples per batch (0 without data).
@@ -49,7 +50,7 @@ class TaskSpec:
     host: HostSpec | None = None
     script: NullSpec | None = None
     load: DatasetLoader | None = None
-    needs_data_dir: bool = False
+    source: Source | None = None
     batch_train: int = 0
     batch_val: int = 0
     batches_per_step: int | None = None

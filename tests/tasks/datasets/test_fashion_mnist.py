@@ -9,7 +9,7 @@ import torch
 
 from esper.leyline.errors import DataError
 from esper.tasks.datasets import fashion_mnist
-from esper.tasks.datasets.fashion_mnist import FILES, FOLDERS, find_files
+from esper.tasks.datasets.fashion_mnist import FILES, SOURCE
 
 
 def touch_all(folder: Path, suffix: str = "") -> None:
@@ -18,11 +18,23 @@ def touch_all(folder: Path, suffix: str = "") -> None:
         (folder / (name + suffix)).touch()
 
 
+def test_bytes_become_the_normalized_floats_on_the_device(tmp_path):
+    write_lookalike(tmp_path)
+    data = fashion_mnist.load(tmp_path, run_seed=5)
+    assert data.train.x.dtype == torch.uint8
+    pixels = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    # what was stored when the data set was kept as floats, to the bit
+    floats = pixels.to(torch.float32).div_(255.0).sub_(0.2860).div_(0.3530)
+    assert torch.equal(data.inputs(pixels), floats)
+    # a white pixel is (1 - 0.286) / 0.353
+    assert data.inputs(pixels)[0, 15, 15].item() == pytest.approx(2.022663, abs=1e-6)
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [".", "fashion-mnist", "FashionMNIST/raw"])
 def test_the_files_are_found_in_every_usual_folder(tmp_path, folder, suffix):
     touch_all(tmp_path / folder, suffix)
-    assert [path.name for path in find_files(tmp_path)] == [name + suffix for name in FILES]
+    assert [path.name for path in SOURCE.find(tmp_path)] == [name + suffix for name in FILES]
 
 
 def test_the_missing_file_is_named(tmp_path):
@@ -30,7 +42,7 @@ def test_the_missing_file_is_named(tmp_path):
     gone = tmp_path / "fashion-mnist" / FILES[3]
     gone.unlink()
     with pytest.raises(DataError) as caught:
-        find_files(tmp_path)
+        SOURCE.find(tmp_path)
     assert str(gone) in str(caught.value)
     assert str(tmp_path / "fashion-mnist" / FILES[0]) not in str(caught.value)
 
@@ -66,8 +78,7 @@ def test_a_stratified_tenth_of_the_training_set_is_held_out(tmp_path):
     assert data.train.x.shape == (54_000, 1, 28, 28)
     assert data.val.y.bincount().tolist() == [600] * 10
     assert data.test.y.bincount().tolist() == [1_000] * 10
-    pixel = (data.val.y[:4] / 255.0 - 0.2860) / 0.3530
-    torch.testing.assert_close(data.val.x[:4, 0, 9, 9], pixel)
+    assert data.val.x[:4, 0, 9, 9].tolist() == data.val.y[:4].tolist()
     numbers = torch.cat([split.x[:, 0, 0, :2] for split in (data.train, data.val)])
     assert len(numbers.unique(dim=0)) == 60_000
     assert data.identity["files"][0] == (FILES[0], 16 + 60_000 * 784)
@@ -90,8 +101,9 @@ def test_a_damaged_download_is_refused(tmp_path):
 def test_the_official_files_are_read():
     data = fashion_mnist.load(Path(os.environ["ESPER_DATA"]), run_seed=0)
     assert [len(data.split(name)) for name in ("train", "val", "test")] == [54_000, 6_000, 10_000]
-    assert abs(data.train.x.mean().item()) < 0.01
-    assert abs(data.train.x.std().item() - 1.0) < 0.01
+    x = data.inputs(data.train.x)
+    assert abs(x.mean().item()) < 0.01
+    assert abs(x.std().item() - 1.0) < 0.01
 
 
 def test_another_folder_is_another_data_set_however_much_the_files_look_alike(tmp_path, monkeypatch):
@@ -107,10 +119,10 @@ def test_another_folder_is_another_data_set_however_much_the_files_look_alike(tm
             write_idx(folder / names[1], (np.arange(count) % 10).astype(np.uint8))
         return folder
 
-    def first_pixels(folder: Path) -> set[float]:
+    def first_pixels(folder: Path) -> set[int]:
         data = fashion_mnist.load(folder, run_seed=5)
         found = torch.cat([split.x[:, 0, 0, 0] for split in (data.train, data.val, data.test)])
-        return {round(x * 0.3530 * 255 + 0.2860 * 255) for x in found.tolist()}
+        return set(found.tolist())
 
     here, there = write(tmp_path / "here", 17), write(tmp_path / "there", 99)
     assert fashion_mnist.load(here, 5).identity != fashion_mnist.load(there, 5).identity

@@ -1,0 +1,70 @@
+"""Hosts in words, and drawn with their slots, at most 80 columns wide."""
+
+from functools import singledispatch
+
+from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.hosts.host import HostSpec
+from esper.kasmina.hosts.slots import InjectionPoint
+from esper.kasmina.hosts.transformer import TransformerHostSpec
+from esper.tasks.registry import TaskSpec
+
+Part = str | InjectionPoint
+"""Layers in words, or a slot after them."""
+
+
+@singledispatch
+def words(host: HostSpec) -> str:
+    """A host in a few words; others than the built-in ones by the name of their class."""
+    return type(host).__name__
+
+
+@words.register
+def _(host: CNNHostSpec) -> str:
+    return f"CNN {'-'.join(map(str, host.channels()))}, {host.kernel}x{host.kernel}"
+
+
+@words.register
+def _(host: TransformerHostSpec) -> str:
+    return f"transformer {host.layers}x{host.width}"
+
+
+@singledispatch
+def parts(host: HostSpec) -> list[Part]:
+    """A host from the input to the output; of others than the built-in ones the slots alone are known."""
+    in_order = sorted(host.points(), key=lambda point: point.position)
+    return ["input", *(part for point in in_order for part in ("layers", point)), "layers", "output"]
+
+
+@parts.register
+def _(host: CNNHostSpec) -> list[Part]:
+    points = {point.slot_id: point for point in host.points()}
+    found: list[Part] = [f"images, {host.in_channels} channel{'s' * (host.in_channels > 1)}"]
+    for block in range(host.blocks):
+        found += [f"convolution {host.kernel}x{host.kernel}, batch norm, ReLU", points[f"r0c{block}"]]
+        if block < host.pools:
+            found += ["max pooling 2x2", points[f"r1c{block}"]]
+    return [*found, "mean over space, linear", f"{host.classes} classes"]
+
+
+@parts.register
+def _(host: TransformerHostSpec) -> list[Part]:
+    layers = host.layers // host.segments
+    segment = f"{layers} layer{'s' * (layers > 1)}: attention ({host.heads} heads), MLP ({4 * host.width})"
+    found: list[Part] = [f"up to {host.context} tokens", f"token and position embedding ({host.width})"]
+    found += [part for point in host.points() for part in (segment, point)]
+    return [*found, "layer norm, token table", f"logits of {host.vocabulary} tokens"]
+
+
+def drawing(task: TaskSpec) -> list[str]:
+    """The lines of a host with its slots, the enabled ones filled."""
+    if task.host is None:
+        return [f"no network; formulas with up to {len(task.offered)} slots"]
+    first, *inner, last = parts(task.host)
+    lines = [str(first)]
+    for part in inner:
+        if isinstance(part, str):
+            lines.append(f"  │  {part}")
+        else:
+            mark = "●" if part.slot_id in task.enabled else "○"
+            lines.append(f"  {mark} {part.slot_id}   {part.channels} channels")
+    return [*lines, str(last), "", "● slots of a run   ○ others: --set 'slots=[\"SLOT\", ...]'"]

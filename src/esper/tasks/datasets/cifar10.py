@@ -1,0 +1,108 @@
+"""CIFAR-10 from its official Python folder: 50,000 training and 10,000 test images of 3x32x32 pixels.
+
+A copy whose pixels were changed, by JPEG for instance, is read as well. Accuracies on it are not those of CIFAR-10,
+so `identity["copy"]` says what it is: "official" by the MD5 sums, else the first line of `label.txt` in the folder
+(such as "JPEG q75"), else "modified copy".
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.leyline.errors import DataError
+from esper.tasks.datasets import Dataset, Split
+from esper.tasks.datasets.images import PIXEL_MAX, CropAndFlip, Pixels
+from esper.tasks.datasets.plain_pickle import array_of, read_pickle
+from esper.tasks.datasets.source import Source, in_folders, read_bytes
+from esper.tasks.datasets.splits import stratified_split
+
+NUM_CLASSES = 10
+NUM_PER_FILE, NUM_VAL = 10_000, 5_000
+SHAPE = (3, 32, 32)
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+OFFICIAL = {
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+}
+"""MD5 sums of the official files, in the order of the examples; the last file is the test set."""
+SOURCE = Source(
+    name="cifar10",
+    alternatives=in_folders(tuple(OFFICIAL), "cifar-10-batches-py", ".", "cifar10/cifar-10-batches-py"),
+)
+LABEL = "label.txt"
+
+
+def load(data_dir: Path | None, run_seed: int) -> Dataset:
+    """45,000 / 5,000 / 10,000 images [3, 32, 32] of bytes; a stratified tenth of the training set is validation.
+
+    Args:
+        data_dir: the folder with the six files, or a folder above it (`SOURCE`).
+        run_seed: key of the split.
+
+    Raises:
+        DataError: no folder is named, a file is missing or broken, or the files hold something else.
+    """
+    paths = SOURCE.find(data_dir)
+    contents = [read_bytes(path) for path in paths]
+    sums = tuple(hashlib.md5(content, usedforsecurity=False).hexdigest() for content in contents)
+    parts = [_examples(path, content) for path, content in zip(paths, contents, strict=True)]
+    x, y = (torch.cat(column) for column in zip(*parts[:-1], strict=True))
+    val, train = stratified_split(y, (NUM_VAL,), NUM_CLASSES, run_seed)
+    return Dataset(
+        identity={
+            "name": "cifar10",
+            "source": str(paths[0].parent.resolve()),
+            "copy": "official" if sums == tuple(OFFICIAL.values()) else _label(paths[0].with_name(LABEL)),
+            "files": tuple((path.name, md5) for path, md5 in zip(paths, sums, strict=True)),
+            "split_seed": run_seed,
+            "sizes": (len(train), len(val), len(parts[-1][1])),
+            "normalization": (PIXEL_MAX, MEAN, STD),
+        },
+        train=Split(x[train], y[train]),
+        val=Split(x[val], y[val]),
+        test=Split(*parts[-1]),
+        num_classes=NUM_CLASSES,
+        inputs=Pixels(MEAN, STD),
+        augmentation=CropAndFlip(padding=4),
+    )
+
+
+def _examples(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
+    """Images [n, 3, 32, 32] of bytes and labels [n] of one file."""
+    batch = read_pickle(path, content)
+    fields = {name.decode() if isinstance(name, bytes) else name: value for name, value in batch.items()}
+    for name in ("data", "labels"):
+        if name not in fields:
+            raise DataError(f"{path}: found the fields {', '.join(map(str, fields))}, expected data and labels; this "
+                            "is another file, use the official one.")  # fmt: skip
+    pixels = array_of(path, "data", fields["data"])
+    if pixels.shape != (NUM_PER_FILE, int(np.prod(SHAPE))):
+        found = " x ".join(map(str, pixels.shape))
+        raise DataError(f"{path}: data holds {found} bytes, expected {NUM_PER_FILE} x {int(np.prod(SHAPE))}; use the "
+                        "official file.")  # fmt: skip
+    return torch.from_numpy(pixels).view(-1, *SHAPE), _labels(path, fields["labels"])
+
+
+def _labels(path: Path, labels: object) -> Tensor:
+    if not isinstance(labels, list) or len(labels) != NUM_PER_FILE:
+        found = f"{len(labels)} values" if isinstance(labels, list) else type(labels).__name__
+        raise DataError(f"{path}: labels holds {found}, expected a list of {NUM_PER_FILE}; use the official file.")
+    for place, label in enumerate(labels):
+        if type(label) is not int or not 0 <= label < NUM_CLASSES:
+            raise DataError(f"{path}: labels[{place}] is {label!r}, expected 0..{NUM_CLASSES - 1}; this is another "
+                            "data set or the file is damaged.")  # fmt: skip
+    return torch.tensor(labels)
+
+
+def _label(path: Path) -> str:
+    """First line of the label file; "modified copy" without one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    return lines[0].strip() if lines and lines[0].strip() else "modified copy"

@@ -1,0 +1,152 @@
+"""Texts as windows of tokens, each with the next token at every place.
+
+    tokens    a b c d e f g h i          context T = 4
+    window 0  x = a b c d   y = b c d e
+    window 1  x = e f g h   y = f g h i
+
+Windows are stored as the smallest integers that hold them and padding, and become int64 on the device: a quarter of
+the memory, for a text of gigabytes as for a batch.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from esper.leyline.errors import DataError
+from esper.tasks.datasets import Dataset, PlainValue, Split
+from esper.tasks.datasets.source import Source, read_bytes
+from esper.tasks.datasets.splits import stratified_split
+from esper.tasks.datasets.tokenizers import ByteTokenizer, Tokenizer, Tokens
+from esper.tasks.objectives import PADDING
+
+SHAKESPEARE = Source(
+    name="tinyshakespeare",
+    alternatives=(("text/tinyshakespeare.txt",), ("tinyshakespeare.txt",), ("tinyshakespeare/input.txt",)),
+)
+STORIES = Source(
+    name="tinystories",
+    alternatives=tuple(
+        (folder + name,)
+        for folder in ("text/", "", "tinystories/")
+        for name in ("TinyStories-train.txt", "TinyStoriesV2-GPT4-train.txt", "tinystories-sample.txt")
+    ),
+)
+SEPARATOR = b"<|endoftext|>"
+LEAST_STORIES = 12
+"""So that each split gets one."""
+
+
+@final
+@dataclass(frozen=True)
+class TokenInputs:
+    """Stored integers become indices of a token table."""
+
+    def __call__(self, x: Int[Tensor, "*R"]) -> Int[Tensor, "*R"]:
+        """The same numbers as int64."""
+        return x.to(torch.int64)
+
+
+@final
+@dataclass(frozen=True)
+class Shakespeare:
+    """Loader of tinyshakespeare: bytes; of n, the first 81 % are for training, the next 9 % for validation."""
+
+    context: int
+    vocabulary: ClassVar[int] = 256
+
+    def __call__(self, data_dir: Path | None, run_seed: int) -> Dataset:
+        """Windows x, y [n, context] of each part; no window crosses a border, what fills none is left out.
+
+        Raises:
+            DataError: no folder is named, the file is missing, or a part is shorter than a window.
+        """
+        (path,) = SHAKESPEARE.find(data_dir)
+        content = read_bytes(path)
+        tokens, n = np.frombuffer(content, dtype=np.uint8), len(content)
+        parts = tokens[: n * 81 // 100], tokens[n * 81 // 100 : n * 9 // 10], tokens[n * 9 // 10 :]
+        for name, part in zip(("train", "validation", "test"), parts, strict=True):
+            if len(part) <= self.context:
+                raise DataError(
+                    f"{path}: found {n} bytes, of which {len(part)} are the {name} part, expected at least "
+                    f"{self.context + 1} (context + 1) there; use a longer text or a shorter context."
+                )
+        train, val, test = (windows(part.astype(np.int16), self.context) for part in parts)
+        identity = _identity(SHAKESPEARE, path, content, self.context, (len(train), len(val), len(test)))
+        return Dataset(identity=identity, train=train, val=val, test=test, inputs=TokenInputs())
+
+
+@final
+@dataclass(frozen=True)
+class Stories:
+    """Loader of tinystories: a tenth of the stories is for the test, a tenth of the others for validation."""
+
+    context: int
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+
+    def __call__(self, data_dir: Path | None, run_seed: int) -> Dataset:
+        """Windows x, y [n, context]; the last one of a story is padded.
+
+        Raises:
+            DataError: no folder is named, the file is missing, holds too few stories, or no UTF-8 for a tokenizer.
+        """
+        (path,) = STORIES.find(data_dir)
+        content = read_bytes(path)
+        self.tokenizer.check(path, content)
+        *whole, _ = content.split(SEPARATOR)  # what comes after the last separator is no complete story
+        stories = [story for text in whole if (story := text.strip())]
+        if (n := len(stories)) < LEAST_STORIES:
+            raise DataError(
+                f"{path}: found {n} stories, expected at least {LEAST_STORIES}, each ended by {SEPARATOR.decode()}; "
+                "use the official file or a part of it."
+            )
+        one_class = torch.zeros(n, dtype=torch.int64)
+        by_split = stratified_split(one_class, (n // 10, (n - n // 10) // 10), 1, run_seed)
+        test, val, train = (self._split([stories[i] for i in part.tolist()]) for part in by_split)
+        identity = _identity(STORIES, path, content, self.context, (len(train), len(val), len(test)))
+        identity |= {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
+        return Dataset(identity=identity, train=train, val=val, test=test, inputs=TokenInputs())
+
+    def _split(self, stories: Iterable[bytes]) -> Split:
+        storage = np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)
+        return padded_windows(self.tokenizer.encode(stories), self.context, self.tokenizer.end, storage)
+
+
+def windows(tokens: np.ndarray, context: int) -> Split:
+    """Windows of one long text of at least context + 1 tokens; x and y share its memory."""
+    count = (len(tokens) - 1) // context
+    text = torch.from_numpy(tokens)
+    return Split(text[: count * context].view(count, context), text[1 : count * context + 1].view(count, context))
+
+
+def padded_windows(texts: Iterable[Tokens], context: int, end: int, storage: np.dtype) -> Split:
+    """Windows of separate texts, each text followed by `end`.
+
+    The last window of a text is filled with `end`, and its targets after the first `end` with PADDING.
+    """
+    encoded = [text.astype(storage) for text in texts]
+    first = np.cumsum([0, *(-(-len(text) // context) for text in encoded)])
+    x = np.full((first[-1], context), end, dtype=storage)
+    y = np.full((first[-1], context), PADDING, dtype=storage)
+    for text, start, stop in zip(encoded, first[:-1], first[1:], strict=True):
+        x[start:stop].reshape(-1)[: len(text)] = text
+        y[start:stop].reshape(-1)[: len(text)] = np.append(text[1:], storage.type(end))
+    return Split(torch.from_numpy(x), torch.from_numpy(y))
+
+
+def _identity(
+    source: Source, path: Path, content: bytes, context: int, sizes: tuple[int, ...]
+) -> dict[str, PlainValue]:
+    return {
+        "name": source.name,
+        "source": str(path.parent.resolve()),
+        "files": ((path.name, hashlib.sha256(content).hexdigest()),),
+        "context": context,
+        "sizes": sizes,
+    }

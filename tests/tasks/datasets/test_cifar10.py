@@ -1,0 +1,189 @@
+"""Files in the form of the official ones: 20 images each instead of 10,000."""
+
+import hashlib
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.errors import DataError
+from esper.tasks.datasets import cifar10
+from esper.tasks.datasets.cifar10 import OFFICIAL, SOURCE
+
+COUNT = 20
+LABELS = [i % 10 for i in range(COUNT)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "NUM_PER_FILE", COUNT)
+    monkeypatch.setattr(cifar10, "NUM_VAL", 10)
+
+
+def pixels(number: int) -> np.ndarray:
+    """Image i of file `number`: `number` is first in red, i last in blue, 200 in row 1, column 2 of green, else 7."""
+    rows = np.full((COUNT, 3072), 7, dtype=np.uint8)
+    rows[:, 1024 + 32 + 2] = 200
+    rows[:, 0], rows[:, 3071] = number, np.arange(COUNT)
+    return rows
+
+
+def batch(number: int, **changes: object) -> dict[bytes, object]:
+    fields = {"batch_label": b"a batch", "labels": LABELS, "data": pixels(number), "filenames": [], **changes}
+    return {name.encode(): value for name, value in fields.items()}
+
+
+def write(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, name in enumerate(OFFICIAL):
+        (folder / name).write_bytes(pickle.dumps(batch(number), protocol=4))
+    return folder
+
+
+def by_python_2(number: int) -> bytes:
+    """A batch as Python 2 and numpy 1 pickled the official files: strings of bytes, and an array by its state."""
+
+    def short(text: bytes) -> bytes:
+        return b"U" + bytes([len(text)]) + text
+
+    values = pixels(number).tobytes()
+    dtype = b"cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R(K\x03" + short(b"|") + b"NNNJ\xff\xff\xff\xff"
+    dtype += b"J\xff\xff\xff\xffK\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + short(b"b") + b"\x87R"
+    array += b"(K\x01K\x14M\x00\x0c\x86" + dtype + b"\x89T" + struct.pack("<I", len(values)) + values + b"tb"
+    labels = b"](" + b"".join(b"K" + bytes([label]) for label in LABELS) + b"e"
+    return b"\x80\x02}(" + short(b"labels") + labels + short(b"data") + array + b"u."
+
+
+def test_images_are_bytes_split_by_class_with_the_test_file_as_test_set(tmp_path):
+    data = cifar10.load(write(tmp_path), run_seed=3)
+    assert [len(data.split(name)) for name in ("train", "val", "test")] == [90, 10, 20]
+    assert data.train.x.dtype == torch.uint8
+    assert data.train.x.shape == (90, 3, 32, 32)
+    assert data.val.y.bincount().tolist() == [1] * 10
+    assert data.test.x[:, 0, 0, 0].tolist() == [5] * COUNT
+    assert data.test.x[:, 2, 31, 31].tolist() == list(range(COUNT))
+    assert (data.test.x == 200).nonzero().tolist() == [[i, 1, 1, 2] for i in range(COUNT)]
+    assert data.test.y.tolist() == LABELS
+    both = torch.cat([data.train.x, data.val.x])
+    places = {(file, image) for file, image in zip(both[:, 0, 0, 0].tolist(), both[:, 2, 31, 31].tolist(), strict=True)}
+    assert places == {(file, image) for file in range(5) for image in range(COUNT)}
+    assert torch.equal(data.train.y, data.train.x[:, 2, 31, 31] % 10)
+
+
+def test_each_channel_is_normalized_by_its_own_mean_and_deviation(tmp_path):
+    data = cifar10.load(write(tmp_path), run_seed=0)
+    # (7/255 - mean) / std: red (0.027451 - 0.4914) / 0.2470, blue (0.027451 - 0.4465) / 0.2616
+    found = data.inputs(data.test.x)[0, :, 9, 9]
+    assert found.tolist() == pytest.approx([-1.878336, -1.867552, -1.601869], abs=1e-5)
+
+
+def test_files_of_python_2_are_read_as_those_of_python_3(tmp_path):
+    here, there = write(tmp_path / "here"), write(tmp_path / "there")
+    for number, name in enumerate(OFFICIAL):
+        (there / name).write_bytes(by_python_2(number))
+    new, old = cifar10.load(here, 0), cifar10.load(there, 0)
+    for name in ("train", "val", "test"):
+        assert torch.equal(new.split(name).x, old.split(name).x)
+        assert torch.equal(new.split(name).y, old.split(name).y)
+
+
+def test_an_array_in_column_order_is_the_same_array(tmp_path):
+    write(tmp_path)
+    in_rows = cifar10.load(tmp_path, 0).test.x
+    content = pickle.dumps(batch(5, data=np.asfortranarray(pixels(5))), protocol=4)
+    (tmp_path / "test_batch").write_bytes(content)
+    assert torch.equal(cifar10.load(tmp_path, 0).test.x, in_rows)
+
+
+@pytest.mark.parametrize("folder", [".", "cifar-10-batches-py", "cifar10/cifar-10-batches-py"])
+def test_the_folder_is_found_below_the_data_folder(tmp_path, folder):
+    write(tmp_path / folder)
+    assert SOURCE.find(tmp_path)[5] == tmp_path / folder / "test_batch"
+
+
+def test_the_missing_file_is_named(tmp_path):
+    write(tmp_path / "cifar-10-batches-py")
+    (tmp_path / "cifar-10-batches-py" / "data_batch_4").unlink()
+    with pytest.raises(DataError, match=r"found no .*cifar-10-batches-py/data_batch_4; expected data_batch_1, "):
+        cifar10.load(tmp_path, 0)
+
+
+def test_a_copy_says_what_it_is(tmp_path, monkeypatch):
+    write(tmp_path)
+    assert cifar10.load(tmp_path, 0).identity["copy"] == "modified copy"
+    (tmp_path / "label.txt").write_text("JPEG q75\nmade by hand\n")
+    labelled = cifar10.load(tmp_path, 0).identity
+    assert labelled["copy"] == "JPEG q75"
+    for name in OFFICIAL:
+        md5 = hashlib.md5((tmp_path / name).read_bytes(), usedforsecurity=False).hexdigest()
+        monkeypatch.setitem(OFFICIAL, name, md5)
+    assert cifar10.load(tmp_path, 0).identity["copy"] == "official"
+    (tmp_path / "data_batch_2").write_bytes(pickle.dumps(batch(1, labels=LABELS[::-1]), protocol=4))
+    changed = cifar10.load(tmp_path, 0).identity
+    assert changed["copy"] == "JPEG q75"
+    assert changed["files"] != labelled["files"]
+
+
+CALLS = [(os.system, "touch run"), (eval, "open('run', 'w')"), (np.fromfile, "run")]
+
+
+@pytest.mark.parametrize(("function", "argument"), CALLS, ids=["system", "eval", "fromfile"])
+def test_a_pickle_that_calls_a_function_is_refused_before_it_runs(tmp_path, monkeypatch, function, argument):
+    class Trap:
+        def __reduce__(self):
+            return function, (argument,)
+
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    (tmp_path / "data_batch_3").write_bytes(pickle.dumps(batch(2, filenames=[Trap()]), protocol=4))
+    with pytest.raises(DataError, match=rf"data_batch_3: the pickle names the global \S+\.{function.__name__}, "):
+        cifar10.load(tmp_path, 0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_method_of_an_allowed_name_is_no_allowed_name(tmp_path):
+    write(tmp_path)
+    stolen = b"\x80\x04\x8c\x05numpy\x8c\x0endarray.tofile\x93."
+    (tmp_path / "data_batch_1").write_bytes(stolen)
+    with pytest.raises(DataError, match=r"names the global numpy\.ndarray\.tofile"):
+        cifar10.load(tmp_path, 0)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    write(tmp_path)
+    whole = (tmp_path / "test_batch").read_bytes()
+    for length in (0, 1, 2, 12, 100, len(whole) // 2, len(whole) - 2, len(whole) - 1):
+        (tmp_path / "test_batch").write_bytes(whole[:length])
+        with pytest.raises(DataError, match=f"test_batch: found {length} bytes that are no complete pickle"):
+            cifar10.load(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"<html>not found</html>", "found 22 bytes that are no complete pickle"),
+        (pickle.dumps([1, 2], protocol=4), "found a pickled list, expected a dict"),
+        (pickle.dumps({b"fine_labels": []}, protocol=4), "found the fields fine_labels, expected data and labels"),
+        (pickle.dumps(batch(0, labels=LABELS[:-1]), protocol=4), "labels holds 19 values, expected a list of 20"),
+        (pickle.dumps(batch(0, labels=b"no"), protocol=4), "labels holds bytes, expected a list of 20"),
+        (pickle.dumps(batch(0, labels=[*LABELS[:-1], 10]), protocol=4), r"labels\[19\] is 10, expected 0\.\.9"),
+        (pickle.dumps(batch(0, labels=[-1, *LABELS[1:]]), protocol=4), r"labels\[0\] is -1, expected 0\.\.9"),
+        (pickle.dumps(batch(0, labels=[0.5, *LABELS[1:]]), protocol=4), r"labels\[0\] is 0\.5, expected 0\.\.9"),
+        (pickle.dumps(batch(0, data=pixels(0)[:, :784]), protocol=4), "data holds 20 x 784 bytes, expected 20 x 3072"),
+        (pickle.dumps(batch(0, data=pixels(0)[:7]), protocol=4), "data holds 7 x 3072 bytes, expected 20 x 3072"),
+        (pickle.dumps(batch(0, data=pixels(0) / 255), protocol=4), "data holds values of type 'f8', expected unsigned"),
+        (pickle.dumps(batch(0, data=[1, 2]), protocol=4), "data is a list, expected a numpy array"),
+        (by_python_2(0).replace(b"K\x14M\x00\x0c\x86", b"K\x15M\x00\x0c\x86"), r"announced as \(21, 3072\) but holds"),
+    ],
+    ids=range(13),
+)
+def test_a_file_with_other_content_is_named_with_what_was_found_and_expected(tmp_path, content, complaint):
+    write(tmp_path)
+    (tmp_path / "data_batch_2").write_bytes(content)
+    with pytest.raises(DataError, match=f"data_batch_2: .*{complaint}"):
+        cifar10.load(tmp_path, 0)

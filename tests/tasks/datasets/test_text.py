@@ -1,0 +1,142 @@
+import os
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from esper.leyline.errors import DataError
+from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories, padded_windows, windows
+from esper.tasks.objectives import PADDING, NextToken
+
+INT16 = np.dtype(np.int16)
+
+
+def test_windows_continue_where_the_one_before_ended_and_the_rest_is_left_out():
+    split = windows(np.arange(10, 21, dtype=np.int16), context=4)
+    assert split.x.tolist() == [[10, 11, 12, 13], [14, 15, 16, 17]]
+    assert split.y.tolist() == [[11, 12, 13, 14], [15, 16, 17, 18]]
+    # 9 tokens are 2 windows of 4 and the last target, 8 are only one
+    assert len(windows(np.zeros(9, dtype=np.int16), context=4)) == 2
+    assert len(windows(np.zeros(8, dtype=np.int16), context=4)) == 1
+
+
+def test_the_end_of_a_text_is_a_target_once_and_what_follows_does_not_count():
+    texts = [np.array([5, 6, 7, 8, 9], dtype=np.int32), np.array([1, 2], dtype=np.int32)]
+    split = padded_windows(texts, 4, 99, INT16)
+    assert split.x.tolist() == [[5, 6, 7, 8], [9, 99, 99, 99], [1, 2, 99, 99]]
+    assert split.y.tolist() == [[6, 7, 8, 9], [99, -1, -1, -1], [2, 99, -1, -1]]
+
+
+@given(st.lists(st.lists(st.integers(0, 255), max_size=12), min_size=1, max_size=6), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_an_input_once_and_the_next_one_or_the_end_its_target(texts, context):
+    split = padded_windows([np.array(text, dtype=np.int32) for text in texts], context, 256, INT16)
+    counts = split.y != PADDING
+    assert split.x[counts].tolist() == [token for text in texts for token in text]
+    assert split.y[counts].tolist() == [token for text in texts if text for token in (*text[1:], 256)]
+
+
+def write_shakespeare(folder: Path, content: bytes) -> Path:
+    (folder / "tinyshakespeare.txt").write_bytes(content)
+    return folder
+
+
+def test_a_text_is_cut_into_three_parts_without_a_window_across_a_border(tmp_path):
+    content = bytes(i % 256 for i in range(300))
+    data = Shakespeare(context=10)(write_shakespeare(tmp_path, content), 0)
+    # [0, 243), [243, 270), [270, 300): 24 windows of 242 next bytes, 2 of 26, 2 of 29
+    assert data.identity["sizes"] == (24, 2, 2)
+    assert data.inputs(data.train.x)[23].tolist() == list(range(230, 240))
+    assert data.val.x[0].tolist() == [243, 244, 245, 246, 247, 248, 249, 250, 251, 252]
+    assert data.val.y[1, -1] == 263 % 256
+    assert data.test.x[0, 0] == 270 % 256
+    assert data.inputs(data.test.x).dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", ["text/tinyshakespeare.txt", "tinyshakespeare.txt", "tinyshakespeare/input.txt"])
+def test_the_text_is_found_under_its_usual_names(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"text")
+    assert SHAKESPEARE.find(tmp_path) == (tmp_path / name,)
+
+
+def test_a_missing_text_is_named_with_all_its_places(tmp_path):
+    places = "text/tinyshakespeare.txt or tinyshakespeare.txt or tinyshakespeare/input.txt"
+    with pytest.raises(DataError, match=f"found no .*text/tinyshakespeare.txt; expected {places}"):
+        Shakespeare(context=8)(tmp_path, 0)
+
+
+def test_a_text_shorter_than_the_context_is_refused(tmp_path):
+    write_shakespeare(tmp_path, bytes(100))
+    assert Shakespeare(context=8)(tmp_path, 0).identity["sizes"] == (10, 1, 1)  # 81, 9 and 10 bytes
+    with pytest.raises(DataError, match=r"tinyshakespeare.txt: found 100 bytes, of which 9 are the validation part, "
+                                        r"expected at least 10"):  # fmt: skip
+        Shakespeare(context=9)(tmp_path, 0)
+
+
+def test_another_text_of_the_same_length_is_another_data_set(tmp_path):
+    first = Shakespeare(context=4)(write_shakespeare(tmp_path, b"a" * 100), 0).identity
+    assert first == Shakespeare(context=4)(tmp_path, 7).identity  # there is nothing random in its split
+    assert first != Shakespeare(context=4)(write_shakespeare(tmp_path, b"b" * 100), 0).identity
+
+
+STORY = "story {:03d}."
+FIRST = len(STORY.format(0).encode())
+
+
+def write_stories(folder: Path, count: int, tail: str = "\nOne day") -> Path:
+    text = "".join(f"\n{STORY.format(i)}\n<|endoftext|>" for i in range(count))
+    (folder / "TinyStories-train.txt").write_text(text + tail)
+    return folder
+
+
+def stories_of(x: torch.Tensor) -> set[str]:
+    return {bytes(row[:FIRST].tolist()).decode() for row in x}
+
+
+def test_stories_are_split_whole_and_the_unfinished_last_one_is_dropped(tmp_path):
+    data = Stories(context=16)(write_stories(tmp_path, 120), 1)
+    # 120 / 10 = 12 for the test, (120 - 12) / 10 = 10 for validation
+    assert data.identity["sizes"] == (98, 10, 12)
+    parts = [stories_of(data.split(name).x) for name in ("train", "val", "test")]
+    assert set.union(*parts) == {STORY.format(i) for i in range(120)}
+    assert sum(len(part) for part in parts) == 120
+    assert data.train.x[0, FIRST:].tolist() == [256] * (16 - FIRST)
+    assert data.train.y[0, FIRST - 1 :].tolist() == [256, *[PADDING] * (16 - FIRST)]
+
+
+def test_the_split_of_stories_is_a_function_of_the_run_seed(tmp_path):
+    write_stories(tmp_path, 120)
+    first, again, other = (Stories(context=16)(tmp_path, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.test.x, again.test.x)
+    assert first.identity == again.identity
+    assert stories_of(first.test.x) != stories_of(other.test.x)
+    assert first.identity != other.identity
+
+
+@pytest.mark.parametrize(("count", "tail"), [(11, ""), (0, "no separator at all")])
+def test_a_file_with_too_few_stories_is_refused(tmp_path, count, tail):
+    with pytest.raises(DataError, match=rf"TinyStories-train.txt: found {count} stories, expected at least 12"):
+        Stories(context=8)(write_stories(tmp_path, count, tail), 0)
+
+
+def test_small_integers_give_the_loss_of_large_ones(tmp_path):
+    data = Stories(context=16)(write_stories(tmp_path, 12), 0)
+    logits = torch.randn(len(data.train), 16, 257, generator=torch.Generator().manual_seed(1))
+    small, large = (NextToken(257).scores(logits, y) for y in (data.train.y, data.train.y.long()))
+    assert data.train.y.dtype == torch.int16
+    assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
+    assert small.weight.tolist() == [float(FIRST)] * len(data.train)
+
+
+@pytest.mark.skipif("ESPER_DATA" not in os.environ, reason="ESPER_DATA does not name a folder with the data sets")
+def test_the_real_texts_are_read():
+    folder = Path(os.environ["ESPER_DATA"])
+    # 903,469 / 100,385 / 111,540 bytes
+    assert Shakespeare(context=128)(folder, 0).identity["sizes"] == (7_058, 784, 871)
+    data = Stories(context=256)(folder, 0)
+    assert (data.train.y == 256).sum() + (data.val.y == 256).sum() + (data.test.y == 256).sum() == 2_316
+    assert STORIES.find(folder)[0].name == "tinystories-sample.txt"

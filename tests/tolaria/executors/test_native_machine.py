@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows
+from esper.tolaria.executors.native.executor import _values_of_bytes
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 
 SPACE = 2
@@ -119,7 +121,7 @@ def totals_of(images, labels, order, batch, *, hosts=3, threads=1, padded=False)
 @given(st.integers(1, 40), st.integers(1, 45), st.integers(1, 3), st.booleans(), st.integers(0, 99))
 def test_a_pass_takes_each_host_s_examples_in_its_order_whatever_the_batch(count, batch, threads, padded, seed):
     generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(50, 2, 2, generator=generator)
+    images = torch.randn(50, 1, 2, 2, generator=generator)
     labels = torch.randint(0, 2, (50,), generator=generator)
     order = torch.randint(0, 50, (3, count), generator=generator)
     found = totals_of(images, labels, order, batch, threads=threads, padded=padded)
@@ -131,7 +133,7 @@ def test_a_pass_takes_each_host_s_examples_in_its_order_whatever_the_batch(count
 
 
 def test_without_an_order_all_hosts_take_all_examples():
-    images, labels = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0, 1])
+    images, labels = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0, 1])
     found = totals_of(images, labels, None, 2)
     assert torch.equal(found, totals_of(images, labels, torch.arange(5).repeat(3, 1), 2))
     assert (found[:, 0] > 0.0).all()
@@ -139,10 +141,34 @@ def test_without_an_order_all_hosts_take_all_examples():
 
 @pytest.mark.parametrize("wrong", [-1, 5])
 def test_an_order_beyond_the_examples_is_refused(wrong):
-    images, labels = torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)
+    images, labels = torch.zeros(5, 1, 2, 2), torch.zeros(5, dtype=torch.int64)
     order = torch.tensor([[0, 1], [2, wrong], [3, 4]])
     with pytest.raises(IndexError, match="names one that is not among the 5"):
         totals_of(images, labels, order, 2)
+
+
+@given(st.integers(0, 99), st.integers(1, 3), st.booleans())
+@settings(deadline=None, max_examples=20)
+def test_bytes_become_numbers_and_windows_of_images_as_in_pytorch(seed, border, stored_as_bytes):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (7, 2, 4, 5), generator=generator, dtype=torch.uint8)
+    order, hosts = torch.tensor([[3, 0, 6], [6, 6, 1]]), torch.arange(2)
+    crop, pixels = CropAndFlip(border), Pixels((0.4, 0.5), (0.2, 0.3))
+    moves = crop.draw(seed, hosts, 0, 1, 3)
+    want = crop(images[order], moves)
+    table = _values_of_bytes(pixels, 2) if stored_as_bytes else None
+    a = Assembler(trainable=False)
+    h = a.rows(40)
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(40,))
+    a.emit(Operation.SCALE, Place(5, 0), h, Place(TOTALS, 0), sizes=(1, 40))
+    out, spaces = torch.zeros(2, 40, 16), Spaces(2, 6)
+    spaces.rows(TOTALS, out)
+    spaces.share(5, torch.ones(1))
+    stored = images if stored_as_bytes else images.float()
+    examples = Examples(stored, torch.zeros(7, dtype=torch.int64), order, 3, table=table, moves=moves, border=border)
+    Machine().run_batches(Workload.of_each([a.program()] * 2), spaces, examples)
+    found = out[..., :3].transpose(1, 2).reshape(want.shape)
+    assert torch.equal(found, pixels(want) if stored_as_bytes else want.float())
 
 
 def test_threads_begin_with_the_host_that_has_the_most_work():

@@ -176,8 +176,11 @@ struct Examples {
     const void* images;     // [available][numbers], null where the batch lies in the spaces of the hosts already
     const int64_t* labels;  // [available]
     const int64_t* order;   // [hosts][count] places of examples; null: 0 to count - 1
+    const void* table;     // [channels][256] numbers; then images are bytes that stand for them. null: numbers
+    const int64_t* moves;  // [hosts][count][3]: window down and right, and whether it is flipped. null: as they are
     int64_t available, numbers, count, batch;
     int64_t padded;  // fill a batch with examples of label -1 up to its stride, which is fastest
+    int64_t channels, height, width, border;  // of an image; black pixels around it, for windows
 };
 
 // The working memory of one thread, and their sizes in bytes. Lanes beyond the batch must be zero.
@@ -247,12 +250,15 @@ template <class T> class Pass {
     // Copies a batch of images and labels; false if the data have no such example.
     bool gather(int64_t h, int64_t start, int found, int lanes) {
         const int64_t numbers = examples_.numbers;
-        const T* from = static_cast<const T*>(examples_.images);
         T* images = static_cast<T*>(memory_.images);
         for (int k = 0; k < found; ++k) {
             const int64_t at = examples_.order ? examples_.order[h * examples_.count + start + k] : start + k;
             if (at < 0 || at >= examples_.available) return false;
-            std::copy_n(from + at * numbers, numbers, images + k * numbers);
+            const int64_t* move = examples_.moves ? examples_.moves + (h * examples_.count + start + k) * 3 : nullptr;
+            if (const T* table = static_cast<const T*>(examples_.table))
+                copy_image(static_cast<const uint8_t*>(examples_.images) + at * numbers, table, move, images + k * numbers);
+            else
+                copy_image(static_cast<const T*>(examples_.images) + at * numbers, nullptr, move, images + k * numbers);
             memory_.labels[k] = examples_.labels[at];
         }
         std::fill_n(images + found * numbers, (lanes - found) * numbers, T(0));
@@ -260,6 +266,30 @@ template <class T> class Pass {
         give(IMAGES, images, lanes * numbers * int64_t(sizeof(T)));
         give(LABELS, memory_.labels, lanes * int64_t(sizeof(int64_t)));
         return true;
+    }
+
+    // An image, or a window of it; what lies beyond its border is black.
+    template <class Stored> void copy_image(const Stored* from, const T* table, const int64_t* move, T* to) const {
+        const int64_t height = examples_.height, width = examples_.width;
+        for (int64_t c = 0; c < examples_.channels; ++c, from += height * width) {
+            const T* of_channel = table ? table + c * 256 : nullptr;
+            const auto value = [&](Stored x) {
+                if constexpr (sizeof(Stored) == 1) return of_channel[x];
+                else return T(x);
+            };
+            if (!move) {
+                for (int64_t i = 0; i < height * width; ++i) *to++ = value(from[i]);
+                continue;
+            }
+            for (int64_t y = 0; y < height; ++y) {
+                const int64_t row = y + move[0] - examples_.border;
+                for (int64_t x = 0; x < width; ++x) {
+                    const int64_t column = (move[2] ? width - 1 - x : x) + move[1] - examples_.border;
+                    const bool inside = row >= 0 && row < height && column >= 0 && column < width;
+                    *to++ = value(inside ? from[row * width + column] : Stored(0));
+                }
+            }
+        }
     }
 
     void give(int space, const void* memory, int64_t size) {

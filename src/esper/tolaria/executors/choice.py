@@ -13,6 +13,7 @@ from esper.kasmina.parameters.kinds import outputs_of_host
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, StackingError
 from esper.tasks.datasets import Dataset
+from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
@@ -120,6 +121,11 @@ def native_problem(data: HostData) -> str | None:
         return f"compiled C++ has no rule for hosts of {type(data.host).__name__}; {out}"
     if not isinstance(data.objective, Classification):
         return f"compiled C++ has no rule for objective {type(data.objective).__name__}; {out}"
+    for kinds, part in ((Pixels, data.dataset.inputs), (CropAndFlip, data.dataset.augmentation)):
+        if part is not None and type(part) is not kinds:
+            return f"compiled C++ has no rule for {type(part).__name__} of the data set; {out}"
+    if data.dataset.inputs is not None and data.dataset.train.x.dtype is not torch.uint8:
+        return f"images are stored as {data.dataset.train.x.dtype}, and compiled C++ reads bytes or inputs; {out}"
     if x.dtype is not torch.float32:
         return f"inputs are {x.dtype}, and compiled C++ reads float32; {out}"
     return None

@@ -19,7 +19,8 @@ from esper.kasmina.hosts.cnn import CNNHost
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
-from esper.tasks.datasets import SplitName
+from esper.tasks.datasets import Inputs, SplitName
+from esper.tasks.datasets.images import CropAndFlip
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.epoch import train_pass
 from esper.tolaria.executors.gradients import gradient_statistics
@@ -64,6 +65,9 @@ class NativeExecutor(NetworkExecutor):
         self._programs = Programs(self.population, *data.host.image_size)
         self.refused = self._programs.refused
         self._machine = Machine(threads=threads)
+        inputs, augmentation = data.dataset.inputs, data.dataset.augmentation
+        self._table = None if inputs is None else _values_of_bytes(inputs, data.host.spec.in_channels)
+        self._border = augmentation.padding if isinstance(augmentation, CropAndFlip) else 0
         self._decay = data.decay_mask.to(torch.float32)
 
     def _check_labels(self, split: SplitName) -> None:
@@ -98,8 +102,12 @@ class NativeExecutor(NetworkExecutor):
         spaces.rows(Space.TOTALS, totals)
         work = Workload.of_each([self._programs.training(code.tobytes()) for code in codes[ours]])
         assert batches.order is not None
-        stored, order = batches.data, batches.order[torch.from_numpy(ours)]
-        self._machine.run_batches(work, spaces.of(ours), Examples(stored.x, stored.y, order, batches.batch_size))
+        chosen, stored = torch.from_numpy(ours), batches.data
+        order, moves = batches.order[chosen], None if batches.drawn is None else batches.drawn[chosen]
+        examples = Examples(
+            stored.x, stored.y, order, batches.batch_size, table=self._table, moves=moves, border=self._border
+        )
+        self._machine.run_batches(work, spaces.of(ours), examples)
         count = torch.full((p.num_envs,), float(order.shape[1]), dtype=torch.float64)
         outputs = train_pass(
             data.objective,
@@ -143,7 +151,7 @@ class NativeExecutor(NetworkExecutor):
         spaces, stored = population_spaces(p, alpha).of(ours), batches.data
         totals = torch.zeros(len(ours), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        examples = Examples(stored.x, stored.y, None, _EXAMPLES, padded=True)
+        examples = Examples(stored.x, stored.y, None, _EXAMPLES, padded=True, table=self._table)
         self._machine.run_batches(Workload.of_each(programs), spaces, examples)
         states = np.zeros((len(ours), num_columns), dtype=np.int64)
         for row, plan in zip(states, plans, strict=True):
@@ -157,6 +165,11 @@ class NativeExecutor(NetworkExecutor):
             score, loss = _merged(ours, found[:2], others, theirs[:2])
             found = found._replace(score=score, loss=loss)
         return found
+
+
+def _values_of_bytes(inputs: Inputs, channels: int) -> Tensor:
+    """[C, 256]: the inputs that the bytes of each channel become."""
+    return inputs(torch.arange(256, dtype=torch.uint8).expand(channels, 256)[..., None])[..., 0].contiguous()
 
 
 def _merged(

@@ -17,8 +17,9 @@ class ExamplesStruct(ctypes.Structure):
     """`Examples` of program.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("images", "labels", "order")),
+        *((name, ctypes.c_void_p) for name in ("images", "labels", "order", "table", "moves")),
         *((name, ctypes.c_int64) for name in ("available", "numbers", "count", "batch", "padded")),
+        *((name, ctypes.c_int64) for name in ("channels", "height", "width", "border")),
     )
 
 

@@ -24,10 +24,12 @@ class Examples:
     """The data of a pass.
 
     Attributes:
-        images: [n, ...], of the machine's dtype. labels: [n] int64.
+        images: [n, C, H, W], of the machine's dtype, or bytes with a `table`. labels: [n] int64.
         order: [H, count] int64, the examples that each host takes in turn; None: all of them, as they lie.
         batch: examples at a time; the last batch may be shorter.
         padded: fill the last batch with examples that are not counted, which is fastest.
+        table: [C, 256], the numbers that the bytes of each channel stand for.
+        moves: [H, count, 3] int64, a window of each image as drawn by `CropAndFlip`. border: its `padding`.
     """
 
     images: Tensor
@@ -35,6 +37,9 @@ class Examples:
     order: Tensor | None
     batch: int
     padded: bool = False
+    table: Tensor | None = None
+    moves: Tensor | None = None
+    border: int = 0
 
     @property
     def count(self) -> int:
@@ -47,12 +52,14 @@ class Examples:
 
     def struct(self) -> ExamplesStruct:
         """What C++ reads."""
-        tensors = [self.images, self.labels] + ([] if self.order is None else [self.order])
-        assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
-        numbers = self.images[0].numel()
-        order = None if self.order is None else self.order.data_ptr()
-        pointers = self.images.data_ptr(), self.labels.data_ptr(), order
-        return ExamplesStruct(*pointers, len(self.labels), numbers, self.count, self.batch, self.padded)
+        tensors = self.images, self.labels, self.order, self.table, self.moves
+        assert all(x is None or (x.is_contiguous() and x.device.type == "cpu") for x in tensors)
+        assert (self.images.dtype == torch.uint8) == (self.table is not None)
+        channels, height, width = self.images.shape[1:]
+        assert self.table is None or self.table.shape == (channels, 256)
+        pointers = (None if x is None else x.data_ptr() for x in tensors)
+        sizes = len(self.labels), channels * height * width, self.count, self.batch, self.padded
+        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border)
 
 
 class _Memory:
@@ -172,8 +179,9 @@ class Machine:
 
     def run_batches(self, work: Workload, spaces: Spaces, examples: Examples) -> None:
         """Execute each host's program on every batch of the examples, which become its first two spaces."""
-        assert examples.images.dtype == self._dtype, "the compiled code reads numbers of this type"
-        assert examples.order is None or len(examples.order) == len(spaces.begin)
+        numbers = examples.images if examples.table is None else examples.table
+        assert numbers.dtype == self._dtype, "the compiled code reads numbers of this type"
+        assert all(x is None or len(x) == len(spaces.begin) for x in (examples.order, examples.moves))
         for size in examples.batch_sizes():
             work.check_batch(size)
         self._run(work, spaces, examples.struct())

@@ -241,7 +241,7 @@ class Vmapped(nn.Module):
         # vmap would update a copy of running statistics that are not contiguous
         stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
-        x_BG = x.view(x.shape[0] // hosts, hosts, *x.shape[1:])
+        x_BG = x.unflatten(0, (-1, hosts))
         draws = self._dropouts[0][0].draws if self._dropouts[0] else None
         numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
         run: Any = torch.vmap(self._one, in_dims=(0, 0, 1), out_dims=1)
@@ -277,10 +277,17 @@ def can_stack_layers(module: nn.Module) -> bool:
 
 
 def stack_layers(module: nn.Module) -> nn.Module:
-    """The module for many hosts with the layers of `STACKED`."""
-    assert can_stack_layers(module)
+    """The module for many hosts with the layers of `STACKED`; inner layers that it lacks run through `torch.vmap`."""
     stacked = copy.deepcopy(module)
-    for layer in stacked.modules():
-        if type(layer) in STACKED:
-            layer.__class__ = STACKED[type(layer)]
+    _stack_in_place(stacked)
     return stacked
+
+
+def _stack_in_place(module: nn.Module) -> None:
+    if type(module) in STACKED:
+        module.__class__ = STACKED[type(module)]
+    for name, layer in module._modules.items():
+        if layer is not None and _unknown_layer(layer):
+            module._modules[name] = Vmapped(layer)
+        elif layer is not None:
+            _stack_in_place(layer)

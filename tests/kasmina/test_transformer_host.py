@@ -83,7 +83,7 @@ def test_disabled_slots_do_not_exist_and_the_order_of_their_list_does_not_matter
 
 
 def test_the_forward_pass_equals_the_layers_written_out():
-    built, x = host(layers=2, heads=1), text()
+    built, x = host(heads=1), text()
     weights = {name: tensor.detach() for name, tensor in built.named_parameters()}
 
     def normed(name: str, h: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def test_the_forward_pass_equals_the_layers_written_out():
         return h @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
     h = weights["embedding.weight"][x] + weights["positions.weight"][:7]
-    for i, change in enumerate((2.0, -3.0)):
+    for i, change in enumerate((1.0, 2.0, 1.0, -3.0)):
         q, k, v = mapped(f"layers.{i}.attention.qkv", normed(f"layers.{i}.norm1", h)).chunk(3, dim=-1)
         scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(7, 7).triu(1) > 0, -math.inf)
         h = h + mapped(f"layers.{i}.attention.out", scores.softmax(dim=-1) @ v)
@@ -245,7 +245,7 @@ def test_stacked_hosts_give_each_host_its_own_logits_and_gradients():
     stacked.train(True)
     stacked.bind(leaves, ())
     draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(num_hosts), 0))
-    together = stacked(x.flatten(0, 1), half).unflatten(0, (rows, num_hosts))
+    together = stacked(x.flatten(0, 1).int(), half).unflatten(0, (rows, num_hosts))
     grads = torch.autograd.grad((together * pull).sum(), leaves)
     for g in range(num_hosts):
         logits, own = alone(
@@ -303,6 +303,7 @@ def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes, message)
         (torch.zeros(1, 10, dtype=torch.int64), "sequences of 10 tokens do not fit host.context, which is 9"),
         (torch.zeros(1, 0, dtype=torch.int64), "sequences of 0 tokens do not fit"),
         (torch.zeros(1, 7), r"inputs has the shape \(1, 7\) and is torch.float32; .* sequences of token numbers"),
+        (torch.zeros(1, 7, dtype=torch.uint8), r"and is torch.uint8; .* int64 or int32"),
         (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), r"inputs has the shape \(1, 3, 8, 8\)"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -74,10 +75,10 @@ class TransformerHostSpec:
         Raises:
             ConfigError: a slot that does not exist, or an example that is no sequence of at most `context` tokens.
         """
-        if example.dim() != 2 or example.is_floating_point():
+        if example.dim() != 2 or example.dtype not in (torch.int64, torch.int32):
             raise ConfigError(
                 f"a batch of inputs has the shape {tuple(example.shape)} and is {example.dtype}; a transformer host "
-                "reads sequences of token numbers [B, T]."
+                "reads sequences of token numbers [B, T], int64 or int32."
             )
         return TransformerHost(self, slot_ids, tokens=example.shape[1])
 
@@ -121,6 +122,8 @@ class TransformerHost(Host):
             )
         self.spec, self.tokens = spec, tokens
         self.enabled = enabled_points(spec.points(), slot_ids)
+        length = spec.layers // spec.segments
+        self.slot_after = {(point.order + 1) * length - 1: point.slot_id for point in self.enabled}
         self.largest_activation = spec.largest_activation(tokens)
         self.embedding = nn.Embedding(spec.vocabulary, spec.width)
         self.positions = Positions(spec.context, spec.width)
@@ -151,12 +154,10 @@ class TransformerHost(Host):
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
         """Logits [B, T, vocabulary] of tokens [B, T]; `apply` runs once per enabled slot, in execution order."""
         h = self.dropout(self.positions(self.embedding(x)))
-        slot_ids, length = self.execution_order(), self.spec.layers // self.spec.segments
         for i, layer in enumerate(self.layers):
             h = layer(h)
-            segment, within = divmod(i, length)
-            if within == length - 1 and f"r0c{segment}" in slot_ids:
-                h = apply(f"r0c{segment}", h)
+            if i in self.slot_after:
+                h = apply(self.slot_after[i], h)
         logits: Tensor = self.output(self.norm(h))
         return logits
 

@@ -18,7 +18,7 @@ from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.scoring import check_scores
+from esper.tolaria.executors.scoring import check_scores, mean_factor
 from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset, same_tree
 from tokens import TokenHostSpec, token_seeds
 
@@ -242,6 +242,14 @@ def test_a_batch_in_which_nothing_counts_has_no_gradient(executor):
     born = bench.population.host.params.clone()
     bench.train()
     assert bit_equal(bench.population.host.params, born)
+
+
+def test_a_masked_loss_has_gradient_zero_where_nothing_counts_and_that_of_the_mean_elsewhere():
+    errors = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    for mask, want in (([0.0] * 4, [0.0] * 4), ([0.0, 1.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0])):
+        weight = torch.tensor(mask)
+        (found,) = torch.autograd.grad(errors * weight, errors, mean_factor(weight.sum()).expand(4))
+        assert found.tolist() == want
 
 
 # -- steps of some batches --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from against_streamed import compare
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
+from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.dropout import Moment
 from esper.kasmina.parameters.stacked_layers import stack_layers, vmapped
 from esper.kasmina.parameters.stacking_trial import way_to_stack

@@ -66,6 +66,7 @@ MAY_DRAW = {
 MAY_CATCH_ALL = {
     "tasks/datasets/plain_pickle.py": "a damaged pickle can raise anything, and becomes an error that names the file",
     "tasks/datasets/tokenizers.py": "the library raises plain exceptions, which become an error that names the file",
+    "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }

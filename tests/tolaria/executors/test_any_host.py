@@ -3,12 +3,16 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from against_streamed import ALGORITHMS, CONDITIONS, compare, grow_different_seeds, same_pass
 
 import tiny
 import tokens
+from esper.kasmina.blueprints import registry
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.objective import Scores
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
@@ -18,9 +22,10 @@ from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.scoring import check_scores
+from esper.tolaria.executors.scoring import check_scores, mean_factor
 from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset, same_tree
 from tokens import TokenHostSpec, token_seeds
+from toys import ToyClient, script
 
 S = SeedStage
 
@@ -244,6 +249,14 @@ def test_a_batch_in_which_nothing_counts_has_no_gradient(executor):
     assert bit_equal(bench.population.host.params, born)
 
 
+def test_a_masked_loss_has_gradient_zero_where_nothing_counts_and_that_of_the_mean_elsewhere():
+    errors = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    for mask, want in (([0.0] * 4, [0.0] * 4), ([0.0, 1.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0])):
+        weight = torch.tensor(mask)
+        (found,) = torch.autograd.grad(errors * weight, errors, mean_factor(weight.sum()).expand(4))
+        assert found.tolist() == want
+
+
 # -- steps of some batches --------------------------------------------------------------------------------------------
 
 
@@ -288,6 +301,32 @@ def test_a_host_that_cannot_be_stacked_is_refused_or_run_host_by_host_with_the_r
         token_engine(of, executor="fused")
     with pytest.warns(UserWarning, match="the fused executor cannot run these hosts; a slower one will: the host"):
         assert token_engine(of, executor="auto").config.executor == "streamed"
+
+
+def episode(executor: str):
+    """Reports of nine steps in which both hosts grow a seed and make it permanent, and what is kept."""
+    germinate = (0, registry.names().index("token_mlp"), 2, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
+    fossilize = (0, 0, 2, 1, 2, 0, 0, int(LifecycleOp.FOSSILIZE))
+    reports = []
+    rules = LifecycleConfig(min_training_epochs=1, min_prune_age=1)
+    config = {"num_envs": 2, "episode_length": 9, "slots": SLOTS, "run_seed": 5, "lifecycle": rules}
+    of = token_task(batches_per_step=3, episode_length=9)
+    run = build_engine(EngineConfig(**config, executor=executor), of, tokens.tokens(), CPU, on_step=reports.append)
+    client = ToyClient(run.spec, script(2, 9, {1: germinate, 7: fossilize}))
+    run.reset(client, 0)
+    run.rollout(client)
+    return reports, run.test()
+
+
+def test_a_whole_episode_of_sequences_is_the_same_fused_and_streamed():
+    (want, tested), (found, also) = episode("streamed"), episode("fused")
+    for a, b in zip(want, found, strict=True):
+        assert np.array_equal(a.stage, b.stage)
+        np.testing.assert_allclose(a.val_loss, b.val_loss, rtol=1e-4)
+        np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-4)
+    assert want[-1].stage[0, 0] >= S.BLENDING
+    assert want[-1].val_loss[0] < want[0].val_loss[0] < 1.1 * tokens.OBJECTIVE.blind_loss
+    torch.testing.assert_close(tested, also, atol=1.1, rtol=0.0)  # one token of 94
 
 
 def test_two_processes_give_the_bits_of_one_for_sequences():

@@ -59,7 +59,7 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
 def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
     """The module for many hosts, of a host from `build`; layers without a stacked class run through `torch.vmap`.
 
-    It reproduces three hosts one by one on inputs like `examples` [HOST_EXAMPLES, ...].
+    It reproduces three hosts one by one on inputs like `examples` [HOST_EXAMPLES, ...], on the CPU.
 
     Raises:
         StackingError: it does not.
@@ -70,7 +70,7 @@ def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
     layout, buffers, generator = parameter_layout(builds[0]), buffer_layout(builds[0]), torch.Generator().manual_seed(0)
     rows = torch.stack([layout.pack(dict(module.named_parameters())) for module in builds])
     state = torch.stack([buffers.pack(dict(module.named_buffers())) for module in builds])
-    x = examples.cpu()
+    x = examples
     if x.is_floating_point():  # normalization of constant examples has no meaningful gradient
         x = x + torch.randn(x.shape, generator=generator)
     trial = _Trial(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parameter_layout
 from esper.kasmina.parameters.initialization import Builds, InitTable, build_twice, deterministic_build, init_table
@@ -18,8 +18,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
-Features = tuple[int, int, int]
-"""Channels, height and width."""
+Features = tuple[int, ...]
+"""Shape of the features of one example: (C, H, W) or (T, D)."""
 Found = TypeVar("Found")
 _found: dict[tuple[int, Features | None, str], tuple[object, Any]] = {}
 
@@ -63,15 +63,15 @@ class Kind:
         return torch.stack(params), torch.stack(buffers)
 
 
-def host_kind(host: CNNHost, device: torch.device) -> Kind:
-    """The kind of a host; the template takes the module itself."""
-    slots = [point.slot_id for point in host.enabled]
+def host_kind(host: Host, device: torch.device) -> Kind:
+    """The kind of a host; the template takes the module itself, whose dropout layers are replaced by keyed ones."""
 
     def build() -> nn.Module:
-        return CNNHost(host.spec, slots, image_size=host.image_size)
+        return with_keyed_dropout(host.rebuild())
 
     start = _start(build_twice(build), {}, device)
-    return Kind(name="host", template=Template(host.to(device)), start=start, build=build, source=CNNHost)
+    template = Template(with_keyed_dropout(host).to(device))
+    return Kind(name="host", template=template, start=start, build=build, source=type(host))
 
 
 def gate_kind(channels: int, device: torch.device) -> Kind:

@@ -8,7 +8,7 @@ The slot states say which blueprint a row holds; the caller passes it in.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import num_gate_params
 from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.initialization import fresh_rows
 from esper.kasmina.parameters.kinds import Kind, gate_kind, host_kind, seed_kind
@@ -31,7 +32,7 @@ from esper.leyline.stages import SeedStage
 GATE_BLOCK = 2**31
 """First random block of a gate, beyond those of any seed."""
 REBUILD_BLOCK = 2**30
-"""The random block that seeds the generator of a rebuilt seed, beyond those of any other."""
+"""The random block that seeds the generator of a rebuilt module, beyond those of any other."""
 
 
 @final
@@ -47,7 +48,7 @@ class Population:
 
     def __init__(
         self,
-        host: CNNHost,
+        host: Host,
         optimizer: OptimizerSpec,
         *,
         num_envs: int,
@@ -61,7 +62,7 @@ class Population:
         self.num_slots = len(self.points)
         self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
         self.family = host.family
-        self.host_module = host
+        self.host_module = cast(CNNHost, host)  # the executors' own view
         self.moment = Moment(run_seed)
         self.host_kind = host_kind(host, device)
         self.features = {point.channels: host.features(point) for point in self.points}
@@ -106,8 +107,8 @@ class Population:
     def reset(self, episode: int) -> None:
         """N new hosts with empty slots, which are also the first snapshot."""
         everyone = torch.arange(self.num_envs, device=self.device)
-        drawn = fresh_rows(self.host_kind.start.table, self.run_seed, Stream.HOST_INIT, self.host_ids, episode=episode)
-        self.host.write(everyone, drawn, self.host_kind.start.buffers.expand(self.num_envs, -1))
+        hosts = np.arange(self.num_envs)
+        self.host.write(everyone, *self._fresh(self.host_kind, Stream.HOST_INIT, hosts, episode=episode))
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
         for slab in (self.seeds, self.gates, self.seeds_snapshot, self.gates_snapshot):
             slab.clear(slots)
@@ -126,17 +127,23 @@ class Population:
     def _plant(
         self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
     ) -> None:
-        index, key = self.index(hosts), {"episode": episode, "t": t, "slot": s}
-        params = fresh_rows(
-            kind.start.table, self.run_seed, Stream.SEED_INIT, self.host_ids[index], **key, first_block=first_block
+        params, buffers = self._fresh(
+            kind, Stream.SEED_INIT, hosts, first_block=first_block, episode=episode, t=t, slot=s
         )
-        buffers = kind.start.buffers.expand(len(hosts), -1)
-        if kind.start.rebuilt:
-            numbers = torch.from_numpy(hosts) + self._host_offset
-            seeds = generator_seeds(self.run_seed, Stream.SEED_INIT, numbers, **key, block=REBUILD_BLOCK)
-            built, buffers = kind.rebuild(seeds)
-            params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
-        slab.write(index * self.num_slots + s, params, buffers.to(self.device))
+        slab.write(self.index(hosts) * self.num_slots + s, params, buffers)
+
+    def _fresh(
+        self, kind: Kind, stream: Stream, hosts: np.ndarray, *, first_block: int = 0, **key: int
+    ) -> tuple[Tensor, Tensor]:
+        """New parameters and buffers of modules of a kind for these hosts."""
+        start = kind.start
+        drawn_for = self.host_ids[self.index(hosts)]
+        params = fresh_rows(start.table, self.run_seed, stream, drawn_for, **key, first_block=first_block)
+        if not start.rebuilt:
+            return params, start.buffers.expand(len(hosts), -1)
+        numbers = torch.from_numpy(hosts) + self._host_offset
+        built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, numbers, **key, block=REBUILD_BLOCK))
+        return torch.where(start.table.rebuilt, built.to(self.device), params), buffers.to(self.device)
 
     def release(self, gone: np.ndarray) -> None:
         """Clear weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""

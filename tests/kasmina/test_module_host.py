@@ -115,6 +115,20 @@ def test_no_hook_stays_behind_a_pass_even_if_it_fails():
     assert not any(layer._forward_hooks for layer in built.modules())
 
 
+class Moody(Skip):
+    """Leaves out `b` where the inputs are large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if float(x.max()) < 50.0 else self.head(self.a(x).mean((2, 3)))
+
+
+def test_a_pass_that_leaves_out_a_slot_is_refused():
+    x = normal(8, 2, 5, 5)
+    built = host(ModuleHostSpec.of(Moody, ["b", "a"], x))
+    with pytest.raises(ConfigError, match="Moody met the slots a, but the probe met a, b; the path through"):
+        built(100.0 * x, lambda slot, h: h)
+
+
 class Hooked(Skip):
     """The user's own hook doubles the output of `b`."""
 

@@ -97,10 +97,11 @@ class ModuleHost(Host):
         self.largest_activation = spec.facts.largest_activation
         self.shares_prefixes = all(spec.facts.shares_prefix[point.order] for point in self.enabled)
         self.network = new_network(spec.model)
+        self._order = tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
 
     def execution_order(self) -> tuple[str, ...]:
         """The enabled slot ids in the order of `forward`."""
-        return tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
+        return self._order
 
     def features(self, point: InjectionPoint) -> tuple[int, ...]:
         """(C, H, W), or (T, D) with T = 1 for a vector."""
@@ -112,11 +113,22 @@ class ModuleHost(Host):
         return ModuleHost(self.spec, [point.slot_id for point in self.enabled])
 
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
-        """Outputs [B, ...] of inputs [B, ...]; `apply` runs once per enabled slot, in execution order."""
+        """Outputs [B, ...] of inputs [B, ...]; `apply` runs once per enabled slot, in execution order.
+
+        Raises:
+            ConfigError: this pass calls the slots otherwise than the probe found.
+        """
+        met: list[str] = []
 
         def at_slot(slot_id: str, h: Tensor) -> Tensor:
+            met.append(slot_id)
             return apply(slot_id, h) if h.dim() > 2 else apply(slot_id, h[:, None]).squeeze(1)
 
-        with replaced_outputs(self.network, at_slot, [point.slot_id for point in self.enabled]):
+        with replaced_outputs(self.network, at_slot, self._order):
             outputs: Tensor = self.network(x)
+        if tuple(met) != self._order:
+            raise ConfigError(
+                f"a forward pass of {type(self.network).__name__} met the slots {', '.join(met) or 'not at all'}, but "
+                f"the probe met {', '.join(self._order)}; the path through the network must not depend on the inputs."
+            )
         return outputs

@@ -195,27 +195,32 @@ def test_the_layers_of_an_encoder_are_slots_in_training_and_in_its_fast_evaluati
         torch.testing.assert_close(out, built.network(TOKENS))
 
 
-class Views(nn.Module):
-    """Keeps the number of rows from before the slot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 1)
-        self.head = nn.Linear(4 * 25, 3)
+class Flatten(ResNet8):
+    """Without the number of rows of the input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.conv(x).view(x.shape[0], -1))
+        h = self.layer3(self.layer2(self.layer1(self.stem(x))))
+        return self.head(torch.flatten(self.pool(h), 1))
+
+
+class Averaging(MLP):
+    """Would average the states of an example instead of failing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.body(x).view(len(x), -1, 12).mean(1))
 
 
 @pytest.mark.parametrize(
     ("model", "slots", "example", "shares"),
     [
-        (ResNet8, ["stem", "layer1", "layer2", "layer3"], IMAGES, False),  # .view(x.shape[0], -1) behind all of them
+        (ResNet8, ["layer3"], IMAGES, False),  # followed by .view(x.shape[0], -1)
+        (Flatten, ["stem", "layer1", "layer2", "layer3"], IMAGES, True),
+        (Flatten, ["layer2.conv1"], IMAGES, False),
         (Skip, ["a"], normal(8, 2, 5, 5), True),
         (Skip, ["b"], normal(8, 2, 5, 5), False),
         (Skip, ["a", "b"], normal(8, 2, 5, 5), False),
-        (Views, ["conv"], normal(8, 2, 5, 5), False),
         (MLP, ["body.0", "body.2"], normal(8, 6), True),
+        (Averaging, ["body.0"], normal(8, 6), False),
         (Encoder, ["embed", "encoder.layers.0"], TOKENS, True),
         (Encoder, ["encoder.layers.0.linear2"], TOKENS, False),
     ],

@@ -170,6 +170,7 @@ def test_examples_that_see_each_other_in_evaluation_are_refused():
     refuses(
         "the output of Own for one example depends on the other", network(lambda net, x: net.b(net.a(x) - x.mean(0)))
     )
+    refuses("the output of Own for one example depends on the other", network(lambda net, x: net.b(net.a(x)) * len(x)))
     norm = network(lambda net, x: net.b(net.norm(net.a(x))), norm=lambda: nn.BatchNorm1d(6, track_running_stats=False))
     refuses("slot 'norm' for one example depends on the other", norm, ["norm"])
 

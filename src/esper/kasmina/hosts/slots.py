@@ -15,12 +15,12 @@ from esper.leyline.errors import ConfigError, nearest
 class Surface(StrEnum):
     """Position of a slot relative to its block."""
 
+    OUTPUT = "output"
+    """The output of a submodule."""
     PRE_POOL = "pre_pool"
     """After the ReLU of a block, before its pooling."""
     POST_POOL = "post_pool"
     """After the pooling of a block."""
-    OUTPUT = "output"
-    """The output of a submodule."""
 
 
 @dataclass(frozen=True, kw_only=True)

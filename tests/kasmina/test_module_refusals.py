@@ -67,7 +67,11 @@ def test_a_built_network_is_refused_in_favour_of_its_class():
 
 
 def test_something_else_than_a_network_is_refused():
-    refuses("the model gives a dict; it must give an nn.Module", dict)
+    refuses("the model gives a dict; it must give an nn.Module", lambda: {})
+
+
+def test_a_model_that_needs_arguments_is_refused():
+    refuses("cannot be called without arguments: missing a required argument: 'in_features'", nn.Linear)
 
 
 @pytest.mark.parametrize("slots", ["a", [], ["a", "a"]])

@@ -3,6 +3,7 @@
 The weights are disturbed first, so that layers that start at zero show what passes through them.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,11 +64,7 @@ def probe(model: Model, slots: Sequence[str], example: Tensor) -> ModuleFacts:
     Raises:
         ConfigError: the network cannot be a host (see `module_checks`).
     """
-    if isinstance(model, nn.Module) or not callable(model):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}, but every host needs a network of its own; pass the class, or a "
-            "function that builds and returns the network."
-        )
+    _check_model(model)
     network, again = (deterministic_build(lambda: new_network(model)) for _ in range(2))
     checks.check_weights(network, again)
     checks.check_paths(network, slots)
@@ -79,6 +76,21 @@ def probe(model: Model, slots: Sequence[str], example: Tensor) -> ModuleFacts:
         facts = _facts(network, slots, x)
     checks.check_training(network, slots, x)
     return facts
+
+
+def _check_model(model: Model) -> None:
+    if isinstance(model, nn.Module) or not callable(model):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, but every host needs a network of its own; pass the class, or a "
+            "function that builds and returns the network."
+        )
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"the model cannot be called without arguments: {error}; pass a function that builds the network, e.g. "
+            "functools.partial(Network, 10)."
+        ) from error
 
 
 def _facts(network: nn.Module, slots: Sequence[str], x: Tensor) -> ModuleFacts:

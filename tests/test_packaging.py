@@ -32,6 +32,8 @@ MAY_READ = {
     "kasmina/parameters/initialization.py": "compares two builds of a module, before the run",
     "kasmina/parameters/kinds.py": "compares two builds of a module, before the run",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, before the run",
+    "kasmina/hosts/module_checks.py": "tries a user's network, before the run",
+    "kasmina/hosts/module_probe.py": "tries a user's network, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
@@ -59,6 +61,8 @@ DRAWS = re.compile(
 MAY_DRAW = {
     "leyline/random.py": "the border: a generator of its own from a key",
     "kasmina/parameters/kinds.py": "looks whether a blueprint moves the global generator",
+    "kasmina/hosts/module_checks.py": "looks whether a user's network moves the global generator",
+    "kasmina/hosts/module_probe.py": "tries a user's network, with a generator of its own",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, with a generator of its own",
     "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
     "kasmina/parameters/initialization.py": "keeps what a user's module draws in its constructor from the process",
@@ -67,6 +71,7 @@ MAY_CATCH_ALL = {
     "tasks/datasets/plain_pickle.py": "a damaged pickle can raise anything, and becomes an error that names the file",
     "tasks/datasets/tokenizers.py": "the library raises plain exceptions, which become an error that names the file",
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
+    "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }

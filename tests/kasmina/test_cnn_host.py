@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points, parse_slot_id
+from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError
 
@@ -131,26 +131,13 @@ def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes):
         spec(**changes)
 
 
-def test_slot_ids_are_row_and_column():
-    assert parse_slot_id("r0c12") == (0, 12)
-    assert parse_slot_id("r10c0") > parse_slot_id("r9c7")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "r0", "c0r0", "r00c1", "r0c01", "r-1c0", "R0C0", " r0c0", "r0c0 ", "r0c0\n", "r٣c0"]
-)
-def test_anything_else_is_no_slot_id(text):
-    with pytest.raises(ConfigError, match="is no slot id"):
-        parse_slot_id(text)
-
-
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
         ([], "no slots are enabled"),
         (["r0c0", "r0c0"], "only once"),
         (["r1c1"], "no slot 'r1c1'; did you mean"),
-        (["slot0"], "is no slot id"),
+        (["slot0"], "no slot 'slot0'; known names: r0c0"),
     ],
 )
 def test_slots_that_cannot_be_enabled_are_refused(slots, message):

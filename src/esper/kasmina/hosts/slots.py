@@ -1,21 +1,22 @@
 """Slots: named places in a host's forward pass, and the ones that a run uses.
 
-id r<row>c<column>       action order: by (row, column)       execution order: by place in the forward pass
+host            id                                action order        execution order
+built in        r<row>c<column>, e.g. "r0c1"      row, column         place in the forward pass
+user's module   path of a submodule, "layer2.1"   as the user lists   place in the forward pass
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from esper.leyline.errors import ConfigError, nearest
 
-_SLOT_ID = re.compile(r"r(0|[1-9][0-9]*)c(0|[1-9][0-9]*)")
-
 
 class Surface(StrEnum):
     """Position of a slot relative to its block."""
 
+    OUTPUT = "output"
+    """The output of a submodule."""
     PRE_POOL = "pre_pool"
     """After the ReLU of a block, before its pooling."""
     POST_POOL = "post_pool"
@@ -29,7 +30,7 @@ class InjectionPoint:
     """A place where a seed can grow.
 
     Attributes:
-        slot_id: e.g. "r0c1". channels: of the features there. surface: its position in its block.
+        slot_id: e.g. "r0c1". channels: C of features [C, H, W], D of [T, D]. surface: its position in its block.
         order: index among all points in action order. position: place in the forward pass, in [0, 1].
     """
 
@@ -38,18 +39,6 @@ class InjectionPoint:
     surface: Surface
     order: int
     position: float
-
-
-def parse_slot_id(slot_id: str) -> tuple[int, int]:
-    """Row and column of "r<row>c<column>", decimal without leading zeros; sorts in action order.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    match = _SLOT_ID.fullmatch(slot_id)
-    if match is None:
-        raise ConfigError(f"{slot_id!r} is no slot id; expected r<row>c<column> without leading zeros, e.g. 'r0c1'.")
-    return int(match[1]), int(match[2])
 
 
 def enabled_points(points: Sequence[InjectionPoint], slot_ids: Iterable[str]) -> tuple[InjectionPoint, ...]:
@@ -63,7 +52,6 @@ def enabled_points(points: Sequence[InjectionPoint], slot_ids: Iterable[str]) ->
     if not wanted:
         raise ConfigError(f"no slots are enabled; choose at least one of {', '.join(offered)}.")
     for slot_id in wanted:
-        parse_slot_id(slot_id)
         if slot_id not in offered:
             raise ConfigError(f"the host has no slot {slot_id!r}; {nearest(slot_id, offered)}")
     if len(set(wanted)) < len(wanted):

@@ -1,0 +1,81 @@
+"""One forward pass of a network with a function at the outputs of some of its submodules."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from esper.leyline.errors import ConfigError
+
+
+@contextmanager
+def replaced_outputs(network: nn.Module, replace: Callable[[str, Any], Any], paths: Iterable[str]) -> Iterator[None]:
+    """Replace the output of each of these submodules by `replace(path, output)`, until the end of the context.
+
+    The hooks run after those that the user has registered, and are gone when the context ends.
+    """
+    handles = [network.get_submodule(path).register_forward_hook(partial(_hook, replace, path)) for path in paths]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(replace: Callable[[str, Any], Any], path: str, module: nn.Module, args: object, output: object) -> object:
+    return replace(path, output)
+
+
+class Call(NamedTuple):
+    """One call of a submodule: its path, its output, and the version of the output if it is a tensor."""
+
+    path: str
+    output: Any
+    version: int
+
+
+class Pass(NamedTuple):
+    """The output of a network, and the calls of its submodules in the order in which they ended."""
+
+    output: Any
+    calls: tuple[Call, ...]
+
+    def of(self, path: str) -> list[Call]:
+        """The calls of one submodule."""
+        return [call for call in self.calls if call.path == path]
+
+
+def recorded_pass(network: nn.Module, x: Tensor, *, differentiable: Collection[str] = ()) -> Pass:
+    """A forward pass that records every call; the outputs of `differentiable` submodules require a gradient.
+
+    Raises:
+        ConfigError: the forward pass fails.
+    """
+    calls: list[Call] = []
+
+    def record(path: str, output: object) -> object:
+        if path in differentiable and isinstance(output, Tensor) and not output.requires_grad:
+            output = output.detach().requires_grad_()
+        calls.append(Call(path, output, output._version if isinstance(output, Tensor) else 0))
+        return output
+
+    with replaced_outputs(network, record, [name for name, _ in network.named_modules(remove_duplicate=False)]):
+        output = plain_pass(network, x)
+    return Pass(output, tuple(calls))
+
+
+def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
+    """The output of the network.
+
+    Raises:
+        ConfigError: the forward pass fails.
+    """
+    try:
+        return network(x)
+    except Exception as error:  # any error of the user's code
+        raise ConfigError(
+            f"{type(network).__name__} cannot process inputs {list(x.shape)} of {x.dtype}, which are like the example: "
+            f"{error}. Inputs come as [B, ...] with any B, as in the data; correct the network or the example."
+        ) from error

@@ -1,0 +1,100 @@
+"""Networks as users write them, without a thought of esper."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Two convolutions and a shortcut, with the in-place operations that are common in such code."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = nn.Sequential()
+        if stride > 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = self.bn2(self.conv2(out))
+        out += self.shortcut(x)
+        return self.relu(out)
+
+
+class ResNet8(nn.Module):
+    """[B, 3, H, W] -> logits [B, 10]."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.layer1 = Block(width, width, 1)
+        self.layer2 = Block(width, 2 * width, 2)
+        self.layer3 = Block(2 * width, 4 * width, 2)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(4 * width, 10)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer3(self.layer2(self.layer1(self.stem(x))))
+        return self.head(self.pool(h).view(x.shape[0], -1))
+
+
+class MLP(nn.Module):
+    """[B, 6] -> [B, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Dropout(0.5))
+        self.out = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.body(x))
+
+
+class Encoder(nn.Module):
+    """Tokens [B, 7] -> logits [B, 3]."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.encoder(self.embed(tokens)).mean(dim=1))
+
+
+class Skip(nn.Module):
+    """A convolution whose input comes back behind it: x -> a -> a + b(a) -> mean -> head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(2, 4, 3, padding=1)
+        self.b = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.a(x))
+        return self.head(F.adaptive_avg_pool2d(a + self.b(a), 1).flatten(1))
+
+
+class Tied(nn.Module):
+    """Tokens [B, T] -> logits [B, T, 5] with the table of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.mix = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.mix(self.embed(tokens))))

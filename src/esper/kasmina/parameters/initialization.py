@@ -66,12 +66,12 @@ def _recorded_draws() -> Iterator[list[_Draw]]:
     draws: list[_Draw] = []
     inherited_uniform, inherited_normal = Tensor.uniform_, Tensor.normal_
 
-    def uniform_(tensor: Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    def uniform_(tensor: Tensor, low: float | int = 0.0, high: float | int = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
         out = inherited_uniform(tensor, low, high, **kwargs)
         draws.append(_Draw(0.5 * (low + high), 0.5 * (high - low), False, out.detach().clone()))
         return out
 
-    def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    def normal_(tensor: Tensor, mean: float | int = 0.0, std: float | int = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
         out = inherited_normal(tensor, mean, std, **kwargs)
         draws.append(_Draw(mean, std, True, out.detach().clone()))
         return out

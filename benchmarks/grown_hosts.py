@@ -22,6 +22,7 @@ from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace as changed
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.objectives import Classification
 from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
@@ -69,7 +70,7 @@ def task_of(shape: Shape) -> TaskSpec:
         host=CNNHostSpec(in_channels=shape.channels, base=shape.base, blocks=3, kernel=3, pools=3, classes=CLASSES),
         load=lambda folder, seed: _random_images((shape.channels, shape.size, shape.size)),
         enabled=("r0c0", "r0c1", "r0c2"),
-        num_classes=CLASSES,
+        objective=Classification(CLASSES),
         episode_length=16,
         batch_train=shape.batch,
         batch_val=min(360, 2**17 // shape.size**2),

@@ -33,6 +33,7 @@ from esper.runs.records import Records
 from esper.runs.trend import Trend
 from esper.runs.values import plain
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.objectives import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress
@@ -68,7 +69,7 @@ CIFAR = register_task(
         host=CNNHostSpec(in_channels=3, base=8, blocks=3, kernel=3, pools=3, classes=CLASSES),
         load=random_images((3, 32, 32), 256, 128),
         enabled=("r0c0", "r0c1", "r0c2"),
-        num_classes=CLASSES,
+        objective=Classification(CLASSES),
         episode_length=16,
         batch_train=128,
         batch_val=128,
@@ -84,7 +85,7 @@ TINY = register_task(
         host=CNNHostSpec(in_channels=1, base=4, blocks=2, kernel=3, pools=1, classes=CLASSES),
         load=random_images((1, 8, 8), 32, 16),
         enabled=("r0c0", "r0c1", "r1c0"),
-        num_classes=CLASSES,
+        objective=Classification(CLASSES),
         episode_length=8,
         batch_train=32,
         batch_val=16,

@@ -18,9 +18,11 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.rules.config import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
+from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.build import build_engine
@@ -38,6 +40,7 @@ CHANNELS = {"r0c0": 4, "r0c1": 8, "r1c0": 4}
 HOST = CNNHostSpec(in_channels=1, base=4, blocks=2, kernel=3, pools=1, classes=3)
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03)
 BATCH, VAL_BATCH, IMAGE, CLASSES = 16, 16, 6, 3
+OBJECTIVE = Classification(CLASSES)
 
 
 def dataset(train: int = 40, val: int = 30, test: int = 20) -> Dataset:
@@ -56,7 +59,7 @@ def task(**changes: object) -> TaskSpec:
     """The tiny task; three epochs of training before a seed may blend."""
     fields: dict[str, object] = {
         "name": "tiny", "description": "Random images.", "family": HostFamily.CNN, "enabled": SLOTS,
-        "episode_length": 12, "min_training_epochs": 1, "num_classes": CLASSES, "host": HOST,
+        "episode_length": 12, "min_training_epochs": 1, "objective": Classification(CLASSES), "host": HOST,
         "load": lambda folder, seed: dataset(), "batch_train": BATCH, "batch_val": VAL_BATCH, "optimizer": SGD,
     }  # fmt: skip
     return TaskSpec(**{**fields, **changes})
@@ -110,6 +113,8 @@ class Bench:
         num_envs: int = 1,
         *,
         data: Dataset | None = None,
+        objective: Objective = OBJECTIVE,
+        batches_per_step: int | None = None,
         scaler_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
         **population_settings: object,
@@ -117,8 +122,8 @@ class Bench:
         self.population = population(num_envs, device=device, **population_settings)
         self.data = (dataset() if data is None else data).to(device)
         data = HostData(
-            self.population, self.data, batch_train=BATCH, batch_val=VAL_BATCH,
-            scaler=LossScaler(scaler_dtype, num_envs, device),
+            self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
+            batches_per_step=batches_per_step, scaler=LossScaler(scaler_dtype, num_envs, device),
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

@@ -56,7 +56,7 @@ def test_the_null_task_is_scripted_and_offers_sixteen_slots():
         ({"episode_length": 0}, "task.episode_length is 0"),
         ({"episode_length": 5_000}, "at most 4095"),
         ({"batch_train": 0}, "task.batch_train is 0"),
-        ({"num_classes": 7}, "10 logits but the task has 7"),
+        ({"objective": Classification(7)}, "10 logits but the task has 7"),
         ({"load": None}, "needs either a host and a loader, or a script"),
         ({"host": None}, "needs either a host and a loader, or a script"),
     ],

@@ -24,18 +24,21 @@ class Scores(NamedTuple):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss and a figure of merit. Instances are plain data, equal if they compute the same.
+    """A loss and a figure of merit. Instances are plain data, equal if they compute the same."""
 
-    Attributes:
-        unit: name of the figure of merit, e.g. "accuracy".
-        blind_loss: mean loss of the best constant answer; a host that stays above it has learned nothing.
-    """
+    @property
+    def unit(self) -> str:
+        """Name of the figure of merit, e.g. "accuracy"."""
 
-    unit: str
-    blind_loss: float
+    @property
+    def blind_loss(self) -> float:
+        """Mean loss of the best constant answer; a host that stays above it has learned nothing."""
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
-        """Scores of outputs [R, ...] for targets [R, ...], differentiable in `outputs`. A row never affects another."""
+        """Scores of outputs [R, ...] for targets [R, ...], differentiable in `outputs`.
+
+        A row never affects another, and the weight follows from the targets alone.
+        """
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """The figure of merit of summed scores and weights, element by element."""

@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,12 +206,12 @@ def task_values(task: TaskSpec, reward: str) -> Values:
             "fossils_as_players": reward_traits(reward).fossils_as_players,
         },
         "optimizer": plain(task.optimizer),
-        "governor": {"guess": math.log(task.num_classes)},
+        "governor": {"guess": task.objective.blind_loss},
     }
     if reward == "loss" or reward not in MODES:
         values["reward"] = {
             "loss": {
-                "baseline_loss": task.baseline_loss,
+                "baseline_loss": task.objective.blind_loss,
                 "target_loss": task.target_loss,
                 "typical_loss_delta_std": task.typical_loss_delta_std,
                 "compute_rent_weight": task.rent_weight,

@@ -5,6 +5,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import digits, fashion_mnist
 from esper.tasks.null import NullSpec
+from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec, register_task
 
 DIGITS = register_task(
@@ -15,7 +16,7 @@ DIGITS = register_task(
         host=CNNHostSpec(in_channels=1, base=8, blocks=2, kernel=1, pools=1, classes=10),
         load=digits.load,
         enabled=("r0c0", "r0c1", "r1c0"),
-        num_classes=10,
+        objective=Classification(10),
         episode_length=40,
         batch_train=64,
         batch_val=360,
@@ -35,7 +36,7 @@ FASHION_MNIST = register_task(
         load=fashion_mnist.load,
         needs_data_dir=True,
         enabled=("r0c0", "r0c1", "r0c2"),
-        num_classes=10,
+        objective=Classification(10),
         episode_length=60,
         batch_train=256,
         batch_val=2_000,
@@ -51,7 +52,7 @@ NULL = register_task(
         family=HostFamily.CNN,
         script=NullSpec(),
         enabled=("r0c0", "r0c1", "r0c2"),
-        num_classes=10,
+        objective=Classification(10),
         episode_length=60,
         min_training_epochs=10,
     )

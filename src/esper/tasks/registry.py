@@ -5,13 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.hosts.host import HostSpec
 from esper.kasmina.hosts.slots import enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
+from esper.leyline.objective import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset
 from esper.tasks.null import NullSpec
+from esper.tasks.objectives import Classification
 
 DatasetLoader = Callable[[Path | None, int], Dataset]
 """(data folder, run seed) -> data set."""
@@ -24,14 +27,16 @@ class TaskSpec:
     Attributes:
         name: name on the command line. description: one sentence for `esper tasks`.
         family: family of the host; decides which blueprints fit.
-        host: shape of the host, or None. script: constants of the scripted dynamics, or None.
+        host: architecture of the host, or None. script: constants of the scripted dynamics, or None.
         load: loads the data set, or None. needs_data_dir: whether `load` reads files from a folder.
         enabled: slots that a run uses by default, in action order.
-        num_classes: number of classes; random guessing has a loss of ln(num_classes).
+        objective: what the hosts are trained for and judged by.
         episode_length: E, control steps. batch_train, batch_val: examples per batch (0 without data).
+        batches_per_step: batches of training in one control step, which continue through the permutation of the
+            examples; None for the whole split.
         optimizer: how hosts and seeds are trained.
         min_training_epochs: M, epochs that a seed trains before its gate may open.
-        baseline_loss, target_loss, typical_loss_delta_std, rent_weight: constants of the loss reward (nats).
+        target_loss, typical_loss_delta_std, rent_weight: constants of the loss reward, in the unit of the loss.
     """
 
     name: str
@@ -40,15 +45,15 @@ class TaskSpec:
     enabled: tuple[str, ...]
     episode_length: int
     min_training_epochs: int
-    num_classes: int
-    host: CNNHostSpec | None = None
+    objective: Objective
+    host: HostSpec | None = None
     script: NullSpec | None = None
     load: DatasetLoader | None = None
     needs_data_dir: bool = False
     batch_train: int = 0
     batch_val: int = 0
+    batches_per_step: int | None = None
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    baseline_loss: float = 2.3
     target_loss: float = 0.3
     typical_loss_delta_std: float = 0.05
     rent_weight: float = 0.05
@@ -56,22 +61,31 @@ class TaskSpec:
     def __post_init__(self) -> None:
         if (self.host is None) == (self.script is None) or (self.host is None) != (self.load is None):
             raise ConfigError(f"task {self.name!r} needs either a host and a loader, or a script.")
-        least = {"episode_length": 1, "min_training_epochs": 1, "num_classes": 2}
+        least = {"episode_length": 1, "min_training_epochs": 1}
         if self.host is not None:
             least |= {"batch_train": 1, "batch_val": 1}
+        if self.batches_per_step is not None:
+            least["batches_per_step"] = 1
         for setting, smallest in least.items():
             if getattr(self, setting) < smallest:
                 raise ConfigError(f"task.{setting} is {getattr(self, setting)}; it must be at least {smallest}.")
         if self.episode_length > MAX_EPISODE_LENGTH:
             raise ConfigError(f"task.episode_length is {self.episode_length}; it can be at most {MAX_EPISODE_LENGTH}.")
-        if self.host is not None and self.host.classes != self.num_classes:
-            raise ConfigError(
-                f"the host of task {self.name!r} has {self.host.classes} logits but the task has {self.num_classes} "
-                "classes; make them equal."
-            )
+        self._check_outputs()
         if self.enabled != (ordered := self.in_action_order(self.enabled)):
             raise ConfigError(
                 f"slots {', '.join(self.enabled)} are not in action order; list them as {', '.join(ordered)}."
+            )
+
+    def _check_outputs(self) -> None:
+        """Of the built-in pair; others are tried when the engine is built."""
+        if not isinstance(self.host, CNNHostSpec) or not isinstance(self.objective, Classification):
+            return
+        logits, classes = self.host.classes, self.objective.num_classes
+        if logits != classes:
+            raise ConfigError(
+                f"the host of task {self.name!r} has {logits} logits but the task has {classes} classes; make them "
+                "equal."
             )
 
     @property

@@ -1,8 +1,14 @@
 """Batches from a data set that is resident on the device.
 
-    train        x [N, B, ...], y [N, B]    each host in its own order, keyed by (host, episode, t)
-    validation   x [B, ...],    y [B]       the same examples for all hosts, in a fixed order
-    test         as validation              at the end of a run only
+    train        x [N, B, ...], y [N, B, ...]    each host in its own order, augmented
+    validation   x [B, ...],    y [B, ...]       the same examples for all hosts, in a fixed order
+    test         as validation                   at the end of a run only
+
+A step of training takes the whole split, or `batches_per_step` batches of it. Then the stream of a host is its
+permutations one after another, and a step continues where the last one ended:
+
+    6 examples, batches of 2, 2 batches per step      pass 1: d a f c b e | pass 2: b f a e d c
+    step                                                     1       2          3
 
 N = hosts, B = batch.
 """
@@ -15,12 +21,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.random import Stream, permutation
+from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation
 from esper.tasks.datasets import Dataset, SplitName
 
 
 class Batch(NamedTuple):
-    """Examples and their labels."""
+    """Inputs of the hosts and their targets."""
 
     x: Tensor
     y: Tensor
@@ -32,11 +38,17 @@ class SharedBatchIterator:
     Args:
         dataset: share `dataset.to(device)` between iterators, so that there is one copy on the device.
         num_envs: N.
-        batch_size: examples per host and batch; the last batch of a pass may be shorter.
+        batch_size: examples per host and batch; the last batch of a whole split may be shorter.
         split: "train", "val" or "test".
         run_seed: key of the training order.
         device: device of the batches.
         run_finished: must be True for the test split, which must not influence a run.
+        batches_per_step: of training; None for the whole split.
+
+    Attributes:
+        data: the examples as they are stored.
+        order: indices of the examples [N, n] of the step that has begun. drawn: numbers of their augmentation
+            [N, n, K], None without one.
 
     Raises:
         ConfigError: a batch size below 1, or the test split before the end.
@@ -53,40 +65,65 @@ class SharedBatchIterator:
         device: torch.device,
         *,
         run_finished: bool = False,
+        batches_per_step: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"the batch size of the {split} split is {batch_size}; it must be at least 1.")
         if split == "test" and not run_finished:
             raise ConfigError("the test split may be read at the end of a run only; use the validation split before.")
-        self._data = dataset.split(split).to(device)
-        if len(self._data) == 0:
+        self.data = dataset.split(split).to(device)
+        if len(self.data) == 0:
             raise DataError(f"the {split} split of {dataset.identity.get('name')} is empty; expected examples.")
         self._num_envs, self._batch_size, self._run_seed = num_envs, batch_size, run_seed
         self._shuffles = split == "train"
-        self._order: Tensor | None = None
+        self._inputs, self._augmentation = dataset.inputs, dataset.augmentation if self._shuffles else None
+        whole = not self._shuffles or batches_per_step is None
+        self._count = len(self.data) if whole else batch_size * (batches_per_step or 1)
+        self.order: Int[Tensor, "N n"] | None = None
+        self.drawn: Int[Tensor, "N n K"] | None = None
 
     def begin(self, t: int, episode: int, hosts: Int[Tensor, " N"]) -> None:
-        """Draw the order of the pass of step t; `hosts` are global numbers."""
+        """Draw the order and the augmentation of step t (from 1 on); `hosts` are global numbers.
+
+        Raises:
+            ConfigError: so many passes over the split in one episode that their random streams would overlap.
+        """
         assert hosts.shape == (self._num_envs,)
-        if self._shuffles:
-            self._order = permutation(self._run_seed, Stream.TRAIN_ORDER, hosts, len(self._data), episode=episode, t=t)
+        if not self._shuffles:
+            return
+        size, seed = len(self.data), self._run_seed
+        first, last = (t - 1) * self._count, t * self._count
+        passes = range(first // size + 1, (last - 1) // size + 2)
+        if passes[-1] > MAX_EPISODE_LENGTH:
+            raise ConfigError(
+                f"step {t} reaches pass {passes[-1]} over the {size} training examples; an episode can make "
+                f"{MAX_EPISODE_LENGTH}. Lower batches_per_step, the batch size or the episode length."
+            )
+        orders = [permutation(seed, Stream.TRAIN_ORDER, hosts, size, episode=episode, t=number) for number in passes]
+        skipped = first - (passes[0] - 1) * size
+        ordered = orders[0] if len(orders) == 1 else torch.cat(orders, dim=1)
+        self.order = ordered[:, skipped : skipped + self._count]
+        if self._augmentation is not None:
+            self.drawn = self._augmentation.draw(seed, hosts, episode, t, self._count)
 
     def __len__(self) -> int:
-        """Batches per pass."""
-        return -(-len(self._data) // self._batch_size)
+        """Batches per step of training, or per pass."""
+        return -(-self._count // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of one pass: new memory for training, else views of the resident data."""
-        assert self._order is not None or not self._shuffles, "begin() comes before a training pass"
-        for start in range(0, len(self._data), self._batch_size):
+        """The batches of one step or pass."""
+        assert self.order is not None or not self._shuffles, "begin() comes before a training step"
+        for start in range(0, self._count, self._batch_size):
             stop = start + self._batch_size
-            if self._order is None:
-                yield Batch(self._data.x[start:stop], self._data.y[start:stop])
+            if self.order is None:
+                yield self._batch(self.data.x[start:stop], self.data.y[start:stop])
             else:
-                yield self._gather(self._order[:, start:stop])
+                yield self._gather(self.order[:, start:stop], None if self.drawn is None else self.drawn[:, start:stop])
 
-    def _gather(self, index_NB: Tensor) -> Batch:
+    def _gather(self, index_NB: Tensor, drawn: Tensor | None) -> Batch:
         flat = index_NB.reshape(-1)
-        x = self._data.x.index_select(0, flat).view(*index_NB.shape, *self._data.x.shape[1:])
-        y = self._data.y.index_select(0, flat).view(index_NB.shape)
-        return Batch(x, y)
+        x, y = (of.index_select(0, flat).view(*index_NB.shape, *of.shape[1:]) for of in (self.data.x, self.data.y))
+        return self._batch(x if drawn is None or self._augmentation is None else self._augmentation(x, drawn), y)
+
+    def _batch(self, x: Tensor, y: Tensor) -> Batch:
+        return Batch(x if self._inputs is None else self._inputs(x), y)

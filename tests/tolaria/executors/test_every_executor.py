@@ -152,10 +152,9 @@ def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
     bench.executor.apply_structure(bench.structure(found))
     with Answers() as answers:
         bench.executor.evaluate(bench.t, bench.slots, found)
-    # [states, batch, classes] in some order of axes and states; all eight subsets of three players are asked for
+    # in some order of states; all eight subsets of three players are asked for
     first = answers.seen[0]
-    states = first if executor == "streamed" else first.reshape(VAL_BATCH, 8, -1).transpose(0, 1)
-    assert states.shape == (8, VAL_BATCH, 3)
+    states = first.view(8, VAL_BATCH, 3) if executor == "streamed" else first.view(VAL_BATCH, 8, 3).transpose(0, 1)
     matched = []
     for k in range(8):
         want = plain_logits(bench, 0, found.sets[0, k].numpy())[:VAL_BATCH]
@@ -170,7 +169,7 @@ def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatc
     bench = grown_bench(executor)
     found, whole = bench.measure(shapley=True)
     tested = bench.executor.committed_accuracy("test", bench.slots)
-    monkeypatch.setattr("esper.tolaria.executors.fused.measuring._CHUNK_FLOATS", 1)
+    monkeypatch.setattr("esper.tolaria.executors.host_data.MAX_FLOATS", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
     assert len(answers.seen) >= len(bench.data.val.y)

@@ -17,7 +17,7 @@ def num_gate_params(channels: int) -> int:
 
 @final
 class GateNetwork(nn.Module):
-    """sigmoid(W2 SiLU(W1 mean_space(h) + b1) + b2): one number in (0, 1) per example.
+    """sigmoid(W2 SiLU(W1 mean(h) + b1) + b2): one number in (0, 1) per example; the mean is over space or tokens.
 
     SiLU, because with few channels all hidden ReLU units can start dead.
     """
@@ -28,7 +28,8 @@ class GateNetwork(nn.Module):
         self.act = nn.SiLU()
         self.out = nn.Linear(_width(channels), 1)
 
-    def forward(self, h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 1 1"]:
-        """The gate of each example, shaped to broadcast over its features."""
-        gate_B1: Tensor = self.out(self.act(self.hidden(h.mean(dim=(2, 3))))).sigmoid()
-        return gate_B1.view(-1, 1, 1, 1)
+    def forward(self, h: Float[Tensor, "B *F"]) -> Float[Tensor, "B *ones"]:
+        """The gate of each example, shaped to broadcast over its features [B, C, H, W] or [B, T, D]."""
+        mean_BC = h.mean(dim=(2, 3) if h.dim() == 4 else 1)
+        gate_B1: Tensor = self.out(self.act(self.hidden(mean_BC))).sigmoid()
+        return gate_B1.view(-1, *(1,) * (h.dim() - 1))

@@ -62,9 +62,10 @@ class CNNHostSpec:
         return (*pre, *post)
 
     def largest_activation(self, height: int, width: int) -> int:
-        """Floats of the largest features of one image."""
+        """Floats of the largest features of one image, or of its logits."""
         halvings = (min(i, self.pools) for i in range(self.blocks))
-        return max(c * (height >> k) * (width >> k) for c, k in zip(self.channels(), halvings, strict=True))
+        features = (c * (height >> k) * (width >> k) for c, k in zip(self.channels(), halvings, strict=True))
+        return max(self.classes, *features)
 
     def num_params(self) -> int:
         """sum_i (c_{i-1} c_i k^2 + 2 c_i) + c_{n-1} classes + classes."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parameter_layout
 from esper.kasmina.parameters.initialization import Builds, InitTable, build_twice, deterministic_build, init_table
@@ -18,8 +18,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
-Features = tuple[int, int, int]
-"""Channels, height and width."""
+Features = tuple[int, ...]
+"""Shape of the features of one example: (C, H, W) or (T, D)."""
 Found = TypeVar("Found")
 _found: dict[tuple[int, Features | None, str], tuple[object, Any]] = {}
 
@@ -63,15 +63,15 @@ class Kind:
         return torch.stack(params), torch.stack(buffers)
 
 
-def host_kind(host: CNNHost, device: torch.device) -> Kind:
-    """The kind of a host; the template takes the module itself."""
-    slots = [point.slot_id for point in host.enabled]
+def host_kind(host: Host, device: torch.device) -> Kind:
+    """The kind of a host; the template takes the module itself, whose dropout layers are replaced by keyed ones."""
 
     def build() -> nn.Module:
-        return CNNHost(host.spec, slots, image_size=host.image_size)
+        return with_keyed_dropout(host.rebuild())
 
     start = _start(build_twice(build), {}, device)
-    return Kind(name="host", template=Template(host.to(device)), start=start, build=build, source=CNNHost)
+    template = Template(with_keyed_dropout(host).to(device))
+    return Kind(name="host", template=template, start=start, build=build, source=type(host))
 
 
 def gate_kind(channels: int, device: torch.device) -> Kind:
@@ -84,15 +84,15 @@ def gate_kind(channels: int, device: torch.device) -> Kind:
     return Kind(name="gate", template=template, start=start, build=build, source=GateNetwork)
 
 
-def seed_kind(blueprint: AbstractBlueprint, features: Features, device: torch.device) -> Kind:
-    """The kind of seeds of a blueprint for features of this shape.
+def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, device: torch.device) -> Kind:
+    """The kind of seeds of a blueprint for features of this shape with this many channels.
 
     Raises:
         ConfigError: the built module changes the shape of its input, or draws random numbers without a key.
     """
 
     def build() -> nn.Module:
-        return with_keyed_dropout(blueprint.build(features[0]))
+        return with_keyed_dropout(blueprint.build(channels))
 
     def find() -> Start:
         builds = build_twice(build)
@@ -108,22 +108,37 @@ def seed_kind(blueprint: AbstractBlueprint, features: Features, device: torch.de
 
 def _check_seed(name: str, module: nn.Module, features: Features) -> None:
     """Run a seed once in train mode."""
-    draw_for(dropout_layers(module), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
     h = torch.randn(2, *features, generator=torch.Generator().manual_seed(0))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before = torch.get_rng_state()
-        delta = module.train()(h)
-        unkeyed = not torch.equal(torch.get_rng_state(), before)
+    delta = _trained_once(f"blueprint {name!r}", module, h)
     if delta.shape != h.shape:
         raise ConfigError(
             f"blueprint {name!r} maps features {tuple(h.shape)} to {tuple(delta.shape)}; "
             "a seed must keep the shape of its input."
         )
+
+
+def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
+    """Outputs of a new host without seeds in train mode, on the CPU.
+
+    Raises:
+        ConfigError: it draws random numbers without a key.
+    """
+    return _trained_once("the host", deterministic_build(kind.build), x.cpu(), lambda slot_id, h: h)
+
+
+def _trained_once(name: str, module: nn.Module, *arguments: object) -> Tensor:
+    """Outputs in train mode; refuses random numbers without a key."""
+    draw_for(dropout_layers(module), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        outputs: Tensor = module.train()(*arguments)
+        unkeyed = not torch.equal(torch.get_rng_state(), before)
     if unkeyed:
         raise ConfigError(
-            f"blueprint {name!r} draws from the global random generator in training, so that a host would depend on "
-            "others; use layers of nn.Dropout, whose masks are keyed."
+            f"{name} draws from the global random generator in training, so that a host would depend on others; use "
+            "layers of nn.Dropout, whose masks are keyed."
         )
+    return outputs
 
 
 def _start(builds: Builds, birth: Mapping[str, float], device: torch.device) -> Start:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import num_gate_params
-from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.initialization import fresh_rows
 from esper.kasmina.parameters.kinds import Kind, gate_kind, host_kind, seed_kind
@@ -47,7 +47,7 @@ class Population:
 
     def __init__(
         self,
-        host: CNNHost,
+        host: Host,
         optimizer: OptimizerSpec,
         *,
         num_envs: int,
@@ -67,7 +67,7 @@ class Population:
         self.features = {point.channels: host.features(point) for point in self.points}
         self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
         self.seed_kinds = {
-            (channels, index): seed_kind(registry.blueprint_at(index, self.family), shape, device)
+            (channels, index): seed_kind(registry.blueprint_at(index, self.family), channels, shape, device)
             for channels, shape in self.features.items()
             for index in registry.selectable(self.family)
         }
@@ -101,13 +101,17 @@ class Population:
         """The dropout masks of one train pass for the seeds in one slot of some hosts (row numbers)."""
         return Draws(self.moment, self.host_ids[hosts], slot)
 
+    def host_draws(self, hosts: Int[Tensor, " G"] | slice) -> Draws | None:
+        """The same for the layers of the hosts themselves: the number past the last slot. None without dropout."""
+        return self.draws(hosts, self.num_slots) if self.host_kind.template.dropouts else None
+
     # -- germination and removal -------------------------------------------------------------------------------------
 
     def reset(self, episode: int) -> None:
         """N new hosts with empty slots, which are also the first snapshot."""
         everyone = torch.arange(self.num_envs, device=self.device)
-        drawn = fresh_rows(self.host_kind.start.table, self.run_seed, Stream.HOST_INIT, self.host_ids, episode=episode)
-        self.host.write(everyone, drawn, self.host_kind.start.buffers.expand(self.num_envs, -1))
+        numbers = torch.arange(self._host_offset, self._host_offset + self.num_envs)
+        self.host.write(everyone, *self._drawn(self.host_kind, Stream.HOST_INIT, numbers, episode=episode))
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
         for slab in (self.seeds, self.gates, self.seeds_snapshot, self.gates_snapshot):
             slab.clear(slots)
@@ -126,17 +130,21 @@ class Population:
     def _plant(
         self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
     ) -> None:
-        index, key = self.index(hosts), {"episode": episode, "t": t, "slot": s}
-        params = fresh_rows(
-            kind.start.table, self.run_seed, Stream.SEED_INIT, self.host_ids[index], **key, first_block=first_block
-        )
+        numbers = torch.from_numpy(hosts) + self._host_offset
+        drawn = self._drawn(kind, Stream.SEED_INIT, numbers, first_block=first_block, episode=episode, t=t, slot=s)
+        slab.write(self.index(hosts) * self.num_slots + s, *drawn)
+
+    def _drawn(
+        self, kind: Kind, stream: Stream, hosts: Int[Tensor, " G"], *, first_block: int = 0, **key: int
+    ) -> tuple[Tensor, Tensor]:
+        """Parameters and buffers of new modules; `hosts` are global numbers on the CPU."""
+        numbers = hosts.to(self.device, non_blocking=True)
+        params = fresh_rows(kind.start.table, self.run_seed, stream, numbers, **key, first_block=first_block)
         buffers = kind.start.buffers.expand(len(hosts), -1)
         if kind.start.rebuilt:
-            numbers = torch.from_numpy(hosts) + self._host_offset
-            seeds = generator_seeds(self.run_seed, Stream.SEED_INIT, numbers, **key, block=REBUILD_BLOCK)
-            built, buffers = kind.rebuild(seeds)
+            built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, hosts, **key, block=REBUILD_BLOCK))
             params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
-        slab.write(index * self.num_slots + s, params, buffers.to(self.device))
+        return params, buffers.to(self.device)
 
     def release(self, gone: np.ndarray) -> None:
         """Clear weights, gate and optimizer state of the seeds marked in `gone` [N, S]."""

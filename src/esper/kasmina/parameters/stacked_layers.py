@@ -138,9 +138,10 @@ class StackedLayerScale(LayerScale):
     """One factor per host and channel."""
 
     def forward(self, h: Tensor) -> Tensor:
-        """[B * G, C, H, W] -> the same."""
+        """[B * G, C, H, W] or [B * G, T, D] -> the same."""
         hosts, channels = self.gamma.shape
-        scaled = h.view(h.shape[0] // hosts, hosts, *h.shape[1:]) * self.gamma.view(hosts, channels, 1, 1)
+        factor = self.gamma.view(hosts, channels, 1, 1) if h.dim() == 4 else self.gamma.view(hosts, 1, channels)
+        scaled = h.view(h.shape[0] // hosts, hosts, *h.shape[1:]) * factor
         return scaled.view(h.shape)
 
 
@@ -212,7 +213,7 @@ class Vmapped(nn.Module):
         # vmap would update a copy of running statistics that are not contiguous
         stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
-        x_BG = x.view(x.shape[0] // hosts, hosts, *x.shape[1:])
+        x_BG = x.unflatten(0, (-1, hosts))
         draws = self._dropouts[0][0].draws if self._dropouts[0] else None
         numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
         run: Any = torch.vmap(self._one, in_dims=(0, 0, 1), out_dims=1)
@@ -248,10 +249,17 @@ def can_stack_layers(module: nn.Module) -> bool:
 
 
 def stack_layers(module: nn.Module) -> nn.Module:
-    """The module for many hosts with the layers of `STACKED`."""
-    assert can_stack_layers(module)
+    """The module for many hosts with the layers of `STACKED`; inner layers that it lacks run through `torch.vmap`."""
     stacked = copy.deepcopy(module)
-    for layer in stacked.modules():
-        if type(layer) in STACKED:
-            layer.__class__ = STACKED[type(layer)]
+    _stack_in_place(stacked)
     return stacked
+
+
+def _stack_in_place(module: nn.Module) -> None:
+    if type(module) in STACKED:
+        module.__class__ = STACKED[type(module)]
+    for name, layer in module._modules.items():
+        if layer is not None and _unknown_layer(layer):
+            module._modules[name] = Vmapped(layer)
+        elif layer is not None:
+            _stack_in_place(layer)

@@ -2,18 +2,36 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.host import Apply
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
-from esper.kasmina.parameters.flat_layout import StackedTemplate, buffer_layout, parameter_layout
+from esper.kasmina.parameters.flat_layout import StackedTemplate, buffer_layout, drop_batch_counters, parameter_layout
+from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers, vmapped
 from esper.leyline.errors import StackingError
 
 _HOSTS, _EXAMPLES = 3, 4
+HOST_EXAMPLES = _HOSTS * _EXAMPLES
+"""How many examples the trial of a host takes."""
 Way = Callable[[nn.Module], nn.Module]
 """A function from a module to its stacked module with the same parameter names; the module is not changed."""
+
+
+def _no_arguments(rows: int) -> tuple[Any, ...]:
+    return ()
+
+
+class _Trial(NamedTuple):
+    """Inputs [examples, hosts, ...], parameters and buffers [hosts, ...], further arguments by number of rows."""
+
+    x: Tensor
+    rows: Tensor
+    state: Tensor
+    arguments: Callable[[int], tuple[Any, ...]] = _no_arguments
 
 
 def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
@@ -26,60 +44,116 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
         StackingError: neither way does.
     """
     ways: tuple[Way, ...] = (stack_layers, vmapped) if can_stack_layers(module) else (vmapped,)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_HOSTS, parameter_layout(module).total, generator=generator)
+    state = torch.rand(_HOSTS, buffer_layout(module).total, generator=generator) + 0.5
+    trial = _Trial(torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator), rows, state)
     for way in ways:
-        if _reproduces(way(module), module, example):
+        if _reproduces(way(module), module, trial):
             return way
     raise StackingError(
         f"blueprint {name!r} gives other results for many hosts at once than for one; use executor 'streamed'."
     )
 
 
-def _reproduces(stack: nn.Module, module: nn.Module, example: Tensor) -> bool:
+def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
+    """The module for many hosts, of a host from `build`; layers without a stacked class run through `torch.vmap`.
+
+    It reproduces three hosts one by one on `examples` [HOST_EXAMPLES, ...], which are inputs of a host.
+
+    Raises:
+        StackingError: it does not.
+    """
+    builds = [deterministic_build(build, seed) for seed in range(_HOSTS)]
+    for module in builds:
+        drop_batch_counters(module)
+    layout, buffers, generator = parameter_layout(builds[0]), buffer_layout(builds[0]), torch.Generator().manual_seed(0)
+    rows = torch.stack([layout.pack(dict(module.named_parameters())) for module in builds])
+    state = torch.stack([buffers.pack(dict(module.named_buffers())) for module in builds])
+    trial = _Trial(
+        x=examples.cpu().unflatten(0, (_EXAMPLES, _HOSTS)),
+        rows=rows + 0.02 * torch.randn(rows.shape, generator=generator),  # a weight that starts at zero hides errors
+        state=state + 0.1 * torch.rand(state.shape, generator=generator),
+        arguments=lambda rows: (_unchanged(rows),),
+    )
+    stacked = stack_layers(builds[0])
+    if not _reproduces(stacked, builds[0], trial):
+        raise StackingError(
+            "the host gives other results for many hosts at once than for one (an operation across examples, weights "
+            "used outside of a layer, or one that torch.vmap does not support); use executor 'streamed'."
+        )
+    return stacked
+
+
+def _unchanged(rows: int) -> Apply:
+    """Slots without seeds, which insist on features of all rows: inside `torch.vmap` they would see one host's."""
+
+    def apply(slot_id: str, h: Tensor) -> Tensor:
+        if h.shape[0] != rows:
+            raise StackingError(f"slot {slot_id!r} has features {tuple(h.shape)}; expected {rows} rows.")
+        return h
+
+    return apply
+
+
+def _reproduces(stack: nn.Module, module: nn.Module, trial: _Trial) -> bool:
     """Whether the stacked module gives each of three hosts the results of the module alone."""
-    generator = torch.Generator().manual_seed(0)
     layout, buffers = parameter_layout(module), buffer_layout(module)
-    rows = torch.randn(_HOSTS, layout.total, generator=generator)
-    state = torch.rand(_HOSTS, buffers.total, generator=generator) + 0.5
-    x, pull = (torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator) for _ in range(2))
     stacked, alone = StackedTemplate(copy.deepcopy(stack), layout, buffers), copy.deepcopy(module)
     for training in (False, True):
         alone.train(training)
         try:
-            together = _trial_of_all(stacked, rows, state, x, pull, training)
-        except (RuntimeError, IndexError):
-            return False  # the forward pass needs the shape of one host, or vmap does not support it
+            together, pull = _trial_of_all(stacked, trial, training)
+        except Exception:  # whatever a forward pass raises that needs one host, or that vmap does not support
+            return False
         for g in range(_HOSTS):
-            single = _trial_of_one(alone, g, layout.unpack(rows[g]), buffers.unpack(state[g].clone()), x, pull)
+            single = _trial_of_one(
+                alone, g, layout.unpack(trial.rows[g]), buffers.unpack(trial.state[g].clone()), trial, pull
+            )
             if not all(_near(ours[g], theirs) for ours, theirs in zip(together, single, strict=True)):
                 return False
     return True
 
 
-def _trial_of_all(
-    stacked: StackedTemplate, rows: Tensor, state: Tensor, x: Tensor, pull: Tensor, training: bool
-) -> list[Tensor]:
-    """Outputs, gradients of inputs and parameters, and buffers after a pass; the host is the first axis of each."""
-    leaves = tuple(view.requires_grad_() for view in stacked.views(rows))
-    moved = stacked.buffer_views(state.clone())
+def _trial_of_all(stacked: StackedTemplate, trial: _Trial, training: bool) -> tuple[list[Tensor], Tensor]:
+    """Outputs, gradients of inputs and parameters, and buffers after a pass; the host is the first axis of each.
+
+    Second, the gradient of the outputs that was used.
+    """
+    leaves = tuple(view.requires_grad_() for view in stacked.views(trial.rows))
+    moved = stacked.buffer_views(trial.state.clone())
     stacked.train(training)
     stacked.bind(leaves, moved)
     draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(_HOSTS), 0))
-    h = x.clone().requires_grad_()
-    y = stacked(h.flatten(0, 1)).unflatten(0, (_EXAMPLES, _HOSTS))
-    of_h, *of_leaves = torch.autograd.grad((y * pull).sum(), (h, *leaves), materialize_grads=True)
-    return [y.detach().transpose(0, 1), of_h.transpose(0, 1), *of_leaves, *moved]
+    x = _trainable(trial.x)
+    y = stacked(x.flatten(0, 1), *trial.arguments(HOST_EXAMPLES)).unflatten(0, (_EXAMPLES, _HOSTS))
+    pull = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    of_x, of_leaves = _gradients(y, pull, x, leaves)
+    return [y.detach().transpose(0, 1), *(g.transpose(0, 1) for g in of_x), *of_leaves, *moved], pull
 
 
 def _trial_of_one(
-    alone: nn.Module, g: int, params: dict[str, Tensor], moved: dict[str, Tensor], x: Tensor, pull: Tensor
+    alone: nn.Module, g: int, params: dict[str, Tensor], moved: dict[str, Tensor], trial: _Trial, pull: Tensor
 ) -> list[Tensor]:
     """The same for one host, by the module itself."""
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     draw_for(dropout_layers(alone), Draws(Moment(0), torch.tensor([g]), 0))
-    h = x[:, g].clone().requires_grad_()
-    y = torch.func.functional_call(alone, {**leaves, **moved}, (h,))
-    grads = torch.autograd.grad((y * pull[:, g]).sum(), (h, *leaves.values()), materialize_grads=True)
-    return [y.detach(), *grads, *moved.values()]
+    x = _trainable(trial.x[:, g])
+    y = torch.func.functional_call(alone, {**leaves, **moved}, (x, *trial.arguments(_EXAMPLES)))
+    of_x, of_leaves = _gradients(y, pull[:, g], x, tuple(leaves.values()))
+    return [y.detach(), *of_x, *of_leaves, *moved.values()]
+
+
+def _trainable(x: Tensor) -> Tensor:
+    """A copy that records gradients, unless it holds whole numbers (tokens)."""
+    return x.clone().requires_grad_(x.is_floating_point())
+
+
+def _gradients(y: Tensor, pull: Tensor, x: Tensor, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of the inputs (none of tokens) and of the parameters."""
+    inputs = (x,) if x.requires_grad else ()
+    found = torch.autograd.grad((y * pull).sum(), (*inputs, *leaves), materialize_grads=True)
+    return list(found[: len(inputs)]), list(found[len(inputs) :])
 
 
 def _near(got: Tensor, want: Tensor) -> bool:

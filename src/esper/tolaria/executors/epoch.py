@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from esper.leyline.objective import Objective, Scores
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.gradients import GradientStatistics
 from esper.tolaria.executors.protocol import TrainPass
@@ -12,36 +12,32 @@ from esper.tolaria.executors.protocol import TrainPass
 
 def run_epoch(
     batches: SharedBatchIterator,
-    num_envs: int,
-    device: torch.device,
+    objective: Objective,
     *,
-    train: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    train: Callable[[Tensor, Tensor], Scores],
     statistics: Callable[[], GradientStatistics],
     step: Callable[[], None],
 ) -> TrainPass:
     """Train all hosts on every batch.
 
     Args:
-        batches: x [N, B, ...] and y [N, B].
-        num_envs: N.
-        device: of the sums.
-        train: forward and backward of a batch; leaves unscaled gradients in place and returns loss and hits [N].
+        batches: x [N, B, ...] and y [N, B, ...].
+        objective: gives the figure of merit.
+        train: forward and backward of a batch; leaves unscaled gradients in place and returns scores [N], summed over
+            the batch in float64.
         statistics: of those gradients; called in the last batch, before its step.
         step: clip the gradients and step the optimizers.
     """
-    loss_sum = torch.zeros(num_envs, device=device)
-    correct = torch.zeros(num_envs, dtype=torch.int64, device=device)
-    count, last = 0, len(batches) - 1
+    last, total = len(batches) - 1, None
     for i, (x_NB, y_NB) in enumerate(batches):
-        losses, hits = train(x_NB, y_NB)
+        scores = train(x_NB, y_NB)
         if i == last:
             gradients = statistics()
         step()
-        loss_sum += losses * y_NB.shape[1]
-        correct += hits
-        count += y_NB.shape[1]
+        total = scores if total is None else Scores(*(a + b for a, b in zip(total, scores, strict=True)))
+    assert total is not None, "a split has at least one batch"
     return TrainPass(
-        acc=100.0 * correct / count,  # in this order, all correct gives exactly 100
-        loss=loss_sum / count,
+        acc=objective.points(total.score, total.weight).float(),
+        loss=(total.loss / total.weight).float(),
         **{f"grad_{name}": value for name, value in vars(gradients).items()},
     )

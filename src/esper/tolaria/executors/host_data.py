@@ -4,16 +4,24 @@ from typing import final
 
 import numpy as np
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask
 from esper.kasmina.parameters.population import Population
 from esper.leyline.checkpoint_tree import below, check_same_shapes, with_prefix
+from esper.leyline.objective import Objective
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
 from esper.tasks.datasets import Dataset, SplitName
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_structure
+from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+
+MAX_FLOATS = 2**24
+"""Most floats of one activation that is measured at once (64 MiB), unless a single example has more."""
 
 
 @final
@@ -23,7 +31,9 @@ class HostData:
     Args:
         population: the hosts and their seeds.
         dataset: on the device already.
+        objective: what the hosts are trained for.
         batch_train, batch_val: examples per batch and host.
+        batches_per_step: of training; None for the whole split.
         scaler: precision of training.
 
     Attributes:
@@ -33,11 +43,19 @@ class HostData:
     """
 
     def __init__(
-        self, population: Population, dataset: Dataset, *, batch_train: int, batch_val: int, scaler: LossScaler
+        self,
+        population: Population,
+        dataset: Dataset,
+        objective: Objective,
+        *,
+        batch_train: int,
+        batch_val: int,
+        scaler: LossScaler,
+        batches_per_step: int | None = None,
     ) -> None:
-        self.population, self.dataset, self.scaler = population, dataset, scaler
-        self._batch_val = batch_val
-        self._train = self._batches("train", batch_train)
+        self.population, self.dataset, self.objective, self.scaler = population, dataset, objective, scaler
+        self.batch_train, self._batch_val = batch_train, batch_val
+        self._train = self._batches("train", batch_train, batches_per_step=batches_per_step)
         self._val = self._batches("val", batch_val)
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
         self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
@@ -46,10 +64,19 @@ class HostData:
         self.episode = 0
         self.structure = empty_structure(population.num_envs, population.num_slots)
 
-    def _batches(self, split: SplitName, size: int, *, run_finished: bool = False) -> SharedBatchIterator:
+    def _batches(
+        self, split: SplitName, size: int, *, run_finished: bool = False, batches_per_step: int | None = None
+    ) -> SharedBatchIterator:
         p = self.population
         return SharedBatchIterator(
-            self.dataset, p.num_envs, size, split, p.run_seed, p.device, run_finished=run_finished
+            self.dataset,
+            p.num_envs,
+            size,
+            split,
+            p.run_seed,
+            p.device,
+            run_finished=run_finished,
+            batches_per_step=batches_per_step,
         )
 
     def reset(self, episode: int) -> None:
@@ -80,10 +107,9 @@ class HostData:
         return self._val if split == "val" else self._batches("test", self._batch_val, run_finished=True)
 
     @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the images."""
-        height, width = self.dataset.train.x.shape[-2:]
-        return height, width
+    def host(self) -> Host:
+        """The module of the hosts; its weights are not those of any host."""
+        return self.population.host_module
 
     def label_range(self, *splits: SplitName) -> tuple[int, int]:
         """The lowest and the highest label of these splits."""
@@ -91,9 +117,17 @@ class HostData:
         return int(labels.min()), int(labels.max())
 
     @property
-    def largest_activation(self) -> int:
-        """Floats of the largest activation of one example in a host."""
-        return self.population.host_module.spec.largest_activation(*self.image_size)
+    def largest_batch_bytes(self) -> int:
+        """Bytes of the largest activation of a training batch of one host."""
+        return 4 * self.batch_train * self.host.largest_activation
+
+    def examples_at_once(self, copies: int) -> int:
+        """Most examples in one forward pass without gradients of `copies` rows per example (states, hosts)."""
+        return max(1, MAX_FLOATS // (self.host.largest_activation * copies))
+
+    def plan(self, sets: Bool[np.ndarray, "K S"]) -> PrefixPlan:
+        """How the coalitions of one host are measured."""
+        return plan_prefixes(sets, self.execution_order, shared=self.host.shares_prefixes)
 
     def coalition_sets(self) -> list[np.ndarray]:
         """The coalitions [K_n, S] of each host in the structure."""
@@ -119,3 +153,11 @@ class HostData:
         self.scaler.scale.copy_(state["loss_scale"])
         self.scaler.good_steps.copy_(state["good_steps"])
         self.episode = int(state["episode"])
+
+
+def examples(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
+    """Inputs of a host [count, ...] and targets of the first training examples, repeated where there are fewer."""
+    split = dataset.train
+    index = torch.arange(count, device=split.x.device) % max(1, len(split))
+    x, y = split.x[index], split.y[index]
+    return (x if dataset.inputs is None else dataset.inputs(x)), y

@@ -5,7 +5,7 @@ from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.messages import SlotState
@@ -14,6 +14,7 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
+from esper.tolaria.executors.scoring import SummedScores, measured
 
 
 class HostOwner:
@@ -47,13 +48,13 @@ class NetworkExecutor(HostOwner, ABC):
 
     @abstractmethod
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
-        """Every host over its whole train split, in its own order."""
+        """Every host over the batches of a step, in its own order."""
 
     @abstractmethod
-    def count_correct(
+    def sum_scores(
         self, batches: SharedBatchIterator, alpha: Float[Tensor, "N S"], sets: list[np.ndarray], num_columns: int
-    ) -> tuple[Int[Tensor, "N K"], Float[Tensor, " N"], int]:
-        """Correct answers of each host's coalitions, summed loss of its first one, and the number of examples.
+    ) -> SummedScores:
+        """Scores of each host's coalitions, summed over the examples.
 
         Args:
             batches: the examples.
@@ -70,17 +71,15 @@ class NetworkExecutor(HostOwner, ABC):
     @final
     @torch.no_grad()
     def measure(self, alpha: Float[Tensor, "N S"], num_columns: int) -> ValidationPass:
-        """The coalitions of the structure, in `num_columns` columns; the rest of a row is zero."""
-        batches, sets = self.data.evaluation("val"), self.data.coalition_sets()
-        correct, loss_sum, count = self.count_correct(batches, alpha, sets, num_columns)
-        return ValidationPass(accuracy=100.0 * correct / count, loss=(loss_sum / count).float())
+        """The coalitions of the structure, in `num_columns` columns; the rest of a row is not to be read."""
+        sums = self.sum_scores(self.data.evaluation("val"), alpha, self.data.coalition_sets(), num_columns)
+        return measured(self.data.objective, sums)
 
     @torch.no_grad()
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
-        """Each host with its fossilized seeds alone."""
-        batches, sets = self.data.evaluation(split), self.data.committed_sets()
-        correct, _, count = self.count_correct(batches, slots.alpha, sets, 1)
-        return 100.0 * correct[:, 0] / count
+        """Figure of merit of each host with its fossilized seeds alone."""
+        sums = self.sum_scores(self.data.evaluation(split), slots.alpha, self.data.committed_sets(), 1)
+        return measured(self.data.objective, sums).accuracy[:, 0]
 
     @final
     def apply_structure(self, structure: Structure) -> None:

@@ -27,7 +27,7 @@ EvaluationSplit = Literal["val", "test"]
 class TrainPass:
     """Outputs of a train pass. Gradient statistics are NaN where none were measured.
 
-    `acc` (pp) and `loss` are those of the train examples, measured while training.
+    `acc` (figure of merit, points) and `loss` are those of the train examples, measured while training.
     """
 
     acc: Float[Tensor, " N"]
@@ -41,7 +41,10 @@ class TrainPass:
 
 @tensor_dataclass
 class ValidationPass:
-    """Accuracy (pp) of each coalition, and the loss of coalition 0, all active seeds."""
+    """Figure of merit (points, e.g. percent) of each coalition, and the loss of coalition 0, all active seeds.
+
+    Columns of coalitions that a host does not have hold nothing of use.
+    """
 
     accuracy: Float[Tensor, "N K"]
     loss: Float[Tensor, " N"]
@@ -123,13 +126,13 @@ class Executor(Protocol):
         """Apply to the parameters what the lifecycle decided in the step that ended."""
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
-        """Every host over its whole train epoch."""
+        """Every host over the batches of a step."""
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of all hosts on the validation split; changes nothing."""
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
-        """Accuracy (pp) of each host with its fossilized seeds alone; the test split is for the end of a run."""
+        """Figure of merit (points) of each host with its fossils alone; the test split is for the end of a run."""
 
     def state_dict(self) -> StateTree:
         """Everything needed to continue in the middle of an episode."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
 from esper.tolaria.batches import SharedBatchIterator
@@ -25,13 +26,13 @@ from esper.tolaria.executors.fused.slots import SlotGroup, apply_groups, frozen_
 from esper.tolaria.executors.fused.stacked_modules import StackedModules
 from esper.tolaria.executors.fused.training_program import TrainingProgram, structure_key, training_program
 from esper.tolaria.executors.gradients import gradient_statistics
-from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.optimizer_step import StackedOptimizer
 from esper.tolaria.executors.protocol import TrainPass
 from esper.tolaria.executors.running_seeds import begin_training, finish_training
+from esper.tolaria.executors.scoring import SummedScores
 from esper.tolaria.executors.streamed import executor as streamed
-from esper.tolaria.prefixes import plan_prefixes
 
 
 @final
@@ -52,8 +53,8 @@ class FusedExecutor(NetworkExecutor):
         super().__init__(data)
         on_cpu = self.population.device.type == "cpu"
         self.measures_together = not on_cpu if measures_together is None else measures_together
-        self.stacked_modules = StackedModules(self.population)
-        if capture_backend is not None and any(seed.dropouts for seed in self.stacked_modules.seeds.values()):
+        self.stacked_modules = StackedModules(self.population, examples(data.dataset, HOST_EXAMPLES)[0])
+        if capture_backend is not None and self.stacked_modules.dropouts:
             raise ConfigError("a captured train pass would repeat its dropout masks; set capture to 'off'.")
         self._capture_backend = capture_backend
         self._programs: Programs[TrainingProgram] = Programs()
@@ -66,8 +67,7 @@ class FusedExecutor(NetworkExecutor):
         self.stacked_modules.train(True)
         outputs = run_epoch(
             data.train_batches(t),
-            p.num_envs,
-            p.device,
+            data.objective,
             train=program.train_batch,
             statistics=lambda: gradient_statistics(p, data.structure, program.rows, program.hosts.grad),
             step=program.step,
@@ -85,37 +85,40 @@ class FusedExecutor(NetworkExecutor):
         rows = begin_training(p, data.structure)
         optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask)
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
+        host = host._replace(draws=p.host_draws(slice(None)))
         groups = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
-        program = training_program(host, hosts, rows, groups, optimizer, data.scaler, self._capture_backend)
+        program = training_program(
+            host, hosts, rows, groups, optimizer, data.scaler, data.objective, self._capture_backend
+        )
         if self._capture_backend is None:
             return program
         return self._programs.cached(structure_key(data.structure), program)
 
-    def count_correct(
+    def sum_scores(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
-    ) -> tuple[Tensor, Tensor, int]:
+    ) -> SummedScores:
         """See `NetworkExecutor`."""
         if not self.measures_together:
-            return streamed.count_correct(self.data, self._all_hosts.tolist(), batches, alpha, sets, num_columns)
+            return streamed.sum_scores(self.data, self._all_hosts.tolist(), batches, alpha, sets, num_columns)
         p, data = self.population, self.data
-        plans = [plan_prefixes(rows, data.execution_order) for rows in sets]
-        correct = torch.zeros(p.num_envs, num_columns, dtype=torch.int64, device=p.device)
-        loss_sum = torch.zeros(p.num_envs, device=p.device)
+        score = torch.zeros(p.num_envs, num_columns, dtype=torch.float64, device=p.device)
+        loss = torch.zeros(p.num_envs, dtype=torch.float64, device=p.device)
+        weight = torch.zeros((), dtype=torch.float64, device=p.device)
         self.stacked_modules.train(False)
         runs = []
-        for bucket in buckets(plans, data.execution_order, num_columns, p.device):
+        for bucket in buckets([data.plan(rows) for rows in sets], data.execution_order, num_columns, p.device):
             groups = slot_groups(p, self.stacked_modules, data.structure, alpha, None, bucket.hosts)
             host = frozen_rows(self.stacked_modules.host, p.host.params[bucket.index], p.host.buffers[bucket.index])
             runs.append((bucket, host, self._apply(bucket, groups)))
-        count = 0
         for x, y in batches:
-            for bucket, host, apply in runs:
-                floats = data.largest_activation * len(bucket.hosts) * bucket.num_states
-                for hits, loss in measure_states(host, apply, data.scaler, bucket.state_of, floats, x, y):
-                    correct[bucket.index] += hits
-                    loss_sum[bucket.index] += loss
-            count += len(y)
-        return correct, loss_sum, count
+            for i, (bucket, host, apply) in enumerate(runs):
+                num_first, num_states = bucket.num_first, bucket.num_states
+                for part in measure_states(data, host, apply, bucket.state_of, num_states, x, y, num_first=num_first):
+                    score[bucket.index] += part.score
+                    loss[bucket.index] += part.loss
+                    if i == 0:
+                        weight += part.weight
+        return SummedScores(score, loss, weight)
 
     def _apply(self, bucket: Bucket, groups: dict[str, list[SlotGroup]]) -> Callable[[int, str, Tensor], Tensor]:
         """`apply` of `measure_states` for a bucket."""

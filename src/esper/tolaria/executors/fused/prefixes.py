@@ -23,19 +23,23 @@ class BucketStep:
     """One slot: state p' of host n is its state `parent[p', n]`, with the seed active where `on[p', n]`.
 
     `common` are the parents of the states that are off and on, in order, if all hosts branch alike; None otherwise.
+    `moves` says whether states are added or moved; otherwise state p' is state p.
     """
 
     parent: Int[Tensor, "Pnext g"]
     on: Bool[Tensor, "Pnext g"]
     common: tuple[tuple[int, ...], tuple[int, ...]] | None
+    moves: bool
 
     def branch(self, h_BPg: Tensor, active_BPg: Tensor) -> Tensor:
         """The states after the slot, from the features before it and the same with the seeds active."""
         if self.common is not None:  # no gathering host by host
             off_p, on_p = self.common
             return torch.cat((_states(h_BPg, off_p), _states(active_BPg, on_p)), dim=1)
-        column = torch.arange(self.on.shape[1], device=self.on.device)
         on = self.on.view(*self.on.shape, *(1,) * (h_BPg.dim() - 3))
+        if not self.moves:
+            return torch.where(on, active_BPg, h_BPg)
+        column = torch.arange(self.on.shape[1], device=self.on.device)
         return torch.where(on, active_BPg[:, self.parent, column], h_BPg[:, self.parent, column])
 
 
@@ -45,12 +49,13 @@ class Bucket:
     """Hosts with the same number of final states.
 
     `hosts` are their numbers, `index` the same on the device; `steps` by slot; `state_of` is the final state of each
-    coalition.
+    coalition; `num_first` is the number of states before the first slot.
     """
 
     hosts: np.ndarray
     index: Int[Tensor, " g"]
     steps: dict[int, BucketStep]
+    num_first: int
     num_states: int
     state_of: Int[Tensor, "g K"]
 
@@ -72,25 +77,27 @@ def _bucket(
     device: torch.device,
 ) -> Bucket:
     passed = {step.slot for n in hosts for step in plans[n].steps}
-    count = [1] * len(hosts)
+    shared, num_first = plans[hosts[0]].shared, plans[hosts[0]].num_first
+    count = [num_first] * len(hosts)
     steps: dict[int, BucketStep] = {}
     for slot in (s for s in execution_order if s in passed):
         children: list[list[tuple[int, bool]]] = []
         for i, n in enumerate(hosts):
             step = next((step for step in plans[n].steps if step.slot == slot), None)
             off, on = (range(count[i]), ()) if step is None else (step.off, step.on)
-            children.append([(p, False) for p in off] + [(p, True) for p in on])
+            of_host = [(p, False) for p in off] + [(p, True) for p in on]
+            children.append(of_host if shared else sorted(of_host))
         count = [len(c) for c in children]
-        steps[slot] = _step(children, device)
+        steps[slot] = _step(children, shared, device)
     state_of = np.zeros((len(hosts), num_columns), dtype=np.int64)
     for i, n in enumerate(hosts):
         states = plans[n].state_of_coalition
         state_of[i, : len(states)] = states
     index, states_KN = (torch.from_numpy(x).to(device, non_blocking=True) for x in (hosts, state_of))
-    return Bucket(hosts=hosts, index=index, steps=steps, num_states=max(count), state_of=states_KN)
+    return Bucket(hosts=hosts, index=index, steps=steps, num_first=num_first, num_states=max(count), state_of=states_KN)
 
 
-def _step(children: list[list[tuple[int, bool]]], device: torch.device) -> BucketStep:
+def _step(children: list[list[tuple[int, bool]]], shared: bool, device: torch.device) -> BucketStep:
     """One slot from the (parent, on) of each state after it, by host."""
     shape = (max(len(c) for c in children), len(children))
     parent, on = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
@@ -98,10 +105,10 @@ def _step(children: list[list[tuple[int, bool]]], device: torch.device) -> Bucke
         parent[: len(of_host), i] = [p for p, _ in of_host]
         on[: len(of_host), i] = [is_on for _, is_on in of_host]
     common = None
-    if (parent == parent[:, :1]).all() and (on == on[:, :1]).all():
+    if shared and (parent == parent[:, :1]).all() and (on == on[:, :1]).all():
         common = tuple(parent[~on[:, 0], 0].tolist()), tuple(parent[on[:, 0], 0].tolist())
     parent_PN, on_PN = (torch.from_numpy(x).to(device, non_blocking=True) for x in (parent, on))
-    return BucketStep(parent_PN, on_PN, common)
+    return BucketStep(parent_PN, on_PN, common, shared)
 
 
 def _states(h_BPg: Tensor, wanted: tuple[int, ...]) -> Tensor:

@@ -180,7 +180,8 @@ class _GroupBuilder(NamedTuple):
     def _pieces(self, s: int, who: np.ndarray, index: Tensor) -> tuple[Piece, ...]:
         """The slices of hosts that blend alike."""
         order = blend_order(self.structure)[who, s]
-        alpha = self.alpha[self.population.index(who), s].view(-1, 1, 1, 1)
+        rank = len(self.population.features[self.population.points[s].channels])
+        alpha = self.alpha[self.population.index(who), s].view(-1, *(1,) * rank)
         found = []
         for rank in np.unique(order):
             first, last = (int(i) for i in np.searchsorted(order, (rank, rank + 1)))

@@ -3,31 +3,30 @@
 from typing import final
 
 import torch
+from torch import Tensor
 
 from esper.kasmina.parameters.flat_layout import StackedTemplate, drop_batch_counters
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.kinds import Features, Kind, once
 from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers
-from esper.kasmina.parameters.stacking_trial import way_to_stack
+from esper.kasmina.parameters.stacking_trial import stacked_host, way_to_stack
 
 
 @final
 class StackedModules:
     """Host, seeds and gates of a population for many hosts at once.
 
-    One template serves all seeds of a blueprint and width: it is bound to its rows right before each call.
+    One template serves all seeds of a blueprint and width: it is bound to its rows right before each call. `examples`
+    [HOST_EXAMPLES, ...] are inputs of the host.
 
     Raises:
-        StackingError: a blueprint computes something else when stacked.
+        StackingError: the host or a blueprint computes something else when stacked.
     """
 
-    def __init__(self, population: Population) -> None:
-        device = population.device
+    def __init__(self, population: Population, examples: Tensor) -> None:
+        device, host = population.device, population.host_kind
         self.host = StackedTemplate(
-            stack_layers(population.host_module).to(device),
-            population.host_kind.template.parameters,
-            population.host_kind.template.buffers,
+            stacked_host(host.build, examples).to(device), host.template.parameters, host.template.buffers
         )
         self.seeds = {
             (channels, index): _stacked(kind, population.features[channels], device)
@@ -37,6 +36,11 @@ class StackedModules:
             channels: _stacked(kind, population.features[channels], device)
             for channels, kind in population.gate_kinds.items()
         }
+
+    @property
+    def dropouts(self) -> bool:
+        """Whether the host or a seed draws dropout masks."""
+        return any(template.dropouts for template in (self.host, *self.seeds.values()))
 
     def train(self, mode: bool) -> None:
         """Set train or eval mode everywhere."""
@@ -49,8 +53,3 @@ def _stacked(kind: Kind, features: Features, device: torch.device) -> StackedTem
     drop_batch_counters(module)
     stack = once(kind.source, features, "way", lambda: way_to_stack(kind.name, module, torch.zeros(1, *features)))
     return StackedTemplate(stack(module).to(device), kind.template.parameters, kind.template.buffers)
-
-
-def can_fuse(population: Population) -> bool:
-    """Whether the host has only layers that can be stacked; seeds always can."""
-    return can_stack_layers(population.host_module)

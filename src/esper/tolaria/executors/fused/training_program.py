@@ -1,6 +1,6 @@
 """What a fused train pass runs for one structure: forward and backward of a batch, and the optimizer step.
 
-    train_batch   x, y --> loss and hits [N]; writes the gradients of all hosts and seeds into the working copies
+    train_batch   x, y --> scores [N]; writes the gradients of all hosts and seeds into the working copies
     step          gradients --> weights, in the working copies
 
 Both can be captured as CUDA graphs (`tolaria.capture`). They are separate because gradient statistics are computed
@@ -13,10 +13,10 @@ from typing import Any, final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from esper.kasmina.parameters.slab import Working
+from esper.leyline.objective import Objective, Scores
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.capture import CaptureBackend, Captured
@@ -24,6 +24,7 @@ from esper.tolaria.executors.fused.slots import Rows, SlotGroup, apply_groups
 from esper.tolaria.executors.optimizer_step import StackedOptimizer
 from esper.tolaria.executors.protocol import Structure
 from esper.tolaria.executors.running_seeds import TrainedRows, blend_order, trained_mask
+from esper.tolaria.executors.scoring import mean_factor
 
 Groups = dict[str, list[SlotGroup]]
 
@@ -41,7 +42,7 @@ class TrainingProgram:
     hosts: Working
     rows: TrainedRows
     groups: Groups
-    train_batch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    train_batch: Callable[[Tensor, Tensor], Scores]
     step: Callable[[], None]
 
     def tensors(self) -> list[Tensor]:
@@ -62,19 +63,20 @@ def training_program(
     groups: Groups,
     optimizer: StackedOptimizer,
     scaler: LossScaler,
+    objective: Objective,
     capture_backend: CaptureBackend | None,
 ) -> TrainingProgram:
     """The program on this memory; with a `capture_backend` its functions are captured when they are called again."""
     trained = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
 
-    def run_batch(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+    def run_batch(x_NB: Tensor, y_NB: Tensor) -> Scores:
         def apply(slot_id: str, h: Tensor) -> Tensor:
             of_slot = groups.get(slot_id)
             return h if of_slot is None else apply_groups(of_slot, h, y_NB.shape[0])
 
-        outputs = train_batch(trained, apply, scaler, x_NB, y_NB)
+        scores = train_batch(trained, apply, scaler, objective, x_NB, y_NB)
         optimizer.unscale()
-        return outputs
+        return scores
 
     functions: dict[str, Any] = {"train_batch": run_batch, "step": optimizer.step}
     if capture_backend is not None:
@@ -92,25 +94,29 @@ def structure_key(structure: Structure) -> Hashable:
 
 
 def train_batch(
-    trained: list[Rows], apply: Callable[[str, Tensor], Tensor], scaler: LossScaler, x_NB: Tensor, y_NB: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One forward and one backward of all hosts; `trained[0]` are the hosts. Returns loss and hits [N].
+    trained: list[Rows],
+    apply: Callable[[str, Tensor], Tensor],
+    scaler: LossScaler,
+    objective: Objective,
+    x_NB: Tensor,
+    y_NB: Tensor,
+) -> Scores:
+    """One forward and one backward of all hosts; `trained[0]` are the hosts. Returns scores [N], float64.
 
     `apply` is what a slot does to the features that pass it.
     """
-    num_hosts, batch = y_NB.shape
-    x = x_NB.transpose(0, 1).flatten(0, 1)
-    y_BN = y_NB.t()
+    batch, num_hosts = y_NB.shape[1], y_NB.shape[0]
+    x, y = (of_NB.transpose(0, 1).flatten(0, 1) for of_NB in (x_NB, y_NB))
     with scaler.autocast():
-        logits = trained[0](x, apply).float()
-    loss_BN = F.cross_entropy(logits, y_BN.reshape(-1), reduction="none").view(batch, num_hosts)
-    loss_N = loss_BN.mean(dim=0)
-    leaves = [leaf for rows in trained for leaf in rows.parameters]
+        outputs = trained[0](x, apply)
+    rows = objective.scores(outputs.float(), y)
+    loss_BN, score_BN, weight_BN = (of_rows.view(batch, num_hosts) for of_rows in rows)
+    factor_N = mean_factor(weight_BN.sum(dim=0)) * scaler.scale
+    leaves = [leaf for of_kind in trained for leaf in of_kind.parameters]
     # a blueprint may have parameters that it does not use
-    grads = torch.autograd.grad((loss_N * scaler.scale).sum(), leaves, materialize_grads=True)
-    torch._foreach_copy_([grad for rows in trained for grad in rows.grads], grads)
-    hits = (logits.detach().argmax(dim=-1).view(batch, num_hosts) == y_BN).sum(dim=0)
-    return loss_N.detach(), hits
+    grads = torch.autograd.grad(loss_BN, leaves, factor_N.expand_as(loss_BN), materialize_grads=True)
+    torch._foreach_copy_([grad for of_kind in trained for grad in of_kind.grads], grads)
+    return Scores(*(of_BN.sum(dim=0, dtype=torch.float64) for of_BN in (loss_BN.detach(), score_BN, weight_BN)))
 
 
 def _copied(rows: Rows) -> Iterator[Tensor]:

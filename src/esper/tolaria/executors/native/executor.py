@@ -15,8 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from esper.kasmina.hosts.cnn import CNNHost
 from esper.leyline.errors import DataError
 from esper.leyline.messages import SlotState
+from esper.leyline.objective import Scores
 from esper.tasks.datasets import SplitName
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.epoch import run_epoch
@@ -35,6 +37,7 @@ from esper.tolaria.executors.native.structures import (
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass
 from esper.tolaria.executors.running_seeds import begin_training, finish_training
+from esper.tolaria.executors.scoring import SummedScores
 from esper.tolaria.executors.streamed import executor as streamed
 from esper.tolaria.prefixes import plan_prefixes
 
@@ -55,15 +58,17 @@ class NativeExecutor(NetworkExecutor):
 
     def __init__(self, data: HostData) -> None:
         super().__init__(data)
+        assert isinstance(data.host, CNNHost), "choice.native_problem refuses other hosts"
+        self._classes = data.host.spec.classes
         for split in ("train", "val"):
             self._check_labels(split)
-        self._programs = Programs(self.population, *data.image_size)
+        self._programs = Programs(self.population, *data.host.image_size)
         self.refused = self._programs.refused
         self._machine = Machine(threads=torch.get_num_threads())
         self._optimizer = OptimizerStep(self.population, data.decay_mask, self._machine)
 
     def _check_labels(self, split: SplitName) -> None:
-        (lowest, highest), classes = self.data.label_range(split), self.population.host_module.spec.classes
+        (lowest, highest), classes = self.data.label_range(split), self._classes
         if lowest < 0 or highest >= classes:
             raise DataError(
                 f"the {split} split has labels from {lowest} to {highest}, but the host knows the classes 0 to "
@@ -90,7 +95,7 @@ class NativeExecutor(NetworkExecutor):
         train_others = streamed.train_function(data, others.tolist(), hosts, rows, slots.alpha) if others.size else None
         totals = torch.zeros(len(ours), 2, dtype=torch.float64)
 
-        def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+        def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
             assert (x_NB.dtype, y_NB.dtype) == (torch.float32, torch.int64), "the compiled code reads these types"
             lanes = y_NB.shape[1]
             work.check_batch(lanes)
@@ -100,13 +105,12 @@ class NativeExecutor(NetworkExecutor):
             spaces.rows(Space.LABELS, y_NB, ours)
             spaces.rows(Space.TOTALS, totals.zero_())
             self._machine.run(work, spaces, lanes)
-            results = (totals[:, 0] / lanes).float(), totals[:, 1].long()
-            return results if their_results is None else _merged(ours, results, others, their_results)
+            results = Scores(totals[:, 0].clone(), totals[:, 1].clone(), torch.full_like(totals[:, 0], lanes))
+            return results if their_results is None else Scores(*_merged(ours, results, others, their_results))
 
         passed = run_epoch(
             data.train_batches(t),
-            p.num_envs,
-            p.device,
+            data.objective,
             train=train,
             statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
             step=self._optimizer.of(data.structure, hosts, rows),
@@ -121,15 +125,15 @@ class NativeExecutor(NetworkExecutor):
             self._check_labels(split)
         return super().committed_accuracy(split, slots)
 
-    def count_correct(
+    def sum_scores(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
-    ) -> tuple[Tensor, Tensor, int]:
+    ) -> SummedScores:
         """See `NetworkExecutor`."""
         p, alpha = self.population, alpha.contiguous()
         codes = structure_codes(self.data.structure, training=False)
         ours, others = self._split_hosts(codes)
         if not ours.size:
-            return streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
+            return streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
         plans = [plan_prefixes(sets[n], self.data.execution_order) for n in ours]
         programs = [
             self._programs.measuring(codes[n].tobytes(), plan.steps) for n, plan in zip(ours, plans, strict=True)
@@ -152,11 +156,12 @@ class NativeExecutor(NetworkExecutor):
         index = torch.from_numpy(states)
         hits, losses = totals[..., 1].gather(1, index), totals[..., 0].gather(1, index[:, :1])[:, 0]
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in ours])
-        found = (hits * valid).long(), losses
+        found = SummedScores(hits * valid, losses, torch.tensor(float(count), dtype=torch.float64))
         if others.size:
-            *theirs, _ = streamed.count_correct(self.data, others.tolist(), batches, alpha, sets, num_columns)
-            found = _merged(ours, found, others, (theirs[0], theirs[1]))
-        return *found, count
+            theirs = streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
+            score, loss = _merged(ours, found[:2], others, theirs[:2])
+            found = found._replace(score=score, loss=loss)
+        return found
 
 
 def _padded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,9 +173,8 @@ def _padded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merged(
-    ours: np.ndarray, results: tuple[Tensor, Tensor], others: np.ndarray, theirs: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+    ours: np.ndarray, results: tuple[Tensor, ...], others: np.ndarray, theirs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """The results of all hosts, in order."""
     order = torch.from_numpy(np.argsort(np.concatenate((ours, others))))
-    first, second = (torch.cat((a, b.to(a.dtype)))[order] for a, b in zip(results, theirs, strict=True))
-    return first, second
+    return tuple(torch.cat((a, b))[order] for a, b in zip(results, theirs, strict=True))

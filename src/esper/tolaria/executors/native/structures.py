@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
+from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
@@ -57,6 +58,7 @@ class Programs:
             raise ConfigError(
                 f"the host has no rule in compiled C++ ({reason}); set executor to 'fused' or 'streamed'."
             )
+        assert isinstance(host, CNNHost), "the only host with rules"
         template = population.host_kind.template
         self._host = HostLayout(host, template.parameters, template.buffers, height, width)
         self._gates = {c: Module(_gate(c), kind.template.parameters) for c, kind in population.gate_kinds.items()}

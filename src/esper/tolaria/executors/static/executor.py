@@ -16,23 +16,27 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.parameters import masked_updates
 from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
-from esper.leyline.stages import HostFamily, SeedStage
-from esper.tolaria.batches import SharedBatchIterator
+from esper.leyline.objective import Scores
+from esper.leyline.stages import SeedStage
+from esper.tasks.objectives import Classification
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused.measuring import measure_states
 from esper.tolaria.executors.fused.slots import frozen_rows, trainable_rows
 from esper.tolaria.executors.fused.stacked_modules import StackedModules
 from esper.tolaria.executors.fused.training_program import train_batch
-from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.network import HostOwner
 from esper.tolaria.executors.optimizer_step import StackedOptimizer
 from esper.tolaria.executors.protocol import Changes, EvaluationSplit, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.running_seeds import TrainedRows
+from esper.tolaria.executors.scoring import SummedScores, measured
 from esper.tolaria.executors.static.coalitions import static_states
 from esper.tolaria.executors.static.gradients import static_gradient_statistics
 from esper.tolaria.executors.static.slots import SeedMasks, seed_masks, static_slots
@@ -45,8 +49,12 @@ class StaticExecutor(HostOwner):
     def __init__(self, data: HostData) -> None:
         super().__init__(data)
         population = data.population
-        assert population.family is HostFamily.CNN, "masks are for isolated seeds alone, those of CNNs"
-        self.stacked_modules = StackedModules(population)
+        found = f"{type(data.host).__name__} and {type(data.objective).__name__}"
+        if not isinstance(data.host, CNNHost) or not isinstance(data.objective, Classification):
+            raise ConfigError(
+                f"graph is 'static', which runs CNNHost and Classification only, not {found}; set graph to 'dynamic'."
+            )
+        self.stacked_modules = StackedModules(population, examples(data.dataset, HOST_EXAMPLES)[0])
         for kind in population.seed_kinds.values():
             if kind.start.rebuilt:
                 raise ConfigError(
@@ -92,17 +100,16 @@ class StaticExecutor(HostOwner):
         def apply(slot_id: str, h: Tensor) -> Tensor:
             return slots_of_pass[slot_id](h, p.num_envs)
 
-        def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
-            outputs = train_batch(trained, apply, self.data.scaler, x_NB, y_NB)
+        def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
+            scores = train_batch(trained, apply, self.data.scaler, self.data.objective, x_NB, y_NB)
             for update in updates:
                 update.write_grad()
             optimizer.unscale()
-            return outputs
+            return scores
 
         outputs = run_epoch(
             self.data.train_batches(t),
-            p.num_envs,
-            p.device,
+            self.data.objective,
             train=train,
             statistics=lambda: static_gradient_statistics(p, slots_of_pass, masks, slots, hosts.grad),
             step=optimizer.step,
@@ -121,38 +128,32 @@ class StaticExecutor(HostOwner):
 
     @torch.no_grad()
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
-        """All coalitions of every host on the same validation examples; 0 in columns that are not valid."""
-        correct, loss_sum, count = self._count_correct(self.data.evaluation("val"), slots, coalitions.sets)
-        return ValidationPass(accuracy=100.0 * correct * coalitions.valid / count, loss=loss_sum / count)
+        """All coalitions of every host on the same validation examples."""
+        return self._measured("val", slots, coalitions.sets)
 
     @torch.no_grad()
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
         """Each host with its fossilized seeds alone."""
-        committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
-        correct, _, count = self._count_correct(self.data.evaluation(split), slots, committed)
-        return 100.0 * correct[:, 0] / count
+        return self._measured(split, slots, (slots.stage == SeedStage.FOSSILIZED)[:, None]).accuracy[:, 0]
 
-    def _count_correct(
-        self, batches: SharedBatchIterator, slots: SlotState, sets: Bool[Tensor, "N K S"]
-    ) -> tuple[Tensor, Tensor, int]:
-        """Correct answers [N, K] of each host's coalitions, summed loss [N] of its first one, number of examples."""
+    def _measured(self, split: EvaluationSplit, slots: SlotState, sets: Bool[Tensor, "N K S"]) -> ValidationPass:
+        """Figure of merit of the coalitions `sets` of each host, and loss of its first one."""
         p, data = self.population, self.data
         slots_of_pass = static_slots(p, self.stacked_modules, seed_masks(slots), None)
         states = static_states(sets, data.execution_order)
         host = frozen_rows(self.stacked_modules.host, p.host.params, p.host.buffers)
-        correct = torch.zeros(sets.shape[:2], dtype=torch.int64, device=p.device)
-        loss_sum = torch.zeros(p.num_envs, device=p.device)
+        score = torch.zeros(sets.shape[:2], dtype=torch.float64, device=p.device)
+        loss, weight = torch.zeros_like(score[:, 0]), torch.zeros_like(score[0, 0])
         self.stacked_modules.train(False)
-        floats, count = data.largest_activation * p.num_envs * states.num_states, 0
 
         def apply(batch: int, slot_id: str, h: Tensor) -> Tensor:
             shape = (batch, -1, p.num_envs, *h.shape[1:])
             active = slots_of_pass[slot_id](h, p.num_envs)
             return states.branch(self._rank[slot_id], h.view(shape), active.view(shape)).flatten(0, 2)
 
-        for x, y in batches:
-            for hits, loss in measure_states(host, apply, data.scaler, states.final, floats, x, y):
-                correct += hits
-                loss_sum += loss
-            count += len(y)
-        return correct, loss_sum, count
+        for x, y in data.evaluation(split):
+            for part in measure_states(data, host, apply, states.final, states.num_states, x, y):
+                score += part.score
+                loss += part.loss
+                weight += part.weight
+        return measured(data.objective, SummedScores(score, loss, weight))

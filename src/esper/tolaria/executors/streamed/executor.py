@@ -13,13 +13,13 @@ from typing import final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from esper.kasmina.parameters.dropout import draw_for
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
 from esper.leyline.messages import SlotState
+from esper.leyline.objective import Scores
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.gradients import gradient_statistics
@@ -34,14 +34,12 @@ from esper.tolaria.executors.running_seeds import (
     finish_training,
     running_seeds,
 )
+from esper.tolaria.executors.scoring import SummedScores, mean_factor, sums
 from esper.tolaria.executors.streamed.streams import host_streams
-from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
+from esper.tolaria.prefixes import PrefixPlan
 
-MAX_EXAMPLES = 32_768
-"""Most examples, counted once per distinct state of the network, in one forward pass; bounds the memory."""
-
-TrainBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""x [N, B, ...], y [N, B] --> loss and hits of the trained hosts."""
+TrainBatch = Callable[[Tensor, Tensor], Scores]
+"""x [N, B, ...], y [N, B, ...] --> scores of the trained hosts, summed over the batch."""
 
 
 @final
@@ -52,11 +50,11 @@ class StreamedExecutor(NetworkExecutor):
         """Every host over its whole train split, in its own order."""
         return train_epoch(self.data, t, slots)
 
-    def count_correct(
+    def sum_scores(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
-    ) -> tuple[Tensor, Tensor, int]:
+    ) -> SummedScores:
         """See `NetworkExecutor`."""
-        return count_correct(self.data, range(self.population.num_envs), batches, alpha, sets, num_columns)
+        return sum_scores(self.data, range(self.population.num_envs), batches, alpha, sets, num_columns)
 
 
 def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
@@ -67,15 +65,14 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask)
     train_batch = train_function(data, range(p.num_envs), hosts, rows, slots.alpha)
 
-    def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = train_batch(x_NB, y_NB)
+    def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
+        scores = train_batch(x_NB, y_NB)
         optimizer.unscale()
-        return outputs
+        return scores
 
     train_pass = run_epoch(
         data.train_batches(t),
-        p.num_envs,
-        p.device,
+        data.objective,
         train=train,
         statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
         step=optimizer.step,
@@ -92,27 +89,28 @@ def train_function(data: HostData, some: Sequence[int], hosts: Working, rows: Tr
     is on the device.
     """
     p, scaler, template = data.population, data.scaler, data.population.host_kind.template
+    draws = {n: p.host_draws(slice(n, n + 1)) for n in some}
     seeds = running_seeds(p, data.structure, alpha, rows)
     streams = host_streams(p.num_envs, p.device)
     _set_mode(p, training=True)
 
-    def train(x_NB: Tensor, y_NB: Tensor) -> tuple[Tensor, Tensor]:
+    def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
         for working in (hosts, rows.seeds, rows.gates):
             working.grad.zero_()
-        losses, logits = [], []
+        scores: list[Scores] = []
         streams.fork()
         for n in some:
             with streams.of(n):
                 template.bind(hosts.leaves[n], p.host.buffers[n])
+                draw_for(template.dropouts, draws[n])
                 with scaler.autocast():
-                    out = template(x_NB[n], partial(_train_slot, seeds[n]))
-                loss = F.cross_entropy(out.float(), y_NB[n])
-                (loss * scaler.scale[n] if scaler.enabled else loss).backward()
-            losses.append(loss.detach())
-            logits.append(out.detach())
+                    outputs = template(x_NB[n], partial(_train_slot, seeds[n]))
+                loss, score, weight = data.objective.scores(outputs.float(), y_NB[n])
+                factor = mean_factor(weight.sum())
+                loss.backward((factor * scaler.scale[n] if scaler.enabled else factor).expand_as(loss))
+            scores.append(Scores(loss.detach(), score, weight))
         streams.join()
-        labels = y_NB if len(some) == p.num_envs else y_NB[list(some)]
-        return torch.stack(losses), (torch.stack(logits).argmax(dim=-1) == labels).sum(dim=1)
+        return sums(scores)
 
     return train
 
@@ -122,42 +120,41 @@ def _train_slot(seeds: SlotsOfHost, slot_id: str, h: Tensor) -> Tensor:
     return h if seed is None else seed.train(h)
 
 
-def count_correct(
+def sum_scores(
     data: HostData,
     some: Sequence[int],
     batches: SharedBatchIterator,
     alpha: Tensor,
     sets: list[np.ndarray],
     num_columns: int,
-) -> tuple[Int[Tensor, "H K"], Float[Tensor, " H"], int]:
-    """`NetworkExecutor.count_correct` for some of the hosts; `sets` covers all hosts."""
+) -> SummedScores:
+    """`NetworkExecutor.sum_scores` for some of the hosts; `sets` covers all hosts."""
     p = data.population
     seeds = running_seeds(p, data.structure, alpha, None)
-    plans = {n: plan_prefixes(sets[n], data.execution_order) for n in some}
-    correct = {n: torch.zeros(len(sets[n]), dtype=torch.int64, device=p.device) for n in some}
-    loss_sum = {n: torch.zeros((), device=p.device) for n in some}
+    plans = {n: data.plan(sets[n]) for n in some}
     states = {n: p.index(np.array(plan.state_of_coalition)) for n, plan in plans.items()}
-    streams, count = host_streams(p.num_envs, p.device), 0
+    score = torch.zeros(len(some), num_columns, dtype=torch.float64, device=p.device)
+    loss = torch.zeros(len(some), dtype=torch.float64, device=p.device)
+    weight = torch.zeros((), dtype=torch.float64, device=p.device)
+    streams = host_streams(p.num_envs, p.device)
     _set_mode(p, training=False)
     for x, y in batches:
         streams.fork()
-        for n, plan in plans.items():
-            chunk = max(1, MAX_EXAMPLES // plan.num_states)
-            with streams.of(n), data.scaler.autocast():
-                for some_x, some_y in zip(x.split(chunk), y.split(chunk), strict=True):
-                    logits = _coalition_logits(data, n, plan, seeds[n], some_x).float()
-                    main = logits[plan.state_of_coalition[0]]
-                    loss_sum[n] += F.cross_entropy(main, some_y, reduction="sum")
-                    hits = (logits.argmax(dim=-1) == some_y).sum(dim=1)
-                    correct[n] += hits[states[n]]
+        for i, (n, plan) in enumerate(plans.items()):
+            size = data.examples_at_once(plan.num_states)
+            with streams.of(n):
+                for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
+                    scores = _state_scores(data, n, plan, seeds[n], some_x, some_y)
+                    score[i, : len(states[n])] += scores.score[states[n]]
+                    loss[i] += scores.loss[plan.state_of_coalition[0]]
+                    if i == 0:
+                        weight += scores.weight[0]
         streams.join()
-        count += len(y)
-    correct_HK = torch.stack([F.pad(c, (0, num_columns - len(c))) for c in correct.values()])
-    return correct_HK, torch.stack(list(loss_sum.values())), count
+    return SummedScores(score, loss, weight)
 
 
-def _coalition_logits(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHost, x: Tensor) -> Tensor:
-    """Logits [states, B, classes] of the distinct final states of host `n`."""
+def _state_scores(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHost, x: Tensor, y: Tensor) -> Scores:
+    """Scores [states] of the distinct final states of host `n`, summed over examples x [B, ...] and y [B, ...]."""
     p, template, batch = data.population, data.population.host_kind.template, len(x)
     template.bind(p.host.params[n], p.host.buffers[n])
     steps = {step.slot: step for step in plan.steps}
@@ -167,13 +164,21 @@ def _coalition_logits(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHo
         if step is None:
             return h
         states = h.unflatten(0, (step.num_parents, batch))
-        off = [states[i] for i in step.off]
         on = [states[i] for i in step.on]
         active = seeds[slot_id].evaluate(on[0] if len(on) == 1 else torch.cat(on))
-        return torch.cat((*off, active)) if off else active
+        if not step.off:
+            return active
+        if plan.shared:
+            return torch.cat((*(states[i] for i in step.off), active))
+        place = p.index(np.array(step.on))
+        replaced: Tensor = states.index_copy(0, place, active.unflatten(0, (len(on), batch))).flatten(0, 1)
+        return replaced
 
-    logits: Tensor = template(x, apply).unflatten(0, (plan.num_states, batch))
-    return logits
+    with data.scaler.autocast():
+        outputs = template(x if plan.shared else x.repeat(plan.num_first, *(1,) * (x.dim() - 1)), apply)
+    targets = y.repeat(plan.num_states, *(1,) * (y.dim() - 1))
+    scores = data.objective.scores(outputs.float(), targets)
+    return Scores(*(rows.view(plan.num_states, batch).sum(dim=1, dtype=torch.float64) for rows in scores))
 
 
 def _set_mode(population: Population, *, training: bool) -> None:

@@ -1,0 +1,69 @@
+"""Scores of hosts from the scores of their rows, the same for every executor.
+
+Shape legend: N = hosts, K = coalitions, R = rows.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError
+from esper.leyline.objective import Objective, Scores
+from esper.tolaria.executors.protocol import ValidationPass
+
+
+@final
+class SummedScores(NamedTuple):
+    """Sums over examples: the score of each coalition, the loss of each host's first one, and the weight of any."""
+
+    score: Float64[Tensor, "N K"]
+    loss: Float64[Tensor, " N"]
+    weight: Float64[Tensor, ""]
+
+
+def sums(scores: Sequence[Scores]) -> Scores:
+    """[N] from the rows of N hosts, float64."""
+    fields = (torch.stack(rows).sum(dim=1, dtype=torch.float64) for rows in zip(*scores, strict=True))
+    return Scores(*fields)
+
+
+def measured(objective: Objective, sums: SummedScores) -> ValidationPass:
+    """The figure of merit of every coalition, and the mean loss of the first one."""
+    points = objective.points(sums.score, sums.weight)
+    return ValidationPass(accuracy=points.float(), loss=(sums.loss / sums.weight).float())
+
+
+def mean_factor(weight: Tensor) -> Tensor:
+    """1 / weight, and 0 where nothing counts: the gradient of a mean with respect to the summed losses."""
+    return torch.where(weight > 0, 1.0 / weight, 0.0)
+
+
+def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None:
+    """Try an objective on outputs [R, ...] and targets [R, ...].
+
+    Raises:
+        ConfigError: it cannot take them, its scores are not one number per row, or its loss has no gradient.
+    """
+    name, shapes = type(objective).__name__, f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    try:
+        scores = objective.scores(outputs.detach().requires_grad_(), targets)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"objective {name} fails on {shapes} of type {targets.dtype} ({error}); the host, the targets of the data "
+            "set and the objective must fit together."
+        ) from error
+    rows = (len(outputs),)
+    for field, value in zip(Scores._fields, scores, strict=True):
+        if not isinstance(value, Tensor) or tuple(value.shape) != rows or not value.is_floating_point():
+            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"objective {name} gives a {field} of {found} for {shapes}; expected one number per row, float32 "
+                f"{rows}: sum over the axes of an example, and not over the batch (reduction='none')."
+            )
+    if not scores.loss.requires_grad:
+        raise ConfigError(
+            f"the loss of objective {name} has no gradient; compute it from the outputs without detach or no_grad."
+        )

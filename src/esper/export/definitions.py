@@ -15,13 +15,17 @@ from types import ModuleType
 from typing import Any, final
 
 from torch import nn
+from torch.nn import functional
 
-from esper.kasmina.hosts.pooling import max_pool_2x2
-
-_REPLACED: dict[object, str] = {
-    max_pool_2x2: 'def max_pool_2x2(h):\n    """[..., H, W] -> [..., H // 2, W // 2]."""\n    return F.max_pool2d(h, 2)'
+_REPLACED = {
+    "esper.kasmina.hosts.pooling.max_pool_2x2": """\
+def max_pool_2x2(h: Tensor) -> Tensor:
+    return F.max_pool2d(h, 2)""",
+    "esper.kasmina.blueprints.transformer.block_mask_attention": """\
+def block_mask_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)""",
 }
-"""Functions that are fast versions of plain ones."""
+"""Fast versions of plain functions, and the plain ones."""
 _DROPPED_DECORATORS = {"final", "override", "runtime_checkable"}
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -84,11 +88,9 @@ class Definitions:
         raise UnwritableError(f"{name!r} in its code is not found in {value.__module__}")
 
     def _define(self, name: str, value: Any) -> None:  # noqa: ANN401
-        if value in _REPLACED:
-            import torch.nn.functional as functional
-
+        if (plain := _REPLACED.get(f"{value.__module__}.{name}")) is not None:
             self.use("F", functional)
-            self.texts[name] = _REPLACED[value]
+            self.texts[name] = plain
             return
         if not inspect.isclass(value) and not inspect.isfunction(value):
             raise UnwritableError(f"{name!r} in its code is {type(value).__name__}, which has no source")

@@ -1,7 +1,8 @@
 """The forward pass of a grown network as the source of a method, traced by torch.fx."""
 
 import ast
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 from torch import fx, nn
 
@@ -15,13 +16,25 @@ _NAMES = "xyzabcdefghijklmnopqrstuvw"
 
 @final
 class _Tracer(fx.Tracer):
-    """Takes every module as one step, except hosts and modules with hooks, which it follows."""
+    """Takes every module as one step, except hosts and modules with hooks inside, which it follows."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """See `fx.Tracer`."""
         del module_qualified_name
-        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in m.modules())
+        inside = (part for part in m.modules() if part is not m)
+        hooked = m._forward_pre_hooks or any(part._forward_hooks or part._forward_pre_hooks for part in inside)
         return not (isinstance(m, Host | GrownModule | fx.GraphModule) or hooked)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 -- see `fx.Tracer`
+        """A step, and then its hooks, which torch.fx leaves out."""
+        output = super().call_module(m, forward, args, kwargs)
+        if self.is_leaf_module(m, ""):
+            for hook in m._forward_hooks.values():
+                changed = hook(m, args, output)
+                output = output if changed is None else changed
+        return output
 
 
 def traced_forward(module: GrownModule, definitions: Definitions) -> str:

@@ -60,7 +60,7 @@ class GrownModule(nn.Module):
     def __init__(self, host: Host, grown: Mapping[str, Grown]) -> None:
         super().__init__()
         self.host = host
-        self.grown = nn.ModuleDict({slot: grown[slot] for slot in host.execution_order() if slot in grown})
+        self.grown = nn.ModuleDict({slot_key(slot): grown[slot] for slot in host.execution_order() if slot in grown})
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs [B, ...] of inputs [B, ...]."""
@@ -68,12 +68,18 @@ class GrownModule(nn.Module):
         return outputs
 
     def _apply_slot(self, slot_id: str, h: Tensor) -> Tensor:
-        return self.grown[slot_id](h) if slot_id in self.grown else h
+        key = slot_key(slot_id)
+        return self.grown[key](h) if key in self.grown else h
 
     def num_params(self) -> tuple[int, int]:
         """Parameters of the host and of what grew, tied ones counted once."""
         host, grown = (sum(p.numel() for p in part.parameters()) for part in (self.host, self.grown))
         return host, grown
+
+
+def slot_key(slot_id: str) -> str:
+    """Name of what grew in a slot; slots named by a path, such as layer2.1, lose their dots, which names cannot have."""
+    return slot_id.replace(".", "_")
 
 
 def build(host: Host, seeds: Sequence[GrownSeed]) -> GrownModule:

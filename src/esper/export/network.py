@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper.export import programs
 from esper.export.definitions import UnwritableError
 from esper.export.description import Description, fields_of, read_description, restored
-from esper.export.grown import GrownModule, GrownSeed, build, fill, state_of
+from esper.export.grown import GrownModule, GrownSeed, build, fill, slot_key, state_of
 from esper.export.source import run, written
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -98,7 +98,7 @@ class GrownNetwork:
         state = {name: x.to("cpu") for name, x in below("population", engine.executor.state_dict()).items()}
         fill(module.host, state["host.params"][host], state["host.buffers"][host])
         for s, seed in zip(rows, seeds, strict=True):
-            row, grown = host * spec.num_slots + s, module.grown[seed.slot]
+            row, grown = host * spec.num_slots + s, module.grown[slot_key(seed.slot)]
             fill(grown.seed, state["seeds.params"][row], state["seeds.buffers"][row])  # type: ignore[arg-type]
             if grown.gate is not None:
                 fill(grown.gate, state["gates.params"][row], state["gates.buffers"][row])  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ class GrownNetwork:
             host_params=host_params,
             grown_params=grown_params,
             flops=flops(module, example),
-            unit="accuracy",
+            unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
         )

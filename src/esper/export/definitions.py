@@ -88,11 +88,11 @@ class Definitions:
         raise UnwritableError(f"{name!r} in its code is not found in {value.__module__}")
 
     def _define(self, name: str, value: Any) -> None:  # noqa: ANN401
-        if (plain := _REPLACED.get(f"{value.__module__}.{name}")) is not None:
+        if (plain := _REPLACED.get(f"{getattr(value, '__module__', None)}.{name}")) is not None:
             self.use("F", functional)
             self.texts[name] = plain
             return
-        if not inspect.isclass(value) and not inspect.isfunction(value):
+        if not inspect.isclass(value) and not inspect.isfunction(inspect.unwrap(value)):
             raise UnwritableError(f"{name!r} in its code is {type(value).__name__}, which has no source")
         if value.__name__ != name:
             raise UnwritableError(f"{name!r} in its code is another name of {value.__name__}")

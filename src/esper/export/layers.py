@@ -103,7 +103,7 @@ class Layers:
         parts |= {name: _tensor(p, "nn.Parameter({})") for name, p in module._parameters.items()}
         parts |= {name: _tensor(b, "{}") for name, b in module._buffers.items()}
         for name in used:
-            if name not in parts and name not in found and hasattr(module, name):
+            if name not in (*parts, *found, "training") and hasattr(module, name):
                 value = getattr(module, name)
                 if not callable(value) or name in vars(module):
                     parts[name] = self._plain(kind.__name__, name, value)

@@ -108,6 +108,8 @@ class Definitions:
                 node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) not in _DROPPED_DECORATORS]
             if isinstance(node, ast.FunctionDef):
                 node.returns = _plain_annotation(node.returns, scope)
+                for inner in (part for part in ast.walk(node) if isinstance(part, ast.AnnAssign)):
+                    inner.annotation = _plain_annotation(inner.annotation, scope) or ast.Name("object")
             elif isinstance(node, ast.arg):
                 node.annotation = _plain_annotation(node.annotation, scope)
         local = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}

@@ -4,19 +4,34 @@ import ast
 from collections.abc import Callable
 from typing import Any, final
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from esper.export.definitions import Definitions, UnwritableError
 from esper.export.grown import GrownModule
 from esper.kasmina.hosts.host import Host
-from esper.kasmina.hosts.pooling import max_pool_2x2
 
 _NAMES = "xyzabcdefghijklmnopqrstuvw"
+
+
+class _Value(fx.Proxy):
+    """A value of the traced pass, which passes for a tensor where a forward pass asks with `isinstance`."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return Tensor
 
 
 @final
 class _Tracer(fx.Tracer):
     """Takes every module as one step, except hosts and modules with hooks inside, which it follows."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """See `fx.Tracer`."""
+        return _Value(node, self)
+
+    def create_arg(self, a: Any) -> Any:  # noqa: ANN401 -- see `fx.Tracer`
+        """A value is its node, not a constant tensor."""
+        return a.node if type(a) is _Value else super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """See `fx.Tracer`."""
@@ -37,10 +52,14 @@ class _Tracer(fx.Tracer):
         return output
 
 
-def traced_forward(module: GrownModule, definitions: Definitions) -> str:
-    """The method `forward` of the class Network, indented."""
+def traced_forward(module: GrownModule, definitions: Definitions) -> tuple[str, set[type[nn.Module]]]:
+    """The method `forward` of the class Network, indented, and the classes of the modules that it calls.
+
+    Raises:
+        UnwritableError: the forward pass depends on its inputs in a way that cannot be traced.
+    """
     try:
-        graph = _Tracer(autowrap_functions=(max_pool_2x2,)).trace(module)
+        graph = _Tracer().trace(module)
     except (fx.proxy.TraceError, TypeError, NotImplementedError, RuntimeError) as error:
         raise UnwritableError(f"its forward pass cannot be traced ({str(error).splitlines()[0]})") from error
     code = graph.python_code("self")
@@ -62,7 +81,9 @@ def traced_forward(module: GrownModule, definitions: Definitions) -> str:
     function.args.args[1].annotation = ast.Name("Tensor")
     function.body.insert(0, ast.Expr(ast.Constant("Outputs [batch, ...] of inputs [batch, ...].")))
     lines = ast.unparse(ast.fix_missing_locations(function)).splitlines()
-    return "\n".join(f"    {line}".rstrip() for line in lines)
+    steps = [module.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
+    called = {type(part) for step in steps for part in step.modules()}
+    return "\n".join(f"    {line}".rstrip() for line in lines), called
 
 
 def _is_release(statement: ast.stmt) -> bool:

@@ -78,7 +78,7 @@ class GrownModule(nn.Module):
 
 
 def slot_key(slot_id: str) -> str:
-    """Name of what grew in a slot; slots named by a path, such as layer2.1, lose their dots, which names cannot have."""
+    """Name of what grew in a slot; one that is named by a path, such as layer2.1, loses its dots."""
     return slot_id.replace(".", "_")
 
 

@@ -8,6 +8,7 @@ import ast
 import inspect
 import textwrap
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -43,14 +44,14 @@ class Expression:
 
 @final
 class Layers:
-    """Writes modules; classes and imports go to `definitions`."""
+    """Writes modules; classes and imports go to `definitions`. Only classes of `called` have methods."""
 
-    def __init__(self, definitions: Definitions) -> None:
-        self._definitions = definitions
+    def __init__(self, definitions: Definitions, called: Collection[type[nn.Module]]) -> None:
+        self._definitions, self._called = definitions, called
         self._parts: dict[str, set[str]] = {}
 
-    def expression(self, module: nn.Module | None, *, methods: bool = True) -> Expression:
-        """The module; without `methods`, only what it is made of.
+    def expression(self, module: nn.Module | None) -> Expression:
+        """The module.
 
         Raises:
             UnwritableError: it cannot be built from its attributes.
@@ -71,7 +72,7 @@ class Layers:
             return Expression("nn.Sequential(OrderedDict(", parts, "))")
         if is_installed(kind):
             return self._call(module)
-        return self._own(module, methods=methods)
+        return self._own(module)
 
     def _call(self, module: nn.Module) -> Expression:
         """A class of an installed package, called with attributes of the names of its constructor's arguments."""
@@ -95,9 +96,9 @@ class Layers:
             self._definitions.use(name, kind)
         return Expression(f"{name}({', '.join(arguments)})")
 
-    def _own(self, module: nn.Module, *, methods: bool) -> Expression:
+    def _own(self, module: nn.Module) -> Expression:
         kind = type(module)
-        found = methods_of(kind, ["forward"]) if methods else {}
+        found = methods_of(kind, ["forward"]) if kind in self._called else {}
         used = dict.fromkeys(name for _, tree in found.values() for name in attributes_of(tree))
         parts: dict[str, Expression | str] = {name: self.expression(m) for name, m in module._modules.items()}
         parts |= {name: _tensor(p, "nn.Parameter({})") for name, p in module._parameters.items()}

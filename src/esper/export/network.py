@@ -169,8 +169,7 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
         host: a host of the same architecture, for one that the description alone cannot build. It is taken.
 
     Raises:
-        ExportError: a file is missing, damaged or does not fit the others, or the host cannot be built.
-        RegistryError: a blueprint that is not registered.
+        ExportError: a file is missing, damaged or does not fit the others, or the host or a seed cannot be built.
     """
     folder = Path(folder)
     description = read_description(folder / DESCRIPTION)

@@ -29,12 +29,9 @@ def written(module: GrownModule, description: Description, inputs: object) -> st
     definitions = Definitions()
     for name, value in (("torch", torch), ("Tensor", Tensor), ("nn", nn), ("Path", Path)):
         definitions.use(name, value)
-    layers = Layers(definitions)
-    parts = (
-        ("host=", layers.expression(module.host, methods=False)),
-        ("grown=", layers.expression(module.grown)),
-    )
-    forward = traced_forward(module, definitions)
+    forward, called = traced_forward(module, definitions)
+    layers = Layers(definitions, called)
+    parts = (("host=", layers.expression(module.host)), ("grown=", layers.expression(module.grown)))
     prepare = _prepare(inputs, definitions)
     if not definitions.claim("Network", GrownModule):
         raise UnwritableError("one of its classes is named 'Network'")

@@ -34,6 +34,7 @@ MAY_READ = {
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
+    "export/": "files of a network, outside of any run",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
@@ -61,6 +62,8 @@ MAY_DRAW = {
     "kasmina/parameters/initialization.py": "keeps what a user's module draws in its constructor from the process",
 }
 MAY_CATCH_ALL = {
+    "export/source.py": "source copied from a user may fail in any way; the network is then saved without it",
+    "export/programs.py": "so may the exporters of torch, whose reason is passed on",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }

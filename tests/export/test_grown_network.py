@@ -1,15 +1,17 @@
 """The exported network computes what the committed coalition computes, is trainable, and counts right."""
 
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tiny
 from esper.export.description import fields_of
-from esper.export.grown import GrownSeed, build
+from esper.export.grown import Grown, GrownSeed, build
 from esper.export.network import GrownNetwork, flops
 from esper.leyline.errors import ExportError
 from esper.leyline.stages import SeedStage
@@ -88,3 +90,23 @@ def test_only_plain_values_describe_a_host():
     assert fields_of(tiny.HOST) is not None
     assert fields_of(np.zeros(2)) is None
     assert fields_of(replace(tiny.task(), load=print)) is None
+
+
+class Double(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return 2.0 * h
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "gate", "alpha", "slope"),
+    [
+        ("ADD", None, 1.0, 3.0),  # h + 2h
+        ("ADD", None, 0.5, 2.0),  # h + 0.5 · 2h
+        ("MULTIPLY", None, 1.0, 1.0 + math.tanh(2.0) + 2.0 * (1.0 - math.tanh(2.0) ** 2)),  # h (1 + tanh 2h)
+        ("GATE", Double(), 1.0, 9.0),  # h + 2h · 2h
+    ],
+)
+def test_a_seed_passes_the_gradient_of_its_input_on(algorithm, gate, alpha, slope):
+    h = torch.ones(1, requires_grad=True)
+    Grown(Double(), algorithm, gate, alpha)(h).backward()
+    assert float(h.grad) == pytest.approx(slope)

@@ -133,7 +133,7 @@ class GrownHosts:
         fused = FusedExecutor(streamed.data)
         fused.measures_together = True
         later = replace(structure, germinated=np.zeros_like(structure.germinated))
-        native = None if native_problem("off", device) or compiler() is None else NativeExecutor(streamed.data)
+        native = None if native_problem(streamed.data) or compiler() is None else NativeExecutor(streamed.data)
         return cls(shape, num_hosts, streamed, fused, native, taken, slots, coalitions, later)
 
     def train(self, executor: Executor) -> None:

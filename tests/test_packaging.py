@@ -64,6 +64,7 @@ MAY_DRAW = {
 MAY_CATCH_ALL = {
     "export/source.py": "source copied from a user may fail in any way; the network is then saved without it",
     "export/programs.py": "so may the exporters of torch, whose reason is passed on",
+    "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import Population
@@ -92,10 +93,12 @@ def population(
     run_seed: int = 5,
     optimizer: OptimizerSpec = SGD,
     device: torch.device = CPU,
+    host: Host | None = None,
 ) -> Population:
-    """Hosts of the tiny task, not yet reset."""
-    host = deterministic_build(lambda: CNNHost(HOST, SLOTS, image_size=(IMAGE, IMAGE)))
-    assert isinstance(host, CNNHost)
+    """Hosts of the tiny task (or like `host`), not yet reset."""
+    if host is None:
+        host = deterministic_build(lambda: CNNHost(HOST, SLOTS, image_size=(IMAGE, IMAGE)))
+        assert isinstance(host, CNNHost)
     return Population(
         host, optimizer, num_envs=num_envs, run_seed=run_seed, device=device, host_offset=host_offset
     )  # fmt: skip
@@ -196,7 +199,8 @@ class Bench:
     def seed_params(self, slot_id: str, host: int = 0) -> dict[str, Tensor]:
         """Parameters of a seed by name; copies."""
         s, kinds = SLOTS.index(slot_id), self.population.seed_kinds
-        layout = kinds[CHANNELS[slot_id], int(self.slots.blueprint[host, s])].template.parameters
+        channels = self.population.points[s].channels
+        layout = kinds[channels, int(self.slots.blueprint[host, s])].template.parameters
         flat = self.population.seeds.params[self.seed_row(slot_id, host), : layout.total]
         return {name: value.clone() for name, value in layout.unpack(flat).items()}
 

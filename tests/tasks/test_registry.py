@@ -4,6 +4,7 @@ import pytest
 
 from esper.leyline.errors import ConfigError, RegistryError
 from esper.tasks import register_task, task_by_name, task_names
+from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
 
 
@@ -56,6 +57,7 @@ def test_the_null_task_is_scripted_and_offers_sixteen_slots():
         ({"episode_length": 0}, "task.episode_length is 0"),
         ({"episode_length": 5_000}, "at most 4095"),
         ({"batch_train": 0}, "task.batch_train is 0"),
+        ({"batches_per_step": 0}, "task.batches_per_step is 0"),
         ({"objective": Classification(7)}, "10 logits but the task has 7"),
         ({"load": None}, "needs either a host and a loader, or a script"),
         ({"host": None}, "needs either a host and a loader, or a script"),

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.batches import SharedBatchIterator
 
@@ -109,3 +110,91 @@ def test_the_data_are_on_the_device_once():
     data = numbered()
     a, b = (SharedBatchIterator(data, 1, 4, "val", 1, CPU) for _ in range(2))
     assert next(iter(a)).x.data_ptr() == next(iter(b)).x.data_ptr() == data.val.x.data_ptr()
+
+
+# -- a step of some batches -------------------------------------------------------------------------------------------
+
+
+def test_steps_of_some_batches_continue_through_the_permutations_of_each_host():
+    hosts = torch.tensor([0, 5])
+    batches = SharedBatchIterator(numbered(), 2, 3, "train", 1, CPU, batches_per_step=2)
+    assert len(batches) == 2
+    # 10 examples, 6 in a step: the permutations of passes 1, 2, 3 one after another
+    stream = torch.cat([permutation(1, Stream.TRAIN_ORDER, hosts, 10, episode=4, t=t) for t in (1, 2, 3)], dim=1)
+    for t in (1, 2, 3, 4):
+        assert torch.equal(orders(batches, t, 4, hosts), stream[:, 6 * (t - 1) : 6 * t]), t
+        assert torch.equal(batches.order, stream[:, 6 * (t - 1) : 6 * t])
+
+
+def test_a_step_may_pass_the_split_more_than_once():
+    hosts = torch.tensor([3])
+    batches = SharedBatchIterator(numbered(n_train=4), 1, 5, "train", 1, CPU, batches_per_step=2)
+    seen = orders(batches, 1, 0, hosts)[0].tolist()
+    assert [sorted(seen[:4]), sorted(seen[4:8]), len(seen)] == [[0, 1, 2, 3], [0, 1, 2, 3], 10]
+
+
+def test_as_many_batches_as_the_split_has_are_the_whole_split():
+    hosts = torch.arange(3)
+    some = SharedBatchIterator(numbered(), 3, 5, "train", 1, CPU, batches_per_step=2)
+    whole = SharedBatchIterator(numbered(), 3, 5, "train", 1, CPU)
+    assert torch.equal(orders(some, 7, 2, hosts), orders(whole, 7, 2, hosts))
+
+
+def test_more_passes_than_the_random_streams_can_number_are_refused():
+    batches = SharedBatchIterator(numbered(n_train=2), 1, 4, "train", 1, CPU, batches_per_step=1)
+    batches.begin(2047, 0, torch.arange(1))
+    with pytest.raises(ConfigError, match="step 2048 reaches pass 4096 over the 2 training examples"):
+        batches.begin(2048, 0, torch.arange(1))
+
+
+# -- stored examples become inputs ------------------------------------------------------------------------------------
+
+
+class Doubled:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * x.float()
+
+
+class Shifted:
+    """Adds a number of its own to each example."""
+
+    def draw(self, run_seed, hosts, episode, t, count):
+        place = torch.arange(count)[None, :, None]
+        return 1000 * t + 100 * hosts[:, None, None] + 10 * episode + place
+
+    def __call__(self, x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        return x + drawn
+
+
+def whole_numbers(**changes) -> Dataset:
+    def split(n: int) -> Split:
+        return Split(torch.arange(n)[:, None], torch.arange(n)[:, None].expand(-1, 2))
+
+    return Dataset(identity={"name": "whole"}, train=split(6), val=split(3), test=split(2), **changes)
+
+
+def test_whole_numbers_and_targets_of_any_shape_pass_unchanged():
+    batches = SharedBatchIterator(whole_numbers(), 2, 4, "train", 1, CPU)
+    batches.begin(1, 0, torch.arange(2))
+    for x, y in batches:
+        assert (x.dtype, y.dtype) == (torch.int64, torch.int64)
+        assert torch.equal(y, x.expand(-1, -1, 2))
+
+
+def test_training_examples_are_augmented_and_become_inputs_and_others_become_inputs_only():
+    data = whole_numbers(inputs=Doubled(), augmentation=Shifted())
+    batches = SharedBatchIterator(data, 2, 4, "train", 1, CPU)
+    batches.begin(3, 1, torch.tensor([0, 7]))
+    x = torch.cat([x for x, _ in batches], dim=1)[..., 0]
+    added = 3010 + torch.tensor([[0], [700]]) + torch.arange(6)
+    assert torch.equal(x, 2.0 * (batches.order + added).float())
+    assert torch.equal(batches.drawn[..., 0], added)
+    ((x, _),) = SharedBatchIterator(data, 2, 4, "val", 1, CPU)
+    assert x[:, 0].tolist() == [0.0, 2.0, 4.0]
+
+
+def test_the_data_are_not_copied():
+    data = numbered()
+    for split in ("train", "val"):
+        found = SharedBatchIterator(data, 1, 4, split, 1, CPU).data
+        assert found.x.data_ptr() == data.split(split).x.data_ptr()

@@ -79,9 +79,9 @@ def images_of(height, width):
 
 @pytest.mark.parametrize(
     ("height", "width", "kind", "name"),
-    [(16, 16, FusedExecutor, "fused"), (8, 32, FusedExecutor, "fused"), (16, 17, StreamedExecutor, "streamed")],
-)
-def test_without_a_compiler_auto_runs_images_of_up_to_256_pixels_fused_and_the_engine_says_what_it_took(
+    [(64, 64, FusedExecutor, "fused"), (32, 128, FusedExecutor, "fused"), (64, 65, StreamedExecutor, "streamed")],
+)  # 4 channels, 16 examples: up to 1 MiB
+def test_without_a_compiler_auto_runs_small_activations_fused_and_the_engine_says_what_it_took(
     height, width, kind, name, monkeypatch
 ):
     monkeypatch.setattr("esper.tolaria.executors.choice.compiler", lambda: None)
@@ -90,12 +90,6 @@ def test_without_a_compiler_auto_runs_images_of_up_to_256_pixels_fused_and_the_e
     assert isinstance(engine.executor, kind)
     assert engine.config.executor == name
     assert asked.executor == "auto"
-
-
-def test_auto_runs_a_host_that_cannot_be_stacked_one_by_one(monkeypatch):
-    monkeypatch.setattr("esper.tolaria.executors.choice.compiler", lambda: None)
-    monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
-    assert tiny.engine(executor="auto").config.executor == "streamed"
 
 
 def test_what_was_asked_for_by_name_is_taken_and_a_script_needs_no_executor():

@@ -90,3 +90,14 @@ def test_all_subsets_of_three_seeds_run_each_prefix_once():
     subsets = [set(c) for n in range(4) for c in itertools.combinations(range(3), n)]
     # slot 0 on one state, slot 1 on two, slot 2 on four
     assert execute(plan_prefixes(table(3, subsets), (0, 1, 2)))[1] == 1 + 2 + 4
+
+
+def test_without_sharing_every_distinct_coalition_is_a_state_and_keeps_its_place():
+    plan = plan_prefixes(table(2, [{0, 1}, {1}, {0}, {1}]), (1, 0), shared=False)
+    # in the order of the rows (False, True), (True, False), (True, True)
+    assert (plan.num_first, plan.num_states) == (3, 3)
+    assert plan.state_of_coalition == (2, 0, 1, 0)
+    assert [(step.slot, step.num_parents, step.off, step.on) for step in plan.steps] == [
+        (1, 3, (1,), (0, 2)),
+        (0, 3, (0,), (1, 2)),
+    ]

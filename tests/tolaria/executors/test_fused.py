@@ -13,13 +13,12 @@ from against_streamed import (
     grow_different_seeds,
 )
 
-from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.fused.prefixes import buckets
 from esper.tolaria.prefixes import plan_prefixes
-from tiny import Bench, engine
+from tiny import Bench
 
 
 def fused(data):
@@ -114,21 +113,11 @@ def test_a_whole_run_is_the_same_fused_and_streamed():
 
 
 @pytest.mark.parametrize(
-    ("size", "device", "fused"),
-    [
-        (8, "cpu", True),
-        (16, "cpu", True),
-        (17, "cpu", False),
-        (28, "cpu", False),
-        (28, "cuda", True),
-        (32, "cuda", True),
-    ],
+    ("batch", "device", "fused"),
+    [(2048, "cpu", True), (2049, "cpu", False), (2049, "cuda", True)],
 )
-def test_small_images_run_fused_on_a_cpu_and_all_images_on_a_gpu(size, device, fused):
-    assert prefers_fused((size, size), device) is fused
-
-
-def test_an_unknown_host_layer_is_refused_with_the_way_out(monkeypatch):
-    monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
-    with pytest.raises(ConfigError, match="streamed"):
-        engine(2, 4, executor="fused")
+def test_small_activations_run_fused_on_a_cpu_and_all_on_a_gpu(batch, device, fused):
+    data = Bench(1).executor.data
+    data.host.largest_activation = 128  # floats of 4 bytes: 1 MiB for 2048 examples
+    data.batch_train, data.population.device = batch, torch.device(device)
+    assert prefers_fused(data) is fused

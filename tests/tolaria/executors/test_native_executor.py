@@ -1,6 +1,7 @@
 """The native executor gives what the streamed one gives up to rounding, and gives each host the bits it has alone."""
 
 import re
+from dataclasses import replace
 
 import against_streamed
 import pytest
@@ -22,14 +23,15 @@ from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.objectives import MeanSquaredError
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.executors import choice
-from esper.tolaria.executors.choice import native_problem, network_executor, prefers_native
+from esper.tolaria.executors.choice import native_problem, prefers_native
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.native.kernel_library import cached_library
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
-from tiny import BATCH, CPU, HOST, SGD, SLOTS, VAL_BATCH, Bench, adamw, dataset, engine, same_tree, task
+from tiny import BATCH, CPU, HOST, OBJECTIVE, SGD, SLOTS, VAL_BATCH, Bench, adamw, dataset, engine, same_tree
 
 
 class Own(AbstractBlueprint):
@@ -276,16 +278,20 @@ def test_auto_does_not_run_natively_what_cannot_be():
 
 
 def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
-    assert prefers_native(HOST, (6, 6), 16, "off", CPU)
+    data = Bench(1).executor.data
+    assert prefers_native(data)
     # 4 channels of 64 x 64 numbers of 4 bytes, for 128 examples: 8 MiB
-    assert prefers_native(HOST, (64, 64), 128, "off", CPU)
-    assert not prefers_native(HOST, (64, 64), 129, "off", CPU)
+    data.host.largest_activation = HOST.largest_activation(64, 64)
+    data.batch_train = 128
+    assert prefers_native(data)
+    data.batch_train = 129
+    assert not prefers_native(data)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"amp": "bf16"}, "amp is 'bf16', and compiled C"),
+        ({"amp": "bf16"}, "hosts are trained in torch.bfloat16, and compiled C"),
         ({"graph": "static"}, "executor is 'native', which runs them"),
     ],
 )
@@ -295,10 +301,19 @@ def test_native_is_refused_where_it_cannot_be_with_the_way_out(settings, message
 
 
 def test_native_is_refused_on_a_gpu():
-    assert "compiled C++ runs on a CPU; use executor 'fused'" in native_problem("off", torch.device("cuda:0"))
-    config = engine(2, 4, executor="native").config
-    with pytest.raises(ConfigError, match="the device is meta"):
-        network_executor(config, task(), dataset().to(torch.device("meta")), torch.device("meta"))
+    data = Bench(1).executor.data
+    assert native_problem(data) is None
+    data.population.device = torch.device("cuda:0")
+    assert "the device is cuda:0, and compiled C++ runs on a CPU; use executor 'fused'" in native_problem(data)
+
+
+def test_native_is_refused_for_another_objective_or_inputs_that_are_not_float32():
+    assert "no rule for objective MeanSquaredError" in native_problem(
+        Bench(1, objective=MeanSquaredError(1.0)).executor.data
+    )
+    data = dataset()
+    doubled = {name: Split(data.split(name).x.double(), data.split(name).y) for name in ("train", "val", "test")}
+    assert "inputs are torch.float64" in native_problem(Bench(1, data=replace(data, **doubled)).executor.data)
 
 
 @pytest.fixture

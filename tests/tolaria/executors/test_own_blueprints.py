@@ -10,6 +10,7 @@ from against_streamed import compare
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import AbstractBlueprint, registry
+from esper.kasmina.blueprints.layers import LayerScale
 from esper.kasmina.parameters.dropout import Moment
 from esper.kasmina.parameters.stacked_layers import stack_layers, vmapped
 from esper.kasmina.parameters.stacking_trial import way_to_stack
@@ -219,3 +220,14 @@ class Shuffled(nn.Conv2d):
 def test_a_blueprint_that_cannot_be_trained_is_refused_before_the_run(build, message):
     with registered(build), pytest.raises(ConfigError, match=message):
         Bench(1)
+
+
+# -- layers of both families ------------------------------------------------------------------------------------------
+
+
+def test_the_stacked_layer_scale_multiplies_the_channels_of_images_and_of_sequences():
+    stacked = stack_layers(LayerScale(2))
+    stacked._parameters["gamma"] = torch.tensor([[1.0, 2.0], [10.0, 20.0]])  # two hosts
+    images = stacked(torch.ones(4, 2, 3, 1))  # rows: host 0, host 1, host 0, host 1
+    assert images[:, :, 0, 0].tolist() == [[1.0, 2.0], [10.0, 20.0], [1.0, 2.0], [10.0, 20.0]]
+    assert stacked(torch.ones(2, 3, 2))[:, 2].tolist() == [[1.0, 2.0], [10.0, 20.0]]

@@ -15,6 +15,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
+from esper.tasks.objectives import MeanSquaredError
 from esper.tasks.presets import NULL
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.static.executor import StaticExecutor
@@ -374,14 +375,13 @@ def test_a_listener_that_raises_loses_one_report_and_nothing_else():
 # -- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_a_static_graph_that_cannot_run_is_refused_with_a_way_out(monkeypatch):
+def test_a_static_graph_that_cannot_run_is_refused_with_a_way_out():
     with pytest.raises(ConfigError, match=r"set executor to 'auto' or 'fused', or graph to 'dynamic'"):
         tiny.engine(graph="static", executor="streamed")
     with pytest.raises(ConfigError, match="'null' runs no networks"):
         tiny.engine(of=NULL, graph="static", executor="auto")
-    monkeypatch.setattr("esper.tolaria.executors.choice.can_fuse", lambda population: False)
-    with pytest.raises(ConfigError, match="use executor 'streamed' with graph 'dynamic'"):
-        tiny.engine(graph="static", executor="auto")
+    with pytest.raises(ConfigError, match="CNNHost and Classification only, not CNNHost and MeanSquaredError"):
+        StaticExecutor(Bench(1, objective=MeanSquaredError(1.0)).executor.data)
 
 
 @pytest.mark.parametrize("executor", ["auto", "fused"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.tolaria.executors.streamed import executor as streamed
+from esper.tolaria.executors import host_data
 from plain import PlainTraining
 from tiny import EXECUTION_ORDER, SLOTS, Bench, dataset, same_tree, with_players
 
@@ -57,7 +57,8 @@ def test_the_order_of_slots_in_the_network_is_not_that_of_actions():
 def test_chunks_do_not_change_what_is_measured(monkeypatch):
     bench = grown_bench()
     sets, want = bench.measure()
-    monkeypatch.setattr(streamed, "MAX_EXAMPLES", 9)
+    monkeypatch.setattr(host_data, "MAX_FLOATS", 5 * 8 * bench.executor.data.host.largest_activation)  # 5 examples
+    assert bench.executor.data.examples_at_once(8) == 5
     _, found = bench.measure()
     assert torch.equal(found.accuracy[sets.valid], want.accuracy[sets.valid])
     torch.testing.assert_close(found.loss, want.loss)

@@ -4,7 +4,7 @@ x -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -> ... (r0c1) ... ->
      block 0                                                   block 1           head
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -106,14 +106,6 @@ class CNNHostSpec:
         return point.channels, height >> halvings, width >> halvings
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of the forward pass, and the enabled slot after it, if any."""
-
-    run: Callable[[Tensor], Tensor]
-    slot_id: str | None
-
-
 @final
 class Block(nn.Module):
     """Convolution, batch norm, ReLU."""
@@ -143,6 +135,7 @@ class CNNHost(Host):
         super().__init__()
         self.spec = spec
         self.enabled = enabled_points(spec.points(), slot_ids)
+        self._slots = frozenset(point.slot_id for point in self.enabled)
         spec.check_image(*image_size, self.enabled)
         self.image_size = image_size
         self.largest_activation = spec.largest_activation(*image_size)
@@ -164,25 +157,15 @@ class CNNHost(Host):
         """A new host with newly initialized weights."""
         return CNNHost(self.spec, [point.slot_id for point in self.enabled], image_size=self.image_size)
 
-    def segments(self) -> tuple[Segment, ...]:
-        """The forward pass in parts, so that passes that differ only in later slots can share the earlier ones."""
-        enabled = {point.slot_id for point in self.enabled}
-        segments: list[Segment] = []
-        for i, block in enumerate(self.blocks):
-            segments.append(Segment(block, f"r0c{i}" if f"r0c{i}" in enabled else None))
-            if i < self.spec.pools:
-                segments.append(Segment(max_pool_2x2, f"r1c{i}" if f"r1c{i}" in enabled else None))
-        return (*segments, Segment(self.classify, None))
-
-    def classify(self, h: Tensor) -> Tensor:
-        """Logits [B, classes] of the last block's features [B, C, H, W]."""
-        logits: Tensor = self.head(h.mean(dim=(2, 3)))
-        return logits
-
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
         """Logits [B, classes] of images [B, C, H, W]; `apply` runs once per enabled slot, in execution order."""
-        for segment in self.segments():
-            x = segment.run(x)
-            if segment.slot_id is not None:
-                x = apply(segment.slot_id, x)
-        return x
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if f"r0c{i}" in self._slots:
+                x = apply(f"r0c{i}", x)
+            if i < self.spec.pools:
+                x = max_pool_2x2(x)
+                if f"r1c{i}" in self._slots:
+                    x = apply(f"r1c{i}", x)
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits

@@ -118,12 +118,12 @@ def _check_seed(name: str, module: nn.Module, features: Features) -> None:
 
 
 def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
-    """Outputs of a new host without seeds in train mode, on the CPU.
+    """Outputs of a new host without seeds in train mode, for inputs on the CPU.
 
     Raises:
         ConfigError: it draws random numbers without a key.
     """
-    return _trained_once("the host", deterministic_build(kind.build), x.cpu(), lambda slot_id, h: h)
+    return _trained_once("the host", deterministic_build(kind.build), x, lambda slot_id, h: h)
 
 
 def _trained_once(name: str, module: nn.Module, *arguments: object) -> Tensor:

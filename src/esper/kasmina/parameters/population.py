@@ -110,8 +110,9 @@ class Population:
     def reset(self, episode: int) -> None:
         """N new hosts with empty slots, which are also the first snapshot."""
         everyone = torch.arange(self.num_envs, device=self.device)
-        numbers = torch.arange(self._host_offset, self._host_offset + self.num_envs)
-        self.host.write(everyone, *self._drawn(self.host_kind, Stream.HOST_INIT, numbers, episode=episode))
+        self.host.write(
+            everyone, *self._drawn(self.host_kind, Stream.HOST_INIT, np.arange(self.num_envs), episode=episode)
+        )
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
         for slab in (self.seeds, self.gates, self.seeds_snapshot, self.gates_snapshot):
             slab.clear(slots)
@@ -130,19 +131,19 @@ class Population:
     def _plant(
         self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
     ) -> None:
-        numbers = torch.from_numpy(hosts) + self._host_offset
-        drawn = self._drawn(kind, Stream.SEED_INIT, numbers, first_block=first_block, episode=episode, t=t, slot=s)
+        drawn = self._drawn(kind, Stream.SEED_INIT, hosts, first_block=first_block, episode=episode, t=t, slot=s)
         slab.write(self.index(hosts) * self.num_slots + s, *drawn)
 
     def _drawn(
-        self, kind: Kind, stream: Stream, hosts: Int[Tensor, " G"], *, first_block: int = 0, **key: int
+        self, kind: Kind, stream: Stream, hosts: np.ndarray, *, first_block: int = 0, **key: int
     ) -> tuple[Tensor, Tensor]:
-        """Parameters and buffers of new modules; `hosts` are global numbers on the CPU."""
-        numbers = hosts.to(self.device, non_blocking=True)
+        """Parameters and buffers of new modules of some hosts (row numbers)."""
+        numbers = self.host_ids[self.index(hosts)]
         params = fresh_rows(kind.start.table, self.run_seed, stream, numbers, **key, first_block=first_block)
         buffers = kind.start.buffers.expand(len(hosts), -1)
         if kind.start.rebuilt:
-            built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, hosts, **key, block=REBUILD_BLOCK))
+            on_cpu = torch.from_numpy(hosts) + self._host_offset
+            built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, on_cpu, **key, block=REBUILD_BLOCK))
             params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
         return params, buffers.to(self.device)
 

@@ -59,7 +59,7 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
 def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
     """The module for many hosts, of a host from `build`; layers without a stacked class run through `torch.vmap`.
 
-    It reproduces three hosts one by one on `examples` [HOST_EXAMPLES, ...], which are inputs of a host.
+    It reproduces three hosts one by one on inputs like `examples` [HOST_EXAMPLES, ...], on the CPU.
 
     Raises:
         StackingError: it does not.
@@ -70,8 +70,11 @@ def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
     layout, buffers, generator = parameter_layout(builds[0]), buffer_layout(builds[0]), torch.Generator().manual_seed(0)
     rows = torch.stack([layout.pack(dict(module.named_parameters())) for module in builds])
     state = torch.stack([buffers.pack(dict(module.named_buffers())) for module in builds])
+    x = examples
+    if x.is_floating_point():  # normalization of constant examples has no meaningful gradient
+        x = x + torch.randn(x.shape, generator=generator)
     trial = _Trial(
-        x=examples.cpu().unflatten(0, (_EXAMPLES, _HOSTS)),
+        x=x.unflatten(0, (_EXAMPLES, _HOSTS)),
         rows=rows + 0.02 * torch.randn(rows.shape, generator=generator),  # a weight that starts at zero hides errors
         state=state + 0.1 * torch.rand(state.shape, generator=generator),
         arguments=lambda rows: (_unchanged(rows),),

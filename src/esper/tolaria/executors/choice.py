@@ -80,7 +80,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
     """N hosts of the task with their data; objective and host are tried on two examples."""
     assert task.host is not None
     (x, y), spec = examples(dataset, 2), task.host
-    host = deterministic_build(lambda: spec.build(config.slots, x[:1].cpu()))
+    host = deterministic_build(lambda: spec.build(config.slots, x[:1]))
     assert isinstance(host, Host)
     population = Population(
         host,
@@ -90,7 +90,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
         device=device,
         host_offset=config.host_offset,
     )
-    check_scores(task.objective, outputs_of_host(population.host_kind, x), y.cpu())
+    check_scores(task.objective, outputs_of_host(population.host_kind, x), y)
     scaler = LossScaler(amp_dtype(config.amp, device), config.num_envs, device)
     return HostData(
         population,

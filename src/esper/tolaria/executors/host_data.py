@@ -11,6 +11,7 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask
 from esper.kasmina.parameters.population import Population
 from esper.leyline.checkpoint_tree import below, check_same_shapes, with_prefix
+from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
@@ -20,6 +21,7 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_structure
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
 
+_CPU = torch.device("cpu")
 MAX_FLOATS = 2**24
 """Most floats of one activation that is measured at once (64 MiB), unless a single example has more."""
 
@@ -156,8 +158,14 @@ class HostData:
 
 
 def examples(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
-    """Inputs of a host [count, ...] and targets of the first training examples, repeated where there are fewer."""
+    """Inputs of a host [count, ...] and targets of the first training examples, repeated where there are fewer.
+
+    On the CPU, for the trials before a run. Raises DataError if there are none.
+    """
     split = dataset.train
-    index = torch.arange(count, device=split.x.device) % max(1, len(split))
+    if not len(split):
+        raise DataError(f"the train split of {dataset.identity.get('name')} is empty; expected examples.")
+    index = torch.arange(count, device=split.x.device) % len(split)
     x, y = split.x[index], split.y[index]
-    return (x if dataset.inputs is None else dataset.inputs(x)), y
+    x = x if dataset.inputs is None else dataset.inputs(x)
+    return x.to(_CPU), y.to(_CPU)

@@ -24,10 +24,12 @@ class SummedScores(NamedTuple):
     weight: Float64[Tensor, ""]
 
 
+@torch.no_grad()
 def sums(scores: Sequence[Scores]) -> Scores:
     """[N] from the rows of N hosts, float64."""
-    fields = (torch.stack(rows).sum(dim=1, dtype=torch.float64) for rows in zip(*scores, strict=True))
-    return Scores(*fields)
+    rows = torch.stack([of_rows for of_host in scores for of_rows in of_host])
+    loss, score, weight = rows.sum(dim=1, dtype=torch.float64).view(len(scores), 3).unbind(dim=1)
+    return Scores(loss, score, weight)
 
 
 def measured(objective: Objective, sums: SummedScores) -> ValidationPass:
@@ -37,8 +39,8 @@ def measured(objective: Objective, sums: SummedScores) -> ValidationPass:
 
 
 def mean_factor(weight: Tensor) -> Tensor:
-    """1 / weight, and 0 where nothing counts: the gradient of a mean with respect to the summed losses."""
-    return torch.where(weight > 0, 1.0 / weight, 0.0)
+    """1 / weight: the gradient of a mean with respect to the summed losses; finite where nothing counts."""
+    return weight.clamp(min=1e-30).reciprocal_()
 
 
 def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None:

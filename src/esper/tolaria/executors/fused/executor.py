@@ -128,8 +128,11 @@ class FusedExecutor(NetworkExecutor):
             step = bucket.steps.get(self.data.column[slot_id])
             if step is None:
                 return h
-            shape = (batch, -1, num_hosts, *h.shape[1:])
-            active = apply_groups(groups.get(slot_id, []), h, num_hosts)
-            return step.branch(h.view(shape), active.view(shape)).flatten(0, 2)
+
+            def run(h_BPg: Tensor) -> Tensor:
+                active = apply_groups(groups.get(slot_id, []), h_BPg.flatten(0, 2), num_hosts)
+                return active.view(h_BPg.shape)
+
+            return step.branch(h.view(batch, -1, num_hosts, *h.shape[1:]), run).flatten(0, 2)
 
         return apply

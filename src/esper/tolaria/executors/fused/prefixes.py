@@ -6,6 +6,7 @@ of its hosts has, so that they are one batch. Padding repeats the host's state 0
 Shape legend: B = examples, P = states before a slot, Pnext = states after it, g = hosts of the bucket, K = coalitions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -22,21 +23,27 @@ from esper.tolaria.prefixes import PrefixPlan
 class BucketStep:
     """One slot: state p' of host n is its state `parent[p', n]`, with the seed active where `on[p', n]`.
 
-    `common` are the parents of the states that are off and on, in order, if all hosts branch alike; None otherwise.
-    `moves` says whether states are added or moved; otherwise state p' is state p.
+    `common` are the parents of the states that are off and on, in order, if all hosts branch alike, and `place` holds
+    the latter on the device; None otherwise. `moves` says whether states are added or moved; otherwise state p' is
+    state p.
     """
 
     parent: Int[Tensor, "Pnext g"]
     on: Bool[Tensor, "Pnext g"]
     common: tuple[tuple[int, ...], tuple[int, ...]] | None
+    place: Int[Tensor, " on"] | None
     moves: bool
 
-    def branch(self, h_BPg: Tensor, active_BPg: Tensor) -> Tensor:
-        """The states after the slot, from the features before it and the same with the seeds active."""
-        if self.common is not None:  # no gathering host by host
+    def branch(self, h_BPg: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The states after the slot, from the features before it; `run` gives those of some states with the seeds."""
+        if self.common is not None:  # no gathering host by host, and the seeds run only where they are on
             off_p, on_p = self.common
-            return torch.cat((_states(h_BPg, off_p), _states(active_BPg, on_p)), dim=1)
-        on = self.on.view(*self.on.shape, *(1,) * (h_BPg.dim() - 3))
+            active = run(_states(h_BPg, on_p))
+            if self.moves:
+                return torch.cat((_states(h_BPg, off_p), active), dim=1)
+            assert self.place is not None
+            return h_BPg.index_copy(1, self.place, active)
+        active_BPg, on = run(h_BPg), self.on.view(*self.on.shape, *(1,) * (h_BPg.dim() - 3))
         if not self.moves:
             return torch.where(on, active_BPg, h_BPg)
         column = torch.arange(self.on.shape[1], device=self.on.device)
@@ -104,11 +111,12 @@ def _step(children: list[list[tuple[int, bool]]], shared: bool, device: torch.de
     for i, of_host in enumerate(children):
         parent[: len(of_host), i] = [p for p, _ in of_host]
         on[: len(of_host), i] = [is_on for _, is_on in of_host]
-    common = None
-    if shared and (parent == parent[:, :1]).all() and (on == on[:, :1]).all():
-        common = tuple(parent[~on[:, 0], 0].tolist()), tuple(parent[on[:, 0], 0].tolist())
     parent_PN, on_PN = (torch.from_numpy(x).to(device, non_blocking=True) for x in (parent, on))
-    return BucketStep(parent_PN, on_PN, common, shared)
+    if (parent != parent[:, :1]).any() or (on != on[:, :1]).any():
+        return BucketStep(parent_PN, on_PN, None, None, shared)
+    common = tuple(parent[~on[:, 0], 0].tolist()), tuple(parent[on[:, 0], 0].tolist())
+    place = torch.from_numpy(parent[on[:, 0], 0]).to(device, non_blocking=True)
+    return BucketStep(parent_PN, on_PN, common, place, shared)
 
 
 def _states(h_BPg: Tensor, wanted: tuple[int, ...]) -> Tensor:

@@ -91,24 +91,25 @@ def train_function(data: HostData, some: Sequence[int], hosts: Working, rows: Tr
     p, scaler, template = data.population, data.scaler, data.population.host_kind.template
     draws = {n: p.host_draws(slice(n, n + 1)) for n in some}
     seeds = running_seeds(p, data.structure, alpha, rows)
-    streams = host_streams(p.num_envs, p.device)
+    streams, buffers = host_streams(p.num_envs, p.device), p.host.buffers.unbind()
     _set_mode(p, training=True)
 
     def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
         for working in (hosts, rows.seeds, rows.gates):
             working.grad.zero_()
         scores: list[Scores] = []
+        x_N, y_N = x_NB.unbind(), y_NB.unbind()
         streams.fork()
         for n in some:
             with streams.of(n):
-                template.bind(hosts.leaves[n], p.host.buffers[n])
+                template.bind(hosts.leaves[n], buffers[n])
                 draw_for(template.dropouts, draws[n])
                 with scaler.autocast():
-                    outputs = template(x_NB[n], partial(_train_slot, seeds[n]))
-                loss, score, weight = data.objective.scores(outputs.float(), y_NB[n])
+                    outputs = template(x_N[n], partial(_train_slot, seeds[n]))
+                scores.append(data.objective.scores(outputs.float(), y_N[n]))
+                loss, _, weight = scores[-1]
                 factor = mean_factor(weight.sum())
                 loss.backward((factor * scaler.scale[n] if scaler.enabled else factor).expand_as(loss))
-            scores.append(Scores(loss.detach(), score, weight))
         streams.join()
         return sums(scores)
 

@@ -1,0 +1,395 @@
+"""Streamed and fused executors run every host and objective: sequences, a regression, hosts around their slots."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from against_streamed import ALGORITHMS, CONDITIONS, compare, grow_different_seeds, same_pass
+
+import tiny
+import tokens
+from esper.kasmina.blueprints import registry
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.errors import ConfigError, StackingError
+from esper.leyline.objective import Scores
+from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.tasks.datasets import Dataset, Split
+from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken
+from esper.tasks.registry import TaskSpec
+from esper.tolaria.build import build_engine
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.scoring import check_scores, mean_factor
+from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset, same_tree
+from tokens import TokenHostSpec, token_seeds
+from toys import ToyClient, script
+
+S = SeedStage
+
+
+def fused(data):
+    return FusedExecutor(data, measures_together=True)
+
+
+EXECUTORS = {"streamed": lambda data: tiny.StreamedExecutor(data), "fused": fused}
+each_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    with token_seeds():
+        yield
+
+
+def token_settings(**changes) -> dict:
+    return {"host": tokens.host(**changes), "data": tokens.tokens(), "objective": tokens.OBJECTIVE}
+
+
+def token_bench(num_envs: int = 1, executor: str = "streamed", settings=None, **changes) -> Bench:
+    bench = Bench(num_envs, **{**token_settings(**changes), **(settings or {})})
+    bench.executor = EXECUTORS[executor](bench.executor.data)
+    return bench
+
+
+def regression() -> Dataset:
+    """The tiny images with three numbers to predict, their class as +1 and -1."""
+    images = dataset()
+
+    def split(of: Split) -> Split:
+        return Split(of.x, 2.0 * torch.nn.functional.one_hot(of.y, CLASSES).float() - 1.0)
+
+    splits = {name: split(images.split(name)) for name in ("train", "val", "test")}
+    return Dataset(identity={"name": "regression"}, **splits)
+
+
+# -- fused as streamed ------------------------------------------------------------------------------------------------
+
+
+def test_fused_is_streamed_for_sequences_in_every_stage_and_blend():
+    def grow(bench):
+        for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS, ALGORITHMS)):
+            bench.grow("r0c1", "token_mlp", stage, alpha=alpha, algorithm=algorithm, hosts=[n])
+
+    compare(fused, grow, num_envs=12, epochs=1, **token_settings())
+
+
+def test_fused_is_streamed_for_sequences_with_keyed_dropout_in_hosts_and_seeds():
+    def grow(bench):
+        bench.grow("r0c0", "token_scale", S.HOLDING, alpha=1.0, hosts=[0, 2])
+        bench.grow("r1c0", "token_mlp", S.TRAINING, algorithm=Algorithm.GATE, hosts=[1, 2])
+
+    for settings in ({"dropout": 0.2}, {"dropout": 0.2, "activation": tokens.Tanh}):  # the second through vmap
+        compare(fused, grow, **{**token_settings(), "host": tokens.host(**settings)})
+
+
+def test_fused_is_streamed_for_a_regression_on_images():
+    settings = {"data": regression(), "objective": MeanSquaredError(variance=8.0 / 9.0)}
+    compare(fused, grow_different_seeds, num_envs=5, **settings)
+
+
+def test_the_squared_error_of_a_host_is_what_plain_pytorch_computes():
+    bench = Bench(1, data=regression(), objective=MeanSquaredError(variance=8.0 / 9.0))
+    _, measured = bench.measure()
+    template, rows = bench.population.host_kind.template, bench.population.host
+    template.bind(rows.params[0], rows.buffers[0])
+    with torch.no_grad():
+        error = (template(bench.data.val.x, lambda slot, h: h) - bench.data.val.y).square().mean().item()
+    assert measured.loss.item() == pytest.approx(error, rel=1e-6)
+    assert measured.accuracy[0, 0].item() == pytest.approx(100.0 * (1.0 - error * 9.0 / 8.0), rel=1e-5)
+
+
+@each_executor
+def test_a_token_host_gets_the_accuracy_and_loss_of_its_counted_tokens(executor):
+    bench = token_bench(2, executor)
+    bench.train(2)
+    _, measured = bench.measure()
+    template, rows, val = bench.population.host_kind.template, bench.population.host, bench.data.val
+    for n in range(2):
+        template.bind(rows.params[n], rows.buffers[n])
+        with torch.no_grad():
+            logits = template(val.x, lambda slot, h: h)
+        counts = val.y != PADDING
+        hits = (logits.argmax(dim=-1) == val.y)[counts].float().mean().item()
+        loss = torch.nn.functional.cross_entropy(logits[counts], val.y[counts]).item()
+        assert measured.accuracy[n, 0].item() == pytest.approx(100.0 * hits, rel=1e-6)
+        assert measured.loss[n].item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_token_host_learns():
+    bench = token_bench(2, "fused")
+    first = bench.train().loss
+    assert (bench.train(15).loss < 0.8 * first).all()
+
+
+# -- alone as among others --------------------------------------------------------------------------------------------
+
+
+def grow_and_train(bench: Bench, hosts: object = slice(None)) -> None:
+    bench.grow("r0c0", "token_scale", S.HOLDING, alpha=1.0, hosts=hosts)
+    bench.train(2)
+
+
+def test_a_token_host_has_the_same_bits_alone_and_among_others():
+    alone, many = token_bench(1, dropout=0.2), token_bench(3, dropout=0.2)
+    for bench in (alone, many):
+        grow_and_train(bench)
+    assert bit_equal(many.population.host.params[:1], alone.population.host.params)
+    assert bit_equal(many.population.seeds.params[:3], alone.population.seeds.params)
+    assert not torch.equal(many.population.host.params[1], many.population.host.params[0])
+
+
+@each_executor
+def test_permuted_token_hosts_have_permuted_results(executor):
+    order = torch.tensor([2, 0, 1])
+    plain, permuted = token_bench(3, executor, dropout=0.2), token_bench(3, executor, dropout=0.2)
+    permuted.population.host_ids = permuted.population.host_ids[order]
+    permuted.executor.reset(permuted.episode)
+    for bench in (plain, permuted):
+        grow_and_train(bench)
+    found, want = permuted.population.host.params, plain.population.host.params[order]
+    assert bit_equal(found, want) if executor == "streamed" else torch.allclose(found, want, atol=1e-6)
+
+
+@each_executor
+def test_masks_of_host_dropout_differ_from_step_to_step(executor):
+    losses = set()
+    for t in (1, 2):
+        bench = token_bench(1, executor, dropout=0.5, settings={"batches_per_step": 1})
+        bench.executor.data._train.begin = lambda *key, of=bench.executor.data._train: setattr(
+            of, "order", torch.arange(16)[None]
+        )  # the same examples in both steps
+        losses.add(bench.executor.train_epoch(t, bench.slots).loss.item())
+    assert len(losses) == 2
+
+
+@each_executor
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_hidden_seeds_do_not_change_a_token_host_by_a_bit(executor, algorithm):
+    alone, grown = token_bench(2, executor), token_bench(2, executor)
+    grown.grow("r0c0", "token_mlp", S.TRAINING, algorithm=algorithm)
+    grown.grow("r1c0", "token_scale", S.BLENDING, alpha=0.0, algorithm=algorithm, hosts=[1])
+    born = grown.seed_params("r0c0", 1)
+    for bench in (alone, grown):
+        bench.train(2)
+    assert bit_equal(grown.population.host.params, alone.population.host.params)
+    assert all(not torch.equal(grown.seed_params("r0c0", 1)[name], x) for name, x in born.items())
+
+
+# -- coalitions without shared prefixes -------------------------------------------------------------------------------
+
+
+@each_executor
+def test_a_cnn_is_measured_the_same_with_and_without_shared_prefixes(executor):
+    bench = tiny.with_players(Bench(2))
+    bench.executor = EXECUTORS[executor](bench.executor.data)
+    found, want = bench.measure(shapley=True)
+    bench.executor.data.host.shares_prefixes = False
+    _, measured = bench.measure(shapley=True)
+    assert torch.equal(measured.accuracy[found.valid], want.accuracy[found.valid])
+    torch.testing.assert_close(measured.loss, want.loss)
+    assert len(set(want.accuracy[found.valid].tolist())) > 3
+
+
+@each_executor
+def test_coalitions_of_a_host_around_its_slots_are_those_of_separate_passes(executor):
+    bench = token_bench(2, executor, around=True)
+    bench.grow("r0c0", "token_mlp", S.HOLDING, alpha=1.0)
+    bench.grow("r1c0", "token_mlp", S.BLENDING, alpha=0.6, algorithm=Algorithm.MULTIPLY)
+    bench.grow("r0c1", "token_scale", S.BLENDING, alpha=0.3, algorithm=Algorithm.GATE, hosts=[1])
+    bench.train(3)
+    bench.population.seeds.params.mul_(3.0)
+    found, together = bench.measure(shapley=True)
+    for k in range(found.sets.shape[1]):
+        sets = [found.sets[n, k : k + 1].numpy() for n in range(2)]
+        with torch.no_grad():
+            apart = bench.executor.sum_scores(bench.executor.data.evaluation("val"), bench.slots.alpha, sets, 1)
+        points = bench.executor.data.objective.points(apart.score, apart.weight)
+        for n in range(2):
+            if found.valid[n, k]:
+                assert together.accuracy[n, k].item() == pytest.approx(points[n, 0].item(), abs=1e-4), (n, k)
+    assert len(set(together.accuracy[found.valid].tolist())) > 3
+
+
+# -- what does not count ----------------------------------------------------------------------------------------------
+
+
+def with_targets(change) -> Dataset:
+    data = tokens.tokens()
+    split = Split(data.train.x.clone(), data.train.y.clone())
+    change(split)
+    return dataclasses.replace(data, train=split)
+
+
+@each_executor
+def test_what_stands_at_padded_tokens_does_not_matter(executor):
+    def pad(split: Split) -> None:
+        split.y[:, 3:] = PADDING
+
+    def pad_and_overwrite(split: Split) -> None:
+        pad(split)
+        split.x[:, 3:] = 0
+
+    a, b = (token_bench(2, executor, settings={"data": with_targets(change)}) for change in (pad, pad_and_overwrite))
+    same_pass(a.train(), b.train())
+    assert torch.equal(a.population.host.params, b.population.host.params)
+
+
+@each_executor
+def test_a_batch_in_which_nothing_counts_has_no_gradient(executor):
+    def pad(split: Split) -> None:
+        split.y.fill_(PADDING)
+
+    settings = {"data": with_targets(pad), "optimizer": dataclasses.replace(SGD, sgd_weight_decay=0.0)}
+    bench = token_bench(2, executor, settings=settings)
+    born = bench.population.host.params.clone()
+    bench.train()
+    assert bit_equal(bench.population.host.params, born)
+
+
+def test_a_masked_loss_has_gradient_zero_where_nothing_counts_and_that_of_the_mean_elsewhere():
+    errors = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    for mask, want in (([0.0] * 4, [0.0] * 4), ([0.0, 1.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0])):
+        weight = torch.tensor(mask)
+        (found,) = torch.autograd.grad(errors * weight, errors, mean_factor(weight.sum()).expand(4))
+        assert found.tolist() == want
+
+
+# -- steps of some batches --------------------------------------------------------------------------------------------
+
+
+def test_training_with_some_batches_per_step_continues_to_the_bit_from_a_saved_state():
+    settings = {"batches_per_step": 2}
+    straight, resumed = (token_bench(2, settings=settings, dropout=0.2) for _ in range(2))
+    straight.train(2)
+    saved = {name: x.clone() for name, x in straight.executor.state_dict().items()}
+    straight.train(2)
+    resumed.executor.load_state_dict(saved)
+    resumed.t = 2
+    resumed.train(2)
+    assert same_tree(resumed.executor.state_dict(), straight.executor.state_dict())
+
+
+# -- which executor, and what is refused ------------------------------------------------------------------------------
+
+
+def token_task(**changes) -> TaskSpec:
+    fields = {
+        "name": "tokens", "description": "Tokens.", "family": HostFamily.TRANSFORMER, "enabled": SLOTS,
+        "episode_length": 6, "min_training_epochs": 1, "objective": tokens.OBJECTIVE, "host": TokenHostSpec(),
+        "load": lambda folder, seed: tokens.tokens(), "batch_train": 8, "batch_val": 16, "optimizer": SGD,
+    }  # fmt: skip
+    return TaskSpec(**{**fields, **changes})
+
+
+def token_engine(of: TaskSpec, **config):
+    settings = {"num_envs": 2, "episode_length": 4, "slots": SLOTS, "run_seed": 5, **config}
+    return build_engine(EngineConfig(**settings), of, tokens.tokens(), CPU)
+
+
+def test_auto_runs_small_sequences_fused_and_native_refuses_them():
+    assert token_engine(token_task(), executor="auto").config.executor == "fused"
+    with pytest.raises(ConfigError, match=r"no rule for hosts of TokenHost; use executor 'fused' or 'streamed'"):
+        token_engine(token_task(), executor="native")
+
+
+def test_a_host_that_cannot_be_stacked_is_refused_or_run_host_by_host_with_the_reason():
+    of = token_task(host=TokenHostSpec(activation=tokens.Centred))
+    with pytest.raises(StackingError, match=r"the host gives other results .* use executor 'streamed'"):
+        token_engine(of, executor="fused")
+    with pytest.warns(UserWarning, match="the fused executor cannot run these hosts; a slower one will: the host"):
+        assert token_engine(of, executor="auto").config.executor == "streamed"
+
+
+def episode(executor: str):
+    """Reports of nine steps in which both hosts grow a seed and make it permanent, and what is kept."""
+    germinate = (0, registry.names().index("token_mlp"), 2, 0, 2, 0, 0, int(LifecycleOp.GERMINATE))
+    fossilize = (0, 0, 2, 1, 2, 0, 0, int(LifecycleOp.FOSSILIZE))
+    reports = []
+    rules = LifecycleConfig(min_training_epochs=1, min_prune_age=1)
+    config = {"num_envs": 2, "episode_length": 9, "slots": SLOTS, "run_seed": 5, "lifecycle": rules}
+    of = token_task(batches_per_step=3, episode_length=9)
+    run = build_engine(EngineConfig(**config, executor=executor), of, tokens.tokens(), CPU, on_step=reports.append)
+    client = ToyClient(run.spec, script(2, 9, {1: germinate, 7: fossilize}))
+    run.reset(client, 0)
+    run.rollout(client)
+    return reports, run.test()
+
+
+def test_a_whole_episode_of_sequences_is_the_same_fused_and_streamed():
+    (want, tested), (found, also) = episode("streamed"), episode("fused")
+    for a, b in zip(want, found, strict=True):
+        assert np.array_equal(a.stage, b.stage)
+        np.testing.assert_allclose(a.val_loss, b.val_loss, rtol=1e-4)
+        np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-4)
+    assert want[-1].stage[0, 0] >= S.BLENDING
+    assert want[-1].val_loss[0] < want[0].val_loss[0] < 1.1 * tokens.OBJECTIVE.blind_loss
+    torch.testing.assert_close(tested, also, atol=1.1, rtol=0.0)  # one token of 94
+
+
+def test_two_processes_give_the_bits_of_one_for_sequences():
+    states = []
+    for workers in (1, 2):
+        engine = token_engine(token_task(batches_per_step=2), executor="streamed", workers=workers)
+        engine.executor.reset(0)
+        engine.executor.train_epoch(1, tiny.empty_slots(2, 3, CPU))
+        states.append(engine.executor.state_dict())
+    assert same_tree(*states)
+
+
+def test_a_host_that_draws_random_numbers_without_a_key_is_refused():
+    class Noisy(torch.nn.Module):
+        def forward(self, h):
+            return torch.nn.functional.dropout(h, 0.5, self.training)
+
+    with pytest.raises(ConfigError, match="the host draws from the global random generator in training"):
+        token_engine(token_task(host=TokenHostSpec(activation=Noisy)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A user's objective."""
+
+    of: object
+    unit: str = "points"
+    blind_loss: float = 1.0
+
+    def scores(self, outputs, targets):
+        error = (outputs - targets).square().mean(dim=1)
+        return self.of(Scores(error, error.detach(), torch.ones(len(error))))
+
+    def points(self, score, weight):
+        return -score / weight
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (
+            lambda s: s._replace(loss=s.loss.mean()),
+            r"a loss of torch.float32 \(\) .* one number per row, float32 \(4,\)",
+        ),
+        (lambda s: s._replace(score=s.score[:2]), r"a score of torch.float32 \(2,\)"),
+        (lambda s: s._replace(weight=4), "a weight of int "),
+        (lambda s: s._replace(loss=s.loss.detach()), "the loss of objective Own has no gradient"),
+    ],
+)
+def test_an_objective_that_is_not_per_example_is_refused(of, message):
+    with pytest.raises(ConfigError, match=message):
+        check_scores(Own(of), torch.randn(4, 3), torch.randn(4, 3))
+
+
+def test_an_objective_that_does_not_fit_the_host_is_refused_before_the_run():
+    with pytest.raises(ConfigError, match=r"objective NextToken fails on outputs \(2, 3\) and targets \(2,\)"):
+        tiny.engine(of=tiny.task(objective=NextToken(3)))
+    check_scores(Own(lambda s: s), torch.randn(4, 3), torch.randn(4, 3))
+    check_scores(Classification(3), torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+
+
+def test_a_measured_part_has_at_most_two_to_the_24_floats():
+    data = token_bench(1).executor.data
+    assert data.examples_at_once(16) == 2**24 // (16 * tokens.TOKENS * tokens.VOCABULARY)
+    data.host.largest_activation = 2**25
+    assert data.examples_at_once(16) == 1

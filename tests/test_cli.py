@@ -197,7 +197,7 @@ REFUSED = [
     ("evaluate folder", "it has no config.toml"),
     ("evaluate folder data", "folder, data are several run directories; give one, and any baselines"),
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
-    ("evaluate static_final wait_only --task null", "none is named; add a run directory, or one of random"),
+    ("evaluate static_final wait_only --task null", "none is named; add a run directory, one of random"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
     ("evaluate random --task null --num-envs 0", "num_envs is 0"),
     ("evaluate random --task null --json ten.toml/x.json", "cannot be written"),
@@ -246,7 +246,7 @@ def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "train, evaluate, tasks"),
+        ("", "train, evaluate, export, tasks"),
         ("bogus", "Unrecognized options: bogus"),
         ("train --roundz 3", "--rounds"),
         ("train --rounds ten", "ten"),

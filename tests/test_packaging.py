@@ -36,6 +36,7 @@ MAY_READ = {
     "kasmina/hosts/module_probe.py": "tries a user's network, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
+    "export/": "files of a network, outside of any run",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
@@ -70,6 +71,8 @@ MAY_DRAW = {
 MAY_CATCH_ALL = {
     "tasks/datasets/plain_pickle.py": "a damaged pickle can raise anything, and becomes an error that names the file",
     "tasks/datasets/tokenizers.py": "the library raises plain exceptions, which become an error that names the file",
+    "export/source.py": "source copied from a user may fail in any way; the network is then saved without it",
+    "export/programs.py": "so may the exporters of torch, whose reason is passed on",
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",

@@ -312,7 +312,7 @@ def test_static_final_of_a_controller_that_kept_nothing_is_wait_only_to_the_bit(
 def test_static_final_of_nobody_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for names in (["static_final"], ["wait_only", "static_final"]):
         assert main(["evaluate", *names, "--task", "null"]) == 2
-        assert "none is named; add a run directory, or one of random," in capfd.readouterr().err
+        assert "none is named; add a run directory, one of random," in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ class Evaluate:
     """Hosts per controller. (16)"""
     episode_length: Number = None
     """Control steps per episode, if no run is given. (set by the task)"""
+    topology: FilePath = None
+    """The model.json of an exported network that static_final starts with, if no run is given."""
     seed: Number = None
     """Seed of the evaluation hosts. (training seed + 1000000)"""
     device: Text = None
@@ -72,7 +74,7 @@ def evaluate(command: Evaluate) -> int:
             controllers.insert(0, found.controller)
             place = found.place
             warn(f"{complaint} Using the one {place} instead." for complaint in found.complaints)
-        controllers = comparison.in_order(controllers)
+        controllers = comparison.in_order(controllers, config)
         seed = config.seed + comparison.SEED_OFFSET if command.seed is None else command.seed
         console = RunConsole(stderr=True)
         outcomes = comparison.evaluate(
@@ -91,18 +93,20 @@ def evaluate(command: Evaluate) -> int:
         )
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
-        notes = (*_static_note(controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))
+        notes = (*_static_note(config, controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))
         console.say("\n".join(("", tables.LEGEND, *notes)))
     return 0
 
 
-def _static_note(controllers: Sequence[tuple[str, object]], rows: Sequence["Row"]) -> list[str]:
+def _static_note(config: "RunConfig", controllers: Sequence[tuple[str, object]], rows: Sequence["Row"]) -> list[str]:
     """A sentence that names the controller whose structure `static_final` starts with."""
     from esper.runs.evaluate import REFERENCE
     from esper.tamiyo.baselines import STATIC
 
     if STATIC not in (row.name for row in rows):
         return []
+    if config.topology:
+        return [f"static_final: each host has {', '.join(config.topology)} from step 1."]
     source = controllers[0][0]
     (row,) = (row for row in rows if row.name == source)
     if not any(structure["slots"] for structure in row.structures):

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from esper.cli.evaluate import Evaluate, evaluate
+from esper.cli.export import Export, export
 from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
@@ -19,6 +20,7 @@ from esper.leyline.errors import EsperError
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
 )
 
@@ -31,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
     try:
-        command: Train | Evaluate | Tasks = tyro.cli(
+        command: Train | Evaluate | Export | Tasks = tyro.cli(
             Command,
             prog="esper",
             args=arguments,
@@ -42,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             return train(command)
         if isinstance(command, Evaluate):
             return evaluate(command)
+        if isinstance(command, Export):
+            return export(command)
         return tasks(command)
     except EsperError as error:
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)

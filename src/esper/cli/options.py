@@ -42,6 +42,8 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
     names = ("task", "preset", "device", "executor", "compile", "amp", *numbers)
     given: dict[str, Any] = {name: options[name] for name in names if name in options}
+    if "topology" in options:
+        given["topology"] = _topology(options["topology"])
     if "data_dir" in options:
         given["data_dir"] = str(options["data_dir"])
     if options["plugins"]:
@@ -51,6 +53,16 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     for assignment in assignments:
         _assign(given, assignment)
     return given
+
+
+def _topology(path: Path) -> list[str]:
+    """The seeds that a model.json names; raises ExportError, or ConfigError if nothing grew."""
+    from esper.export.description import read_description
+
+    lines = list(read_description(path).topology.lines)
+    if not lines:
+        raise ConfigError(f"nothing grew in the network of {path}; leave --topology out.")
+    return lines
 
 
 def joined(groups: tuple[tuple[T, ...], ...]) -> list[T]:

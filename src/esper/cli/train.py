@@ -61,6 +61,9 @@ class Train:
     """Hosts that train in parallel. (set by the preset)"""
     episode_length: Number = None
     """Control steps (host epochs) per round. (set by the task)"""
+    topology: FilePath = None
+    """The model.json of an exported network: train hosts with the same seeds from new weights, in one round, instead of
+    a controller."""
     seed: Number = None
     """Random seed; equal seeds give equal runs. (0)"""
     reward: Text = None
@@ -99,7 +102,10 @@ def train(command: Train) -> int:
 
     if command.resume is not None:
         return _resume(command, command.resume)
-    config = resolve(overrides(command, joined(command.set)), command.config, trust=command.trust)
+    given = overrides(command, joined(command.set))
+    if command.topology is not None:
+        given.setdefault("rounds", 1)
+    config = resolve(given, command.config, trust=command.trust)
     path = command.run_dir or _free_name(config)
     require_free(path)
     parts = _assembled(config)
@@ -251,7 +257,8 @@ def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "H
         console.say(f"stopped; continue with: esper train --resume {directory.path}")
         return EXIT_STOPPED
     console.say(tables.done(summary))
-    console.say(f"compare with baselines: esper evaluate {directory.path}")
+    if not config.topology:
+        console.say(f"compare with baselines: esper evaluate {directory.path}")
     return 0
 
 

@@ -28,6 +28,10 @@ class CheckpointError(EsperError):
     """A checkpoint that is damaged or belongs to a run with another configuration."""
 
 
+class ExportError(EsperError):
+    """A saved network that is damaged, or one that cannot be saved."""
+
+
 class RegistryError(EsperError, KeyError):
     """A name that is not registered, or is registered already."""
 

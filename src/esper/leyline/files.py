@@ -42,6 +42,27 @@ def replacing(path: Path) -> Iterator[TextIO]:
     sync(path.parent)
 
 
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A folder that replaces `path` when the block ends; if the block raises, nothing has changed.
+
+    What was there before is left under a name of `draft_of`.
+    """
+    draft = draft_of(path)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        for file in (*draft.iterdir(), draft):
+            sync(file)
+        if mode_of(path):
+            path.rename(draft_of(path))
+        draft.rename(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    sync(path.parent)
+
+
 def mode_of(path: Path) -> int:
     """Type and permissions (`st_mode`) of `path`, without following a link; 0 if it does not exist."""
     try:

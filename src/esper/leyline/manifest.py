@@ -43,6 +43,21 @@ class GrowthManifest:
         """Plain values with the digest, for reports."""
         return {"slots": [asdict(grown) for grown in self.slots], "sha256": self.sha256}
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """One line per seed, for configuration files: "r0c0 conv_light ADD"."""
+        return tuple(" ".join((grown.slot, grown.blueprint, grown.algorithm)) for grown in self.slots)
+
+    @classmethod
+    def of_lines(cls, lines: Sequence[str]) -> "GrowthManifest":
+        """The manifest of `lines`; raises ConfigError if one is not made of three words."""
+        for line in lines:
+            if len(line.split()) != 3:
+                raise ConfigError(
+                    f"{line!r} names no seed; write slot, blueprint and algorithm: 'r0c0 conv_light ADD'."
+                )
+        return cls(tuple(GrownSlot(*line.split()) for line in lines))
+
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> "GrowthManifest":
         """The manifest of a `tree`; raises ConfigError if the tree is malformed or does not match its digest."""

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs.config import RunConfig
 from esper.runs.identity import run_shape
@@ -17,7 +18,7 @@ from esper.simic.compilation import is_compiled
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
-from esper.tamiyo.baselines import make_baseline
+from esper.tamiyo.baselines import STATIC, make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.datasets import Dataset
 from esper.tolaria.build import build_engine, load_dataset
@@ -127,7 +128,7 @@ class Parts:
 
     config: RunConfig
     engine: VectorizedEngine
-    client: SimicClient
+    client: ClientProtocol
     shape: dict[str, object]
 
 
@@ -147,6 +148,12 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
         amp=engine.config.amp,
         compile="on" if is_compiled(config.compile, device) else "off",
     )
-    learner = learner_of(config, engine.spec)
-    engine.warm_up(len(learner.terms))
-    return Parts(chosen, engine, learner, shape)
+    client: ClientProtocol
+    if config.topology:
+        client = baseline_of(STATIC, config, engine.spec)
+        engine.planted = (GrowthManifest.of_lines(config.topology),) * engine.spec.num_envs
+        planting_of(engine.planted, engine.spec)  # refuses what does not fit
+    else:
+        client = learner_of(config, engine.spec)
+    engine.warm_up(len(client.terms))
+    return Parts(chosen, engine, client, shape)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
-from esper.leyline.files import draft_of, is_draft, mode_of, remove, sync
+from esper.leyline.files import is_draft, remove, replacing_folder
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
 
@@ -106,22 +105,11 @@ def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: boo
 
 
 def _write(target: Path, header: Header, state: Mapping[str, Tensor]) -> None:
-    draft = draft_of(target)
-    draft.mkdir(parents=True)
-    try:
+    with replacing_folder(target) as draft:  # a resumed run may reach the same position again
         save_file({k: v.detach().cpu().contiguous().clone() for k, v in state.items()}, draft / _STATE)
         (draft / _HEADER).write_text(json.dumps(asdict(header), indent=1))
         sums = {name: _digest(draft / name) for name in (_STATE, _HEADER)}
         (draft / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        for file in (*draft.iterdir(), draft):
-            sync(file)
-        if mode_of(target):  # a resumed run reached the same position again
-            target.rename(draft_of(target))
-        draft.rename(target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    sync(target.parent)
 
 
 def checkpoints(folder: Path) -> list[Path]:

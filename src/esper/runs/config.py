@@ -83,6 +83,9 @@ class RunConfig:
     capture: Literal["off", "on"] = "off"
     """"on" captures policy step, reward kernel and, with executor "fused", a training batch as CUDA graphs; needs
     CUDA and `experimental`."""
+    topology: tuple[str, ...] = ()
+    """Seeds that every host has from the first step, each as "slot blueprint ALGORITHM"; then nothing else grows, and
+    no controller is trained."""
     experimental: bool = False
     """Allows graph = "static" and capture = "on", which are not proven on a GPU yet."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"

@@ -26,7 +26,7 @@ from esper.tamiyo.baselines import BASELINES, STATIC, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks.registry import task_by_name
-from esper.telemetry.run_directory import CHECKPOINTS
+from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
 
@@ -124,9 +124,10 @@ def evaluate(
         engine = engine_of(config, dataset, device, engine_config=engine_config)
         client = make(engine.spec)
         on_start(name)
-        engine.reset(client, episode=0)
         if name == STATIC:
-            engine.plant(outcomes[0].grown)
+            given = GrowthManifest.of_lines(config.topology)
+            engine.planted = (given,) * num_envs if config.topology else outcomes[0].grown
+        engine.reset(client, episode=0)
         stats = engine.rollout(client)
         assert stats is not None
         (test_acc,) = host_read(engine.test())
@@ -135,19 +136,20 @@ def evaluate(
     return outcomes
 
 
-def in_order(controllers: Sequence[tuple[str, Maker]]) -> list[tuple[str, Maker]]:
+def in_order(controllers: Sequence[tuple[str, Maker]], config: RunConfig) -> list[tuple[str, Maker]]:
     """The order of evaluation: `static_final` last, and first the controller whose final structure it starts with.
 
-    That is the trained controller, else the first one that can grow; raises ConfigError if there is none.
+    That is the trained controller, else the first one that can grow; raises ConfigError if there is none. With a
+    topology of its own `static_final` needs none.
     """
     names = [name for name, _ in controllers]
-    if STATIC not in names:
+    if STATIC not in names or config.topology:
         return list(controllers)
     growing = [name for name in (TRAINED, *names) if name in names and name not in (STATIC, REFERENCE)]
     if not growing:
         raise ConfigError(
             f"{STATIC} starts with the final structure of another controller, and none is named; add a run directory, "
-            f"or one of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}."
+            f"one of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}, or --topology."
         )
     rank = {growing[0]: 0, STATIC: 2}
     return sorted(controllers, key=lambda controller: rank.get(controller[0], 1))
@@ -193,6 +195,8 @@ class Trained:
 def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
     """The controller of a run's newest intact (or best) checkpoint; raises CheckpointError if there is none."""
     complaints: list[str] = []
+    if config.topology:
+        raise CheckpointError(f"{run} trained a fixed topology and has no controller; its results are in {SUMMARY}.")
     if best:
         checkpoint = _best(run)
     else:

@@ -16,7 +16,7 @@ from typing import final
 from torch import Tensor
 
 from esper.leyline.checkpoint_tree import below, with_prefix
-from esper.leyline.protocols import StateTree
+from esper.leyline.protocols import ClientProtocol, StateTree
 from esper.runs import events, report
 from esper.runs.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.runs.config import RunConfig
@@ -25,7 +25,6 @@ from esper.runs.records import Records
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
 from esper.runs.values import plain
-from esper.simic.client import SimicClient
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory
@@ -37,7 +36,9 @@ from esper.tolaria.state import RolloutStats
 _STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
 
 
-def restore(engine: VectorizedEngine, client: SimicClient, checkpoint: Checkpoint, shape: Mapping[str, object]) -> None:
+def restore(
+    engine: VectorizedEngine, client: ClientProtocol, checkpoint: Checkpoint, shape: Mapping[str, object]
+) -> None:
     """Load a checkpoint into engine and client; raises CheckpointError if its shape differs."""
     require_same_shape(checkpoint.header.shape, shape, checkpoint.path)
     if state := below("engine", checkpoint.state):
@@ -59,7 +60,7 @@ class Runner:
         self,
         config: RunConfig,
         engine: VectorizedEngine,
-        client: SimicClient,
+        client: ClientProtocol,
         directory: RunDirectory,
         listeners: Hub,
         shape: Mapping[str, object],

@@ -63,6 +63,8 @@ class VectorizedEngine:
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
         self.on_step = on_step
+        self.planted: Sequence[GrowthManifest] = ()
+        """Structure that each host has from the first step of every episode."""
         self.timer = PhaseTimer(spec.device, enabled=False)
         self.episode = -1
         self.t = 0
@@ -96,6 +98,8 @@ class VectorizedEngine:
         self._state = self._fresh(client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device))
         self._coalitions = self._enumerate(self._state, 1)
         client.begin_rollout(episode, spec.host_ids())
+        if self.planted:
+            self.plant(self.planted)
 
     def warm_up(self, num_terms: int) -> None:
         """Compile the phases once, for a reward of `num_terms` terms; `reset` calls this. May raise ConfigError."""

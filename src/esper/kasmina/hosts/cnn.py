@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from esper.kasmina.hosts.host import Apply, Host
 from esper.kasmina.hosts.pooling import max_pool_2x2
@@ -17,6 +17,8 @@ from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.flat_layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
+
+fx.wrap("max_pool_2x2")  # one step of a traced forward pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,10 +119,12 @@ class ModuleHost(Host):
             ConfigError: this pass calls the slots otherwise than the probe found.
         """
         met: list[str] = []
+        shapes = {point.slot_id: self.spec.facts.shapes[point.order] for point in self.enabled}
 
         def at_slot(slot_id: str, h: Tensor) -> Tensor:
             met.append(slot_id)
-            return apply(slot_id, h) if h.dim() > 2 else apply(slot_id, h[:, None]).squeeze(1)
+            # by the shape of the probe, because torch.fx cannot trace a test of the features
+            return apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
 
         with replaced_outputs(self.network, at_slot, self._order):
             outputs: Tensor = self.network(x)

@@ -1,0 +1,90 @@
+"""esper export: writes a grown network as files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder, warn
+from esper.leyline.errors import ConfigError
+from esper.telemetry.progress import RunConsole
+from esper.telemetry.run_directory import CONFIG, require_run
+
+if TYPE_CHECKING:
+    from esper.export.network import Format, GrownNetwork
+
+Choice = Literal["torch", "pt2", "onnx", "all"]
+_FORMATS: dict[Choice, "tuple[Format, ...]"] = {
+    "torch": (),
+    "pt2": ("pt2",),
+    "onnx": ("onnx",),
+    "all": ("pt2", "onnx"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a grown network as files that need no esper.
+
+    model.py is generated source that needs torch alone, model.safetensors has the weights, model.json the description.
+
+    The outputs of all files are compared with those of the network before the folder appears.
+    """
+
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN|FOLDER")]
+    """A run directory, whose newest checkpoint must have hosts, or a folder made by this command."""
+    to: Annotated[Path, placeholder("DIR")]
+    """Folder to write."""
+    format: Annotated[Choice, placeholder("NAME")] = "torch"
+    """Also write model.pt2 (torch.export), model.onnx, or all of them. (torch)"""
+    host: Number = None
+    """Number of the host. (the one with the highest J)"""
+    live: Flag = False
+    """Include seeds that are still being blended in, with their present weight."""
+    overwrite: Flag = False
+    """Replace a folder made by this command."""
+    device: Text = None
+    """Device that measures the hosts: auto, cpu, cuda or cuda:N. (cpu)"""
+    data_dir: FilePath = None
+    """Folder of the data files. (as in the run)"""
+    plugins: Plugins = ()
+    """Those plugins of the run that may be executed."""
+    trust: Flag = False
+    """Execute all plugins that the run directory names."""
+
+
+def export(command: Export) -> int:
+    """Write the folder and print what is in it."""
+    from esper.export.network import DESCRIPTION, load
+
+    again = (command.source / DESCRIPTION).is_file()
+    if again and (command.host is not None or command.live):
+        raise ConfigError(f"{command.source} holds one network; leave --host and --live out, or name its run.")
+    network = load(command.source) if again else _of_run(command)
+    warn(network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite))
+    d = network.description
+    grown = ", ".join(f"{seed.blueprint} in {seed.slot} ({seed.algorithm})" for seed in d.seeds) or "nothing"
+    points = ((name, value) for name, value in (("validation", d.val), ("test", d.test)) if value is not None)
+    RunConsole().say(
+        f"{command.to}: {', '.join(sorted(file.name for file in command.to.iterdir()))}\n"
+        f"grown: {grown}\n"
+        f"parameters: {d.host_params:,} of the host, {d.grown_params:,} grown; {d.flops:,} FLOPs per example\n"
+        f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}"
+    )
+    return 0
+
+
+def _of_run(command: Export) -> "GrownNetwork":
+    from esper.runs.export import grown_of_run
+    from esper.runs.presets import recorded
+    from esper.runs.values import read_toml
+
+    require_run(command.source)
+    given = {"device": "cpu"} | overrides(command)
+    allowed = given.pop("plugins", [])
+    if command.data_dir is not None:
+        given["data_dir"] = str(command.data_dir.expanduser().absolute())
+    values = read_toml(command.source / CONFIG) | {"amp": "off"} | given
+    config = recorded(values, allowed=allowed, trust=command.trust)
+    return grown_of_run(command.source, config, host=command.host, live=command.live)

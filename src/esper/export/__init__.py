@@ -1,0 +1,1 @@
+"""What grew, as a plain network and as files."""

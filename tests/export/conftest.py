@@ -1,0 +1,27 @@
+"""Hosts that every test of this folder may read."""
+
+from collections.abc import Callable
+
+import pytest
+
+import tiny
+from esper.export.network import GrownNetwork
+from grown_hosts import TOPOLOGIES, GrownHosts, grown
+
+
+@pytest.fixture(scope="session")
+def trained() -> GrownHosts:
+    """Three hosts with every blueprint, and every algorithm in every slot."""
+    return grown(*TOPOLOGIES)
+
+
+@pytest.fixture
+def network_of(trained: GrownHosts) -> Callable[..., GrownNetwork]:
+    """`GrownNetwork.of` for a host of `trained`."""
+
+    def of(host: int, **more: object) -> GrownNetwork:
+        given = {"stats": trained.stats} | more
+        stats = given.pop("stats")
+        return GrownNetwork.of(trained.engine, tiny.task(), tiny.dataset(), stats, host=host, **given)
+
+    return of

@@ -1,0 +1,112 @@
+"""The exported network computes what the committed coalition computes, is trainable, and counts right."""
+
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tiny
+from esper.export.description import fields_of
+from esper.export.grown import Grown, GrownSeed, build
+from esper.export.network import GrownNetwork, flops
+from esper.leyline.errors import ExportError
+from esper.leyline.stages import SeedStage
+from esper.tasks.registry import task_by_name
+from grown_hosts import TOPOLOGIES, outputs
+
+HOST_PARAMS = (9 * 4 + 2 * 4) + (9 * 4 * 8 + 2 * 8) + (8 * 3 + 3)
+HOST_FLOPS = 2 * (36 * 9 * 4 + 9 * 9 * 4 * 8 + 8 * 3)  # 6x6 pixels in block 0, 3x3 in block 1
+
+
+@pytest.mark.parametrize("host", range(3))
+def test_the_outputs_are_those_of_the_committed_coalition(trained, network_of, host):
+    x = tiny.dataset().val.x
+    with torch.no_grad():
+        found = network_of(host).module(x)
+    torch.testing.assert_close(found, outputs(trained, host, x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("host", range(3))
+def test_the_description_names_what_grew_and_how_well_it_does(network_of, host):
+    network = network_of(host, test=12.5)
+    data, found = tiny.dataset().val, network.description
+    hits = network.module(data.x).argmax(dim=1) == data.y
+    assert (found.task, found.slots, found.unit, found.test) == ("tiny", tiny.SLOTS, "accuracy", 12.5)
+    assert found.val == pytest.approx(100.0 * float(hits.float().mean()))
+    assert found.topology == TOPOLOGIES[host]
+    assert found.host == {"class": "esper.kasmina.hosts.cnn.CNNHostSpec", **asdict(tiny.HOST)}
+    assert (found.input_shape, found.input_dtype, found.normalization) == ((1, 6, 6), "float32", None)
+
+
+def test_parameters_and_operations_are_counted_by_hand():
+    host = tiny.HOST.build(tiny.SLOTS, torch.zeros(1, 1, 6, 6))
+    seed = GrownSeed("r0c0", "conv_light", "ADD")  # 9 weights per pair of the 4 channels, and 3 vectors of 4
+    module = build(host, (seed,))
+    assert module.num_params() == (HOST_PARAMS, 9 * 16 + 3 * 4)
+    assert flops(module, torch.zeros(5, 1, 6, 6)) == HOST_FLOPS + 2 * 36 * 9 * 16  # of one example of the five
+
+
+def test_the_parameters_of_an_exported_host_are_those_of_host_and_seeds(trained, network_of):
+    for n in range(3):
+        found = network_of(n).description
+        assert (found.host_params, found.grown_params) == (HOST_PARAMS, int(trained.stats.fossil_params[n]))
+
+
+@pytest.mark.parametrize("host", range(3))
+def test_every_parameter_gets_a_gradient_because_nothing_stops_it(network_of, host):
+    data, module = tiny.dataset().train, network_of(host).module.train()
+    F.cross_entropy(module(data.x), data.y).backward()
+    assert {name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()} == set()
+
+
+def test_seeds_that_are_still_blended_in_belong_to_the_live_network_alone(trained, network_of):
+    stage, alpha = trained.stats.stage.copy(), trained.stats.alpha.copy()
+    stage[0, 1], alpha[0, 1] = SeedStage.BLENDING, 0.25
+    stage[0, 2] = SeedStage.TRAINING
+    stats = replace(trained.stats, stage=stage, alpha=alpha)
+    committed, live = network_of(0, stats=stats), network_of(0, stats=stats, live=True)
+    assert [seed.slot for seed in committed.description.seeds] == ["r0c0"]
+    assert [(seed.slot, seed.alpha) for seed in live.description.seeds] == [("r0c0", 1.0), ("r0c1", 0.25)]
+    assert (committed.description.val, live.description.val) == (trained.stats.committed_acc[0], None)
+    x = tiny.dataset().val.x
+    expected = outputs(trained, 0, x, alpha={"r0c0": 1.0, "r0c1": 0.25})
+    with torch.no_grad():
+        torch.testing.assert_close(live.module(x), expected, rtol=1e-6, atol=1e-6)
+    assert "grown.r0c1.alpha" not in dict(live.module.named_parameters())
+
+
+def test_a_host_that_is_not_there_and_a_task_without_networks_are_refused(trained, network_of):
+    with pytest.raises(ExportError, match="there is no host 3; choose one of 0 to 2"):
+        network_of(3)
+    with pytest.raises(ExportError, match="'null' is scripted and has no networks"):
+        GrownNetwork.of(trained.engine, task_by_name("null"), tiny.dataset(), trained.stats, host=0)
+
+
+def test_only_plain_values_describe_a_host():
+    assert fields_of(tiny.HOST) is not None
+    assert fields_of(np.zeros(2)) is None
+    assert fields_of(replace(tiny.task(), load=print)) is None
+
+
+class Double(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return 2.0 * h
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "gate", "alpha", "slope"),
+    [
+        ("ADD", None, 1.0, 3.0),  # h + 2h
+        ("ADD", None, 0.5, 2.0),  # h + 0.5 · 2h
+        ("MULTIPLY", None, 1.0, 1.0 + math.tanh(2.0) + 2.0 * (1.0 - math.tanh(2.0) ** 2)),  # h (1 + tanh 2h)
+        ("GATE", Double(), 1.0, 9.0),  # h + 2h · 2h
+    ],
+)
+def test_a_seed_passes_the_gradient_of_its_input_on(algorithm, gate, alpha, slope):
+    h = torch.ones(1, requires_grad=True)
+    Grown(Double(), algorithm, gate, alpha)(h).backward()
+    assert float(h.grad) == pytest.approx(slope)

@@ -1,0 +1,147 @@
+"""The folder of a saved network: complete or not there, loaded to the bit, and refused if anything is wrong with it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from esper.export.grown import GrownSeed, state_of
+from esper.export.network import GrownNetwork, load
+from esper.leyline.errors import ExportError
+from esper.tasks.datasets.images import Pixels
+
+FILES = {"model.safetensors", "model.json", "model.py"}
+
+
+@pytest.fixture
+def saved(network_of, tmp_path) -> Path:
+    folder = tmp_path / "grown"
+    assert network_of(0).save(folder) == []
+    return folder
+
+
+def changed(folder: Path, *dropped: str, **values: object) -> None:
+    """Write these values into model.json, without the keys `dropped`."""
+    path = folder / "model.json"
+    tree = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in tree.items() if key not in dropped}))
+
+
+def test_a_network_is_loaded_as_it_was_saved_to_the_bit(network_of, saved):
+    network, again = network_of(0), load(saved)
+    assert {file.name for file in saved.iterdir()} == FILES
+    assert again.description == replace(network.description, data=again.description.data)
+    was, now = state_of(network.module), state_of(again.module)
+    assert list(was) == list(now)
+    assert all(torch.equal(was[name], now[name]) for name in was)
+    x = tiny.dataset().test.x
+    assert torch.equal(network.module(x), again.module(x))
+
+
+def test_the_weights_have_names_of_host_and_slots_and_the_statistics_are_among_them(saved):
+    weights = load_file(saved / "model.safetensors")
+    assert {"host.blocks.0.conv.weight", "grown.r0c0.seed.conv.weight", "grown.r1c0.gate.hidden.weight"} < set(weights)
+    assert {name.split(".")[0] for name in weights} == {"host", "grown"}
+    assert not [name for name in weights if name.startswith("grown.r0c0.gate")]  # ADD has none
+    assert bool(weights["host.blocks.1.norm.running_mean"].any())
+
+
+def test_the_input_normalization_is_saved_and_loaded(network_of, tmp_path):
+    pixels = Pixels(mean=(0.5,), std=(0.25,))
+    network = network_of(0)
+    described = replace(network.description, normalization={"class": "esper.tasks.datasets.images.Pixels",
+                                                            "mean": [0.5], "std": [0.25]})  # fmt: skip
+    GrownNetwork(module=network.module, description=described, inputs=pixels).save(tmp_path / "grown")
+    assert load(tmp_path / "grown").inputs == pixels
+    names: dict[str, object] = {"__name__": "model", "__file__": str(tmp_path / "grown" / "model.py")}
+    exec((tmp_path / "grown" / "model.py").read_text(), names)
+    prepared = names["prepare"](torch.tensor([[[[255, 0]]]], dtype=torch.uint8))
+    assert prepared.tolist() == [[[[2.0, -2.0]]]]  # (1 - 0.5) / 0.25 and (0 - 0.5) / 0.25
+
+
+def test_a_folder_that_exists_is_replaced_only_if_asked_and_only_if_it_is_one_of_ours(network_of, saved):
+    before = (saved / "model.safetensors").read_bytes()
+    with pytest.raises(ExportError, match="exists already; name a new folder, or replace it with --overwrite"):
+        network_of(1).save(saved)
+    assert (saved / "model.safetensors").read_bytes() == before
+    network_of(1).save(saved, overwrite=True)
+    assert load(saved).description.seeds[0].blueprint == "depthwise"
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    (saved / "model.json").unlink()
+    with pytest.raises(ExportError, match="is no folder of an exported network, so it is not replaced"):
+        network_of(1).save(saved, overwrite=True)
+
+
+def test_a_save_that_fails_leaves_nothing_behind(network_of, tmp_path, on_disk):
+    network = network_of(0)
+    no_examples = replace(network.description, input_shape=(2, 6, 6))  # the host reads one channel
+    with pytest.raises(ExportError, match=r"torch.export cannot write this network .*export without it"):
+        GrownNetwork(module=network.module, description=no_examples).save(tmp_path / "grown")
+    assert list(tmp_path.iterdir()) == []
+    network.save(tmp_path / "grown")
+    assert on_disk(tmp_path / "grown")
+
+
+def test_a_folder_in_a_place_that_cannot_be_written_is_refused(network_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="cannot be written"):
+        network_of(0).save(tmp_path / "file" / "grown")
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def with_weights(change):
+    """The same description, but other weights."""
+
+    def act(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        weights = load_file(path)
+        change(weights)
+        text = (folder / "model.json").read_text()
+        save_file(weights, path, metadata={"description": text})
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "model.safetensors is missing or damaged .*export the network again"),
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing or damaged"),
+        (lambda f: (f / "model.json").unlink(), "model.json cannot be read .*name a folder made by `esper export`"),
+        (lambda f: (f / "model.json").write_text("{"), "is no JSON .*it was damaged; export the network again"),
+        (lambda f: changed(f, format=2), "has format 2, but this version reads format 1; export the network again"),
+        (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 1"),
+        (lambda f: changed(f, "unit"), "the key 'unit' is missing"),
+        (lambda f: changed(f, colour="red"), "the key 'colour' is unknown"),
+        (lambda f: changed(f, flops="many"), "(?s)is damaged .*flops"),
+        (lambda f: changed(f, input_dtype="colour"), "is damaged"),
+        (lambda f: changed(f, seeds=[]), "its seeds are not those of its topology"),
+        (lambda f: changed(f, host={"class": "os.path"}), "is no architecture of esper.*load_model"),
+        (lambda f: changed(f, host={"class": "esper.kasmina.hosts.cnn.CNNHostSpec", "base": 4}), "cannot be built"),
+        (lambda f: changed(f, val=99.0), "belongs to another network than the model.json beside it"),
+        (with_weights(lambda w: w.pop("host.head.bias")), r"has nothing for 'host.head.bias', but .*float32 \[3\]"),
+        (with_weights(lambda w: w.update(extra=torch.ones(1))), r"float32 \[1\] for 'extra', but the network has noth"),
+        (with_weights(lambda w: w.update({"host.head.bias": torch.ones(4)})), r"\[4\] for 'host.head.bias'"),
+        (with_weights(lambda w: w.update({"host.head.bias": torch.ones(3).half()})), r"float16 \[3\] for 'host.head"),
+    ],
+)  # fmt: skip
+def test_a_damaged_folder_is_refused_with_the_way_out(saved, damage, message):
+    damage(saved)
+    with pytest.raises(ExportError, match=message):
+        load(saved)
+
+
+def test_a_blueprint_that_is_not_registered_is_named(network_of, tmp_path):
+    network = network_of(0)
+    described = replace(network.description, seeds=(GrownSeed("r0c0", "conv_lihgt", "ADD"),))
+    GrownNetwork(module=network.module, description=described).save(tmp_path / "grown")
+    with pytest.raises(ExportError, match=r"no blueprint 'conv_lihgt' .*did you mean 'conv_light'"):
+        load(tmp_path / "grown")

@@ -1,0 +1,141 @@
+"""esper export: the best host of a run as files; and a topology that is trained again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import small_runs
+from esper.export.network import load
+from esper.runs.checkpoint import checkpoints
+from esper.tasks.registry import task_by_name
+from grown_hosts import TOPOLOGIES
+from small_runs import contents, interrupted_at, main
+
+TOPOLOGY = ("--seed", "1", "--set", f"topology={json.dumps(list(TOPOLOGIES[0].lines))}")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two hosts with the same seeds from the first step, run by native code; nothing is learned but their weights."""
+    path = tmp_path_factory.mktemp("export") / "run"
+    assert small_runs.train(path, "tiny", 1, *TOPOLOGY) == 0
+    return path
+
+
+def last_episode(run: Path) -> list[dict[str, float]]:
+    """The results of each host in the last round."""
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "episode"][-2:]
+
+
+def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, tmp_path, capfd):
+    before = contents(run)
+    assert main(["export", str(run), "--to", str(tmp_path / "grown")]) == 0
+    assert contents(run) == before
+    network, episode = load(tmp_path / "grown"), last_episode(run)
+    best = int(np.argmax([line["objective"] for line in episode]))
+    assert episode[1]["objective"] > episode[0]["objective"]
+    assert network.description.val == pytest.approx(episode[best]["committed_accuracy"])
+    assert network.description.topology == TOPOLOGIES[0]
+    data = task_by_name("tiny").load(None, 0).test
+    accuracy = 100.0 * float((network.module(data.x).argmax(dim=1) == data.y).float().mean())
+    assert network.description.test == pytest.approx(accuracy)
+    out = capfd.readouterr().out
+    assert "model.json, model.py, model.safetensors" in out
+    assert "grown: conv_light in r0c0 (ADD), attention in r0c1 (MULTIPLY), norm in r1c0 (GATE)" in out
+    assert "parameters: 375 of the host, 254 grown; 18,336 FLOPs per example" in out
+    assert f"accuracy: validation {network.description.val:.2f}, test {accuracy:.2f}" in out
+
+    other = 1 - best
+    assert main(["export", str(run), "--to", str(tmp_path / "other"), "--host", str(other)]) == 0
+    assert load(tmp_path / "other").description.val == pytest.approx(episode[other]["committed_accuracy"])
+
+
+def test_a_folder_is_exported_again_in_another_format(run, tmp_path, capfd):
+    assert main(["export", str(run), "--to", str(tmp_path / "a")]) == 0
+    assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "b"), "--format", "pt2"]) == 0
+    first, second = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert {name: second[name] for name in first} == first
+    assert second.keys() - first.keys() == {"model.pt2"}
+    assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "c"), "--host", "1"]) == 2
+    assert "holds one network; leave --host and --live out" in capfd.readouterr().err
+
+
+def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_score(tmp_path):
+    path = tmp_path / "run"
+    with interrupted_at(1, 3):
+        assert small_runs.train(path, "tiny", 1, *TOPOLOGY) == 130
+    assert main(["export", str(path), "--to", str(tmp_path / "grown")]) == 0
+    found = load(tmp_path / "grown").description
+    assert (found.topology, found.test) == (TOPOLOGIES[0], None)
+    assert found.val is not None
+
+
+def test_a_run_without_hosts_is_refused_with_the_way_out(run, tmp_path, capfd):
+    path = tmp_path / "run"
+    assert small_runs.train(path, "null", 1) == 0
+    assert main(["export", str(path), "--to", str(tmp_path / "grown")]) == 2
+    assert "'faulty_null' is scripted and has no networks" in capfd.readouterr().err
+    assert main(["export", str(run), "--to", str(tmp_path / "grown"), "--host", "2"]) == 2
+    assert "there is no host 2; choose one of 0 to 1" in capfd.readouterr().err
+    with interrupted_at(2, 1):  # after the checkpoint of the first round
+        assert small_runs.train(tmp_path / "between", "tiny", 2) == 130
+    (newest, *_) = checkpoints(tmp_path / "between" / "checkpoints")
+    shutil.rmtree(newest)
+    assert main(["export", str(tmp_path / "between"), "--to", str(tmp_path / "grown")]) == 2
+    err = capfd.readouterr().err
+    assert "has no checkpoint with hosts (the newest is after 1 round)" in err
+    assert "complete it with esper train --resume" in err
+
+
+def test_an_exported_topology_is_trained_from_new_weights_with_the_same_seeds(run, tmp_path, capfd):
+    assert main(["export", str(run), "--to", str(tmp_path / "grown")]) == 0
+    file = tmp_path / "grown" / "model.json"
+    again = tmp_path / "again"
+    options = ["--run-dir", str(again), *small_runs.OPTIONS["tiny"], "--seed", "1", "--topology", str(file)]
+    assert main(["train", *options]) == 0
+    assert small_runs.summary(again)["rounds"] == 1
+    assert {line["ops"]["WAIT"] for line in last_episode(again)} == {6}
+    assert {line["fossilized"] for line in last_episode(again)} == {3}
+    assert "esper evaluate" not in capfd.readouterr().out
+    # the same seed and the same seeds: it is the run that the file came from
+    assert small_runs.summary(again)["final_test_accuracy_mean"] == small_runs.summary(run)["final_test_accuracy_mean"]
+    assert main(["evaluate", str(again)]) == 2
+    assert "trained a fixed topology and has no controller; its results are in summary.json" in capfd.readouterr().err
+
+
+def test_a_run_with_a_topology_is_resumed_inside_an_episode_with_the_same_result(run, tmp_path):
+    path = tmp_path / "run"
+    with interrupted_at(1, 3):
+        assert small_runs.train(path, "tiny", 1, *TOPOLOGY) == 130
+    assert small_runs.resume(path) == 0
+    assert small_runs.summary(path)["state_digest"] == small_runs.summary(run)["state_digest"]
+
+
+def test_static_final_starts_with_a_topology_of_its_own(run, tmp_path, capfd):
+    assert main(["export", str(run), "--to", str(tmp_path / "grown")]) == 0
+    capfd.readouterr()
+    names = ["static_final", "--task", "tiny", "--episode-length", "3", "--num-envs", "1"]
+    topology = ["--topology", str(tmp_path / "grown" / "model.json")]
+    assert main(["evaluate", *names, *topology, "--json", str(tmp_path / "report.json")]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "report.json").read_text())["controllers"]}
+    assert rows["static_final"]["structures"] == [TOPOLOGIES[0].tree()]
+    assert rows["wait_only"]["fossilized"] == 0.0
+    assert "static_final: each host has r0c0 conv_light ADD" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["r0c0 conv_light"], "'r0c0 conv_light' names no seed; write slot, blueprint and algorithm"),
+        (["r9c9 conv_light ADD"], "has the slot 'r9c9', which this run does not have"),
+        (["r0c0 conv_lihgt ADD"], "did you mean 'conv_light'"),
+    ],
+)
+def test_a_topology_that_does_not_fit_is_refused_before_the_run(tmp_path, capfd, lines, message):
+    assert small_runs.train(tmp_path / "run", "tiny", 1, "--set", f"topology={json.dumps(lines)}") == 2
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()

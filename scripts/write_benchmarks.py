@@ -21,7 +21,7 @@ import tyro
 from esper.leyline.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
+MARKERS = BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
 
 Report = Mapping[str, Any]
 Lines = Sequence[Sequence[str]]
@@ -214,12 +214,13 @@ def introduction(report: Report, load: float) -> str:
     return f"Written by `make bench`: {where}. Load average before: {load:.1f}."
 
 
-def between_markers(page: str, text: str) -> str:
+def between_markers(page: str, text: str, markers: tuple[str, str] = MARKERS) -> str:
     """`page` with `text` between the markers; raises ConfigError unless it has each marker once, in order."""
-    begin, end = page.find(BEGIN), page.find(END)
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or begin > end:
-        raise ConfigError(f"the page must have the lines {BEGIN} and {END}, once each and in this order.")
-    return f"{page[: begin + len(BEGIN)]}\n{text}\n{page[end:]}"
+    first, last = markers
+    begin, end = page.find(first), page.find(last)
+    if page.count(first) != 1 or page.count(last) != 1 or begin > end:
+        raise ConfigError(f"the page must have the lines {first} and {last}, once each and in this order.")
+    return f"{page[: begin + len(first)]}\n{text}\n{page[end:]}"
 
 
 def main(options: Options) -> int:

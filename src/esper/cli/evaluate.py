@@ -85,12 +85,12 @@ def evaluate(command: Evaluate) -> int:
             on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
         )
         rows = comparison.table(outcomes, config.reward)
-        write_json(plain_json(comparison.report(rows, config, run, place, seed, command.num_envs)))
+        data = outcomes[0].data
+        write_json(plain_json(comparison.report(rows, config, data, run, place, seed, command.num_envs)))
     if str(command.json) != "-":
         console = RunConsole()
-        console.say(
-            f"{config.task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run} {place}" if run else "")
-        )
+        task = config.task if data in ("none", config.task) else f"{config.task}, data {data}"
+        console.say(f"{task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run} {place}" if run else ""))
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
         notes = (*_static_note(config, controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))

@@ -231,12 +231,15 @@ def _first_fossil(config: "RunConfig") -> int:
 
 def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "Header | None", *, asked: str) -> int:
     from esper.runs import tables
+    from esper.runs.identity import data_of
     from esper.runs.runner import Runner
     from esper.telemetry.hub import Hub
     from esper.telemetry.progress import RunConsole, RunProgress
 
     console = RunConsole()
     console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
+    if (data := data_of(parts.shape)) not in ("none", config.task):
+        console.say(f"data: {data}")
     for line in _executor_lines(config, parts, asked):
         console.say(line)
     if start is not None:

@@ -25,6 +25,7 @@ from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
+from esper.tasks.datasets import data_label
 from esper.tasks.registry import task_by_name
 from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY
 from esper.tolaria.runtime import host_read
@@ -46,12 +47,16 @@ Maker = Callable[[EngineSpec], ClientProtocol]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of one controller: episode statistics, test accuracy (pp) [N] and the structure of each host."""
+    """Results of one controller: episode statistics, test accuracy (pp) [N] and the structure of each host.
+
+    `data` is the data set in words.
+    """
 
     name: str
     stats: RolloutStats
     test_acc: np.ndarray
     grown: tuple[GrowthManifest, ...] = ()
+    data: str = "none"
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def evaluate(
         assert stats is not None
         (test_acc,) = host_read(engine.test())
         grown = manifests(stats.stage, stats.blueprint, stats.algorithm, engine.spec)
-        outcomes.append(Outcome(name, stats, test_acc, grown))
+        outcomes.append(Outcome(name, stats, test_acc, grown, data_label(dataset.identity) if dataset else "none"))
     return outcomes
 
 
@@ -299,11 +304,12 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def report(
-    rows: Sequence[Row], config: RunConfig, run: Path | None, place: str, seed: int, num_envs: int
+    rows: Sequence[Row], config: RunConfig, data: str, run: Path | None, place: str, seed: int, num_envs: int
 ) -> dict[str, Any]:
     """The comparison as JSON values, including those of every host."""
     return {
         "task": config.task,
+        "data": data,
         "preset": config.preset,
         "reward": config.reward_name,
         "run": str(run) if run else None,

@@ -10,6 +10,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.runs.config import RunConfig
 from esper.runs.values import flat, plain
+from esper.tasks.datasets import data_label
 
 CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "record_steps")
 """Settings that a resumed run may change."""
@@ -33,6 +34,13 @@ def run_shape(config: RunConfig, spec: EngineSpec, identity: Mapping[str, object
     }
     plain: dict[str, object] = json.loads(json.dumps(shape, default=dict))  # tuples become lists, as in the header
     return plain
+
+
+def data_of(shape: Mapping[str, object]) -> str:
+    """The data set of a `run_shape` in words (`data_label`); "none" for scripted hosts."""
+    identity = shape["data"]
+    assert isinstance(identity, dict)
+    return data_label(identity) if identity else "none"
 
 
 def _is_path(value: object) -> bool:

@@ -20,7 +20,7 @@ from esper.leyline.protocols import ClientProtocol, StateTree
 from esper.runs import events, report
 from esper.runs.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.runs.config import RunConfig
-from esper.runs.identity import fingerprint
+from esper.runs.identity import data_of, fingerprint
 from esper.runs.records import Records
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
@@ -149,6 +149,7 @@ class Runner:
         (test_acc,) = host_read(self.engine.test())
         digest = state_digest(self._final_state())
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
+        result["data"] = data_of(self.shape)
         result["dropped_records"] = self.listeners.num_lost
         head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
         self.records.write_events([head | result])

@@ -79,3 +79,8 @@ class Dataset:
     def to(self, device: torch.device) -> "Dataset":
         """The same data set on `device`; call it once and share the result, so that the data lie there once."""
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
+
+
+def data_label(identity: Mapping[str, object]) -> str:
+    """What reports call a data set: its name, and which copy it is if it says so, e.g. "CIFAR-10 (JPEG q75)"."""
+    return f"{identity['name']} ({identity['copy']})" if "copy" in identity else str(identity["name"])

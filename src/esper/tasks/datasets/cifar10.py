@@ -58,7 +58,7 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
     val, train = stratified_split(y, (NUM_VAL,), NUM_CLASSES, run_seed)
     return Dataset(
         identity={
-            "name": "cifar10",
+            "name": "CIFAR-10",
             "source": str(paths[0].parent.resolve()),
             "copy": "official" if sums == tuple(OFFICIAL.values()) else _label(paths[0].with_name(LABEL)),
             "files": tuple((path.name, md5) for path, md5 in zip(paths, sums, strict=True)),

@@ -1,0 +1,281 @@
+"""Grow every task by fixed schedules, check that its executors agree, and write docs/tasks.md.
+
+For each task: the accuracy of its hosts without growth, the gain of each blueprint in a middle slot on the same hosts,
+and whether the executors agree and repeat themselves. The page names the budget. Tables go between two markers of the
+page; if a check fails, the exit code is 1.
+
+    python scripts/verify_tasks.py --data-dir DATA --page docs/tasks.md --json tasks.json
+    python scripts/verify_tasks.py --data-dir DATA --tasks cifar_baseline --full --device cuda --json full.json
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+
+from esper.kasmina.blueprints import registry
+from esper.kasmina.rules.config import LifecycleConfig
+from esper.leyline.actions import TEMPO_TICKS, LifecycleOp
+from esper.leyline.errors import ConfigError, EsperError
+from esper.leyline.manifest import GrownSlot, GrowthManifest
+from esper.leyline.protocols import StateTree
+from esper.leyline.stages import HostFamily
+from esper.simic.rewards import RewardConfig, make_reward
+from esper.simic.scripted_client import ScriptedClient
+from esper.tamiyo.baselines import scheduled
+from esper.tamiyo.schedules import Schedule
+from esper.tamiyo.scripted import canonical_action
+from esper.tasks import presets as _presets  # registers the built-in tasks
+from esper.tasks.datasets import Dataset, Split, data_label
+from esper.tasks.registry import TaskSpec, task_by_name
+from esper.telemetry.machine import environment
+from esper.tolaria.build import build_engine, load_dataset
+from esper.tolaria.config import EngineConfig, ExecutorChoice
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.runtime import choose_device, host_read
+from esper.tolaria.state import StepReport
+from script_report import write_result
+from tasks_page import MARKERS, Agreement, Result, Trial, failures, sections
+from write_benchmarks import between_markers
+
+TASKS = (*(task.name for task in _presets.CIFAR), "fashion_mnist", "digits", "tinyshakespeare")
+CPU = torch.device("cpu")
+FAST = 0
+ALGORITHMS = ("ADD", "MULTIPLY", "GATE")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a short run trains and measures, in images or windows of text."""
+
+    batch: int
+    examples: int
+    """Of training in one step."""
+    val: int
+    test: int
+
+
+SHORT = {
+    HostFamily.CNN: Budget(batch=32, examples=512, val=500, test=2_000),
+    HostFamily.TRANSFORMER: Budget(batch=8, examples=24, val=16, test=64),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Verify the tasks."""
+
+    data_dir: Path | None = None
+    """Folder of the data files."""
+    tasks: tuple[str, ...] = TASKS
+    """Names of the tasks."""
+    steps: int = 12
+    """Control steps of a run; a seed germinates in step 1."""
+    examples: int | None = None
+    """Training examples of a step, instead of those of the short budget."""
+    full: bool = False
+    """Train as the task says: its whole episode, its batches, all data."""
+    hosts: int = 4
+    """Paired hosts per blueprint."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Run seeds that are run twice; growth is measured with the first."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    page: Path | None = None
+    """Write the tables between the markers of this page."""
+    json: Path | None = None
+    """Also write every number to this file."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.seeds)) < 2:
+            raise ConfigError(f"seeds are {self.seeds}; name two different ones, which must give different hosts.")
+        if not self.full and self.steps < (least := self.min_training_epochs + TEMPO_TICKS[FAST] + 3):
+            raise ConfigError(f"steps is {self.steps}; a grown seed needs at least {least}.")
+
+    @property
+    def min_training_epochs(self) -> int:
+        """Of the short budget: a sixth of the run."""
+        return max(1, self.steps // 6)
+
+
+def first_examples(data: Dataset, val: int, test: int) -> Dataset:
+    """The whole training split, and the first examples of the others; all of them if there are fewer."""
+
+    def first(split: Split, count: int) -> Split:
+        return Split(split.x[:count], split.y[:count])
+
+    return replace(data, val=first(data.val, val), test=first(data.test, test))
+
+
+def middle_slot(task: TaskSpec) -> int:
+    """Index of the slot of a run that has as many before as after it in the forward pass."""
+    assert task.host is not None
+    in_order = sorted((p for p in task.host.points() if p.slot_id in task.enabled), key=lambda p: p.position)
+    return task.enabled.index(in_order[(len(in_order) - 1) // 2].slot_id)
+
+
+def grow_one(blueprint: int, slot: int, min_training_epochs: int) -> Schedule:
+    """A seed that germinates in step 1 and is fossilized as soon as it may be."""
+    germinate = canonical_action(LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint, tempo=FAST)
+    first_legal = 1 + min_training_epochs + TEMPO_TICKS[FAST] + 1
+    return Schedule.from_rows(
+        "grow_one", 1, [(1, germinate), (first_legal, canonical_action(LifecycleOp.FOSSILIZE, slot=slot))]
+    )
+
+
+NOTHING = Schedule(id="wait_only", version=1, entries=())
+
+
+def play(engine: VectorizedEngine, schedule: Schedule) -> Trial:
+    """One episode in which all hosts follow `schedule`."""
+    client = ScriptedClient(scheduled(schedule, engine.spec), make_reward("objective", RewardConfig(mode="objective")))
+    began = time.process_time()
+    engine.reset(client, episode=0)
+    stats = engine.rollout(client)
+    assert stats is not None
+    (test,) = host_read(engine.test())
+    return Trial(
+        val=stats.committed_acc.tolist(),
+        test=test.tolist(),
+        fossilized=int((stats.fossilized > 0).sum()),
+        rollbacks=int(stats.rollbacks.sum()),
+        seconds=time.process_time() - began,
+    )
+
+
+def verify(task: TaskSpec, options: Options, device: torch.device) -> Result:
+    """Growth and agreement of one task; raises DataError if its data are missing or broken."""
+    assert task.host is not None
+    data = load_dataset(task, options.seeds[0], device, options.data_dir)
+    assert data is not None
+    budget, epochs, episode = SHORT[task.family], task.min_training_epochs, task.episode_length
+    short, few = task, first_examples(data, budget.val, budget.test)
+    if not options.full:
+        examples = options.examples or budget.examples
+        short = replace(task, batch_train=budget.batch, batches_per_step=max(1, examples // budget.batch))
+        data, epochs, episode = few, options.min_training_epochs, options.steps
+    slot = middle_slot(task)
+    config = EngineConfig(
+        run_seed=options.seeds[0],
+        num_envs=options.hosts,
+        episode_length=episode,
+        slots=task.enabled,
+        executor="auto",
+        lifecycle=LifecycleConfig(min_training_epochs=epochs),
+    )
+    engine = build_engine(config, short, data, device)
+    waits, grown = play(engine, NOTHING), {}
+    for index in engine.spec.selectable:
+        grown[registry.names()[index]] = play(engine, grow_one(index, slot, epochs))
+    tiny = replace(task, batch_train=max(4, budget.batch // 2), batches_per_step=2)
+    return Result(
+        task=task.name,
+        data=data_label(data.identity),
+        figure=task.objective.unit,
+        host_params=task.host.num_params(),
+        slot=task.enabled[slot],
+        executor=engine.config.executor,
+        budget=f"{episode} x {short.batches_per_step or 'all'} batches of {short.batch_train}",
+        measured_on=(len(data.val), len(data.test)),
+        wait_only=waits,
+        grown=grown,
+        agreement=agreement(tiny, first_examples(few, budget.batch, budget.batch), options.seeds, device),
+    )
+
+
+def agreement(task: TaskSpec, data: Dataset, seeds: Sequence[int], device: torch.device) -> Agreement:
+    """Short runs of hosts with every blueprint, under each executor that can run them, twice for each seed."""
+    executors: tuple[ExecutorChoice, ...] = ("streamed", "fused", "native")
+    if device.type != "cpu" or task.family is not HostFamily.CNN:
+        executors = executors[:2]
+    runs = {
+        (name, seed): [short_run(task, data, name, seed, device) for _ in range(2)]
+        for name in executors
+        for seed in seeds
+    }
+    first = {key: pair[0] for key, pair in runs.items()}
+    return Agreement(
+        weights={n: max(gap(first[n, s][0], first["streamed", s][0]) for s in seeds) for n in executors[1:]},
+        losses={n: max(gap(first[n, s][1], first["streamed", s][1]) for s in seeds) for n in executors[1:]},
+        repeats=all(same(one[0], two[0]) and same(one[1], two[1]) for one, two in runs.values()),
+        seeds_differ=all(not same(first["streamed", seeds[0]][0], first["streamed", s][0]) for s in seeds[1:]),
+    )
+
+
+def short_run(
+    task: TaskSpec, data: Dataset, executor: ExecutorChoice, seed: int, device: torch.device
+) -> tuple[StateTree, StateTree]:
+    """The state after six steps, and the losses of each.
+
+    Host n has blueprint n from the start, blended by each algorithm in turn; one more seed is trained and blended.
+    """
+    selectable, slot = registry.selectable(task.family), middle_slot(task)
+    config = EngineConfig(
+        run_seed=seed,
+        num_envs=len(selectable),
+        episode_length=6,
+        slots=task.enabled,
+        executor=executor,
+        lifecycle=LifecycleConfig(min_training_epochs=1),
+    )
+    reports: list[StepReport] = []
+    engine = build_engine(config, task, data, device, on_step=reports.append)
+    names = registry.names()
+    engine.planted = [
+        GrowthManifest((GrownSlot(task.enabled[slot - 1], names[index], ALGORITHMS[n % 3]),))
+        for n, index in enumerate(selectable)
+    ]
+    play(engine, grow_one(selectable[0], slot, 1))
+    losses = {
+        f"{r.t} {name}": torch.tensor(getattr(r, name)) for r in reports for name in ("train_loss", "val_loss")
+    }
+    weights = {n: x for n, x in engine.state_dict().items() if n.endswith(".params")}
+    return weights, losses
+
+
+def gap(a: StateTree, b: StateTree) -> float:
+    """The largest absolute difference of two trees; NaN if there is one."""
+    return float(torch.stack([(a[name] - b[name]).abs().max() for name in b if b[name].numel()]).max())
+
+
+def same(a: StateTree, b: StateTree) -> bool:
+    """Whether two trees are equal to the bit."""
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def main(options: Options) -> int:
+    """Verify the tasks and write the page; returns 1 if a check failed."""
+    console, device = Console(stderr=True), choose_device(options.device)
+    if options.page is not None:
+        between_markers(options.page.read_text(encoding="utf-8"), "", MARKERS)
+    results: list[Result] = []
+    for name in options.tasks:
+        began = time.process_time()
+        results.append(verify(task_by_name(name), options, device))
+        console.print(f"{name}: {time.process_time() - began:.0f} s", highlight=False)
+    settings = {name: value for name, value in asdict(options).items() if name not in ("page", "json", "data_dir")}
+    if options.json is not None:
+        write_result(options.json, "verify_tasks", device, settings, [asdict(result) for result in results])
+    text = sections(results, environment(device), options.hosts)
+    if options.page is not None:
+        page = between_markers(options.page.read_text(encoding="utf-8"), f"\n{text}\n", MARKERS)
+        options.page.write_text(page, encoding="utf-8")
+    else:
+        print(text)
+    found = failures(results)
+    for failure in found:
+        console.print(f"verify_tasks: {failure}", highlight=False, style="red")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Options)))
+    except (EsperError, OSError) as error:
+        print(f"verify_tasks: {error}", file=sys.stderr)
+        sys.exit(2)

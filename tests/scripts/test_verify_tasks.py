@@ -1,0 +1,95 @@
+"""The verification of tasks and its page."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from esper.leyline.errors import ConfigError
+from esper.tasks.registry import task_by_name
+from tasks_page import Agreement, Result, Trial, failures, gain, sections
+from verify_tasks import CPU, Options, gap, grow_one, middle_slot, same, verify
+
+WAITS = Trial(val=[20.0, 22.0, 24.0], test=[21.0, 20.0, 22.0], fossilized=0, rollbacks=0, seconds=1.0)
+GROWN = replace(WAITS, test=[22.0, 22.0, 25.0], fossilized=3)
+AGREEMENT = Agreement(
+    weights={"fused": 1e-6, "native": 2e-6}, losses={"fused": 1e-7, "native": 2e-7}, repeats=True, seeds_differ=True
+)
+RESULT = Result(
+    task="cifar_impaired", data="CIFAR-10 (JPEG q75)", figure="accuracy", host_params=77, slot="r0c1",
+    executor="native", budget="12 x 16 batches of 32", measured_on=(500, 2_000), wait_only=WAITS,
+    grown={"conv_light": GROWN}, agreement=AGREEMENT,
+)  # fmt: skip
+ENVIRONMENT = {"date": "today", "commit": "abc", "cpu": "one core", "device": "cpu", "torch": "2.9"}
+
+
+def test_a_gain_is_the_mean_of_paired_differences_with_an_interval_of_students_t():
+    mean, half = gain(GROWN, WAITS)  # differences 1, 2, 3: deviation 1, t = 4.3027 with two degrees of freedom
+    assert mean == pytest.approx(2.0)
+    assert half == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
+    alone = gain(replace(GROWN, test=[22.0]), replace(WAITS, test=[21.0]))
+    assert alone[0] == 1.0
+    assert math.isnan(alone[1])
+
+
+def test_the_page_names_the_copy_of_the_data_the_budget_and_every_figure():
+    text = sections([RESULT], ENVIRONMENT, 3)
+    for part in ("CIFAR-10 (JPEG q75)", "12 x 16 batches of 32", "500 / 2,000", "22.0 | 21.0", "+2.0 ± 2.5",
+                 "1e-06 / 1e-07", "2e-06 / 2e-07", "yes"):  # fmt: skip
+        assert part in text
+
+
+def test_nothing_is_wrong_with_a_good_result_and_each_fault_is_named():
+    assert failures([RESULT]) == []
+    for fault, words in (
+        ({"wait_only": replace(WAITS, val=[20.0, 22.0, math.nan])}, "expected numbers"),
+        ({"grown": {"conv_light": replace(GROWN, fossilized=2)}}, "2 of 3 hosts kept the seed"),
+        ({"wait_only": replace(WAITS, rollbacks=1)}, "1 rollbacks"),
+        ({"agreement": replace(AGREEMENT, losses={"fused": 2e-3})}, "losses of fused differ"),
+        ({"agreement": replace(AGREEMENT, losses={"fused": math.nan})}, "losses of fused differ"),
+        ({"agreement": replace(AGREEMENT, repeats=False)}, "two runs of one seed differ"),
+        ({"agreement": replace(AGREEMENT, seeds_differ=False)}, "two seeds give the same hosts"),
+    ):
+        (sentence,) = failures([replace(RESULT, **fault)])
+        assert sentence.startswith("cifar_impaired")
+        assert words in sentence
+
+
+def test_the_middle_slot_is_that_of_the_forward_pass():
+    assert middle_slot(task_by_name("cifar_baseline")) == 1  # r0c0 r0c1 r0c2
+    assert middle_slot(task_by_name("cifar_multichannel")) == 1  # r0c0 r1c0 r0c1 r1c1 r0c2 r1c2: r0c1
+    assert middle_slot(task_by_name("digits")) == 2  # r0c0 r1c0 r0c1: r1c0
+
+
+def test_a_seed_is_fossilized_as_soon_as_it_may_be():
+    rows = [(entry.earliest, entry.op.name) for entry in grow_one(1, 0, 2).entries]
+    assert rows == [(1, "GERMINATE"), (7, "FOSSILIZE")]  # training 2, blending 3, one step of holding
+
+
+def test_trees_are_compared_by_their_largest_difference_and_to_the_bit():
+    one = {"a": torch.tensor([1.0, 2.0]), "none": torch.zeros(0)}
+    other = {"a": torch.tensor([1.0, 2.5]), "none": torch.zeros(0)}
+    assert gap(other, one) == 0.5
+    assert same(one, one)
+    assert not same(one, other)
+    assert math.isnan(gap({"a": torch.tensor([math.nan, 2.0])}, {"a": one["a"]}))
+    assert math.isnan(gap({**one, "b": torch.tensor([math.nan])}, {**one, "b": torch.ones(1)}))
+
+
+def test_too_few_steps_and_a_single_seed_are_refused():
+    with pytest.raises(ConfigError, match="at least 7"):
+        Options(steps=6)
+    with pytest.raises(ConfigError, match="two different"):
+        Options(seeds=(1, 1))
+
+
+def test_digits_are_verified_with_a_small_budget():
+    found = verify(task_by_name("digits"), Options(steps=7, examples=32, hosts=2), CPU)
+    assert failures([found]) == []
+    assert found.budget == "7 x 1 batches of 32"
+    assert found.measured_on == (360, 360)
+    assert list(found.grown) == [
+        "conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy"
+    ]  # fmt: skip
+    assert found.agreement.losses["native"] > 0.0 or found.agreement.weights["native"] > 0.0

@@ -53,6 +53,7 @@ ALGORITHMS = ("ADD", "MULTIPLY", "GATE")
 class Budget:
     """What a short run trains and measures, in images or windows of text."""
 
+    steps: int
     batch: int
     examples: int
     """Of training in one step."""
@@ -60,10 +61,11 @@ class Budget:
     test: int
 
 
-SHORT = {
-    HostFamily.CNN: Budget(batch=32, examples=512, val=500, test=2_000),
-    HostFamily.TRANSFORMER: Budget(batch=8, examples=24, val=16, test=64),
-}
+WIDE = Budget(steps=12, batch=32, examples=512, val=500, test=2_000)
+NARROW = Budget(steps=40, batch=32, examples=2_816, val=500, test=2_000)
+TEXT = Budget(steps=12, batch=8, examples=24, val=16, test=64)
+NARROW_TASKS = ("digits", "cifar_impaired", "cifar_minimal", "cifar_deep_impaired")
+"""Hosts that growth is to rescue; they are cheap enough for a longer run, which shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +76,10 @@ class Options:
     """Folder of the data files."""
     tasks: tuple[str, ...] = TASKS
     """Names of the tasks."""
-    steps: int = 12
-    """Control steps of a run; a seed germinates in step 1."""
+    steps: int | None = None
+    """Control steps of a run, instead of those of the short budgets; a seed germinates in step 1."""
     examples: int | None = None
-    """Training examples of a step, instead of those of the short budget."""
+    """Training examples of a step, instead of those of the short budgets."""
     full: bool = False
     """Train as the task says: its whole episode, its batches, all data."""
     hosts: int = 4
@@ -94,13 +96,14 @@ class Options:
     def __post_init__(self) -> None:
         if len(set(self.seeds)) < 2:
             raise ConfigError(f"seeds are {self.seeds}; name two different ones, which must give different hosts.")
-        if not self.full and self.steps < (least := self.min_training_epochs + TEMPO_TICKS[FAST] + 3):
+        if self.steps is not None and self.steps < (least := 1 + TEMPO_TICKS[FAST] + 3):
             raise ConfigError(f"steps is {self.steps}; a grown seed needs at least {least}.")
 
-    @property
-    def min_training_epochs(self) -> int:
-        """Of the short budget: a sixth of the run."""
-        return max(1, self.steps // 6)
+    def budget(self, task: TaskSpec) -> Budget:
+        """The short budget of a task."""
+        text = task.family is HostFamily.TRANSFORMER
+        found = TEXT if text else NARROW if task.name in NARROW_TASKS else WIDE
+        return replace(found, steps=self.steps or found.steps, examples=self.examples or found.examples)
 
 
 def first_examples(data: Dataset, val: int, test: int) -> Dataset:
@@ -153,12 +156,11 @@ def verify(task: TaskSpec, options: Options, device: torch.device) -> Result:
     assert task.host is not None
     data = load_dataset(task, options.seeds[0], device, options.data_dir)
     assert data is not None
-    budget, epochs, episode = SHORT[task.family], task.min_training_epochs, task.episode_length
+    budget, epochs, episode = options.budget(task), task.min_training_epochs, task.episode_length
     short, few = task, first_examples(data, budget.val, budget.test)
     if not options.full:
-        examples = options.examples or budget.examples
-        short = replace(task, batch_train=budget.batch, batches_per_step=max(1, examples // budget.batch))
-        data, epochs, episode = few, options.min_training_epochs, options.steps
+        short = replace(task, batch_train=budget.batch, batches_per_step=max(1, budget.examples // budget.batch))
+        data, epochs, episode = few, max(1, budget.steps // 6), budget.steps
     slot = middle_slot(task)
     config = EngineConfig(
         run_seed=options.seeds[0],
@@ -172,7 +174,7 @@ def verify(task: TaskSpec, options: Options, device: torch.device) -> Result:
     waits, grown = play(engine, NOTHING), {}
     for index in engine.spec.selectable:
         grown[registry.names()[index]] = play(engine, grow_one(index, slot, epochs))
-    tiny = replace(task, batch_train=max(4, budget.batch // 2), batches_per_step=2)
+    tiny = replace(task, batch_train=budget.batch // 4, batches_per_step=2)
     return Result(
         task=task.name,
         data=data_label(data.identity),
@@ -231,9 +233,7 @@ def short_run(
         for n, index in enumerate(selectable)
     ]
     play(engine, grow_one(selectable[0], slot, 1))
-    losses = {
-        f"{r.t} {name}": torch.tensor(getattr(r, name)) for r in reports for name in ("train_loss", "val_loss")
-    }
+    losses = {f"{r.t} {name}": torch.tensor(getattr(r, name)) for r in reports for name in ("train_loss", "val_loss")}
     weights = {n: x for n, x in engine.state_dict().items() if n.endswith(".params")}
     return weights, losses
 
@@ -253,14 +253,14 @@ def main(options: Options) -> int:
     console, device = Console(stderr=True), choose_device(options.device)
     if options.page is not None:
         between_markers(options.page.read_text(encoding="utf-8"), "", MARKERS)
+    settings = {name: value for name, value in asdict(options).items() if name not in ("page", "json", "data_dir")}
     results: list[Result] = []
     for name in options.tasks:
         began = time.process_time()
         results.append(verify(task_by_name(name), options, device))
         console.print(f"{name}: {time.process_time() - began:.0f} s", highlight=False)
-    settings = {name: value for name, value in asdict(options).items() if name not in ("page", "json", "data_dir")}
-    if options.json is not None:
-        write_result(options.json, "verify_tasks", device, settings, [asdict(result) for result in results])
+        if options.json is not None:  # after each task, because all of them take long
+            write_result(options.json, "verify_tasks", device, settings, [asdict(result) for result in results])
     text = sections(results, environment(device), options.hosts)
     if options.page is not None:
         page = between_markers(options.page.read_text(encoding="utf-8"), f"\n{text}\n", MARKERS)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats  # scikit-learn needs it too
@@ -42,11 +43,13 @@ class Agreement:
 class Result:
     """What was found for one task.
 
-    `figure` is the figure of merit; `executor` the choice of "auto"; `budget` the training of a host in words;
-    `measured_on` the numbers of validation and test examples; `grown` a trial per blueprint in `slot`.
+    `measured` says when and where; `figure` is the figure of merit; `executor` the choice of "auto"; `budget` the
+    training of a host in words; `measured_on` the numbers of validation and test examples; `grown` a trial per
+    blueprint in `slot`.
     """
 
     task: str
+    measured: str
     data: str
     figure: str
     host_params: int
@@ -57,6 +60,18 @@ class Result:
     wait_only: Trial
     grown: Mapping[str, Trial]
     agreement: Agreement
+
+
+def measured(environment: Mapping[str, str | int]) -> str:
+    """Date, commit, machine and version of PyTorch."""
+    return "{date}, commit {commit}, {cpu}, device {device}, PyTorch {torch}".format(**environment)
+
+
+def result_of(row: Mapping[str, Any]) -> Result:
+    """The result that JSON holds."""
+    trials = {name: Trial(**trial) for name, trial in row["grown"].items()}
+    parts = {"wait_only": Trial(**row["wait_only"]), "grown": trials, "agreement": Agreement(**row["agreement"])}
+    return Result(**{**row, "measured_on": tuple(row["measured_on"]), **parts})
 
 
 def gain(trial: Trial, waits: Trial) -> tuple[float, float]:
@@ -131,7 +146,7 @@ def agreement_table(results: Sequence[Result]) -> Lines:
     ]  # fmt: skip
 
 
-def sections(results: Sequence[Result], environment: Mapping[str, str | int], num_hosts: int) -> str:
+def sections(results: Sequence[Result]) -> str:
     """The text between the markers."""
     seconds = sum(t.seconds for r in results for t in (r.wait_only, *r.grown.values()))
     families = {
@@ -140,9 +155,8 @@ def sections(results: Sequence[Result], environment: Mapping[str, str | int], nu
     gains = "\n\n".join(table(gains_table(alike)) for alike in families.values())
     return "\n\n".join(
         (
-            f"{environment['date']}, commit {environment['commit']}, {environment['cpu']}, device "
-            f"{environment['device']}, PyTorch {environment['torch']}: {num_hosts} hosts per task and blueprint, "
-            f"{seconds / 60:.0f} minutes of CPU time for the growth.",
+            f"Measured {'; '.join(dict.fromkeys(r.measured for r in results))}. {len(results[0].wait_only.test)} hosts "
+            f"per task and blueprint; {seconds / 60:.0f} minutes of CPU time for the growth.",
             "## Hosts without growth",
             "Means over the hosts in percent (`wait_only`). Training: control steps x batches of examples.",
             table(hosts_table(results)),

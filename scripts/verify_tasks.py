@@ -8,6 +8,7 @@ page; if a check fails, the exit code is 1.
     python scripts/verify_tasks.py --data-dir DATA --tasks cifar_baseline --full --device cuda --json full.json
 """
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import choose_device, host_read
 from esper.tolaria.state import StepReport
 from script_report import write_result
-from tasks_page import MARKERS, Agreement, Result, Trial, failures, sections
+from tasks_page import MARKERS, Agreement, Result, Trial, failures, measured, result_of, sections
 from write_benchmarks import between_markers
 
 TASKS = (*(task.name for task in _presets.CIFAR), "fashion_mnist", "digits", "tinyshakespeare")
@@ -91,7 +92,7 @@ class Options:
     page: Path | None = None
     """Write the tables between the markers of this page."""
     json: Path | None = None
-    """Also write every number to this file."""
+    """Also write every number to this file, after each task. Tasks in it that are not named stay in the page."""
 
     def __post_init__(self) -> None:
         if len(set(self.seeds)) < 2:
@@ -177,6 +178,7 @@ def verify(task: TaskSpec, options: Options, device: torch.device) -> Result:
     tiny = replace(task, batch_train=budget.batch // 4, batches_per_step=2)
     return Result(
         task=task.name,
+        measured=measured(environment(device)),
         data=data_label(data.identity),
         figure=task.objective.unit,
         host_params=task.host.num_params(),
@@ -254,23 +256,33 @@ def main(options: Options) -> int:
     if options.page is not None:
         between_markers(options.page.read_text(encoding="utf-8"), "", MARKERS)
     settings = {name: value for name, value in asdict(options).items() if name not in ("page", "json", "data_dir")}
-    results: list[Result] = []
+    found = earlier_results(options.json)
     for name in options.tasks:
         began = time.process_time()
-        results.append(verify(task_by_name(name), options, device))
+        found[name] = verify(task_by_name(name), options, device)
         console.print(f"{name}: {time.process_time() - began:.0f} s", highlight=False)
-        if options.json is not None:  # after each task, because all of them take long
-            write_result(options.json, "verify_tasks", device, settings, [asdict(result) for result in results])
-    text = sections(results, environment(device), options.hosts)
+        if options.json is not None:
+            write_result(options.json, "verify_tasks", device, settings, [asdict(result) for result in found.values()])
+    results = sorted(
+        found.values(), key=lambda result: TASKS.index(result.task) if result.task in TASKS else len(TASKS)
+    )
+    text = sections(results)
     if options.page is not None:
         page = between_markers(options.page.read_text(encoding="utf-8"), f"\n{text}\n", MARKERS)
         options.page.write_text(page, encoding="utf-8")
     else:
         print(text)
-    found = failures(results)
-    for failure in found:
+    wrong = failures(results)
+    for failure in wrong:
         console.print(f"verify_tasks: {failure}", highlight=False, style="red")
-    return 1 if found else 0
+    return 1 if wrong else 0
+
+
+def earlier_results(path: Path | None) -> dict[str, Result]:
+    """The results by task in a file of an earlier run; none without one."""
+    if path is None or not path.exists():
+        return {}
+    return {row["task"]: result_of(row) for row in json.loads(path.read_text(encoding="utf-8"))["results"]}
 
 
 if __name__ == "__main__":

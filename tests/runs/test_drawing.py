@@ -83,6 +83,10 @@ output
 """)
 
 
+def test_where_all_slots_are_used_the_key_names_no_others():
+    assert drawing(task_by_name("tinystories"))[-1] == "● slots of a run"
+
+
 @pytest.mark.parametrize("name", task_names())
 def test_every_drawing_has_all_slots_and_fits_80_columns(name):
     task = task_by_name(name)

@@ -1,15 +1,16 @@
 """The verification of tasks and its page."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from esper.leyline.errors import ConfigError
 from esper.tasks.registry import task_by_name
+from script_report import write_result
 from tasks_page import Agreement, Result, Trial, failures, gain, sections
-from verify_tasks import CPU, Options, gap, grow_one, middle_slot, same, verify
+from verify_tasks import CPU, Options, earlier_results, gap, grow_one, middle_slot, same, verify
 
 WAITS = Trial(val=[20.0, 22.0, 24.0], test=[21.0, 20.0, 22.0], fossilized=0, rollbacks=0, seconds=1.0)
 GROWN = replace(WAITS, test=[22.0, 22.0, 25.0], fossilized=3)
@@ -17,11 +18,11 @@ AGREEMENT = Agreement(
     weights={"fused": 1e-6, "native": 2e-6}, losses={"fused": 1e-7, "native": 2e-7}, repeats=True, seeds_differ=True
 )
 RESULT = Result(
-    task="cifar_impaired", data="CIFAR-10 (JPEG q75)", figure="accuracy", host_params=77, slot="r0c1",
+    task="cifar_impaired", measured="today, commit abc",
+    data="CIFAR-10 (JPEG q75)", figure="accuracy", host_params=77, slot="r0c1",
     executor="native", budget="12 x 16 batches of 32", measured_on=(500, 2_000), wait_only=WAITS,
     grown={"conv_light": GROWN}, agreement=AGREEMENT,
 )  # fmt: skip
-ENVIRONMENT = {"date": "today", "commit": "abc", "cpu": "one core", "device": "cpu", "torch": "2.9"}
 
 
 def test_a_gain_is_the_mean_of_paired_differences_with_an_interval_of_students_t():
@@ -34,10 +35,18 @@ def test_a_gain_is_the_mean_of_paired_differences_with_an_interval_of_students_t
 
 
 def test_the_page_names_the_copy_of_the_data_the_budget_and_every_figure():
-    text = sections([RESULT], ENVIRONMENT, 3)
-    for part in ("CIFAR-10 (JPEG q75)", "12 x 16 batches of 32", "500 / 2,000", "22.0 | 21.0", "+2.0 ± 2.5",
+    text = sections([RESULT])
+    for part in ("Measured today, commit abc. 3 hosts", "CIFAR-10 (JPEG q75)", "12 x 16 batches of 32", "500 / 2,000", "22.0 | 21.0",
+                 "+2.0 ± 2.5",
                  "1e-06 / 1e-07", "2e-06 / 2e-07", "yes"):  # fmt: skip
         assert part in text
+
+
+def test_earlier_results_stay_in_the_file_as_they_were(tmp_path):
+    assert earlier_results(None) == earlier_results(tmp_path / "none.json") == {}
+    path = tmp_path / "tasks.json"
+    write_result(path, "verify_tasks", CPU, {}, [asdict(RESULT)])
+    assert earlier_results(path) == {"cifar_impaired": RESULT}
 
 
 def test_nothing_is_wrong_with_a_good_result_and_each_fault_is_named():

@@ -67,4 +67,5 @@ def drawing(task: TaskSpec) -> list[str]:
         else:
             mark = "●" if part.slot_id in task.enabled else "○"
             lines.append(f"  {mark} {part.slot_id}   {part.channels} channels")
-    return [*lines, str(last), "", "● slots of a run   ○ others: --set 'slots=[\"SLOT\", ...]'"]
+    others = "" if set(task.offered) == set(task.enabled) else "   ○ others: --set 'slots=[\"SLOT\", ...]'"
+    return [*lines, str(last), "", f"● slots of a run{others}"]

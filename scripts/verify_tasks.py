@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
@@ -64,9 +65,10 @@ class Budget:
 
 WIDE = Budget(steps=12, batch=32, examples=512, val=500, test=2_000)
 NARROW = Budget(steps=40, batch=32, examples=2_816, val=500, test=2_000)
+DIGITS = Budget(steps=40, batch=64, examples=1_024, val=360, test=360)
 TEXT = Budget(steps=12, batch=8, examples=24, val=16, test=64)
-NARROW_TASKS = ("digits", "cifar_impaired", "cifar_minimal", "cifar_deep_impaired")
-"""Hosts that growth is to rescue; they are cheap enough for a longer run, which shows it."""
+BUDGETS = {"digits": DIGITS, **dict.fromkeys(("cifar_impaired", "cifar_minimal", "cifar_deep_impaired"), NARROW)}
+"""Of hosts that growth is to rescue: they are cheap enough for a longer run, which shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +104,7 @@ class Options:
 
     def budget(self, task: TaskSpec) -> Budget:
         """The short budget of a task."""
-        text = task.family is HostFamily.TRANSFORMER
-        found = TEXT if text else NARROW if task.name in NARROW_TASKS else WIDE
+        found = BUDGETS.get(task.name, WIDE if task.family is HostFamily.CNN else TEXT)
         return replace(found, steps=self.steps or found.steps, examples=self.examples or found.examples)
 
 
@@ -203,18 +204,23 @@ def agreement(task: TaskSpec, data: Dataset, seeds: Sequence[int], device: torch
         for seed in seeds
     }
     first = {key: pair[0] for key, pair in runs.items()}
+
+    def apart(executor: ExecutorChoice, last: int) -> float:
+        pairs = [(first[executor, seed][1], first["streamed", seed][1]) for seed in seeds]
+        return float(np.max([np.abs(found[:last] - want[:last]).max() for found, want in pairs]))
+
     return Agreement(
-        weights={n: max(gap(first[n, s][0], first["streamed", s][0]) for s in seeds) for n in executors[1:]},
-        losses={n: max(gap(first[n, s][1], first["streamed", s][1]) for s in seeds) for n in executors[1:]},
-        repeats=all(same(one[0], two[0]) and same(one[1], two[1]) for one, two in runs.values()),
+        early={name: apart(name, 3) for name in executors[1:]},
+        late={name: apart(name, 6) for name in executors[1:]},
+        repeats=all(same(one[0], two[0]) for one, two in runs.values()),
         seeds_differ=all(not same(first["streamed", seeds[0]][0], first["streamed", s][0]) for s in seeds[1:]),
     )
 
 
 def short_run(
     task: TaskSpec, data: Dataset, executor: ExecutorChoice, seed: int, device: torch.device
-) -> tuple[StateTree, StateTree]:
-    """The state after six steps, and the losses of each.
+) -> tuple[StateTree, np.ndarray]:
+    """The state after six steps, and the losses [6, 2, N] of training and validation.
 
     Host n has blueprint n from the start, blended by each algorithm in turn; one more seed is trained and blended.
     """
@@ -235,14 +241,8 @@ def short_run(
         for n, index in enumerate(selectable)
     ]
     play(engine, grow_one(selectable[0], slot, 1))
-    losses = {f"{r.t} {name}": torch.tensor(getattr(r, name)) for r in reports for name in ("train_loss", "val_loss")}
-    weights = {n: x for n, x in engine.state_dict().items() if n.endswith(".params")}
-    return weights, losses
-
-
-def gap(a: StateTree, b: StateTree) -> float:
-    """The largest absolute difference of two trees; NaN if there is one."""
-    return float(torch.stack([(a[name] - b[name]).abs().max() for name in b if b[name].numel()]).max())
+    losses = np.array([(report.train_loss, report.val_loss) for report in reports])
+    return engine.state_dict(), losses
 
 
 def same(a: StateTree, b: StateTree) -> bool:

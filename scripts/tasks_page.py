@@ -31,8 +31,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Largest difference of a loss to streamed, by executor, in the first three steps (six updates of a host) and in
-    all six; whether runs repeat to the bit.
+    """How far executors are apart, and whether runs repeat to the bit.
+
+    `early`, `late`: largest difference of a loss to streamed, by executor, in the first three steps (six updates of a
+    host) and in all six.
     """
 
     early: Mapping[str, float]

@@ -91,9 +91,9 @@ def test_too_few_steps_and_a_single_seed_are_refused():
 
 @pytest.mark.slow
 def test_digits_are_verified_with_a_small_budget():
-    found = verify(task_by_name("digits"), Options(steps=7, examples=32, hosts=2), CPU)
+    found = verify(task_by_name("digits"), Options(steps=7, examples=64, hosts=2), CPU)
     assert failures([found]) == []
-    assert found.budget == "7 x 1 batches of 32"
+    assert found.budget == "7 x 1 batches of 64"
     assert found.measured_on == (360, 360)
     assert list(found.grown) == [
         "conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy"

@@ -43,7 +43,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
     first, note, second, third, *rounds, done, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
-    assert note.startswith("note: no seed can be fossilized before step 8, but a round has 3 steps;")
+    assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
     assert second == "run directory: runs/digits-quickstart-s3, device: cpu"
     assert third == "executor: native (C++ compiled for this CPU), 2 threads"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
@@ -423,7 +423,7 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
 def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     assert _why("native", cpu) == " (C++ compiled for this CPU)"
-    assert _why("streamed", cpu) == " (chosen by image size)"
+    assert _why("streamed", cpu) == " (chosen by the size of a batch)"
     monkeypatch.setattr("esper.cpp.build.compiler", lambda: None)
     assert "install a C++ compiler such as g++" in _why("fused", cpu)
-    assert _why("fused", gpu) == " (chosen by image size)"
+    assert _why("fused", gpu) == " (chosen by the size of a batch)"

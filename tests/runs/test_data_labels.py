@@ -38,5 +38,5 @@ def test_training_and_evaluation_say_which_copy_they_measured(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["data"] == LABEL
     report = tmp_path / "report.json"
     assert main(["evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "1", "--json", str(report)]) == 0
-    assert f"copied, data {LABEL}, 1 host" in capfd.readouterr().out
+    assert f"copied, data {LABEL}, 1 host of seed" in capfd.readouterr().out
     assert json.loads(report.read_text())["data"] == LABEL

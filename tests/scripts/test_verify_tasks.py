@@ -77,9 +77,9 @@ def test_a_seed_is_fossilized_as_soon_as_it_may_be():
 
 
 def test_states_are_compared_to_the_bit():
-    one = {"a": torch.tensor([1.0, 2.0]), "none": torch.zeros(0)}
-    assert same(one, one)
-    assert not same(one, {**one, "a": torch.tensor([1.0, 2.0 + 1e-6])})
+    one = {"a": torch.tensor([1.0, math.nan]), "none": torch.zeros(0)}
+    assert same(one, {name: x.clone() for name, x in one.items()})
+    assert not same(one, {**one, "a": torch.tensor([1.0 + 2e-7, math.nan])})
 
 
 def test_too_few_steps_and_a_single_seed_are_refused():

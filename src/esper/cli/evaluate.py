@@ -76,13 +76,13 @@ def evaluate(command: Evaluate) -> int:
             warn(f"{complaint} Using the one {place} instead." for complaint in found.complaints)
         controllers = comparison.in_order(controllers, config)
         seed = config.seed + comparison.SEED_OFFSET if command.seed is None else command.seed
-        console = RunConsole(stderr=True)
+        console, hosts = RunConsole(stderr=True), f"{command.num_envs} host{'s' * (command.num_envs != 1)}"
         outcomes = comparison.evaluate(
             config,
             controllers,
             run_seed=seed,
             num_envs=command.num_envs,
-            on_start=lambda name: console.say(f"esper: {name}, {command.num_envs} hosts of {config.task}"),
+            on_start=lambda name: console.say(f"esper: {name}, {hosts} of {config.task}"),
         )
         rows = comparison.table(outcomes, config.reward)
         data = outcomes[0].data
@@ -90,7 +90,7 @@ def evaluate(command: Evaluate) -> int:
     if str(command.json) != "-":
         console = RunConsole()
         task = config.task if data in ("none", config.task) else f"{config.task}, data {data}"
-        console.say(f"{task}, {command.num_envs} hosts of seed {seed}" + (f", trained = {run} {place}" if run else ""))
+        console.say(f"{task}, {hosts} of seed {seed}" + (f", trained = {run} {place}" if run else ""))
         for table in (tables.comparison(rows), tables.operations(rows)):
             console.print("", table, sep="\n")
         notes = (*_static_note(config, controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))

@@ -183,7 +183,7 @@ def _assembled(config: "RunConfig") -> "Parts":
     first = _first_fossil(config)
     if first > config.episode_length:
         RunConsole().say(
-            f"note: no seed can be fossilized before step {first}, but a round has {config.episode_length} steps; "
+            f"note: no seed can be fossilized before step {first}, but a round ends with step {config.episode_length}; "
             "use a larger --episode-length, or --set a smaller lifecycle.min_training_epochs"
         )
     if is_compiled(config.compile, device):
@@ -201,7 +201,7 @@ def _why(executor: str, device: "torch.device") -> str:
         return " (C++ compiled for this CPU)"
     if device.type == "cpu" and compiler() is None:
         return " (install a C++ compiler such as g++ to run small hosts several times faster)"
-    return " (chosen by image size)"
+    return " (chosen by the size of a batch)"
 
 
 def _executor_lines(config: "RunConfig", parts: "Parts", asked: str) -> Iterator[str]:

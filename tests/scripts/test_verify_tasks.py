@@ -54,7 +54,6 @@ def test_nothing_is_wrong_with_a_good_result_and_each_fault_is_named():
     for fault, words in (
         ({"wait_only": replace(WAITS, val=[20.0, 22.0, math.nan])}, "expected numbers"),
         ({"grown": {"conv_light": replace(GROWN, fossilized=2)}}, "2 of 3 hosts kept the seed"),
-        ({"wait_only": replace(WAITS, rollbacks=1)}, "1 rollbacks"),
         ({"agreement": replace(AGREEMENT, early={"fused": 2e-3})}, "losses of fused differ"),
         ({"agreement": replace(AGREEMENT, early={"fused": math.nan})}, "losses of fused differ"),
         ({"agreement": replace(AGREEMENT, repeats=False)}, "two runs of one seed differ"),

@@ -70,7 +70,7 @@ def grow(
     changes = given(settings, episode_length=steps, device=device)
     with ExitStack() as stack:
         stack.enter_context(in_process(spec))
-        if run is not None and run.task is not None:
+        if run is not None and run.task is not None and run.task.name != spec.name:
             stack.enter_context(in_process(run.task))
         config = _config(spec, run, changes, seed)
         name, make = _client(spec, controller, run, config)
@@ -126,11 +126,6 @@ def _client(
         return controller, evaluate.baseline(controller, config)[1]
     if isinstance(controller, Schedule):
         return controller.id, lambda of: ScriptedClient(scheduled(controller, of), reward_of(config, of))
-    if not callable(controller):
-        raise ConfigError(
-            f"the controller is a {type(controller).__name__}; give a run, the name of a baseline, a schedule, or a "
-            "function that makes a policy."
-        )
     return (
         getattr(controller, "__name__", type(controller).__name__),
         lambda of: ScriptedClient(as_policy(controller(of), of), reward_of(config, of)),

@@ -91,7 +91,7 @@ class Task:
         seed: int = 0,
     ) -> None:
         given = {
-            part: stored_pair(part, examples, inputs)
+            part: _with_whole_numbers(*stored_pair(part, examples, inputs))
             for part, examples in (("train", train), ("val", val), ("test", test))
             if examples is not None
         }
@@ -105,7 +105,6 @@ class Task:
             given = {part: (of_x, of_y[:, None]) for part, (of_x, of_y) in given.items()}
             y = given["train"][1]
         objective = _objective(outputs, y, loss, metric, unit, blind_loss)
-        check_scores(objective, outputs[:4], y[:4])
         self.name = _name(name, network)
         dataset = from_arrays(
             self.name,
@@ -117,6 +116,7 @@ class Task:
             augmentation=augmentation,
             run_seed=seed,
         )
+        check_scores(objective, outputs[:4], dataset.train.y[:4])
         rate = _LEARNING_RATES[optimizer] if lr is None and optimizer in _LEARNING_RATES else lr or 0.0
         self.spec = TaskSpec(
             name=self.name,
@@ -161,6 +161,11 @@ class _Given:
     def __call__(self, data_dir: Path | None, run_seed: int) -> Dataset:
         """The data, whatever folder and seed."""
         return self.dataset
+
+
+def _with_whole_numbers(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets as a data set has them, float32 or int64."""
+    return x, y if y.is_floating_point() else y.long()
 
 
 def _name(given: str | None, network: nn.Module) -> str:

@@ -176,12 +176,16 @@ class WithMetric:
 
 def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
     """What a loss or metric gives, float32 [R]; raises ConfigError if it is not one number per example."""
-    found = function(outputs, targets)
+    shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    try:
+        found = function(outputs, targets)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise ConfigError(f"the {name} fails on {shapes} of {targets.dtype}: {' '.join(str(error).split())}") from error
     if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
         kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
         raise ConfigError(
-            f"the {name} gives a result of {kind} for outputs {tuple(outputs.shape)} and targets "
-            f"{tuple(targets.shape)}; expected one number per example, {tuple(outputs.shape[:1])}: average over the "
-            "axes of an example, and not over the batch (reduction='none')."
+            f"the {name} gives a result of {kind} for {shapes}; expected one number per example, "
+            f"{tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
+            "(reduction='none')."
         )
     return found.float()

@@ -246,7 +246,7 @@ def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "train, evaluate, export, tasks"),
+        ("", "train, evaluate, grow, export, tasks"),
         ("bogus", "Unrecognized options: bogus"),
         ("train --roundz 3", "--rounds"),
         ("train --rounds ten", "ten"),

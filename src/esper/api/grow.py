@@ -126,6 +126,7 @@ def _client(
         return controller, evaluate.baseline(controller, config)[1]
     if isinstance(controller, Schedule):
         return controller.id, lambda of: ScriptedClient(scheduled(controller, of), reward_of(config, of))
+    assert not isinstance(controller, Run | Path), "found to be a run before"
     return (
         getattr(controller, "__name__", type(controller).__name__),
         lambda of: ScriptedClient(as_policy(controller(of), of), reward_of(config, of)),

@@ -68,6 +68,15 @@ def test_the_timeline_tells_the_life_of_each_seed(grown):
     assert repr(grown).startswith("mynet\ngrown: conv_light in layer2.1 (ADD)\nparameters: ")
 
 
+def test_points_of_the_timeline_are_those_of_the_network_with_its_seeds(task):
+    # fossilized in the last step at full weight, the seed was measured with the network that is kept
+    short = grow(task, keep(slot=1, blueprint=CONV_LIGHT), seed=4, steps=6)
+    *_, kept, end = short.timeline
+    assert (kept.event, end.event) == ("fossilized", "end")
+    assert kept.points == pytest.approx(end.points)
+    assert kept.points > 0.0
+
+
 def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):
     grown.save(tmp_path / "grown")
     again = esper.load(tmp_path / "grown", task=task)

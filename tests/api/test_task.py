@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import esper
 from esper.leyline.errors import EsperError
+from esper.tasks.objectives import MeanSquaredError
 from user_networks import MLP, Encoder, Tied
 
 
@@ -137,3 +138,5 @@ def test_two_outputs_for_one_number_are_not_broadcast():
     x, y = points()
     with pytest.raises(ValueError, match=r"targets \[\] of torch.float32 .* do not fit the outputs \[2\]"):
         esper.Task(model=MLP, slots=["body"], train=(x, y[:, 0]))
+    with pytest.raises(ValueError, match="outputs and targets differ in shape"):
+        MeanSquaredError(1.0).scores(torch.zeros(3, 1), torch.zeros(3))

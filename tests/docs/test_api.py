@@ -52,8 +52,10 @@ def check_ten_lines(program: str, rounds: int, tmp_path: Path, monkeypatch: pyte
 def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):
     assert len(TEN_LINES.splitlines()) <= 10
     assert "rounds=30, num_envs=8" in TEN_LINES
-    program = TEN_LINES.replace("rounds=30, num_envs=8", SMALL).replace(
-        "controller=run", "controller=run, progress=False"
+    program = (
+        TEN_LINES.replace("rounds=30, num_envs=8", SMALL)
+        .replace("batch=128", "batch=128, episode_length=10")
+        .replace("controller=run", "controller=run, progress=False")
     )
     check_ten_lines(program, 1, tmp_path, monkeypatch)
 

@@ -127,7 +127,9 @@ def test_a_controller_grows_another_task_with_as_many_slots_of_its_family(task, 
 
 
 def test_a_regression_grows_a_user_network_with_a_score_in_percent_of_the_variance():
-    task = esper.Task(model=MLP, slots=["body.1"], train=points(200), test=points(50), batch=20, lr=1e-2)
+    task = esper.Task(
+        model=MLP, slots=["body.1"], train=points(200), test=points(50), batch=20, lr=1e-2, episode_length=12
+    )
     found = grow(task, "fixed_schedule")
     x, y = points(50)
     target_variance = task.spec.objective.variance

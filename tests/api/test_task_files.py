@@ -70,6 +70,8 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert "step  slot" in out
     assert out.endswith("grown: model.json, model.py, model.safetensors, timeline.json\n")
     assert esper.load("grown", task="mine.py:task").timeline[-1].event == "end"
+    assert main(["grow", "mine.py:task", "--best-of", "2", "--set", "executor=streamed", "workers=2"]) == 0
+    assert "2 networks" in capfd.readouterr().out
     assert main(["grow", "mine.py:task", "--to", "grown"]) == 2
     assert "grown exists already" in capfd.readouterr().err
 
@@ -81,6 +83,18 @@ def test_a_run_of_a_file_names_its_task_to_python_too(file, tmp_path):
     with pytest.raises(ValueError, match="in Python: trust=True"):
         esper.evaluate("run")
     assert esper.load("run", trust=True).evaluate("wait_only", num_envs=1, progress=False).rows
+
+
+def test_a_run_of_a_registered_task_grows_it_by_its_settings(tmp_path, capfd):
+    run = tmp_path / "run"
+    assert small_runs.train(run, "streamed", 1) == 0
+    capfd.readouterr()
+    assert main(["grow", "tiny", "--controller", str(run), "--seed", "3"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"esper: grow tiny by {run}, 1 network x 6 steps, seed 3\n")
+    assert "parameters: 375 of the host, " in out
+    assert main(["grow", "tinny"]) == 2
+    assert "unknown task 'tinny'; did you mean 'tiny'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

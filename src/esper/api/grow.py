@@ -20,7 +20,8 @@ from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs import evaluate
 from esper.runs.build import dataset_of, device_of, engine_of, reward_of
 from esper.runs.config import RunConfig
-from esper.runs.presets import resolve
+from esper.runs.plugins import load_plugins, names_task
+from esper.runs.presets import absolute_plugins, resolve
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.scripted_client import ScriptedClient
@@ -64,6 +65,8 @@ def grow(
     Raises:
         ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and the way out.
     """
+    plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
+    load_plugins(plugins)
     spec, run = spec_of(task), _run_of(controller)
     if "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")
@@ -73,8 +76,15 @@ def grow(
         if run is not None and run.task is not None and run.task.name != spec.name:
             stack.enter_context(in_process(run.task))
         config = _config(spec, run, changes, seed)
+        # workers import them too; one episode is shorter than a compilation
+        config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
         name, make = _client(spec, controller, run, config)
         return _grown(config, make, name, best_of, seed, console(progress))
+
+
+def _file_of(task: AnyTask) -> list[str]:
+    """The plugin that a task is, if it is named by its file."""
+    return [task] if isinstance(task, str) and names_task(task) else []
 
 
 def _run_of(controller: Controller) -> Run | None:
@@ -95,12 +105,10 @@ def _run_of(controller: Controller) -> Run | None:
 def _config(spec: TaskSpec, run: Run | None, changes: dict[str, Any], seed: int) -> RunConfig:
     """The settings of the run, or those of its policy for another task."""
     if run is None:
-        config = resolve({"task": spec.name, "seed": seed, **changes})
-    elif run.config["task"] == spec.name:
-        config = run.resolved(changes)
-    else:
-        config = resolve({"task": spec.name, **run.policy_values(), **changes})
-    return replace(config, compile="off")  # one episode is shorter than a compilation
+        return resolve({"task": spec.name, "seed": seed, **changes})
+    if run.config["task"] == spec.name:
+        return run.resolved(changes)
+    return resolve({"task": spec.name, **run.policy_values(), **changes})
 
 
 def _client(

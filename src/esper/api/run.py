@@ -9,7 +9,7 @@ from esper.api.session import console, given, in_process
 from esper.runs import training
 from esper.runs.comparison import Comparison
 from esper.runs.config import RunConfig
-from esper.runs.plugins import require_trusted
+from esper.runs.plugins import not_among, require_trusted
 from esper.runs.presets import plugin_names, recorded
 from esper.runs.values import merge, read_toml
 from esper.tasks.registry import TaskSpec
@@ -32,7 +32,7 @@ class Run:
         Args:
             directory: raises RunDirectoryError if it holds none.
             task: see above.
-            allowed: plugins of the run that may be executed; with `trust` all.
+            allowed: plugins that may be executed if the run names them; with `trust` all.
             trust: see `allowed`.
         """
         require_run(directory)
@@ -89,7 +89,10 @@ class Run:
 
     def resolved(self, changes: dict[str, Any]) -> RunConfig:
         """The validated configuration with changes; imports the plugins that the run names, if that is allowed."""
-        return recorded(merge(self.config, changes), allowed=self._allowed, trust=self._trust)
+        plugins = plugin_names(self.config)
+        forbidden = not_among(plugins, self._allowed)
+        allowed = [name for name in plugins if name not in forbidden]
+        return recorded(merge(self.config, changes), allowed=allowed, trust=self._trust)
 
     def __repr__(self) -> str:
         objective = self.objective

@@ -49,20 +49,18 @@ def grow(command: Grow) -> int:
     from esper.api.run import Run
     from esper.export.network import require_free
     from esper.runs.evaluate import names
-    from esper.runs.plugins import load_plugins, names_task
 
     if command.to is not None:
         require_free(command.to, overwrite=command.overwrite)
-    plugins = [*joined(command.plugins), *([command.task] if names_task(command.task) else ())]
-    load_plugins(plugins)
-    own = {"seed", "task", "plugins", "device"}  # not settings of the run
+    own = {"seed", "task", "device"}  # not settings of the run
     settings = {name: value for name, value in overrides(command, joined(command.set)).items() if name not in own}
     if command.data_dir is not None:
         settings["data_dir"] = str(command.data_dir.expanduser().absolute())
+    allowed = (*settings.get("plugins", ()), command.task)
     is_run = command.controller not in names() and Path(command.controller).is_dir()
     found = grown_by(
         command.task,
-        Run(Path(command.controller), allowed=plugins, trust=command.trust) if is_run else command.controller,
+        Run(Path(command.controller), allowed=allowed, trust=command.trust) if is_run else command.controller,
         best_of=command.best_of,
         steps=command.steps,
         seed=command.seed,

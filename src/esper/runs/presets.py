@@ -137,6 +137,11 @@ def plugin_names(values: Mapping[str, Any]) -> list[str]:
     return list(names)
 
 
+def absolute_plugins(names: Sequence[str], folder: Path) -> list[str]:
+    """Plugins with absolute paths of files; relative ones lie in `folder`."""
+    return [os.path.abspath(folder / Path(name).expanduser()) if is_file(name) else name for name in names]
+
+
 def _plugins_of(values: Mapping[str, Any]) -> list[str]:
     """The plugins, and the file of the task if it is named by one."""
     names, task = plugin_names(values), values.get("task")
@@ -168,7 +173,7 @@ def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
     if isinstance(task := values.get("task"), str) and names_task(task):
         changed["task"] = absolute(task)
     if "plugins" in values:
-        changed["plugins"] = [absolute(name) if is_file(name) else name for name in plugin_names(values)]
+        changed["plugins"] = absolute_plugins(plugin_names(values), folder)
     return {**values, **changed}
 
 

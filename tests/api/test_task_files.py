@@ -62,6 +62,7 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     assert main(["export", str(run), "--to", "exported", "--trust"]) == 0
     assert main(["tasks", "mine.py:task"]) == 0
     out = capfd.readouterr().out
+    assert "host: Small, 50 parameters" in out  # 40 of the convolution, 10 of the head
     assert "● body   4 channels" in out
 
     assert main(["grow", "mine.py:task", "--controller", str(run), "--best-of", "2", "--to", "grown", *FAST[:-2]]) == 0

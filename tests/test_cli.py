@@ -18,7 +18,7 @@ import torch
 
 import small_runs
 from esper.cli import main
-from esper.cli.train import _why
+from esper.runs.training import why_chosen
 from small_runs import contents, records, summary
 
 ESPER = (sys.executable, "-m", "esper.cli")
@@ -246,7 +246,7 @@ def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "train, evaluate, export, tasks"),
+        ("", "train, evaluate, grow, export, tasks"),
         ("bogus", "Unrecognized options: bogus"),
         ("train --roundz 3", "--rounds"),
         ("train --rounds ten", "ten"),
@@ -422,8 +422,8 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
 
 def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert _why("native", cpu) == " (C++ compiled for this CPU)"
-    assert _why("streamed", cpu) == " (chosen by image size)"
-    monkeypatch.setattr("esper.cpp.build.compiler", lambda: None)
-    assert "install a C++ compiler such as g++" in _why("fused", cpu)
-    assert _why("fused", gpu) == " (chosen by image size)"
+    assert why_chosen("native", cpu) == " (C++ compiled for this CPU)"
+    assert why_chosen("streamed", cpu) == " (chosen by the size of activations)"
+    monkeypatch.setattr("esper.runs.training.compiler", lambda: None)
+    assert "install a C++ compiler such as g++" in why_chosen("fused", cpu)
+    assert why_chosen("fused", gpu) == " (chosen by the size of activations)"

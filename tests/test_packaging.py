@@ -25,6 +25,7 @@ READS = re.compile(
     )
 )
 MAY_READ = {
+    "api/task.py": "tries a loss of the user's, before the run",
     "tolaria/runtime.py": "the border between device and host",
     "tolaria/prefixes.py": "numpy arrays of the structure that was read",
     "tolaria/executors/": "numpy arrays of the structure that was read (`tolist` alone: see ONLY)",

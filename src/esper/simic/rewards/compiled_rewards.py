@@ -187,7 +187,7 @@ def _output(
         info=torch.stack([info.get(name, x.zero) for name in REWARD_INFO]).T,
         escrow_next=escrow_next,
         drip_opened=x.zero if opened is None else opened,
-        flags=torch.stack((suspected, x.ransoming)).to(torch.bool).T,
+        flags=torch.stack((suspected, x.ransoming)).to(torch.float32).to(torch.bool).T,  # compiled: by vectors
     )
 
 

@@ -13,7 +13,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import MIN_CONTRIBUTION, MIN_PRUNE_AGE
-from esper.simic.rewards.masks import above, at_least, below, choose, equal
+from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
 from esper.simic.rewards.row import NEW_SEED_POTENTIAL, Row, at_the_end, combine, legitimacy, potential_repaid, shaping
 
 UNKNOWN_PROGRESS_SHARE = 0.5
@@ -51,8 +51,8 @@ class Credit:
 def timing(x: Row, epochs: Tensor) -> Tensor:
     """Factor for a germination at step `epochs`; below 1 while the host itself is untrained."""
     warmup = x.w["germination_warmup_epochs"]
-    missing = above(warmup, 0) * x.on("timing_discount") * (1 - x.w["germination_discount_floor"])
-    return torch.clamp(missing / torch.clamp(warmup, min=1.0) * epochs + (1 - missing), max=1.0)
+    missing = above(warmup, 0) * x.on("timing_discount") * no(x.w["germination_discount_floor"])
+    return torch.clamp(missing / torch.clamp(warmup, min=1.0) * epochs + no(missing), max=1.0)
 
 
 def ratio_penalty(x: Row, trusted: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def raw_attribution(x: Row, progress: Tensor) -> Tensor:
 def credit_of(x: Row) -> Credit:
     """Credit of a step in mode `x.mode`."""
     harmful, escrow = x.seed * below(x.g, 0), x.mode == "escrow"
-    growing = 1 - x.fossil
+    growing = no(x.fossil)
     one = torch.ones_like(x.c)
     discount = one
     if not escrow:
@@ -86,17 +86,21 @@ def credit_of(x: Row) -> Credit:
     progress, account = x.number("total_improvements"), x.known("escrow_credits")
     if escrow:  # without the unstable part of the gain
         progress = progress - (x.val_acc - x.number("stable_val_accs"))
-    raw, harm, credited = raw_attribution(x, progress), torch.clamp(x.c, max=0.0), x.c_known * at_least(x.c, 0) * growing
+    raw, harm, credited = (
+        raw_attribution(x, progress),
+        torch.clamp(x.c, max=0.0),
+        x.c_known * at_least(x.c, 0) * growing,
+    )
     target = change = x.zero
     factor = one
     if escrow:
         target, change = _account(x, raw, penalty, account, credited, growing)
-        earned = change + x.w["contribution_weight"] * harm * growing * (1 - x.prune)
-        earned = earned * (1 - x.fossilize * harmful)
+        earned = change + x.w["contribution_weight"] * harm * growing * no(x.prune)
+        earned = earned * no(x.fossilize * harmful)
     else:
         factor = choose(credited * x.seed, timing(x, x.epoch - x.age), one)
         earned = x.w["contribution_weight"] * (harm + raw * discount * factor + _proxy(x))
-        earned = (earned * (1 - x.fossilize * harmful - 2 * x.prune) + penalty) * growing
+        earned = (earned * no(x.fossilize * harmful + 2 * x.prune) + penalty) * growing
     return Credit(
         attribution=earned, discount=discount, trusted=trusted, harmful=harmful, ratio_penalty=penalty, timing=factor,
         progress=progress, account=account, target=target, change=change,
@@ -105,7 +109,7 @@ def credit_of(x: Row) -> Credit:
 
 def _proxy(x: Row) -> Tensor:
     """Mode shaped: a share of the stage's gain while c is not measured."""
-    blended = x.seed * at_least(x.stage, int(SeedStage.BLENDING)) * (1 - x.c_known)
+    blended = x.seed * at_least(x.stage, int(SeedStage.BLENDING)) * no(x.c_known)
     return x.w["proxy_confidence_factor"] * torch.relu(x.known("stage_improvements")) * blended
 
 
@@ -114,7 +118,7 @@ def _account(
 ) -> tuple[Tensor, Tensor]:
     """Mode escrow: target balance and change; gains are bounded by the clip, losses are not."""
     clip = x.w["escrow_delta_clip"]
-    target = choose(growing, torch.relu(x.w["contribution_weight"] * raw + penalty), account) * (1 - x.prune)
+    target = choose(growing, torch.relu(x.w["contribution_weight"] * raw + penalty), account) * no(x.prune)
     gap, bound = target - account, torch.where(clip > 0, clip, torch.inf)
     bounded = torch.minimum(torch.maximum(gap, -bound), bound)
     change = choose(credited, bounded, gap * below(x.c, 0) * growing)
@@ -124,7 +128,7 @@ def _account(
 def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
     """All terms of a step."""
     w, e, earning = x.w, x.dwell, above(credit.attribution, 0)
-    waiting = x.held * at_least(e, 2) * earning * (1 - x.fossilize - x.prune)
+    waiting = x.held * at_least(e, 2) * earning * no(x.fossilize + x.prune)
     dwell_price = torch.clamp(-0.05 * e, min=-0.3)
     help_given = torch.relu(x.known("interaction_sums"))
     rent = torch.maximum(-w["rent_weight"] * torch.log1p(torch.relu(x.occupancy / x.host_floor)), -w["max_rent"])
@@ -137,7 +141,7 @@ def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
         "blending_warning": (dwell_price - 0.1) * credit.harmful * x.in_stage(SeedStage.BLENDING),
         "holding_warning": dwell_price * waiting,
         "potential": shaping(x),
-        "synergy": 0.1 * torch.tanh(0.5 * help_given) * x.seed * credit.trusted * earning,
+        "synergy": (0.2 * torch.sigmoid(help_given) - 0.1) * x.seed * credit.trusted * earning,
         "rent": rent * above(x.host_params, 0),
         "alpha_shock": shock * x.on("anti_gaming"),
         "occupancy": -w["seed_occupancy_cost"] * crowd,
@@ -182,12 +186,12 @@ def _pruning(x: Row) -> Tensor:
     """PRUNE: minus the seed's potential; a bonus for a harmful seed, a penalty for a helpful or very young one."""
     w, c, worst = x.w, x.c, x.w["prune_good_seed_penalty"]
     hasty = below(x.age, w["min_prune_bonus_age"])
-    hurting = w["prune_hurting_bonus"] * (1 - hasty) - 0.1 * hasty
+    hurting = w["prune_hurting_bonus"] * no(hasty) - 0.1 * hasty
     judged = choose(below(c, w["prune_hurting_threshold"]), hurting, w["prune_acceptable_bonus"])
     judged = choose(below(c, 0), judged, torch.maximum(worst - 0.05 * c, 3 * worst)) * x.c_known
-    judged = choose(below(x.age, MIN_PRUNE_AGE), worst * (MIN_PRUNE_AGE - x.age), judged)
+    judged = choose(below(x.age, MIN_PRUNE_AGE), -worst * (x.age - MIN_PRUNE_AGE), judged)
     judged = choose(x.fossil, w["prune_fossilized_penalty"], judged)
-    return w["prune_cost"] - potential_repaid(x) + judged * x.seed - 0.2 * (1 - x.seed)
+    return w["prune_cost"] - potential_repaid(x) + judged * x.seed - 0.2 * no(x.seed)
 
 
 def suspected_ratio(x: Row, credit: Credit) -> Tensor:

@@ -5,6 +5,7 @@ masked must be finite on all rows, because 0 * NaN is NaN; comparisons with NaN 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -37,5 +38,17 @@ def choose(mask: Tensor, value: Tensor, other: Tensor) -> Tensor:
     return torch.lerp(other, value, mask)
 
 
+def no(mask: Tensor) -> Tensor:
+    """Where the mask does not hold."""
+    return torch.sub(_constant(1.0, mask.device), mask)
+
+
 def _compared(compare: Callable[..., Tensor], value: Tensor, limit: Number) -> Tensor:
+    limit = limit if isinstance(limit, Tensor) else _constant(float(limit), value.device)
     return compare(value, limit, out=torch.empty_like(value))
+
+
+@lru_cache(maxsize=256)
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A scalar, cached because an operator would convert a Python number in each call."""
+    return torch.tensor(value, dtype=torch.float64, device=device)

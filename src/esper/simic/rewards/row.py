@@ -14,7 +14,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import LEGITIMATE_HOLD
-from esper.simic.rewards.masks import above, below, choose, equal
+from esper.simic.rewards.masks import above, below, choose, equal, no
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """Potential rewarded to GERMINATE, before weight, discount and timing."""
@@ -82,7 +82,7 @@ class Row:
 
     def on(self, switch: str) -> Tensor:
         """1 unless the configuration sets `disable_<switch>`; a scalar."""
-        return 1 - self.w["disable_" + switch]
+        return no(self.w["disable_" + switch])
 
     def is_op(self, op: LifecycleOp) -> Tensor:
         """Mask of rows whose effective operation is `op`."""

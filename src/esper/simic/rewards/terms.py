@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION
-from esper.simic.rewards.masks import above, at_least, below, choose, equal
+from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
 from esper.simic.rewards.row import Row, at_the_end, combine, legitimacy, potential_repaid, shaping
 
 REWARD_TERMS = (
@@ -70,9 +70,9 @@ def _full_basic_bonus(x: Row) -> Tensor:
 def _basic_fossilization(x: Row) -> Tensor:
     """FOSSILIZE of a live seed: the immediate part of the bonus, or a penalty."""
     w = x.w
-    valid = x.held * (1 - above(x.c, 0.1) * (1 - above(x.g, 0)))
+    valid = x.held * no(above(x.c, 0.1) * no(above(x.g, 0)))
     wrong = choose(valid, w["basic_fossilize_noncontributing_penalty"], w["basic_fossilize_invalid_penalty"])
-    return choose(_earns_basic_bonus(x), (1 - w["drip_fraction"]) * _full_basic_bonus(x), wrong) * x.fossilize * x.seed
+    return choose(_earns_basic_bonus(x), no(w["drip_fraction"]) * _full_basic_bonus(x), wrong) * x.fossilize * x.seed
 
 
 def drip_opened(x: Row) -> Tensor:
@@ -102,7 +102,7 @@ def simplified_terms(x: Row) -> Terms:
     """Stage potential, one cost for every operation, accuracy and contributing fossils in the last step."""
     return {
         "potential": shaping(x),
-        "action": -0.01 * (1 - x.is_op(LifecycleOp.WAIT)),
+        "action": -0.01 * no(x.is_op(LifecycleOp.WAIT)),
         "terminal": at_the_end(x, 3 * x.val_acc / 100 + 2 * x.known("num_contributing")),
     }
 
@@ -123,7 +123,7 @@ def loss_terms(x: Row) -> Terms:
     share = (w["baseline_loss"] - loss.nan_to_num(nan=0.0)) / (span + equal(span, 0))
     return {
         "loss_delta": -w["loss_delta_weight"] * scaled,
-        "rent": rent * above(host, 0) * (1 - young),
+        "rent": rent * above(host, 0) * no(young),
         "potential": w["stage_potential_weight"] * (GAMMA * x.stage_potential - x.previous_potential) * x.seed,
         "terminal": w["terminal_loss_weight"] * torch.clamp(share, min=0.0, max=1.0) * x.last * equal(loss, loss),
     }
@@ -140,7 +140,7 @@ def _worth(x: Row, accuracy: Tensor, params: Tensor) -> Tensor:
 
 def objective_potential(x: Row) -> Tensor:
     """J of the current model; 0 in the last step, so that the shaping telescopes."""
-    return _worth(x, x.val_acc, x.added_params) * (1 - x.last)
+    return _worth(x, x.val_acc, x.added_params) * no(x.last)
 
 
 def objective_terms(x: Row) -> Terms:

@@ -47,7 +47,7 @@ def explained(what: str, error: Exception) -> ConfigError:
 def compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
     """The graph compiled for the shapes and dtypes of `inputs`; raises RuntimeError, ImportError if that fails.
 
-    Without the guards of `torch.compile` and without assertions on sizes: `CompiledStep` has compared shapes, dtypes and
+    Without the guards of `torch.compile` and assertions on sizes: `CompiledStep` has compared shapes, dtypes and
     devices, and a second check of a hundred arguments takes as long as a small graph.
     """
     from torch._inductor import compile as compile_graph  # imported late: it takes seconds
@@ -62,7 +62,7 @@ def _decompositions() -> dict[Any, Callable[..., Tensor]]:
 
     def nan_to_num(
         x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-    ) -> Tensor:
+    ) -> Any:  # noqa: ANN401 -- NotImplemented: not replaced
         if posinf is not None or neginf is not None or not x.is_floating_point():
             return NotImplemented
         most = torch.finfo(x.dtype).max

@@ -131,19 +131,15 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     check_arguments(given)
     for name, clock in (("epoch", epoch), ("max_epochs", max_epochs)):
         check_clock(name, clock, len(actions))
-    by_name = _by_name if torch.compiler.is_compiling() else _kept_by_name
-    weights = by_name(config_weights, mode == "loss")
+    weights = _by_name(config_weights, mode == "loss")
     x = row_of(given, weights, _clock(epoch, val_accs), _clock(max_epochs, val_accs), mode, attribution)
     return _in_dtype(_with_credit(x) if mode in CREDIT_MODES else _without_credit(x), val_accs.dtype)
 
 
+@lru_cache(maxsize=16)  # every step of a run has the same vector, and 65 views cost as much as thirty operators
 def _by_name(config_weights: Tensor, loss: bool) -> Mapping[str, Tensor]:
     """Each packed number as a view of the vector."""
     return dict(zip(LOSS_FIELDS if loss else WEIGHT_NAMES, config_weights.unbind(), strict=True))
-
-
-_kept_by_name = lru_cache(maxsize=16)(_by_name)
-"""Cached: every step of a run has the same vector, and 65 views cost as much as thirty operators."""
 
 
 def _with_credit(x: Row) -> RewardOutput:

@@ -14,7 +14,7 @@ from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
-from esper.simic.rewards.row import NEW_SEED_POTENTIAL, Row, at_the_end, combine, legitimacy, potential_repaid, shaping
+from esper.simic.rewards.row import NEW_SEED_POTENTIAL, Row, at_the_end, combine, legitimacy, shaping
 
 UNKNOWN_PROGRESS_SHARE = 0.5
 """Share of a contribution credited while progress since germination is unknown."""
@@ -32,8 +32,8 @@ class Credit:
 
     `attribution` before shaping and costs; `discount` factor of a harmful seed; `ratio_penalty` <= 0 of a contribution
     that the gate signal does not support; `timing` factor of the germination; `progress` since germination, NaN where
-    unknown; `account` before the step, its `target` and its `change` (0 in `shaped`). Masks: `trusted`, discount >= 0.5;
-    `harmful`, a live seed with a negative gate signal.
+    unknown; `account` before the step, its `target` and its `change` (0 in `shaped`). Masks: `trusted` where
+    discount >= 0.5, `harmful` where a live seed has a negative gate signal.
     """
 
     attribution: Tensor
@@ -57,7 +57,7 @@ def timing(x: Row, epochs: Tensor) -> Tensor:
 
 def ratio_penalty(x: Row, trusted: Tensor) -> Tensor:
     """Penalty for a contribution that is large against the gate signal, or that no positive gate signal supports."""
-    w, limit, safe = x.w, x.w["hacking_ratio_threshold"], x.w["improvement_safe_threshold"]
+    limit, safe = x.w["hacking_ratio_threshold"], x.w["improvement_safe_threshold"]
     excess = torch.relu(x.c / torch.maximum(x.g, safe) - limit)
     penalty = choose(above(x.g, safe), (-RATIO_PENALTY_STEP / limit) * excess, UNSUPPORTED_PENALTY * x.c)
     suspicious = x.seed * x.g_known * trusted * above(x.c, SUSPICIOUS_CONTRIBUTION)
@@ -85,7 +85,7 @@ def credit_of(x: Row) -> Credit:
     penalty = ratio_penalty(x, trusted)
     progress, account = x.number("total_improvements"), x.known("escrow_credits")
     if escrow:  # without the unstable part of the gain
-        progress = progress - (x.val_acc - x.number("stable_val_accs"))
+        progress = progress - (x.known("val_accs") - x.number("stable_val_accs"))
     raw, harm, credited = (
         raw_attribution(x, progress),
         torch.clamp(x.c, max=0.0),
@@ -147,7 +147,7 @@ def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
         "occupancy": -w["seed_occupancy_cost"] * crowd,
         "fossil_upkeep": -w["fossilized_maintenance_cost"] * num_fossilized,
         "action": _action(x),
-        "terminal": at_the_end(x, w["terminal_acc_weight"] * x.val_acc),
+        "terminal": at_the_end(x, w["terminal_acc_weight"] * x.known("val_accs")),
     }
 
 
@@ -191,7 +191,7 @@ def _pruning(x: Row) -> Tensor:
     judged = choose(below(c, 0), judged, torch.maximum(worst - 0.05 * c, 3 * worst)) * x.c_known
     judged = choose(below(x.age, MIN_PRUNE_AGE), -worst * (x.age - MIN_PRUNE_AGE), judged)
     judged = choose(x.fossil, w["prune_fossilized_penalty"], judged)
-    return w["prune_cost"] - potential_repaid(x) + judged * x.seed - 0.2 * no(x.seed)
+    return w["prune_cost"] - x.shaping_weight * x.potential + judged * x.seed - 0.2 * no(x.seed)
 
 
 def suspected_ratio(x: Row, credit: Credit) -> Tensor:

@@ -63,12 +63,6 @@ class Row:
     g: Tensor
     g_known: Tensor
 
-    def exact(self, name: str) -> Tensor:
-        """Argument `name`, which every call passes, in its own dtype."""
-        value = self.given[name]
-        assert value is not None, name
-        return value
-
     def number(self, name: str) -> Tensor:
         """Argument `name`, NaN where it is missing."""
         return _number(self.given, name)
@@ -96,11 +90,6 @@ class Row:
     def zero(self) -> Tensor:
         """0 in every row."""
         return torch.zeros_like(self.c)
-
-    @cached_property
-    def val_acc(self) -> Tensor:
-        """Accuracy of the whole model, 0 where missing."""
-        return self.known("val_accs")
 
     @cached_property
     def prune(self) -> Tensor:
@@ -143,15 +132,16 @@ class Row:
         measured = self.number("effective_seed_params")
         return choose(equal(measured, measured), measured.nan_to_num(nan=0.0), self.added_params)
 
-    @cached_property
-    def stage_potential(self) -> Tensor:
-        """Potential of the target's stage; IndexError for an unknown stage."""
-        return potential_table(self.c.device).index_select(0, self.exact("stages"))
+    def potential_of(self, name: str) -> Tensor:
+        """Potential of the stages in argument `name`; IndexError for an unknown stage."""
+        stages = self.given[name]
+        assert stages is not None
+        return potential_table(stages.device).index_select(0, stages)
 
     @cached_property
-    def previous_potential(self) -> Tensor:
-        """Potential of the stage before that; IndexError for an unknown stage."""
-        return potential_table(self.c.device).index_select(0, self.exact("previous_stages"))
+    def stage_potential(self) -> Tensor:
+        """Potential of the target's stage."""
+        return self.potential_of("stages")
 
     @cached_property
     def shaping_weight(self) -> Tensor:
@@ -228,14 +218,9 @@ def _waiting(x: Row, epochs: Tensor) -> Tensor:
 def shaping(x: Row) -> Tensor:
     """F = weight * (gamma * phi(now) - phi(before)), potential-based (Ng, Harada and Russell, ICML 1999)."""
     entered = equal(x.dwell, 0)
-    before = choose(entered, x.previous_potential, x.stage_potential)
+    before = choose(entered, x.potential_of("previous_stages"), x.stage_potential)
     before = before + _waiting(x, choose(entered, x.known("previous_epochs"), x.dwell - 1))
     return x.shaping_weight * (x.w["gamma"] * x.potential - before)
-
-
-def potential_repaid(x: Row) -> Tensor:
-    """Stage potential that PRUNE gives back."""
-    return x.shaping_weight * x.potential
 
 
 def legitimacy(x: Row) -> Tensor:

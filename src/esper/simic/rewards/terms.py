@@ -11,7 +11,7 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION
 from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
-from esper.simic.rewards.row import Row, at_the_end, combine, legitimacy, potential_repaid, shaping
+from esper.simic.rewards.row import Row, at_the_end, combine, legitimacy, shaping
 
 REWARD_TERMS = (
     "attribution", "blending_warning", "holding_warning", "potential", "synergy", "rent", "alpha_shock",
@@ -38,7 +38,7 @@ def basic_terms(x: Row) -> Terms:
     w = x.w
     last_gain = w["basic_acc_delta_weight"] * x.known("acc_deltas") / 100
     return {
-        "potential": choose(x.prune, -potential_repaid(x), shaping(x)),
+        "potential": choose(x.prune, -x.shaping_weight * x.potential, shaping(x)),
         "rent": -w["param_penalty_weight"] * x.occupancy / w["param_budget"],
         "action": _basic_fossilization(x),
         "terminal": at_the_end(x, last_gain),
@@ -48,7 +48,7 @@ def basic_terms(x: Row) -> Terms:
 def basic_plus_terms(x: Row) -> Terms:
     """Basic, plus bounded instalments of open pools in proportion to the current contributions of their fossils."""
     terms, scales, contributions = basic_terms(x), x.given["drip_scales"], x.given["drip_contributions"]
-    terms["drip"] = torch.zeros_like(x.val_acc)
+    terms["drip"] = x.zero
     if scales is not None and contributions is not None:
         drip, most = scales.to(torch.float64) * contributions.to(torch.float64), x.w["max_drip_per_epoch"]
         drip = torch.minimum(torch.maximum(drip, -x.w["negative_drip_ratio"] * most), most)
@@ -103,7 +103,7 @@ def simplified_terms(x: Row) -> Terms:
     return {
         "potential": shaping(x),
         "action": -0.01 * no(x.is_op(LifecycleOp.WAIT)),
-        "terminal": at_the_end(x, 3 * x.val_acc / 100 + 2 * x.known("num_contributing")),
+        "terminal": at_the_end(x, 3 * x.known("val_accs") / 100 + 2 * x.known("num_contributing")),
     }
 
 
@@ -124,7 +124,9 @@ def loss_terms(x: Row) -> Terms:
     return {
         "loss_delta": -w["loss_delta_weight"] * scaled,
         "rent": rent * above(host, 0) * no(young),
-        "potential": w["stage_potential_weight"] * (GAMMA * x.stage_potential - x.previous_potential) * x.seed,
+        "potential": w["stage_potential_weight"]
+        * (GAMMA * x.stage_potential - x.potential_of("previous_stages"))
+        * x.seed,
         "terminal": w["terminal_loss_weight"] * torch.clamp(share, min=0.0, max=1.0) * x.last * equal(loss, loss),
     }
 
@@ -140,7 +142,7 @@ def _worth(x: Row, accuracy: Tensor, params: Tensor) -> Tensor:
 
 def objective_potential(x: Row) -> Tensor:
     """J of the current model; 0 in the last step, so that the shaping telescopes."""
-    return _worth(x, x.val_acc, x.added_params) * no(x.last)
+    return _worth(x, x.known("val_accs"), x.added_params) * no(x.last)
 
 
 def objective_terms(x: Row) -> Terms:

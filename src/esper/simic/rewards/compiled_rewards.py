@@ -17,7 +17,7 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, nearest
 from esper.simic.rewards.config import LOSS_FIELDS, MODES, WEIGHT_NAMES, Attribution
 from esper.simic.rewards.credit import contribution_terms, credit_of, suspected_ratio
-from esper.simic.rewards.row import Row, row_of
+from esper.simic.rewards.row import Row, number, row_of
 from esper.simic.rewards.terms import PLAIN_MODES, REWARD_INFO, REWARD_TERMS, drip_opened, objective_potential
 
 FloatN = Float[Tensor, " N"]
@@ -148,7 +148,7 @@ def _with_credit(x: Row) -> RewardOutput:
     following = credit.account + credit.change
     info = {
         "discount": credit.discount, "ratio_penalty": credit.ratio_penalty, "timing": credit.timing,
-        "progress": credit.progress, "growth": x.occupancy / x.host_floor, "escrow_prev": credit.account,
+        "progress": credit.progress, "growth": x.growth, "escrow_prev": credit.account,
         "escrow_target": credit.target, "escrow_delta": credit.change, "escrow_next": following,
     }  # fmt: skip
     return _output(x, contribution_terms(x, credit), info, suspected_ratio(x, credit), escrow_next=following)
@@ -157,10 +157,10 @@ def _with_credit(x: Row) -> RewardOutput:
 def _without_credit(x: Row) -> RewardOutput:
     """All other modes; info columns without meaning hold neutral values."""
     one, account = torch.ones_like(x.c), x.known("escrow_credits")
-    info = {"discount": one, "timing": one, "progress": x.number("total_improvements")}
+    info = {"discount": one, "timing": one, "progress": number(x.given, "total_improvements")}
     info |= {"escrow_prev": account, "escrow_next": account}
     if x.mode != "loss":
-        info["growth"] = x.occupancy / x.host_floor
+        info["growth"] = x.growth
     if x.mode == "objective":
         info["objective_potential"] = objective_potential(x)
     opened = drip_opened(x) if x.mode == "basic_plus" else None

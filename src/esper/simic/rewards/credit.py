@@ -14,7 +14,7 @@ from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
-from esper.simic.rewards.row import NEW_SEED_POTENTIAL, Row, at_the_end, combine, legitimacy, shaping
+from esper.simic.rewards.row import NEW_SEED_POTENTIAL, Row, at_the_end, combine, legitimacy, number, shaping
 
 UNKNOWN_PROGRESS_SHARE = 0.5
 """Share of a contribution credited while progress since germination is unknown."""
@@ -83,9 +83,9 @@ def credit_of(x: Row) -> Credit:
         discount = choose(harmful * x.c_known, torch.sigmoid(x.g * x.w["attribution_sigmoid_steepness"]), one)
     trusted = at_least(discount, 0.5)
     penalty = ratio_penalty(x, trusted)
-    progress, account = x.number("total_improvements"), x.known("escrow_credits")
+    progress, account = number(x.given, "total_improvements"), x.known("escrow_credits")
     if escrow:  # without the unstable part of the gain
-        progress = progress - (x.known("val_accs") - x.number("stable_val_accs"))
+        progress = progress - (x.known("val_accs") - number(x.given, "stable_val_accs"))
     raw, harm, credited = (
         raw_attribution(x, progress),
         torch.clamp(x.c, max=0.0),
@@ -131,7 +131,7 @@ def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
     waiting = x.held * at_least(e, 2) * earning * no(x.fossilize + x.prune)
     dwell_price = torch.clamp(-0.05 * e, min=-0.3)
     help_given = torch.relu(x.known("interaction_sums"))
-    rent = torch.maximum(-w["rent_weight"] * torch.log1p(torch.relu(x.occupancy / x.host_floor)), -w["max_rent"])
+    rent = torch.maximum(-w["rent_weight"] * torch.log1p(torch.relu(x.growth)), -w["max_rent"])
     moved = torch.relu(x.known("alpha_delta_sq_sums"))
     shock = torch.maximum(-w["alpha_shock_coef"] * moved, -w["alpha_shock_cap"])
     num_fossilized = x.known("num_fossilized")

@@ -63,10 +63,6 @@ class Row:
     g: Tensor
     g_known: Tensor
 
-    def number(self, name: str) -> Tensor:
-        """Argument `name`, NaN where it is missing."""
-        return _number(self.given, name)
-
     def known(self, name: str) -> Tensor:
         """Argument `name`, 0 where it is missing."""
         value = self.given[name]
@@ -117,6 +113,11 @@ class Row:
         return self.known("host_params")
 
     @cached_property
+    def growth(self) -> Tensor:
+        """Occupied parameters in shares of the host's."""
+        return self.occupancy / self.host_floor
+
+    @cached_property
     def host_floor(self) -> Tensor:
         """Denominator of growth: the host's parameters, at least the configured floor."""
         return torch.maximum(self.host_params, self.w["rent_host_params_floor"])
@@ -129,7 +130,7 @@ class Row:
     @cached_property
     def occupancy(self) -> Tensor:
         """Seed parameters weighted by alpha; all added parameters where that is missing."""
-        measured = self.number("effective_seed_params")
+        measured = number(self.given, "effective_seed_params")
         return choose(equal(measured, measured), measured.nan_to_num(nan=0.0), self.added_params)
 
     def potential_of(self, name: str) -> Tensor:
@@ -168,7 +169,7 @@ def row_of(
     attribution: str,
 ) -> Row:
     """The row of a call; `given` has the names of the kernel's arguments."""
-    c, g = _number(given, "seed_contributions"), _number(given, "counterfactual_improvements")
+    c, g = number(given, "seed_contributions"), number(given, "counterfactual_improvements")
     return Row(
         given=given,
         w=w,
@@ -177,11 +178,11 @@ def row_of(
         epoch=epoch,
         last=(epoch == max_epochs).to(torch.float64),
         steps_left=max_epochs - epoch,
-        op=_number(given, "actions"),
-        stage=_number(given, "stages"),
-        seed=_number(given, "has_seed_mask"),
-        dwell=_number(given, "epochs_in_stage"),
-        age=_number(given, "seed_ages"),
+        op=number(given, "actions"),
+        stage=number(given, "stages"),
+        seed=number(given, "has_seed_mask"),
+        dwell=number(given, "epochs_in_stage"),
+        age=number(given, "seed_ages"),
         c=c.nan_to_num(nan=0.0),
         c_known=equal(c, c),
         g=g.nan_to_num(nan=0.0),
@@ -189,7 +190,8 @@ def row_of(
     )
 
 
-def _number(given: Mapping[str, Tensor | None], name: str) -> Tensor:
+def number(given: Mapping[str, Tensor | None], name: str) -> Tensor:
+    """Argument `name` as float64, NaN where it is missing."""
     value = given[name]
     if value is None:
         value = given["seed_contributions"]

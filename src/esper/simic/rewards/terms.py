@@ -11,7 +11,7 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION
 from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
-from esper.simic.rewards.row import Row, at_the_end, combine, legitimacy, shaping
+from esper.simic.rewards.row import Row, at_the_end, combine, legitimacy, number, shaping
 
 REWARD_TERMS = (
     "attribution", "blending_warning", "holding_warning", "potential", "synergy", "rent", "alpha_shock",
@@ -112,7 +112,7 @@ def simplified_terms(x: Row) -> Terms:
 
 def loss_terms(x: Row) -> Terms:
     """Normalized decrease of the loss, rent (not while the target seed is new), stage shaping, and the last loss."""
-    w, bound, host, loss = x.w, x.w["max_loss_delta"], x.host_params, x.number("val_losses")
+    w, bound, host, loss = x.w, x.w["max_loss_delta"], x.host_params, number(x.given, "val_losses")
     scaled = x.known("loss_deltas") / w["typical_loss_delta_std"]
     scaled = torch.minimum(torch.maximum(scaled, -bound), bound)
     scaled = torch.clamp(scaled, max=0.0) + w["regression_penalty_scale"] * torch.relu(scaled)

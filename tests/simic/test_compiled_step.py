@@ -52,23 +52,6 @@ def test_another_form_of_arguments_is_a_graph_of_its_own_and_is_counted():
     assert graphs_compiled() == before + 3
 
 
-def test_operators_that_are_replaced_before_compilation_give_the_same_numbers():
-    def replaced(x: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        above = torch.gt(x, limit, out=torch.empty_like(x))
-        return (
-            x.nan_to_num(nan=0.5),
-            x.nan_to_num(nan=0.0, posinf=7.0, neginf=-7.0),
-            torch.lerp(limit, limit + 3, above),
-        )
-
-    most = torch.finfo(torch.float64).max
-    x, limit = torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0], dtype=torch.float64), torch.ones(4).double()
-    plain, bounded, chosen = CompiledStep(replaced, name="the toy")(x, limit)
-    assert plain.tolist() == [0.5, most, -most, 2.0]
-    assert bounded.tolist() == [0.0, 7.0, -7.0, 2.0]
-    assert chosen.tolist() == [1.0, 4.0, 1.0, 4.0]
-
-
 def test_a_plain_number_would_be_recorded_for_good_and_is_refused():
     with pytest.raises(TypeError, match="plain number 3"):
         CompiledStep(lambda a, n: a * n, name="the toy")(torch.ones(2), 3)

@@ -47,36 +47,13 @@ def explained(what: str, error: Exception) -> ConfigError:
 def compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
     """The graph compiled for the shapes and dtypes of `inputs`; raises RuntimeError, ImportError if that fails.
 
-    Without the guards of `torch.compile` and assertions on sizes: `CompiledStep` has compared shapes, dtypes and
-    devices, and a second check of a hundred arguments takes as long as a small graph.
+    Without the guards of `torch.compile`: `CompiledStep` has compared shapes, dtypes and devices, and a second check of
+    a hundred arguments takes as long as a small graph.
     """
-    from torch._inductor import compile as compile_graph  # imported late: it takes seconds
-
-    run: Callable[..., Sequence[Tensor]] = compile_graph(graph, list(inputs), options={"size_asserts": False})
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    run = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=options)
+    run(*inputs)
     return lambda tensors: run(*tensors)
-
-
-def _decompositions() -> dict[Any, Callable[..., Tensor]]:
-    """Operators that the compiler would carry out element by element on a CPU, in terms of others."""
-    aten = torch.ops.aten
-
-    def nan_to_num(
-        x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-    ) -> Any:  # noqa: ANN401 -- NotImplemented: not replaced
-        if posinf is not None or neginf is not None or not x.is_floating_point():
-            return NotImplemented
-        most = torch.finfo(x.dtype).max
-        return torch.where(x == x, x, nan or 0.0).clamp(-most, most)
-
-    def as_numbers(compare: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-        return lambda a, b, *, out: out.copy_(torch.where(compare(a, b), torch.ones_like(out), torch.zeros_like(out)))
-
-    comparisons = {"gt": torch.gt, "ge": torch.ge, "lt": torch.lt, "eq": torch.eq}
-    return {
-        aten.nan_to_num.default: nan_to_num,
-        aten.lerp.Tensor: lambda start, end, weight: start + weight * (end - start),
-        **{getattr(aten, name).Tensor_out: as_numbers(compare) for name, compare in comparisons.items()},
-    }
 
 
 @dataclass(frozen=True)
@@ -150,7 +127,7 @@ class CompiledStep:
             return [x.detach().clone(memory_format=torch.contiguous_format) for x in (*self._weights.values(), *given)]
 
         self._function(*unflatten(form, list(given)))  # fills the cached tables, which become constants
-        graph = make_fx(on_tensors, decomposition_table=_decompositions())(*own())
+        graph = make_fx(on_tensors)(*own())
         try:
             run = compiled(graph, own())
         except (RuntimeError, ImportError) as error:  # the errors of the compiler

@@ -190,7 +190,7 @@ def _assembled(config: "RunConfig") -> "Parts":
         RunConsole().say(
             "compiling (half a minute or more in the first run, seconds once the compiler cache is filled)"
         )
-    return assemble(config, device)
+    return assemble(config, device, RunConsole().say)
 
 
 def _why(executor: str, device: "torch.device") -> str:

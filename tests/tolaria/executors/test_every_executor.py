@@ -169,7 +169,7 @@ def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatc
     bench = grown_bench(executor)
     found, whole = bench.measure(shapley=True)
     tested = bench.executor.committed_accuracy("test", bench.slots)
-    monkeypatch.setattr("esper.tolaria.executors.host_data.MAX_FLOATS", 1)
+    monkeypatch.setattr("esper.tolaria.executors.host_data._MAX_FLOATS_ON_CPU", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
     assert len(answers.seen) >= len(bench.data.val.y)

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from esper.export.network import GrownNetwork
-from grown_hosts import TOPOLOGIES, GrownHosts, grown
+from hosts_to_export import TOPOLOGIES, GrownHosts, grown
 
 
 @pytest.fixture(scope="session")

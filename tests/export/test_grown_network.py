@@ -16,7 +16,7 @@ from esper.export.network import GrownNetwork, flops
 from esper.leyline.errors import ExportError
 from esper.leyline.stages import SeedStage
 from esper.tasks.registry import task_by_name
-from grown_hosts import TOPOLOGIES, outputs
+from hosts_to_export import TOPOLOGIES, outputs
 
 HOST_PARAMS = (9 * 4 + 2 * 4) + (9 * 4 * 8 + 2 * 8) + (8 * 3 + 3)
 HOST_FLOPS = 2 * (36 * 9 * 4 + 9 * 9 * 4 * 8 + 8 * 3)  # 6x6 pixels in block 0, 3x3 in block 1

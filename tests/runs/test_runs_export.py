@@ -11,7 +11,7 @@ import small_runs
 from esper.export.network import load
 from esper.runs.checkpoint import checkpoints
 from esper.tasks.registry import task_by_name
-from grown_hosts import TOPOLOGIES
+from hosts_to_export import TOPOLOGIES
 from small_runs import contents, interrupted_at, main
 
 TOPOLOGY = ("--seed", "1", "--set", f"topology={json.dumps(list(TOPOLOGIES[0].lines))}")

@@ -65,7 +65,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Row:
     """Medians of one kind of hosts: milliseconds of the loops and of esper, and the ratios within each repetition."""
 
     name: str
@@ -144,7 +144,7 @@ def with_threads(threads: int, work: Callable[[], object]) -> Callable[[], objec
     return run
 
 
-def compared(shape: Shape | TextShape, options: Options, *, executor: ExecutorChoice = "auto") -> Result:
+def compared(shape: Shape | TextShape, options: Options, *, executor: ExecutorChoice = "auto") -> Row:
     """Training and coalitions of esper against the loops."""
     torch.set_num_threads(1)
     train, val, workers = shape.batch * options.batches, options.val_examples, options.workers
@@ -160,7 +160,7 @@ def compared(shape: Shape | TextShape, options: Options, *, executor: ExecutorCh
     shared.close()
     speed_ups = [loop / own for own, loop in found["train"]]
     medians = {name: [statistics.median(side) for side in zip(*pairs, strict=True)] for name, pairs in found.items()}
-    return Result(
+    return Row(
         name=f"{options.hosts} x {shape.name}",
         executor=shared.taken,
         train_loops_ms=medians["train"][1],
@@ -187,7 +187,7 @@ def paired(work: list[Callable[[], object]], repetitions: int) -> list[tuple[flo
     return pairs
 
 
-def complaints(results: dict[str, Result], options: Options) -> list[str]:
+def complaints(results: dict[str, Row], options: Options) -> list[str]:
     """The limits that are missed."""
     found = []
     for kind, result in results.items():
@@ -209,7 +209,7 @@ def main(options: Options) -> int:
     console = Console(width=140)
     console.print(table_of(results, machine))
     if options.json is not None:
-        listed = {kind: asdict(result) for kind, result in results.items()}
+        listed = [asdict(result) for result in results.values()]
         options.json.write_text(json.dumps({"environment": machine, "rows": listed}, indent=2) + "\n")
     missed = complaints(results, options)
     for line in missed:
@@ -217,7 +217,7 @@ def main(options: Options) -> int:
     return 1 if missed else 0
 
 
-def table_of(results: dict[str, Result], machine: dict[str, str | int]) -> Table:
+def table_of(results: dict[str, Row], machine: dict[str, str | int]) -> Table:
     """The results as a table."""
     page = Table(title="esper against plain loops, wall time", caption=", ".join(map(str, machine.values())))
     page.add_column("hosts")

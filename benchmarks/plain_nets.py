@@ -7,6 +7,7 @@ names that esper gives them (`seeds.<slot>.seed.conv.weight`), so that both can 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -42,6 +43,7 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.full((channels,), 0.01))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         return h * self.gamma.view(-1, 1, 1)
 
 
@@ -53,6 +55,7 @@ class TanhScale(nn.Module):
         self.strength = nn.Parameter(torch.zeros(()))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         return torch.tanh(self.strength) * h
 
 
@@ -64,6 +67,7 @@ class ChannelAttention(nn.Module):
         self.squeeze, self.excite = nn.Linear(c, max(1, c // 4), bias=False), nn.Linear(max(1, c // 4), c)
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         return h * torch.tanh(self.excite(F.silu(self.squeeze(h.mean((2, 3))))))[:, :, None, None]
 
 
@@ -75,6 +79,7 @@ class NormShift(nn.Module):
         self.norm, self.gain = norm, TanhScale()
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         return self.gain(self.norm(h) - h)
 
 
@@ -121,6 +126,7 @@ class CausalAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         p = self.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
@@ -152,6 +158,7 @@ class Gate(nn.Module):
         self.hidden, self.out = nn.Linear(channels, width), nn.Linear(width, 1)
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         if h.dim() == 4:
             return self.out(F.silu(self.hidden(h.mean((2, 3))))).sigmoid()[:, :, None, None]
         past = h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]
@@ -168,6 +175,7 @@ class GrownBlock(nn.Module):
         self.gate = Gate(grown.channels) if grown.blend == "GATE" else None
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         x = h.detach() if self.images else h
         delta = self.seed(x)
         if self.blend == "MULTIPLY":
@@ -183,6 +191,7 @@ class Block(nn.Module):
         self.conv, self.norm = _conv(a, b, 3), nn.BatchNorm2d(b)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         return F.relu(self.norm(self.conv(x)))
 
 
@@ -191,11 +200,12 @@ class PlainCNN(nn.Module):
 
     def __init__(self, channels: Sequence[int], classes: int, grown: Sequence[Grown]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(a, b) for a, b in zip(channels, channels[1:], strict=False))
+        self.blocks = nn.ModuleList(Block(a, b) for a, b in pairwise(channels))
         self.head = nn.Linear(channels[-1], classes)
         self.seeds = nn.ModuleDict({g.slot: GrownBlock(g, images=True) for g in grown})
 
     def forward(self, x: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         for i, block in enumerate(self.blocks):
             x = block(x)
             if f"r0c{i}" in self.seeds:
@@ -215,6 +225,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(p)
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         h = h + self.dropout(self.attention(self.norm1(h)))
         return h + self.dropout(self.down(F.gelu(self.up(self.norm2(h)))))
 
@@ -227,6 +238,7 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(0.02 * torch.randn(context, d))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         return h + self.weight[: h.shape[1]]
 
 
@@ -245,6 +257,7 @@ class PlainTransformer(nn.Module):
         self.seeds = nn.ModuleDict({g.slot: GrownBlock(g, images=False) for g in grown})
 
     def forward(self, x: Tensor) -> Tensor:
+        """Features or outputs of a batch."""
         h = self.dropout(self.positions(self.embedding(x)))
         for i, layer in enumerate(self.layers):
             h = layer(h)

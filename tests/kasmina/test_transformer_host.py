@@ -248,6 +248,19 @@ def test_attention_that_drops_weights_has_the_gradients_of_its_formula():
         torch.testing.assert_close(grad, formula, atol=1e-5, rtol=1e-4)
 
 
+def test_attention_that_drops_weights_trains_in_half_precision():
+    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=0.4))).train()
+    h = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for halved in (True, False):
+        draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
+        with torch.autocast("cpu", torch.bfloat16, enabled=halved):
+            out = layer(h)
+        found.append(torch.autograd.grad(out.float().square().sum(), list(layer.parameters())))
+    for half, full in zip(*found, strict=True):
+        torch.testing.assert_close(half, full, atol=0.03 * float(full.abs().max()), rtol=0.05)
+
+
 # -- many hosts at once -----------------------------------------------------------------------------------------------
 
 

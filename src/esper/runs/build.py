@@ -141,8 +141,8 @@ def _silent(line: str) -> None:
 def require_memory(config: RunConfig, dataset: Dataset, device: torch.device) -> str:
     """The predicted memory of a run in words; raises ConfigError if it does not fit."""
     rollout = rollout_bytes(config.episode_length, len(config.slots), config.ppo)
-    available = available_bytes(device)
     predicted = predict(config.engine(), config.task_spec(), dataset, device, others=rollout)
+    available = available_bytes(device)
     predicted.require(config.num_envs, available)
     total, here = predicted.total(config.num_envs), available + predicted.process
     return f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host"

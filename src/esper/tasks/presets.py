@@ -121,7 +121,7 @@ TINYSHAKESPEARE_SMALL = register_task(
     replace(
         TINYSHAKESPEARE,
         name="tinyshakespeare_small",
-        description="The same for two CPU cores: width 64, 64 bytes of context, a fifth of the validation text.",
+        description="The same for two CPU cores: width 64, 64 bytes of context.",
         host=TransformerHostSpec(
             vocabulary=Shakespeare.vocabulary, width=64, heads=4, layers=4, segments=4, context=64, dropout=0.1
         ),
@@ -167,7 +167,7 @@ TINYSTORIES_SMALL = register_task(
     replace(
         TINYSTORIES,
         name="tinystories_small",
-        description="The same for two CPU cores: three layers of width 64, 64 bytes of context, 320 windows to validate.",
+        description="The same for two CPU cores: 3 layers of width 64, 64 bytes of context.",
         host=TransformerHostSpec(
             vocabulary=ByteTokenizer().vocabulary, width=64, heads=4, layers=3, segments=3, context=64, dropout=0.1
         ),

@@ -104,7 +104,6 @@ def predict(
     Raises:
         ConfigError: the hosts cannot run as configured.
     """
-    process = resident_bytes() if device.type == "cpu" else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the choice of an executor come again when the hosts are built
         one, taken = network_executor(replace(config, num_envs=1, workers=1), task, dataset, device)
@@ -116,10 +115,12 @@ def predict(
     workers = min(config.workers, config.num_envs) if device.type == "cpu" else 1
     threads = workers if native and not one.refused else 1
     working = one.working_bytes() if isinstance(one, NativeExecutor) else 0
+    host = _host_bytes(one.data, structure, batches=not native) + others
+    at_once = working or max(_training_bytes(one.data, structure), _measuring_bytes(one.data))
     return MemoryPrediction(
-        process=process,
-        host=_host_bytes(one.data, structure, batches=not native) + others,
-        at_once=working or max(_training_bytes(one.data, structure), _measuring_bytes(one.data)),
+        process=resident_bytes() if device.type == "cpu" else 0,  # last, when all code is loaded
+        host=host,
+        at_once=at_once,
         together=taken == "fused",
         processes=workers // threads,
         threads=threads,

@@ -93,12 +93,12 @@ class CausalAttention(nn.Module):
         assert self.dropout is not None
         if not isinstance(self.dropout, Dropout):  # a network that left esper
             return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
-        mixed: Tensor = _DroppedAttention.apply(q, k, v, self.dropout)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _DroppedAttention.apply(q, k, v, self.dropout)
         return mixed
 
 
 _QUERIES = 32
-"""Tokens whose attention weights are computed at once: those to later tokens are skipped, and the others fit the cache."""
+"""Tokens whose attention weights are computed at once; weights of tokens later than all of these are skipped."""
 
 
 @final
@@ -115,12 +115,13 @@ class _DroppedAttention(torch.autograd.Function):
         mixed = torch.empty_like(v)
         for first, end in _parts(tokens):
             weights = torch.baddbmm(later[first:end, :end], q[:, first:end], k[:, :end].mT, alpha=ctx.factor)
-            weights = weights.softmax(dim=-1)
+            weights = weights.softmax(dim=-1, dtype=q.dtype)
             mask = dropout.mask((*lead, end - first, end)).flatten(0, 1)
             mixed[:, first:end] = torch.bmm(weights * mask.to(weights.dtype), v[:, :end])
             kept += [weights, mask]
         ctx.save_for_backward(q, k, v, *kept)
-        return mixed.mul_(dropout.scale).unflatten(0, lead)
+        scaled: Tensor = mixed.mul_(dropout.scale).unflatten(0, lead)
+        return scaled
 
     @staticmethod
     @once_differentiable

@@ -41,9 +41,10 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     out, err = capfd.readouterr()
     assert err == ""
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
-    first, note, second, third, *rounds, done, way_on = lines
+    first, note, memory, second, third, *rounds, done, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can be fossilized before step 8, but a round has 3 steps;")
+    assert re.fullmatch(r"memory: about 0\.\d\d GiB of \d+\.\d\d GiB, 0\.\d MiB for each host", memory)
     assert second == "run directory: runs/digits-quickstart-s3, device: cpu"
     assert third == "executor: native (C++ compiled for this CPU), 2 threads"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
@@ -427,3 +428,14 @@ def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkey
     monkeypatch.setattr("esper.runs.training.compiler", lambda: None)
     assert "install a C++ compiler such as g++" in why_chosen("fused", cpu)
     assert why_chosen("fused", gpu) == " (chosen by the size of activations)"
+
+
+def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--num-envs", "100000000", "--run-dir", "run"]) == 2
+    out, err = capfd.readouterr()
+    assert "memory: about" not in out
+    assert "num_envs is 100000000, which needs about" in err
+    assert "fit: set num_envs to" in " ".join(err.split())
+    assert not Path("run").exists()

@@ -106,7 +106,7 @@ def _assembled(config: RunConfig, console: RunConsole) -> Parts:
         )
     if is_compiled(config.compile, device):
         console.say("compiling (half a minute or more in the first run, seconds once the compiler cache is filled)")
-    return assemble(config, device)
+    return assemble(config, device, console.say)
 
 
 def _first_fossil(config: RunConfig) -> int:

@@ -38,7 +38,7 @@ class Classification:
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """Logits [R, classes] and classes [R]."""
         logits = outputs.float()
-        hits = (logits.argmax(dim=-1) == targets).float()
+        hits = (logits.max(dim=-1).indices == targets).float()
         return Scores(F.cross_entropy(logits, targets, reduction="none"), hits, torch.ones_like(hits))
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class NextToken:
         targets = targets.long()
         logits, counts = outputs.float(), targets != PADDING
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
-        hits = (logits.argmax(dim=-1) == targets) & counts
+        hits = (logits.max(dim=-1).indices == targets) & counts
         return Scores(losses.view(targets.shape).sum(dim=1), hits.sum(dim=1).float(), counts.sum(dim=1).float())
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:

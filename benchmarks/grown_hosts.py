@@ -14,6 +14,7 @@ import torch
 from esper.cpp.build import compiler
 from esper.kasmina.blueprints import registry
 from esper.kasmina.hosts.cnn import CNNHostSpec
+from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.checkpoint_tree import StateTree
@@ -22,7 +23,7 @@ from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace as changed
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import Classification
+from esper.tasks.objectives import Classification, NextToken
 from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
@@ -32,12 +33,14 @@ from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.protocol import Executor, Structure, empty_structure
+from esper.tolaria.executors.protocol import Executor, Structure, TrainPass, ValidationPass, empty_structure
 from esper.tolaria.executors.sharded.executor import ShardedExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 
 CPU = torch.device("cpu")
 CLASSES = 10
+SEEDS = 3
+"""Of each host."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,26 @@ BLOCKS = Shape("8x8, 3x3 of 8-16-32", 8)
 IMAGES = Shape("3x32x32, 3x3 of 8-16-32", 32, channels=3, batch=128)
 
 
-def task_of(shape: Shape) -> TaskSpec:
+@dataclass(frozen=True)
+class TextShape:
+    """Four transformer layers with a slot after each, on random tokens."""
+
+    name: str
+    dropout: float
+    width: int = 64
+    context: int = 128
+    batch: int = 32
+    vocabulary: int = 256
+
+
+TEXT = TextShape("128 tokens, 4 layers of 64", 0.0)
+TEXT_DROPOUT = TextShape("128 tokens, 4 layers of 64, dropout 0.1", 0.1)
+
+
+def task_of(shape: Shape | TextShape) -> TaskSpec:
     """The task with hosts of this shape; it is not registered."""
+    if isinstance(shape, TextShape):
+        return _text_task(shape)
     if shape == DIGITS_SHAPE:
         return DIGITS
     return TaskSpec(
@@ -77,6 +98,42 @@ def task_of(shape: Shape) -> TaskSpec:
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.01, seed_lr=0.01),
         min_training_epochs=1,
     )
+
+
+def _text_task(shape: TextShape) -> TaskSpec:
+    host = TransformerHostSpec(
+        vocabulary=shape.vocabulary,
+        width=shape.width,
+        heads=4,
+        layers=4,
+        segments=4,
+        context=shape.context,
+        dropout=shape.dropout,
+    )
+    return TaskSpec(
+        name=shape.name,
+        description="Random tokens, for benchmarks.",
+        family=HostFamily.TRANSFORMER,
+        host=host,
+        load=lambda folder, seed: _random_tokens(shape),
+        enabled=("r0c0", "r0c1", "r0c2", "r0c3"),
+        objective=NextToken(shape.vocabulary),
+        episode_length=16,
+        batch_train=shape.batch,
+        batch_val=64,
+        optimizer=OptimizerSpec(kind="adamw", host_lr=1e-3, seed_lr=1e-3),
+        min_training_epochs=1,
+    )
+
+
+def _random_tokens(shape: TextShape) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+
+    def split(n: int) -> Split:
+        text = torch.randint(shape.vocabulary, (n, shape.context + 1), generator=generator)
+        return Split(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+
+    return Dataset(identity={"name": "random tokens"}, train=split(512), val=split(128), test=split(16))
 
 
 def _random_images(shape: tuple[int, int, int]) -> Dataset:
@@ -164,10 +221,13 @@ class SharedHosts:
     executor: Executor
     slots: SlotState
     coalitions: Coalitions
+    structure: Structure
+    taken: ExecutorChoice
+    data: Dataset
 
     @classmethod
     def build(
-        cls, shape: Shape, num_hosts: int, train: int, val: int, *, executor: ExecutorChoice, workers: int
+        cls, shape: Shape | TextShape, num_hosts: int, train: int, val: int, *, executor: ExecutorChoice, workers: int
     ) -> "SharedHosts":
         """Episode 0 with all seeds germinated; `train` and `val` are numbers of examples."""
         task = task_of(shape)
@@ -175,16 +235,25 @@ class SharedHosts:
         config = EngineConfig(
             num_envs=num_hosts, slots=task.enabled, episode_length=8, executor=executor, workers=workers
         )
-        built = build_engine(config, task, shortened(task.load(None, 0), train, val), CPU).executor
-        built.reset(0)
-        slots, coalitions, structure = grown(num_hosts, len(task.enabled))
-        built.apply_structure(structure)
-        return cls(built, slots, coalitions)
+        data = shortened(task.load(None, 0), train, val)
+        engine = build_engine(config, task, data, CPU)
+        engine.executor.reset(0)
+        slots, coalitions, structure = grown(num_hosts, len(task.enabled), task.family)
+        engine.executor.apply_structure(structure)
+        return cls(engine.executor, slots, coalitions, structure, engine.config.executor, data)
+
+    def train(self) -> TrainPass:
+        """One epoch of all hosts."""
+        return self.executor.train_epoch(1, self.slots)
+
+    def measure(self) -> ValidationPass:
+        """All coalitions of all hosts."""
+        return self.executor.evaluate(1, self.slots, self.coalitions)
 
     def step(self) -> None:
         """One epoch of all hosts, and all their coalitions."""
-        self.executor.train_epoch(1, self.slots)
-        self.executor.evaluate(1, self.slots, self.coalitions)
+        self.train()
+        self.measure()
 
     def close(self) -> None:
         """End the workers, if there are any."""
@@ -192,25 +261,28 @@ class SharedHosts:
             self.executor.close()
 
 
-def grown(num_hosts: int, num_slots: int) -> tuple[SlotState, Coalitions, Structure]:
-    """A new active seed in each slot, and all distinct coalitions: 8 for three slots."""
+def grown(
+    num_hosts: int, num_slots: int, family: HostFamily = HostFamily.CNN
+) -> tuple[SlotState, Coalitions, Structure]:
+    """A new active seed in three slots of each host, and all 8 coalitions; of more slots others stay empty in turn."""
     n, s = np.indices((num_hosts, num_slots))
-    choice = np.array(registry.selectable(HostFamily.CNN))
+    choice = np.array(registry.selectable(family))
     algorithm = np.array([Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE])[(n + s) % 3]
     stage = np.array([SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED])[(n // 2 + s) % 3].astype(np.int64)
     alpha = np.where(stage == SeedStage.BLENDING, 0.5, 1.0).astype(np.float32)
-    everywhere = np.ones((num_hosts, num_slots), dtype=np.bool_)
+    holds = (s - n) % num_slots < SEEDS
+    stage, alpha = np.where(holds, stage, SeedStage.DORMANT), np.where(holds, alpha, np.float32(0.0))
     coalitions = enumerate_coalitions(
-        torch.from_numpy(stage), torch.from_numpy(everywhere), fossils_as_players=True, interaction_limit=num_slots
+        torch.from_numpy(stage), torch.from_numpy(holds), fossils_as_players=True, interaction_limit=SEEDS
     )
     structure = replace(
         empty_structure(num_hosts, num_slots),
         stage=stage,
-        blueprint=choice[(n * 3 + s * 5) % len(choice)],
+        blueprint=np.where(holds, choice[(n * 3 + s * 5) % len(choice)], -1),
         algorithm=algorithm.astype(np.int64),
-        has_gate=algorithm == Algorithm.GATE,
+        has_gate=holds & (algorithm == Algorithm.GATE),
         alpha=alpha,
-        germinated=everywhere,
+        germinated=holds,
         sets=coalitions.sets.numpy(),
         sets_valid=coalitions.valid.numpy(),
     )

@@ -151,6 +151,18 @@ def workers(report: Report) -> Lines:
     ]
 
 
+def plain_loops(report: Report) -> Lines:
+    """Rows of benchmarks/plain_loops.py."""
+    return [
+        ("hosts", "executor", "loops ms", "speed-up of training", "range", "8 coalitions, in plain evaluations"),
+        *(
+            (r["name"], r["executor"], f"{r['train_loops_ms']:,.0f}", f"{r['speed_up']:.2f}",
+             f"{r['lowest']:.2f} to {r['highest']:.2f}", f"{r['coalitions']:.2f}")
+            for r in report["rows"]
+        ),
+    ]  # fmt: skip
+
+
 def speed_up(row: Report) -> tuple[str, str]:
     """Median ratio and range of one comparison."""
     return f"{row['ratio']:.2f}", f"{row['lowest']:.2f} to {row['highest']:.2f}"
@@ -172,6 +184,7 @@ MEASUREMENTS = (
     Measurement("GAE, 1,024 hosts x 150 steps", ("benchmarks/gae.py",), (gae,)),
     Measurement("Reward kernel, mode shaped, float64", ("benchmarks/rewards.py", "--hosts", "64", "4096"), (rewards,)),
     Measurement("Executors, three seeds per host", ("benchmarks/executors.py",), (executors, executor_facts)),
+    Measurement("Against plain training loops", ("benchmarks/plain_loops.py", "--repetitions", "3"), (plain_loops,)),
     Measurement("Workers", ("benchmarks/workers.py", "--hosts", "16", "--repetitions", "3"), (workers,)),
     Measurement(
         "Rounds of digits, 16 hosts x 20 steps",

@@ -18,7 +18,7 @@ import torch
 
 import small_runs
 from esper.cli import main
-from esper.cli.train import _why
+from esper.runs.training import why_chosen
 from small_runs import contents, records, summary
 
 ESPER = (sys.executable, "-m", "esper.cli")
@@ -41,9 +41,10 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     out, err = capfd.readouterr()
     assert err == ""
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
-    first, note, second, third, *rounds, done, way_on = lines
+    first, note, memory, second, third, *rounds, done, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
+    assert re.fullmatch(r"memory: about 0\.\d\d GiB of \d+\.\d\d GiB, 0\.\d MiB for each host", memory)
     assert second == "run directory: runs/digits-quickstart-s3, device: cpu"
     assert third == "executor: native (C++ compiled for this CPU), 2 threads"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
@@ -246,7 +247,7 @@ def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "train, evaluate, export, tasks"),
+        ("", "train, evaluate, grow, export, tasks"),
         ("bogus", "Unrecognized options: bogus"),
         ("train --roundz 3", "--rounds"),
         ("train --rounds ten", "ten"),
@@ -422,8 +423,19 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
 
 def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert _why("native", cpu) == " (C++ compiled for this CPU)"
-    assert _why("streamed", cpu) == " (chosen by the size of a batch)"
-    monkeypatch.setattr("esper.cpp.build.compiler", lambda: None)
-    assert "install a C++ compiler such as g++" in _why("fused", cpu)
-    assert _why("fused", gpu) == " (chosen by the size of a batch)"
+    assert why_chosen("native", cpu) == " (C++ compiled for this CPU)"
+    assert why_chosen("streamed", cpu) == " (chosen by the size of activations)"
+    monkeypatch.setattr("esper.runs.training.compiler", lambda: None)
+    assert "install a C++ compiler such as g++" in why_chosen("fused", cpu)
+    assert why_chosen("fused", gpu) == " (chosen by the size of activations)"
+
+
+def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--num-envs", "100000000", "--run-dir", "run"]) == 2
+    out, err = capfd.readouterr()
+    assert "memory: about" not in out
+    assert "num_envs is 100000000, which needs about" in err
+    assert "fit: set num_envs to" in " ".join(err.split())
+    assert not Path("run").exists()

@@ -25,8 +25,10 @@ READS = re.compile(
     )
 )
 MAY_READ = {
+    "api/task.py": "tries a loss of the user's, before the run",
     "tolaria/runtime.py": "the border between device and host",
     "tolaria/prefixes.py": "numpy arrays of the structure that was read",
+    "tolaria/memory_prediction.py": "makes a structure for two passes of one host, before the run",
     "tolaria/executors/": "numpy arrays of the structure that was read (`tolist` alone: see ONLY)",
     "kasmina/rules/slot_fields.py": "checks a state that is loaded, before a run goes on",
     "kasmina/parameters/initialization.py": "compares two builds of a module, before the run",

@@ -1,1 +1,56 @@
-"""Esper grows neural networks while they train, and learns how."""
+"""Esper grows neural networks while they train, and learns how.
+
+task = esper.Task(model=MyNet, slots=["stem", "layer2.1"], train=(x, y), val=(xv, yv), test=(xt, yt))
+run = esper.train(task, rounds=30)
+grown = esper.grow(task, controller=run)
+
+The names in `__all__` are public and stay; everything else may change. They are imported when they are used, so that
+`import esper` takes no time.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from esper import tasks as tasks
+    from esper.api import blueprints as blueprints
+    from esper.api.blueprints import register_blueprint as register_blueprint
+    from esper.api.evaluate import evaluate as evaluate
+    from esper.api.grow import grow as grow
+    from esper.api.load import load as load
+    from esper.api.task import Task as Task
+    from esper.api.task import register_task as register_task
+    from esper.api.train import train as train
+    from esper.simic.rewards import register_reward as register_reward
+    from esper.tamiyo.baselines import register_policy as register_policy
+
+__version__ = "0.1.0"
+_HOME = {
+    "Task": "esper.api.task",
+    "train": "esper.api.train",
+    "evaluate": "esper.api.evaluate",
+    "grow": "esper.api.grow",
+    "load": "esper.api.load",
+    "tasks": "esper",
+    "blueprints": "esper.api",
+    "register_blueprint": "esper.api.blueprints",
+    "register_policy": "esper.tamiyo.baselines",
+    "register_reward": "esper.simic.rewards",
+    "register_task": "esper.api.task",
+}
+"""The module, or for a module the package, where each name is defined."""
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 -- typed above
+    if name not in _HOME:
+        raise AttributeError(f"module 'esper' has no attribute {name!r}")
+    if name in ("tasks", "blueprints"):
+        return import_module(f"{_HOME[name]}.{name}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

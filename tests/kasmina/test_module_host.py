@@ -7,7 +7,6 @@ import pickle
 import cloudpickle
 import pytest
 import torch
-from tests.kasmina.user_networks import MLP, Encoder, ResNet8, Skip, Tied
 from torch import nn
 
 from esper.kasmina.hosts.host import Host, HostSpec
@@ -22,6 +21,7 @@ from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
+from user_networks import MLP, Encoder, ResNet8, Skip, Tied
 
 CPU = torch.device("cpu")
 SLOTS = ("layer2", "stem", "layer1")

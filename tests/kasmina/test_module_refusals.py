@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kasmina.user_networks import MLP, Encoder, ResNet8
 from torch import Tensor, nn
 
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ConfigError
+from user_networks import MLP, Encoder, ResNet8
 
 VECTORS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))

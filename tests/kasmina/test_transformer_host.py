@@ -226,6 +226,41 @@ def test_dropout_that_keeps_everything_gives_the_attention_of_evaluation():
     torch.testing.assert_close(layer.train()(h), layer.eval()(h))
 
 
+def test_attention_that_drops_weights_has_the_gradients_of_its_formula():
+    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=0.4))).train()
+    h = torch.randn(2, 70, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    pull = torch.randn(2, 70, 8, generator=torch.Generator().manual_seed(1))
+    draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
+    found = layer(h)
+    grads = torch.autograd.grad((found * pull).sum(), [h, *layer.parameters()])
+
+    draws = Draws(Moment(0), torch.tensor([0]), 0)
+    q, k, v = layer.qkv(h).view(2, 70, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    kept = torch.zeros(2, 2, 70, 70)
+    for first, end in ((0, 32), (32, 64), (64, 70)):  # masks of the queries of each part, for the keys they see
+        kept[:, :, first:end, :end] = draws.kept((2, 2, end - first, end), 0.4)
+    scores = (q @ k.mT / 2.0).masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
+    expected = layer.out((scores.softmax(-1) * kept / 0.6 @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(found, expected)
+    for grad, formula in zip(
+        grads, torch.autograd.grad((expected * pull).sum(), [h, *layer.parameters()]), strict=True
+    ):
+        torch.testing.assert_close(grad, formula, atol=1e-5, rtol=1e-4)
+
+
+def test_attention_that_drops_weights_trains_in_half_precision():
+    layer = with_keyed_dropout(deterministic_build(lambda: CausalAttention(8, 2, dropout=0.4))).train()
+    h = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for halved in (True, False):
+        draw_for(dropout_layers(layer), Draws(Moment(0), torch.tensor([0]), 0))
+        with torch.autocast("cpu", torch.bfloat16, enabled=halved):
+            out = layer(h)
+        found.append(torch.autograd.grad(out.float().square().sum(), list(layer.parameters())))
+    for half, full in zip(*found, strict=True):
+        torch.testing.assert_close(half, full, atol=0.03 * float(full.abs().max()), rtol=0.05)
+
+
 # -- many hosts at once -----------------------------------------------------------------------------------------------
 
 

@@ -347,7 +347,9 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
 ) -> None:
     """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
     path = tmp_path / "run"
-    monkeypatch.setattr(build, "assemble", lambda config, device: replace(assemble(config, device), config=config))
+    monkeypatch.setattr(
+        build, "assemble", lambda config, device, say: replace(assemble(config, device, say), config=config)
+    )
     with interrupted_at(2, 3):
         assert train(path, "tiny") == 130
     monkeypatch.undo()

@@ -100,7 +100,7 @@ def report_of(path):
         facts = sample(executors.Facts, memory_gib=0.39, **by_name)
         return {"rows": {"train": sample(paired.Row, name="train", first="streamed", second="native")}, "facts": facts}
     row = paired.Row if "workers" in path else import_module(Path(path).stem).Row
-    names = {"setting", "operation", "name", "form", "dtype"} & {field.name for field in fields(row)}
+    names = {"setting", "operation", "name", "form", "dtype", "executor"} & {field.name for field in fields(row)}
     shares = {"share": {"train": 0.5, "decide": 0.25, "update": 0.25}} if "benchmark_hot_path" in path else {}
     rows = [sample(row, **dict.fromkeys(names, "train"), **shares)]
     return {"rows": rows, "results": rows, "workers": 2}

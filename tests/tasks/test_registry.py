@@ -40,6 +40,8 @@ PRESETS = [
     ("cifar_deep_impaired", 1_140, (*PRE, *POST), (*PRE, *POST), 150, (512, 1_000), 10),
     ("tinyshakespeare", 842_496, PRE[:4], PRE[:4], 60, (32, 64), 5),
     ("tinystories", 10_844_544, PRE[:3], PRE[:3], 150, (32, 32), 10),
+    ("tinyshakespeare_small", 220_544, PRE[:4], PRE[:4], 40, (32, 64), 5),
+    ("tinystories_small", 170_624, PRE[:3], PRE[:3], 40, (32, 64), 5),
 ]
 
 

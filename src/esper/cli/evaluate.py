@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder, warn
-from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
+from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder
+from esper.leyline.errors import ConfigError
 from esper.leyline.files import mode_of, replacing
 from esper.telemetry.progress import RunConsole
 from esper.telemetry.run_directory import CONFIG, plain_json, require_run
 
 if TYPE_CHECKING:
     from esper.runs.config import RunConfig
-    from esper.runs.evaluate import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,73 +60,24 @@ class Evaluate:
 
 def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
-    from esper.runs import evaluate as comparison
-    from esper.runs import tables
+    from esper.runs.comparison import compare, named
 
-    run, baselines = _named(command.controllers)
+    run, baselines = named(command.controllers)
     config = _evaluated_config(command, run)
-    names = dict.fromkeys((*(baselines or comparison.all_baselines(config)), comparison.REFERENCE))
     with _json_file(command.json) as write_json:
-        controllers, place = [comparison.baseline(name, config) for name in names], ""
-        if run is not None:
-            found = comparison.trained(run, config, best=command.best)
-            controllers.insert(0, found.controller)
-            place = found.place
-            warn(f"{complaint} Using the one {place} instead." for complaint in found.complaints)
-        controllers = comparison.in_order(controllers, config)
-        seed = config.seed + comparison.SEED_OFFSET if command.seed is None else command.seed
-        console, hosts = RunConsole(stderr=True), f"{command.num_envs} host{'s' * (command.num_envs != 1)}"
-        outcomes = comparison.evaluate(
+        found = compare(
             config,
-            controllers,
-            run_seed=seed,
+            run,
+            baselines,
+            best=command.best,
+            seed=command.seed,
             num_envs=command.num_envs,
-            on_start=lambda name: console.say(f"esper: {name}, {hosts} of {config.task}"),
+            say=RunConsole(stderr=True).say,
         )
-        rows = comparison.table(outcomes, config.reward)
-        data = outcomes[0].data
-        write_json(plain_json(comparison.report(rows, config, data, run, place, seed, command.num_envs)))
+        write_json(plain_json(found.report()))
     if str(command.json) != "-":
-        console = RunConsole()
-        task = config.task if data in ("none", config.task) else f"{config.task}, data {data}"
-        console.say(f"{task}, {hosts} of seed {seed}" + (f", trained = {run} {place}" if run else ""))
-        for table in (tables.comparison(rows), tables.operations(rows)):
-            console.print("", table, sep="\n")
-        notes = (*_static_note(config, controllers, rows), *tables.rollbacks(rows), comparison.verdict(rows))
-        console.say("\n".join(("", tables.LEGEND, *notes)))
+        found.show(RunConsole())
     return 0
-
-
-def _static_note(config: "RunConfig", controllers: Sequence[tuple[str, object]], rows: Sequence["Row"]) -> list[str]:
-    """A sentence that names the controller whose structure `static_final` starts with."""
-    from esper.runs.evaluate import REFERENCE
-    from esper.tamiyo.baselines import STATIC
-
-    if STATIC not in (row.name for row in rows):
-        return []
-    if config.topology:
-        return [f"static_final: each host has {', '.join(config.topology)} from step 1."]
-    source = controllers[0][0]
-    (row,) = (row for row in rows if row.name == source)
-    if not any(structure["slots"] for structure in row.structures):
-        return [f"static_final: {source} ended without fossilized seeds, so this equals {REFERENCE}."]
-    return [f"static_final: each host has the final structure of {source} from step 1."]
-
-
-def _named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run and the baselines among the arguments; no baselines means all."""
-    from esper.runs.evaluate import NAMES
-
-    if not controllers:
-        raise ConfigError(f"no controller given; name a run directory, or any of {', '.join(NAMES)}.")
-    runs = [name for name in controllers if name not in NAMES]
-    baselines = [name for name in dict.fromkeys(controllers) if name in NAMES]
-    for name in runs:
-        if not Path(name).exists():
-            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, NAMES)}")
-    if len(runs) > 1:
-        raise ConfigError(f"{', '.join(runs)} are several run directories; give one, and any baselines.")
-    return Path(runs[0]) if runs else None, tuple(baselines)
 
 
 def _evaluated_config(command: Evaluate, run: Path | None) -> "RunConfig":

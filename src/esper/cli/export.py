@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder, warn
+from esper.cli.options import FilePath, Flag, Number, Plugins, Text, overrides, placeholder
 from esper.leyline.errors import ConfigError
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import RunConsole, warn
 from esper.telemetry.run_directory import CONFIG, require_run
 
 if TYPE_CHECKING:
@@ -63,14 +63,8 @@ def export(command: Export) -> int:
         raise ConfigError(f"{command.source} holds one network; leave --host and --live out, or name its run.")
     network = load(command.source) if again else _of_run(command)
     warn(network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite))
-    d = network.description
-    grown = ", ".join(f"{seed.blueprint} in {seed.slot} ({seed.algorithm})" for seed in d.seeds) or "nothing"
-    points = ((name, value) for name, value in (("validation", d.val), ("test", d.test)) if value is not None)
     RunConsole().say(
-        f"{command.to}: {', '.join(sorted(file.name for file in command.to.iterdir()))}\n"
-        f"grown: {grown}\n"
-        f"parameters: {d.host_params:,} of the host, {d.grown_params:,} grown; {d.flops:,} FLOPs per example\n"
-        f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}"
+        f"{command.to}: {', '.join(sorted(file.name for file in command.to.iterdir()))}\n{network.summary}"
     )
     return 0
 

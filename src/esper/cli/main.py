@@ -12,6 +12,7 @@ import tyro
 
 from esper.cli.evaluate import Evaluate, evaluate
 from esper.cli.export import Export, export
+from esper.cli.grow import Grow, grow
 from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
@@ -20,6 +21,7 @@ from esper.leyline.errors import EsperError
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Grow, tyro.conf.subcommand("grow")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
 )
@@ -33,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
     try:
-        command: Train | Evaluate | Export | Tasks = tyro.cli(
+        command: Train | Evaluate | Grow | Export | Tasks = tyro.cli(
             Command,
             prog="esper",
             args=arguments,
@@ -44,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
             return train(command)
         if isinstance(command, Evaluate):
             return evaluate(command)
+        if isinstance(command, Grow):
+            return grow(command)
         if isinstance(command, Export):
             return export(command)
         return tasks(command)

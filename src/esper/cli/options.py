@@ -1,7 +1,7 @@
 """Option types shared by the commands, and their conversion to configuration values."""
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -38,6 +38,8 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     Raises:
         ConfigError: a malformed --set.
     """
+    from esper.runs.values import nested
+
     options = {name: value for name, value in vars(command).items() if value is not None}
     numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")
     names = ("task", "preset", "device", "executor", "compile", "amp", *numbers)
@@ -50,9 +52,7 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
         given["plugins"] = joined(options["plugins"])
     if "reward" in options:
         given["reward"] = {"mode": options["reward"]}
-    for assignment in assignments:
-        _assign(given, assignment)
-    return given
+    return nested(given | dict(map(_assignment, assignments)))
 
 
 def _topology(path: Path) -> list[str]:
@@ -70,26 +70,12 @@ def joined(groups: tuple[tuple[T, ...], ...]) -> list[T]:
     return [value for group in groups for value in group]
 
 
-def _assign(given: dict[str, Any], assignment: str) -> None:
-    name, separator, text = assignment.partition("=")
+def _assignment(text: str) -> tuple[str, Any]:
+    """Dotted name and value of NAME=VALUE."""
+    name, separator, value = text.partition("=")
     if not separator or not all(name.split(".")):
-        raise ConfigError(f"--set {assignment!r} is not an assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
+        raise ConfigError(f"--set {text!r} is not an assignment; write --set NAME=VALUE, e.g. --set ppo.lr=1e-3.")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
-    *path, leaf = name.split(".")
-    for part in path:
-        table = given.setdefault(part, {})
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"--set {assignment!r}: {part} is a value, not a table; it has no {leaf}.")
-        given = given[part]
-    given[leaf] = value
-
-
-def warn(lines: Iterable[str]) -> None:
-    """Print sentences to stderr."""
-    from esper.telemetry.progress import RunConsole
-
-    for line in lines:
-        RunConsole(stderr=True).say(f"esper: {line}")
+        return name, value  # a bare word is a string

@@ -13,7 +13,7 @@ class Tasks:
     """List the tasks, or draw the host of one with its slots."""
 
     name: Annotated[tyro.conf.Positional[str], placeholder("TASK")] = ""
-    """The task to draw."""
+    """The task to draw, or FILE.py:NAME."""
     data_dir: FilePath = None
     """Folder of the data files. ($ESPER_DATA)"""
     plugins: Plugins = ()
@@ -24,7 +24,7 @@ def tasks(command: Tasks) -> int:
     """Print the table of tasks, or one task."""
     from esper.runs import tables
     from esper.runs.config import data_folder
-    from esper.runs.plugins import load_plugins
+    from esper.runs.plugins import load_plugins, names_task, task_in_file
     from esper.tasks import presets  # noqa: F401 -- registers the built-in tasks
     from esper.tasks.registry import task_by_name, task_names
     from esper.telemetry.progress import RunConsole
@@ -32,7 +32,8 @@ def tasks(command: Tasks) -> int:
     load_plugins(joined(command.plugins))
     console, folder = RunConsole(), data_folder(str(command.data_dir or ""))
     if command.name:
-        lines = tables.task(task_by_name(command.name), folder)
+        name = command.name
+        lines = tables.task(task_in_file(name) if names_task(name) else task_by_name(name), folder)
     else:
         found = [task_by_name(name) for name in task_names()]
         console.print(tables.tasks(found, folder))

@@ -1,8 +1,6 @@
 """esper train: starts or resumes a run."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,27 +15,13 @@ from esper.cli.options import (
     joined,
     overrides,
     placeholder,
-    warn,
 )
 from esper.leyline.errors import ConfigError
-from esper.telemetry.run_directory import (
-    CONFIG,
-    SUMMARY,
-    RunDirectory,
-    missing_records,
-    require_free,
-    require_nothing_to_lose,
-    require_run,
-)
+from esper.telemetry.progress import RunConsole
+from esper.telemetry.run_directory import CONFIG, require_run
 
 if TYPE_CHECKING:
-    import torch
-
-    from esper.runs.build import Parts
-    from esper.runs.checkpoint import Checkpoint, Header
     from esper.runs.config import RunConfig
-
-_RUNS = Path("runs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +36,7 @@ class Train:
     config: FilePath = None
     """Configuration file (TOML); command-line options override it."""
     task: Text = None
-    """Task, one of those that `esper tasks` lists. (digits)"""
+    """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file. (digits)"""
     preset: Text = None
     """Base settings: quickstart, small or paper. (quickstart)"""
     rounds: Number = None
@@ -97,46 +81,26 @@ class Train:
 
 def train(command: Train) -> int:
     """Start or resume a run."""
+    from esper.runs import training
     from esper.runs.presets import resolve
-    from esper.runs.values import plain
 
+    console = RunConsole()
     if command.resume is not None:
-        return _resume(command, command.resume)
-    given = overrides(command, joined(command.set))
-    if command.topology is not None:
-        given.setdefault("rounds", 1)
-    config = resolve(given, command.config, trust=command.trust)
-    path = command.run_dir or _free_name(config)
-    require_free(path)
-    parts = _assembled(config)
-    with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
-        return _run(parts.config, parts, directory, None, asked=config.executor)
-
-
-def _resume(command: Train, path: Path) -> int:
-    from esper.runs.checkpoint import load_newest, set_aside
-    from esper.runs.identity import require_same_config
-    from esper.runs.runner import restore
-    from esper.runs.values import plain
-
-    require_run(path)
-    config = _continued(command, path)
-    with RunDirectory.reopen(path) as directory:  # checks everything before it changes anything
-        checkpoint, damaged, complaints = load_newest(directory.checkpoints)
-        start = checkpoint.header if checkpoint else None
-        if checkpoint and start:
-            warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
-            require_same_config(start.config, config)
-            _require_something_to_do(path, checkpoint, config)
-            warn(missing_records(path, start.cursor))
-        else:
-            require_nothing_to_lose(path)
-        parts = _assembled(config)
-        if checkpoint:
-            restore(parts.engine, parts.client, checkpoint, parts.shape)
-        directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
-        set_aside(damaged)
-        return _run(config, parts, directory, start, asked=config.executor)
+        require_run(command.resume)
+        path, config = command.resume, _continued(command, command.resume)
+        summary = training.resume(config, path, console)
+    else:
+        given = overrides(command, joined(command.set))
+        if command.topology is not None:
+            given.setdefault("rounds", 1)
+        config = resolve(given, command.config, trust=command.trust)
+        path = command.run_dir or training.free_name(config)
+        summary = training.start(config, path, console)
+    if summary is None:
+        return EXIT_STOPPED
+    if not config.topology:
+        console.say(f"compare with baselines: esper evaluate {path}")
+    return 0
 
 
 def _continued(command: Train, path: Path) -> "RunConfig":
@@ -157,116 +121,3 @@ def _continued(command: Train, path: Path) -> "RunConfig":
     if command.data_dir is not None:
         given["data_dir"] = str(command.data_dir.expanduser().absolute())
     return recorded(read_toml(path / CONFIG) | given, allowed=allowed, trust=command.trust)
-
-
-def _require_something_to_do(path: Path, checkpoint: "Checkpoint", config: "RunConfig") -> None:
-    done = checkpoint.header.rounds_done
-    has_hosts = any(name.startswith("engine.") for name in checkpoint.state)  # needed for the test accuracy
-    only_summary_missing = done == config.rounds and has_hosts and not (path / SUMMARY).exists()
-    if done >= config.rounds and not only_summary_missing:
-        raise ConfigError(
-            f"{path} has completed {done} rounds and rounds is {config.rounds}; ask for more, such as "
-            f"--resume {path} --rounds {done + 10}."
-        )
-
-
-def _assembled(config: "RunConfig") -> "Parts":
-    """Print the first lines of a run, then build its parts, which may take a while."""
-    from esper.runs.build import assemble, device_of
-    from esper.simic.compilation import is_compiled
-    from esper.telemetry.progress import RunConsole
-
-    device = device_of(config)
-    sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
-    size = " x ".join(f"{number} {unit}{'s' * (number != 1)}" for number, unit in sizes)
-    RunConsole().say(f"esper: {config.task}, {size}, reward {config.reward_name}, seed {config.seed}")
-    first = _first_fossil(config)
-    if first > config.episode_length:
-        RunConsole().say(
-            f"note: no seed can be fossilized before step {first}, but a round ends with step {config.episode_length}; "
-            "use a larger --episode-length, or --set a smaller lifecycle.min_training_epochs"
-        )
-    if is_compiled(config.compile, device):
-        RunConsole().say(
-            "compiling (half a minute or more in the first run, seconds once the compiler cache is filled)"
-        )
-    return assemble(config, device)
-
-
-def _why(executor: str, device: "torch.device") -> str:
-    """Why "auto" chose this executor."""
-    from esper.cpp.build import compiler
-
-    if executor == "native":
-        return " (C++ compiled for this CPU)"
-    if device.type == "cpu" and compiler() is None:
-        return " (install a C++ compiler such as g++ to run small hosts several times faster)"
-    return " (chosen by the size of a batch)"
-
-
-def _executor_lines(config: "RunConfig", parts: "Parts", asked: str) -> Iterator[str]:
-    """What a run says about how its hosts are run; nothing for a task without networks."""
-    from esper.tolaria.executors.native.executor import NativeExecutor
-    from esper.tolaria.executors.sharded.executor import ShardedExecutor
-
-    engine = parts.engine
-    if config.graph == "static":
-        yield "graph: static (metrics appear at the end of each round)"
-    elif engine.config.executor != "auto":
-        why = _why(engine.config.executor, engine.spec.device) if asked == "auto" else ""
-        kind = "threads" if isinstance(engine.executor, NativeExecutor) else "processes"
-        workers = f", {engine.config.workers} {kind}" if engine.config.workers > 1 else ""
-        yield f"executor: {engine.config.executor}{why}{workers}"
-    if isinstance(engine.executor, NativeExecutor | ShardedExecutor) and engine.executor.refused:
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in engine.executor.refused.items())
-        yield f"hosts with these blueprints are run by PyTorch, which is slower: {reasons}"
-
-
-def _first_fossil(config: "RunConfig") -> int:
-    """The earliest step with FOSSILIZE: germinate in step 1, train, blend at the fastest tempo, hold."""
-    from esper.leyline.actions import TEMPO_TICKS
-
-    return 1 + config.lifecycle.min_training_epochs + min(TEMPO_TICKS) + 1
-
-
-def _run(config: "RunConfig", parts: "Parts", directory: RunDirectory, start: "Header | None", *, asked: str) -> int:
-    from esper.runs import tables
-    from esper.runs.identity import data_of
-    from esper.runs.runner import Runner
-    from esper.telemetry.hub import Hub
-    from esper.telemetry.progress import RunConsole, RunProgress
-
-    console = RunConsole()
-    console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
-    if (data := data_of(parts.shape)) not in ("none", config.task):
-        console.say(f"data: {data}")
-    for line in _executor_lines(config, parts, asked):
-        console.say(line)
-    if start is not None:
-        console.say(f"continuing after {start.place} (of {config.rounds})")
-    done = start.rounds_done * config.episode_length + start.step if start else 0
-    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
-    listeners = Hub({"progress": progress})
-    listeners.add_registered(directory.path)
-    runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
-    try:
-        with progress:
-            summary = runner.run()
-    except KeyboardInterrupt:
-        console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
-        return EXIT_STOPPED
-    warn(listeners.complaints())
-    if summary is None:
-        console.say(f"stopped; continue with: esper train --resume {directory.path}")
-        return EXIT_STOPPED
-    console.say(tables.done(summary))
-    if not config.topology:
-        console.say(f"compare with baselines: esper evaluate {directory.path}")
-    return 0
-
-
-def _free_name(config: "RunConfig") -> Path:
-    """The first free name of runs/<task>-<preset>-s<seed>, ...-2, ...-3."""
-    name = f"{config.task}-{config.preset}-s{config.seed}"
-    candidates = (_RUNS / (name if i == 1 else f"{name}-{i}") for i in count(1))
-    return next(path for path in candidates if not path.exists())

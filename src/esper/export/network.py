@@ -1,8 +1,9 @@
 """A grown network: taken from an engine, saved as files, loaded again."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, final
 
 import torch
@@ -121,8 +122,29 @@ class GrownNetwork:
         )
         return cls(module=module, description=description, inputs=dataset.inputs)
 
-    def save(self, folder: Path | str, *, formats: Collection[Format] = (), overwrite: bool = False) -> list[str]:
+    @property
+    def summary(self) -> str:
+        """What grew, sizes and figures of merit, in three lines."""
+        d = self.description
+        grown = ", ".join(f"{seed.blueprint} in {seed.slot} ({seed.algorithm})" for seed in d.seeds) or "nothing"
+        points = ((name, value) for name, value in (("validation", d.val), ("test", d.test)) if value is not None)
+        return (
+            f"grown: {grown}\n"
+            f"parameters: {d.host_params:,} of the host, {d.grown_params:,} grown; {d.flops:,} FLOPs per example\n"
+            f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}"
+        )
+
+    def save(
+        self,
+        folder: Path | str,
+        *,
+        formats: Collection[Format] = (),
+        overwrite: bool = False,
+        texts: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[str]:
         """Write the folder: weights, description and model.py, and model.pt2 and model.onnx if `formats` ask for them.
+
+        `texts` are further files, by name.
 
         Every file that runs is run once and compared with the network before the folder gets its name.
 
@@ -134,14 +156,15 @@ class GrownNetwork:
                 that was asked for cannot be made.
         """
         folder = Path(folder)
-        _require_free(folder, overwrite=overwrite)
+        require_free(folder, overwrite=overwrite)
         notes: list[str] = []
         text = self.description.text()
         try:
             with replacing_folder(folder) as draft:
                 state = {name: x.contiguous().clone() for name, x in state_of(self.module).items()}
                 (draft / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
-                (draft / DESCRIPTION).write_text(text, encoding="utf-8")
+                for name, content in {DESCRIPTION: text, **texts}.items():
+                    (draft / name).write_text(content, encoding="utf-8")
                 model: nn.Module = self.module
                 try:
                     source = written(self.module, self.description, self.inputs)
@@ -213,7 +236,8 @@ def _described_host(description: Description, folder: Path) -> Host:
     if not isinstance(spec, HostSpec):
         raise ExportError(
             f"{folder / DESCRIPTION}: the host is no architecture of esper, so the file alone cannot build it; give "
-            f"`load` a new host, or use `load_model` of {SOURCE}, or torch.export.load of {PROGRAM}."
+            f"`load` a new host, or esper.load its task; or use `load_model` of {SOURCE}, or torch.export.load of "
+            f"{PROGRAM}."
         )
     return _host(spec, description.slots, description.example())
 
@@ -231,7 +255,8 @@ def _weights(path: Path, description: Description) -> dict[str, Tensor]:
         raise ExportError(f"{path} is missing or damaged ({error}); export the network again.") from error
 
 
-def _require_free(folder: Path, *, overwrite: bool) -> None:
+def require_free(folder: Path, *, overwrite: bool) -> None:
+    """Raise ExportError if a folder cannot be written or, with `overwrite`, was not made by `GrownNetwork.save`."""
     if not mode_of(folder):
         return
     if not overwrite:

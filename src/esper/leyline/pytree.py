@@ -74,6 +74,9 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
     if isinstance(value, tuple | list):
         return _Node(kind, (), tuple(_form(part, tensors) for part in value))
     if isinstance(value, dict):
+        if _TENSORS.issuperset(map(type, value.values())):
+            tensors.extend(value.values())
+            return _flat_dict(kind, tuple(value))
         return _Node(kind, tuple(value), tuple(_form(part, tensors) for part in value.values()))
     if isinstance(value, int | float):
         raise TypeError(
@@ -93,6 +96,12 @@ def _fields(kind: type) -> tuple[Callable[[object], tuple[Any, ...]], _Node]:
     names = tuple(field.name for field in dataclasses.fields(kind))
     read = attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
     return read, _Node(kind, names, (_TENSOR,) * len(names), flat=True)
+
+
+@lru_cache(maxsize=256)
+def _flat_dict(kind: type, names: tuple[Hashable, ...]) -> _Node:
+    """The form of a dictionary of tensors."""
+    return _Node(kind, names, (_TENSOR,) * len(names))
 
 
 def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401

@@ -119,10 +119,10 @@ def short_rows(key: Tensor, length: int) -> Tensor:
     Products overflow on purpose, and a mask makes a shift logical.
     """
     z = key[:, None] + torch.arange(1, (length + 3) // 4 + 1, device=key.device) * _GOLDEN
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        z ^= (z >> shift) & ((1 << (64 - shift)) - 1)
-        z *= factor
-    z ^= (z >> 31) & ((1 << 33) - 1)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor is not None:
+            z *= factor
     return z.view(torch.int16)[:, :length]
 
 

@@ -1,6 +1,7 @@
 """Assembles a run: engine, policy, reward, learner."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from esper.runs.config import RunConfig
 from esper.runs.identity import run_shape
 from esper.runs.kernels import phase_form, policy_form, require_replayed_training, reward_form
 from esper.runs.plugins import load_plugins
-from esper.simic.client import SimicClient
+from esper.simic.client import SimicClient, rollout_bytes
 from esper.simic.compilation import is_compiled
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
 from esper.simic.rewards.reward import AnyReward
@@ -25,6 +26,7 @@ from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.memory_prediction import available_bytes, gigabytes, predict
 from esper.tolaria.runtime import choose_device, host_read
 
 
@@ -132,13 +134,30 @@ class Parts:
     shape: dict[str, object]
 
 
-def assemble(config: RunConfig, device: torch.device) -> Parts:
-    """A new run before its first step, compiled and warmed up.
+def _silent(line: str) -> None:
+    """Nobody listens."""
+
+
+def require_memory(config: RunConfig, dataset: Dataset, device: torch.device) -> str:
+    """The predicted memory of a run in words; raises ConfigError if it does not fit."""
+    rollout = rollout_bytes(config.episode_length, len(config.slots), config.ppo)
+    predicted = predict(config.engine(), config.task_spec(), dataset, device, others=rollout)
+    available = available_bytes(device)
+    predicted.require(config.num_envs, available)
+    total, here = predicted.total(config.num_envs), available + predicted.process
+    return f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host"
+
+
+def assemble(config: RunConfig, device: torch.device, say: Callable[[str], None] = _silent) -> Parts:
+    """A new run before its first step, compiled and warmed up; `say` gets a line about its memory.
 
     Raises:
-        DataError: data are missing or broken. ConfigError: the configuration cannot run on this device.
+        DataError: data are missing or broken. ConfigError: the configuration cannot run on this device, or does not fit
+            into its memory.
     """
     dataset = dataset_of(config, device)
+    if dataset is not None and config.graph == "dynamic":
+        say(require_memory(config, dataset, device))
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     chosen = replace(

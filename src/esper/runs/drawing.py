@@ -4,6 +4,7 @@ from functools import singledispatch
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.host import HostSpec
+from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.hosts.slots import InjectionPoint
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.tasks.registry import TaskSpec
@@ -14,7 +15,7 @@ Part = str | InjectionPoint
 
 @singledispatch
 def words(host: HostSpec) -> str:
-    """A host in a few words; others than the built-in ones by the name of their class."""
+    """A host in a few words; others by the name of their class."""
     return type(host).__name__
 
 
@@ -26,6 +27,11 @@ def _(host: CNNHostSpec) -> str:
 @words.register
 def _(host: TransformerHostSpec) -> str:
     return f"transformer {host.layers}x{host.width}"
+
+
+@words.register
+def _(host: ModuleHostSpec) -> str:
+    return getattr(host.model, "__name__", type(host.model).__name__)
 
 
 @singledispatch

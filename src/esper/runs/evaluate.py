@@ -22,7 +22,7 @@ from esper.runs.identity import run_shape
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.scripted_client import ScriptedClient
-from esper.tamiyo.baselines import BASELINES, STATIC, scheduled
+from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks.datasets import data_label
@@ -37,10 +37,11 @@ RESAMPLES = 10_000
 REFERENCE = "wait_only"
 TRAINED = "trained"
 BEST_SCHEDULE = "best_schedule"
-NAMES = (*BASELINES, BEST_SCHEDULE)
 _CONSTANT = ("fixed_schedule", "fixed_schedule_fill", BEST_SCHEDULE)
 _FREE = ("num_envs", "data")
 """Entries of `run_shape` that may differ between training and evaluation."""
+_OF_TASK = ("task", "seed", "slots", "episode_length", "reward")
+"""Entries that do not matter to the network of a policy; the number of slots is in `head_sizes`."""
 
 Maker = Callable[[EngineSpec], ClientProtocol]
 
@@ -160,6 +161,11 @@ def in_order(controllers: Sequence[tuple[str, Maker]], config: RunConfig) -> lis
     return sorted(controllers, key=lambda controller: rank.get(controller[0], 1))
 
 
+def names() -> tuple[str, ...]:
+    """Every controller with a name: the baselines, and the policies that users registered."""
+    return (*policy_names(), BEST_SCHEDULE)
+
+
 def all_baselines(config: RunConfig) -> tuple[str, ...]:
     """Names of the baselines that the task supports."""
     return (*BASELINES, BEST_SCHEDULE) if _is_solved(config) else BASELINES
@@ -197,8 +203,11 @@ class Trained:
     complaints: list[str]
 
 
-def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
-    """The controller of a run's newest intact (or best) checkpoint; raises CheckpointError if there is none."""
+def trained(run: Path, config: RunConfig, *, best: bool = False, transfer: bool = False) -> Trained:
+    """The controller of a run's newest intact (or best) checkpoint; raises CheckpointError if there is none.
+
+    With `transfer` the task may be another one, as long as the network of the policy fits.
+    """
     complaints: list[str] = []
     if config.topology:
         raise CheckpointError(f"{run} trained a fixed topology and has no controller; its results are in {SUMMARY}.")
@@ -209,14 +218,15 @@ def trained(run: Path, config: RunConfig, *, best: bool = False) -> Trained:
         if newest is None:
             raise CheckpointError(f"{run} has no checkpoint yet; continue it with esper train --resume {run}.")
         checkpoint = newest
-    controller = (TRAINED, partial(_trained_client, checkpoint, config))
+    free = (*_FREE, *_OF_TASK) if transfer else _FREE
+    controller = (TRAINED, partial(_trained_client, checkpoint, config, free))
     return Trained(controller, f"after {checkpoint.header.place}", complaints)
 
 
 def _best(run: Path) -> Checkpoint:
     folder = run / CHECKPOINTS
     if not (folder / BEST).exists():
-        newest = f"the newest is {names[0].name}" if (names := checkpoints(folder)) else "it has no other either"
+        newest = f"the newest is {found[0].name}" if (found := checkpoints(folder)) else "it has no other either"
         raise CheckpointError(
             f"{run} has no best checkpoint ({newest}): it is chosen by a mean of ten rounds, so the first one follows "
             "round 10; leave --best out, or train longer."
@@ -224,11 +234,11 @@ def _best(run: Path) -> Checkpoint:
     return load(folder / BEST)
 
 
-def _trained_client(checkpoint: Checkpoint, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
+def _trained_client(checkpoint: Checkpoint, config: RunConfig, free: Sequence[str], spec: EngineSpec) -> ClientProtocol:
     """The policy of a checkpoint with its statistics, without the rollout in progress."""
-    found = {name: value for name, value in checkpoint.header.shape.items() if name not in _FREE}
+    found = {name: value for name, value in checkpoint.header.shape.items() if name not in free}
     own = run_shape(config, spec, {})
-    require_same_shape(found, {name: value for name, value in own.items() if name not in _FREE}, checkpoint.path)
+    require_same_shape(found, {name: value for name, value in own.items() if name not in free}, checkpoint.path)
     client = learner_of(replace(config, compile="off"), spec)
     policy = below("policy", checkpoint.state)
     client.load_state_dict({name: x for name, x in policy.items() if not name.startswith("rollout.")})

@@ -24,7 +24,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.runs.config import RunConfig
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
 from esper.simic.compilation import CompiledStep, is_compiled
-from esper.simic.rewards.compiled_rewards import Kernel
+from esper.simic.rewards.compiled_rewards import Kernel, RewardOutput
 from esper.tolaria.capture import Captured, capture, capture_backend_for
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.fused.executor import FusedExecutor
@@ -35,8 +35,14 @@ from esper.tolaria.phases import PhaseForm, eager
 
 def compiled_reward(kernel: Kernel) -> Kernel:
     """The compiled kernel: one graph per reward mode, attribution formula and number of hosts."""
-    step = CompiledStep(lambda given: kernel(**given), name="the reward kernel")
-    return lambda **given: step(given)
+    step = CompiledStep(lambda given: _transposed(kernel(**given)), name="the reward kernel")
+    return lambda **given: _transposed(step(given))
+
+
+def _transposed(output: RewardOutput) -> RewardOutput:
+    """The output with a row for each column: a graph writes one contiguously, and a table only by transposing it."""
+    total, breakdown, info, escrow_next, drip_opened, flags = output
+    return RewardOutput(total, breakdown.T, info.T, escrow_next, drip_opened, flags.T)
 
 
 def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:

@@ -1,6 +1,7 @@
-"""Plugins: user modules that register tasks, blueprints, rewards or listeners.
+"""Plugins: user modules that register tasks, blueprints, rewards, policies or listeners.
 
 plugins = ["my_package.growth", "rewards/frugal.py"]      an importable module, or a file
+plugins = ["networks/mine.py:task"]                       a file whose variable `task` is registered as a task
 """
 
 import hashlib
@@ -11,15 +12,18 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, nearest
+from esper.tasks.registry import TaskSpec, register_task, task_by_name, task_names
 
 
 def load_plugins(names: Iterable[str]) -> None:
     """Import plugins, each once per process.
 
     Args:
-        names: modules importable from the working directory or the environment, or paths that end in .py.
+        names: modules importable from the working directory or the environment, paths that end in .py, or such a path
+            with the name of a task.
 
     Raises:
         ConfigError: a plugin is missing or fails; the message names file, line and error.
@@ -28,9 +32,45 @@ def load_plugins(names: Iterable[str]) -> None:
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)  # last, so that local files never shadow installed modules
         if is_file(name):
-            _load_file(Path(name))
+            file, task = _parts(name)
+            module = _load_file(Path(file))
+            if task:
+                _register(name, task_in(module, task, name))
         else:
             _load_module(name)
+
+
+def task_in_file(name: str) -> TaskSpec:
+    """The task of FILE.py:NAME; executes the file. Raises ConfigError if there is none."""
+    load_plugins([name])
+    file, task = _parts(name)
+    return task_in(_load_file(Path(file)), task, name)
+
+
+def task_in(module: ModuleType, variable: str, name: str) -> TaskSpec:
+    """The task in a variable of a module; `name` is that of the plugin, for messages."""
+    variables = vars(module)
+    found = variables.get(variable)
+    spec = getattr(found, "spec", found)  # an esper.Task, or what it contains
+    if not isinstance(spec, TaskSpec):
+        kind = f"is a {type(found).__name__}" if variable in variables else "does not exist"
+        tasks = [key for key, value in variables.items() if isinstance(getattr(value, "spec", value), TaskSpec)]
+        raise ConfigError(f"{name}: {variable!r} {kind}, expected an esper.Task; {nearest(variable, tasks)}")
+    return spec
+
+
+def _register(name: str, task: TaskSpec) -> None:
+    """Under its name, unless that was done before."""
+    if task.name not in task_names():
+        register_task(task)
+    elif task_by_name(task.name) is not task:
+        raise ConfigError(f"{name}: another task is named {task.name!r}; choose a name: esper.Task(..., name=...).")
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """FILE.py and, of FILE.py:NAME, the name."""
+    file, colon, task = name.rpartition(":")
+    return (file, task) if colon and file.endswith(".py") else (name, "")
 
 
 def require_trusted(names: Sequence[str], allowed: Sequence[str], *, trust: bool) -> None:
@@ -48,7 +88,7 @@ def require_trusted(names: Sequence[str], allowed: Sequence[str], *, trust: bool
     if unknown and not trust:
         raise ConfigError(
             f"the run directory names code that would be executed: {', '.join(unknown)}. Read it first, then allow it "
-            f"by name (--plugins {' '.join(unknown)}) or allow all code of the run (--trust)."
+            f"by name (--plugins {' '.join(unknown)}) or allow all code of the run (--trust; in Python: trust=True)."
         )
 
 
@@ -59,19 +99,24 @@ def not_among(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _identity(name: str) -> str:
-    return str(Path(name).expanduser().resolve()) if is_file(name) else name
+    return str(Path(_parts(name)[0]).expanduser().resolve()) if is_file(name) else name
 
 
 def is_file(name: str) -> bool:
-    """Whether a plugin is a file rather than a module."""
-    return name.endswith(".py")
+    """Whether a plugin is a file, with or without the name of a task, rather than a module."""
+    return _parts(name)[0].endswith(".py")
 
 
-def _load_file(path: Path) -> None:
+def names_task(name: str) -> bool:
+    """Whether a plugin is FILE.py:NAME."""
+    return bool(_parts(name)[1])
+
+
+def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     name = f"esper_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
-        return
+        return sys.modules[name]
     if not path.is_file():
         raise ConfigError(f"there is no plugin {path}; correct the path in plugins, or leave it out.")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -84,6 +129,7 @@ def _load_file(path: Path) -> None:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _failed(str(path), error) from error
+    return module
 
 
 def _load_module(name: str) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 from esper.leyline.errors import ConfigError
 from esper.runs.config import DATA_VARIABLE, RunConfig, task_values
-from esper.runs.plugins import is_file, load_plugins, not_among, require_trusted
+from esper.runs.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
 from esper.runs.values import Values, merge, parse, plain, read_toml, suggest
 from esper.simic.agent.config import PPOConfig
 from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.tasks import presets as _presets  # registers the built-in tasks
-from esper.tasks.registry import task_by_name
+from esper.tasks.registry import task_by_name, task_names
 from esper.telemetry.run_directory import is_run
 
 assert _presets
@@ -73,19 +73,21 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bo
     """The complete configuration of a run from a file and the command line; imports its plugins.
 
     Paths in a file are relative to its folder, those of the command line to the working directory. A registered name in
-    `reward.mode` that is not built in becomes `custom_reward`. Plugins named only by the file of a run directory need
-    `trust`.
+    `reward.mode` that is not built in becomes `custom_reward`. A task FILE.py:NAME becomes a plugin. Plugins named only
+    by the file of a run directory need `trust`.
 
     Raises:
         ConfigError, RegistryError: unknown task, preset or key, invalid value or combination, or a failing plugin.
     """
     above = _with_absolute_paths(overrides, Path())
     below = _with_absolute_paths(read_toml(file), file.parent) if file else {}
-    plugins = plugin_names(merge(below, above))
+    plugins, named = _plugins_of(merge(below, above)), _plugins_of(above)
     if file is not None and is_run(file.parent):
-        require_trusted(plugins, plugin_names(above), trust=trust)
+        require_trusted(plugins, named, trust=trust)
     load_plugins(plugins)
-    given = merge(_with_custom_reward(below), _with_custom_reward(above))
+    given = merge(_with_custom_reward(below), _with_custom_reward(above)) | {"plugins": plugins}
+    if isinstance(given.get("task"), str) and names_task(given["task"]):
+        given["task"] = task_in_file(given["task"]).name
     preset = _name(given, "preset", DEFAULT_PRESET)
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
@@ -117,6 +119,13 @@ def recorded(values: Mapping[str, Any], *, allowed: Sequence[str] = (), trust: b
         )
     require_trusted(plugins, allowed, trust=trust)
     load_plugins(plugins)
+    task = _name(values, "task", "")
+    if task not in task_names():
+        raise ConfigError(
+            f"the task {task!r} of the run is registered neither here nor by its plugins: it was made in a Python "
+            "program. Continue there, with esper.load(RUN, task=task).resume(rounds=N); a task that commands are to "
+            "find is started with esper train --task FILE.py:NAME."
+        )
     return parse(RunConfig, values)
 
 
@@ -126,6 +135,18 @@ def plugin_names(values: Mapping[str, Any]) -> list[str]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"plugins is {json.dumps(names, default=str)}; it must be a list of modules or .py files.")
     return list(names)
+
+
+def absolute_plugins(names: Sequence[str], folder: Path) -> list[str]:
+    """Plugins with absolute paths of files; relative ones lie in `folder`."""
+    return [os.path.abspath(folder / Path(name).expanduser()) if is_file(name) else name for name in names]
+
+
+def _plugins_of(values: Mapping[str, Any]) -> list[str]:
+    """The plugins, and the file of the task if it is named by one."""
+    names, task = plugin_names(values), values.get("task")
+    from_file = isinstance(task, str) and names_task(task) and task not in names
+    return [*names, str(task)] if from_file else names
 
 
 def _name(values: Mapping[str, Any], key: str, default: str) -> str:
@@ -149,8 +170,10 @@ def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
     changed: Values = {}
     if isinstance(values.get("data_dir"), str) and values["data_dir"]:
         changed["data_dir"] = absolute(values["data_dir"])
+    if isinstance(task := values.get("task"), str) and names_task(task):
+        changed["task"] = absolute(task)
     if "plugins" in values:
-        changed["plugins"] = [absolute(name) if is_file(name) else name for name in plugin_names(values)]
+        changed["plugins"] = absolute_plugins(plugin_names(values), folder)
     return {**values, **changed}
 
 

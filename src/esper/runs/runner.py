@@ -6,6 +6,7 @@ engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -205,7 +206,13 @@ class Runner:
 
 @contextmanager
 def _stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt."""
+    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt.
+
+    Signals reach the main thread alone: a run in another thread leaves them to it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     requested = False
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
 """The tables and sentences that the commands print, at most 80 columns wide."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.runs.drawing import drawing, words
 from esper.runs.evaluate import REFERENCE, TRAINED, Difference, Row
 from esper.tasks.registry import TaskSpec
+from esper.telemetry.progress import RunConsole
 
 LEGEND = """Means over hosts, each with its fossilized seeds only (the committed network).
 val, test: accuracy in %. 100·J: val minus the price of added parameters.
@@ -20,7 +22,7 @@ vs: paired difference in 100·J with its 95 % interval."""
 def comparison(rows: Sequence[Row]) -> Table:
     """Results of the controllers."""
     reference = TRAINED if rows[0].name == TRAINED else REFERENCE
-    page = _page("controller", "100·J", f"vs {reference}", "val", "test", "growth")
+    page = plain_table("controller", "100·J", f"vs {reference}", "val", "test", "growth")
     for row in rows:
         page.add_row(
             row.name,
@@ -36,7 +38,7 @@ def comparison(rows: Sequence[Row]) -> Table:
 def operations(rows: Sequence[Row]) -> Table:
     """Effective operations per host."""
     names = [op.name for op in LifecycleOp]
-    page = _page("ops per host", *(name.lower().removesuffix("_target") for name in names))
+    page = plain_table("ops per host", *(name.lower().removesuffix("_target") for name in names))
     for row in rows:
         page.add_row(row.name, *(f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in names))
     return page
@@ -62,7 +64,7 @@ def done(summary: Mapping[str, Any]) -> str:
 
 def tasks(found: Sequence[TaskSpec], data_dir: Path | None) -> Table:
     """The registered tasks."""
-    page = _page("task", "host", "parameters", "slots", "data")
+    page = plain_table("task", "host", "parameters", "slots", "data")
     for column in (page.columns[1], page.columns[4]):
         column.justify = "left"
     for task in found:
@@ -104,7 +106,15 @@ def _data(task: TaskSpec, data_dir: Path | None) -> str:
     return "found" if task.source.folder(data_dir) else "missing"
 
 
-def _page(first: str, *columns: str) -> Table:
+def text(show: Callable[[RunConsole], None]) -> str:
+    """What a function prints, as plain text."""
+    file = StringIO()
+    show(RunConsole(file=file, width=100, color_system=None, force_terminal=False, force_jupyter=False))
+    return "\n".join(line.rstrip() for line in file.getvalue().strip().splitlines())
+
+
+def plain_table(first: str, *columns: str) -> Table:
+    """An empty table without lines, with a first column of words and others of numbers."""
     page = Table(box=None, padding=(0, 2, 0, 0))
     page.add_column(first, no_wrap=True)
     for column in columns:

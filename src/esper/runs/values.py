@@ -40,6 +40,24 @@ def flat(values: Mapping[str, Any], path: str = "") -> Values:
     return leaves
 
 
+def nested(values: Mapping[str, Any]) -> Values:
+    """Nested dictionaries from dotted names, e.g. {"ppo.lr": 5e-4, "seed": 1} -> {"ppo": {"lr": 5e-4}, "seed": 1}.
+
+    Raises:
+        ConfigError: a name is both a value and a table.
+    """
+    tree: Values = {}
+    for name, value in values.items():
+        *path, leaf = name.split(".")
+        table = tree
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{name!r}: {part} is a value, not a table; it has no {leaf}.")
+        table[leaf] = nested(value) if isinstance(value, Mapping) else value
+    return tree
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Values:
     """`base` updated with `over`, recursively."""
     merged = dict(base)

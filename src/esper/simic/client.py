@@ -19,6 +19,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StoredStep
 from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
+from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.agent.policy_step import Decision, PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -26,6 +27,13 @@ from esper.simic.agent.stored_row import Row
 from esper.simic.telemetry.metrics import Read
 from esper.tamiyo.features import feature_dim, observe
 from esper.tamiyo.network import TamiyoNetwork
+
+
+def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
+    """Memory of the rollout of one host: the buffer, and the copy that an update works on."""
+    shape = (1, steps, feature_dim(num_slots), num_slots, config.hidden_width, config.num_layers)
+    slabs = TamiyoRolloutBuffer(*shape, device="cpu", gamma=config.gamma, gae_lambda=config.gae_lambda).slabs
+    return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs))
 
 
 @final

@@ -20,12 +20,12 @@ from torch import Tensor
 from esper.leyline.actions import HEADS, NUM_HEADS, Head, LifecycleOp, Style
 from esper.leyline.errors import RegistryError, nearest
 from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.protocols import EngineSpec, PolicyProtocol
 from esper.leyline.random import Stream, uniform
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedules import FixedSchedule, Remaining, Schedule, fill, single
-from esper.tamiyo.scripted import NoMemory, ScriptedPolicy, canonical_actions
+from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, canonical_actions
 
 STATIC = "static_final"
 
@@ -123,21 +123,47 @@ def scheduled(schedule: Schedule, spec: EngineSpec) -> ScriptedPolicy[Remaining]
     return ScriptedPolicy(FixedSchedule(schedule, spec), spec)
 
 
-_MAKERS: dict[str, Callable[[EngineSpec], ScriptedPolicy[Any]]] = {
-    "wait_only": lambda spec: ScriptedPolicy(WaitOnly(spec), spec),
-    "random": lambda spec: ScriptedPolicy(UniformRandom(spec), spec),
+PolicyMaker = Callable[[EngineSpec], PolicyProtocol | Script[Any]]
+_MAKERS: dict[str, PolicyMaker] = {
+    "wait_only": WaitOnly,
+    "random": UniformRandom,
     "fixed_schedule": lambda spec: scheduled(single(spec), spec),
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
-    "heuristic": lambda spec: ScriptedPolicy(Heuristic(spec), spec),
-    # the comparison plants the structure (`VectorizedEngine.plant`)
-    STATIC: lambda spec: ScriptedPolicy(WaitOnly(spec), spec),
+    "heuristic": Heuristic,
+    STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.plant`)
 }
 BASELINES = tuple(_MAKERS)
-"""All names that `make_baseline` knows."""
+"""Those of this package."""
 
 
-def make_baseline(name: str, spec: EngineSpec) -> ScriptedPolicy[Any]:
-    """The baseline `name` for the engine of `spec`; raises RegistryError if there is none."""
+def register_policy(name: str) -> Callable[[PolicyMaker], PolicyMaker]:
+    """Decorate a class, or a function of the `EngineSpec`, that gives a script or a policy, to be used like a baseline.
+
+    Raises:
+        RegistryError: the name is taken.
+    """
+    if name in _MAKERS:
+        raise RegistryError(f"a policy named {name!r} is registered already; choose another name.")
+
+    def register(make: PolicyMaker) -> PolicyMaker:
+        _MAKERS[name] = make
+        return make
+
+    return register
+
+
+def policy_names() -> tuple[str, ...]:
+    """All names that `make_baseline` knows."""
+    return tuple(_MAKERS)
+
+
+def make_baseline(name: str, spec: EngineSpec) -> PolicyProtocol:
+    """The baseline or registered policy `name` for the engine of `spec`; raises RegistryError if there is none."""
     if name not in _MAKERS:
         raise RegistryError(f"unknown baseline {name!r}; {nearest(name, _MAKERS)}")
-    return _MAKERS[name](spec)
+    return as_policy(_MAKERS[name](spec), spec)
+
+
+def as_policy(made: PolicyProtocol | Script[Any], spec: EngineSpec) -> PolicyProtocol:
+    """A policy as it is, a script as a policy."""
+    return made if isinstance(made, PolicyProtocol) else ScriptedPolicy(made, spec)

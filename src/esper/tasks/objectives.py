@@ -1,6 +1,7 @@
 """Objectives: a loss with its figure of merit (see `esper.leyline.objective`)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -9,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.objective import Scores
+from esper.leyline.objective import Objective, Scores
 
 PADDING = -1
 """Target of a token that does not count."""
+PerExample = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [B, ...], targets [B, ...]) -> one number per example [B]."""
 
 
 @final
@@ -35,7 +38,7 @@ class Classification:
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """Logits [R, classes] and classes [R]."""
         logits = outputs.float()
-        hits = (logits.argmax(dim=-1) == targets).float()
+        hits = (logits.max(dim=-1).indices == targets).float()
         return Scores(F.cross_entropy(logits, targets, reduction="none"), hits, torch.ones_like(hits))
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class NextToken:
         targets = targets.long()
         logits, counts = outputs.float(), targets != PADDING
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
-        hits = (logits.argmax(dim=-1) == targets) & counts
+        hits = (logits.max(dim=-1).indices == targets) & counts
         return Scores(losses.view(targets.shape).sum(dim=1), hits.sum(dim=1).float(), counts.sum(dim=1).float())
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
@@ -98,10 +101,91 @@ class MeanSquaredError:
         return self.variance
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
-        """Outputs and targets [R, ...] of equal shape."""
-        errors = (outputs.float() - targets.float()).square().flatten(1).mean(dim=1)
+        """Outputs and targets [R, ...]; raises ValueError unless their shapes are equal."""
+        if outputs.shape != targets.shape:  # subtraction would broadcast them
+            raise ValueError("outputs and targets differ in shape")
+        errors = (outputs.float() - targets.float()).square().reshape(len(outputs), -1).mean(dim=1)
         return Scores(errors, errors.detach(), torch.ones_like(errors.detach()))
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """100 (1 - error / variance): 100 is perfect, 0 is the mean of the targets, worse is negative."""
         return 100.0 * (1.0 - score / weight / self.variance)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Custom:
+    """A loss of the user's, and a figure of merit in points.
+
+    Attributes:
+        loss: of each example. blind_loss: its mean for guessing, above 0.
+        metric: points of each example; None for 100 (1 - loss / blind_loss).
+        unit: name of the figure of merit.
+    """
+
+    loss: PerExample
+    blind_loss: float
+    metric: PerExample | None = None
+    unit: str = "loss reduction"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.blind_loss < math.inf:
+            raise ConfigError(
+                f"the blind loss is {self.blind_loss}; it must be finite and above 0: give blind_loss, or add a "
+                "constant to the loss."
+            )
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Outputs and targets [R, ...] as the functions take them; raises ConfigError unless they give [R]."""
+        losses = per_example("loss", self.loss, outputs, targets)
+        if self.metric is None:
+            points = 100.0 * (1.0 - losses.detach() / self.blind_loss)
+        else:
+            points = per_example("metric", self.metric, outputs.detach(), targets)
+        return Scores(losses, points, torch.ones_like(points))
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Mean of the examples."""
+        return score / weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WithMetric:
+    """The loss of another objective, with points of each example by a function of the user's."""
+
+    objective: Objective
+    metric: PerExample
+    unit: str
+
+    @property
+    def blind_loss(self) -> float:
+        """That of the other objective."""
+        return self.objective.blind_loss
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """Outputs and targets [R, ...]; raises ConfigError unless the metric gives [R]."""
+        scores = self.objective.scores(outputs, targets)
+        points = per_example("metric", self.metric, outputs.detach(), targets)
+        return scores._replace(score=points * scores.weight)
+
+    def points(self, score: Tensor, weight: Tensor) -> Tensor:
+        """Mean of the examples, or of the tokens."""
+        return score / weight
+
+
+def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
+    """What a loss or metric gives, float32 [R]; raises ConfigError if it is not one number per example."""
+    shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    try:
+        found = function(outputs, targets)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise ConfigError(f"the {name} fails on {shapes} of {targets.dtype}: {' '.join(str(error).split())}") from error
+    if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
+        kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+        raise ConfigError(
+            f"the {name} gives a result of {kind} for {shapes}; expected one number per example, "
+            f"{tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
+            "(reduction='none')."
+        )
+    return found.float()

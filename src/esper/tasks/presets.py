@@ -1,5 +1,7 @@
 """The built-in tasks."""
 
+from dataclasses import replace
+
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
@@ -94,7 +96,7 @@ CIFAR = tuple(
 TINYSHAKESPEARE = register_task(
     TaskSpec(
         name="tinyshakespeare",
-        description="Shakespeare's plays, byte by byte.",
+        description="Shakespeare's plays, byte by byte; for a GPU.",
         family=HostFamily.TRANSFORMER,
         host=TransformerHostSpec(
             vocabulary=Shakespeare.vocabulary, width=128, heads=4, layers=4, segments=4, context=128, dropout=0.1
@@ -115,6 +117,20 @@ TINYSHAKESPEARE = register_task(
     )
 )
 
+TINYSHAKESPEARE_SMALL = register_task(
+    replace(
+        TINYSHAKESPEARE,
+        name="tinyshakespeare_small",
+        description="The same for two CPU cores: width 64, 64 bytes of context.",
+        host=TransformerHostSpec(
+            vocabulary=Shakespeare.vocabulary, width=64, heads=4, layers=4, segments=4, context=64, dropout=0.1
+        ),
+        load=Shakespeare(context=64, val_windows=320),
+        episode_length=40,
+        batches_per_step=25,
+    )
+)
+
 
 def tinystories(name: str, tokenizer: Tokenizer) -> TaskSpec:
     """The task of TinyStories in the tokens of a tokenizer; register it in a plugin.
@@ -124,7 +140,7 @@ def tinystories(name: str, tokenizer: Tokenizer) -> TaskSpec:
     vocabulary, context = tokenizer.vocabulary, 256
     return TaskSpec(
         name=name,
-        description="Short stories in simple words; one window never holds two stories.",
+        description="Short stories in simple words; one window never holds two stories. For a GPU.",
         family=HostFamily.TRANSFORMER,
         host=TransformerHostSpec(
             vocabulary=vocabulary, width=384, heads=6, layers=6, segments=3, context=context, dropout=0.1
@@ -146,6 +162,23 @@ def tinystories(name: str, tokenizer: Tokenizer) -> TaskSpec:
 
 
 TINYSTORIES = register_task(tinystories("tinystories", ByteTokenizer()))
+
+TINYSTORIES_SMALL = register_task(
+    replace(
+        TINYSTORIES,
+        name="tinystories_small",
+        description="The same for two CPU cores: 3 layers of width 64, 64 bytes of context.",
+        host=TransformerHostSpec(
+            vocabulary=ByteTokenizer().vocabulary, width=64, heads=4, layers=3, segments=3, context=64, dropout=0.1
+        ),
+        load=Stories(64, val_windows=320),
+        episode_length=40,
+        batch_val=64,
+        batches_per_step=25,
+        optimizer=OptimizerSpec(kind="adamw", host_lr=1e-3, seed_lr=1e-3),
+        min_training_epochs=5,
+    )
+)
 
 NULL = register_task(
     TaskSpec(

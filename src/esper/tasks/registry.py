@@ -1,6 +1,7 @@
 """Tasks by name. A task is plain data: a host, a data set and default settings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,6 +119,19 @@ def register_task(task: TaskSpec) -> TaskSpec:
         raise RegistryError(f"a task {task.name!r} is registered already; choose another name.")
     _TASKS[task.name] = task
     return task
+
+
+@contextmanager
+def registered(task: TaskSpec) -> Iterator[None]:
+    """`task` has its name until the end of the block; raises RegistryError if another task has it."""
+    if _TASKS.get(task.name) is task:
+        yield
+        return
+    register_task(task)
+    try:
+        yield
+    finally:
+        del _TASKS[task.name]
 
 
 def task_by_name(name: str) -> TaskSpec:

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -43,6 +43,12 @@ class RunConsole(Console):
     def say(self, text: str) -> None:
         """Print one line of plain text without wrapping."""
         self.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Print sentences to stderr."""
+    for line in lines:
+        RunConsole(stderr=True).say(f"esper: {line}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +151,7 @@ class RunProgress:
         )
         self._task = self._bar.add_task("steps", total=rounds * steps, completed=done, eta="...")
         live = Live(console=console, get_renderable=self.page, refresh_per_second=_REFRESH)
-        self._live = live if console.is_terminal else None
+        self._live = live if console.is_terminal and not console.quiet else None
 
     def __enter__(self) -> "RunProgress":
         if self._live is not None:

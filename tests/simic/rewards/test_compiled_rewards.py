@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.leyline.errors import ConfigError
+from esper.runs.kernels import compiled_reward
+from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import MODES, REWARD_INFO, REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.simic.rewards.compiled_rewards import check_arguments, check_static
 from reference.rewards.golden import kernel_arguments, outputs_of
@@ -210,8 +212,8 @@ def test_the_kernel_compiles_to_one_graph_with_the_same_answer(mode):
     config = RewardConfig(mode=mode)
     weights = config.loss.pack() if mode == "loss" else config.pack()
     given = kernel_arguments(list(random_rows(64, 11)))
-    torch.compiler.reset()
-    whole = torch.compile(compute_reward_batched, fullgraph=True)
+    whole, before = compiled_reward(compute_reward_batched), graphs_compiled()
     eager = compute_reward_batched(**given, config_weights=weights, mode=mode)
     for got, want in zip(whole(**given, config_weights=weights, mode=mode), eager, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert graphs_compiled() == before + 1

@@ -56,6 +56,17 @@ def test_a_text_is_cut_into_three_parts_without_a_window_across_a_border(tmp_pat
     assert data.inputs(data.test.x).dtype == torch.int64
 
 
+def test_a_part_of_the_validation_windows_is_spread_over_all_and_named_in_the_identity(tmp_path):
+    folder = write_shakespeare(tmp_path, bytes(i % 256 for i in range(1000)))
+    whole, part = Shakespeare(context=10)(folder, 0), Shakespeare(context=10, val_windows=3)(folder, 0)
+    assert len(whole.val) == 8  # 89 next bytes of [810, 900)
+    assert part.identity["sizes"] == (80, 3, 9)
+    assert torch.equal(part.val.x, whole.val.x[[0, 2, 5]])
+    assert torch.equal(part.val.y, whole.val.y[[0, 2, 5]])
+    assert torch.equal(part.test.x, whole.test.x)
+    assert len(Shakespeare(context=10, val_windows=50)(folder, 0).val) == 8
+
+
 @pytest.mark.parametrize("name", ["text/tinyshakespeare.txt", "tinyshakespeare.txt", "tinyshakespeare/input.txt"])
 def test_the_text_is_found_under_its_usual_names(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)

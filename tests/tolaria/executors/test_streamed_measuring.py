@@ -57,7 +57,9 @@ def test_the_order_of_slots_in_the_network_is_not_that_of_actions():
 def test_chunks_do_not_change_what_is_measured(monkeypatch):
     bench = grown_bench()
     sets, want = bench.measure()
-    monkeypatch.setattr(host_data, "MAX_FLOATS", 5 * 8 * bench.executor.data.host.largest_activation)  # 5 examples
+    monkeypatch.setattr(
+        host_data, "_MAX_FLOATS_ON_CPU", 5 * 8 * bench.executor.data.host.largest_activation
+    )  # 5 examples
     assert bench.executor.data.examples_at_once(8) == 5
     _, found = bench.measure()
     assert torch.equal(found.accuracy[sets.valid], want.accuracy[sets.valid])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, TanhScale, chain
-from esper.kasmina.blueprints.registry import BuiltinBlueprint
+from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.leyline.stages import HostFamily
 
 _MAX_GROUPS = 32
@@ -127,11 +127,11 @@ def conv_heavy(c: int) -> nn.Module:
 
 _SCALED = {"scale.gamma": BIRTH_SCALE}
 CNN_BLUEPRINTS = (
-    BuiltinBlueprint(HostFamily.CNN, conv_light, _SCALED),
-    BuiltinBlueprint(HostFamily.CNN, attention, {"excite.weight": 0.0, "excite.bias": 0.0}),
-    BuiltinBlueprint(HostFamily.CNN, norm, {"gain.strength": 0.0}),
-    BuiltinBlueprint(HostFamily.CNN, depthwise, _SCALED),
-    BuiltinBlueprint(HostFamily.CNN, bottleneck, _SCALED),
-    BuiltinBlueprint(HostFamily.CNN, conv_small, _SCALED),
-    BuiltinBlueprint(HostFamily.CNN, conv_heavy, _SCALED),
+    FunctionBlueprint(HostFamily.CNN, conv_light, _SCALED),
+    FunctionBlueprint(HostFamily.CNN, attention, {"excite.weight": 0.0, "excite.bias": 0.0}),
+    FunctionBlueprint(HostFamily.CNN, norm, {"gain.strength": 0.0}),
+    FunctionBlueprint(HostFamily.CNN, depthwise, _SCALED),
+    FunctionBlueprint(HostFamily.CNN, bottleneck, _SCALED),
+    FunctionBlueprint(HostFamily.CNN, conv_small, _SCALED),
+    FunctionBlueprint(HostFamily.CNN, conv_heavy, _SCALED),
 )

@@ -51,8 +51,8 @@ class AbstractBlueprint(abc.ABC):
 
 
 @final
-class BuiltinBlueprint(AbstractBlueprint):
-    """A blueprint of this package: `network` builds it and has its name."""
+class FunctionBlueprint(AbstractBlueprint):
+    """A blueprint that a function builds, whose name it has."""
 
     def __init__(self, family: HostFamily, network: Callable[[int], nn.Module], birth: Mapping[str, float]) -> None:
         self.name, self.family, self.birth, self._network = network.__name__, family, birth, network

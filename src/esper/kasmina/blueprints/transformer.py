@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as block_mask_kernel
 
 from esper.kasmina.blueprints.layers import CausalAttention, TanhScale, causal_attention, chain
-from esper.kasmina.blueprints.registry import BuiltinBlueprint
+from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.leyline.stages import HostFamily
 
 _HEADS = 4
@@ -105,11 +105,11 @@ def _causal_blocks(tokens: int, device: torch.device) -> BlockMask:
 _ATTENTION = {"out.weight": 0.0, "out.bias": 0.0}
 _MLP = {"down.weight": 0.0, "down.bias": 0.0}
 TRANSFORMER_BLUEPRINTS = (
-    BuiltinBlueprint(HostFamily.TRANSFORMER, attention, _ATTENTION),
-    BuiltinBlueprint(HostFamily.TRANSFORMER, norm, {"gain.strength": 0.0}),
-    BuiltinBlueprint(HostFamily.TRANSFORMER, lora, {"up.weight": 0.0}),
-    BuiltinBlueprint(HostFamily.TRANSFORMER, lora_large, {"up.weight": 0.0}),
-    BuiltinBlueprint(HostFamily.TRANSFORMER, mlp_small, _MLP),
-    BuiltinBlueprint(HostFamily.TRANSFORMER, mlp, _MLP),
-    BuiltinBlueprint(HostFamily.TRANSFORMER, flex_attention, _ATTENTION),
+    FunctionBlueprint(HostFamily.TRANSFORMER, attention, _ATTENTION),
+    FunctionBlueprint(HostFamily.TRANSFORMER, norm, {"gain.strength": 0.0}),
+    FunctionBlueprint(HostFamily.TRANSFORMER, lora, {"up.weight": 0.0}),
+    FunctionBlueprint(HostFamily.TRANSFORMER, lora_large, {"up.weight": 0.0}),
+    FunctionBlueprint(HostFamily.TRANSFORMER, mlp_small, _MLP),
+    FunctionBlueprint(HostFamily.TRANSFORMER, mlp, _MLP),
+    FunctionBlueprint(HostFamily.TRANSFORMER, flex_attention, _ATTENTION),
 )

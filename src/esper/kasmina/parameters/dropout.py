@@ -67,14 +67,22 @@ class Dropout(nn.Module):
         self.p, self.channels = p, channels
         self.draws: Draws | None = None
 
+    @property
+    def scale(self) -> float:
+        """What the kept elements are multiplied by."""
+        return 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0
+
+    def mask(self, shape: tuple[int, ...]) -> Bool[Tensor, "..."]:
+        """The next mask of a train pass, of a shape [B * G, ...]: which elements are kept."""
+        assert self.draws is not None, "`draw_for` must be called before a train pass"
+        return self.draws.kept(shape, self.p)
+
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ...] -> the same."""
         if not self.training or self.p == 0.0:
             return x
-        assert self.draws is not None, "`draw_for` must be called before a train pass"
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.channels else tuple(x.shape)
-        scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0
-        return x * self.draws.kept(shape, self.p).to(x.dtype).mul_(scale)
+        return x * self.mask(shape).to(x.dtype).mul_(self.scale)
 
 
 _WHOLE_CHANNELS: dict[type[nn.Module], bool] = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, nearest
 from esper.simic.rewards.config import LOSS_FIELDS, MODES, WEIGHT_NAMES, Attribution
 from esper.simic.rewards.credit import contribution_terms, credit_of, suspected_ratio
-from esper.simic.rewards.row import Row, host_floor, occupancy, ransoming, row_of
+from esper.simic.rewards.row import Row, number, row_of
 from esper.simic.rewards.terms import PLAIN_MODES, REWARD_INFO, REWARD_TERMS, drip_opened, objective_potential
 
 FloatN = Float[Tensor, " N"]
@@ -131,19 +131,15 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     check_arguments(given)
     for name, clock in (("epoch", epoch), ("max_epochs", max_epochs)):
         check_clock(name, clock, len(actions))
-    by_name = _by_name if torch.compiler.is_compiling() else _kept_by_name
-    weights = by_name(config_weights, mode == "loss")
+    weights = _by_name(config_weights, mode == "loss")
     x = row_of(given, weights, _clock(epoch, val_accs), _clock(max_epochs, val_accs), mode, attribution)
     return _in_dtype(_with_credit(x) if mode in CREDIT_MODES else _without_credit(x), val_accs.dtype)
 
 
+@lru_cache(maxsize=16)  # every step of a run has the same vector, and 65 views cost as much as thirty operators
 def _by_name(config_weights: Tensor, loss: bool) -> Mapping[str, Tensor]:
     """Each packed number as a view of the vector."""
     return dict(zip(LOSS_FIELDS if loss else WEIGHT_NAMES, config_weights.unbind(), strict=True))
-
-
-_kept_by_name = lru_cache(maxsize=16)(_by_name)
-"""Cached: every step of a run has the same vector, and 65 views cost as much as thirty operators."""
 
 
 def _with_credit(x: Row) -> RewardOutput:
@@ -152,7 +148,7 @@ def _with_credit(x: Row) -> RewardOutput:
     following = credit.account + credit.change
     info = {
         "discount": credit.discount, "ratio_penalty": credit.ratio_penalty, "timing": credit.timing,
-        "progress": credit.progress, "growth": occupancy(x) / host_floor(x), "escrow_prev": credit.account,
+        "progress": credit.progress, "growth": x.growth, "escrow_prev": credit.account,
         "escrow_target": credit.target, "escrow_delta": credit.change, "escrow_next": following,
     }  # fmt: skip
     return _output(x, contribution_terms(x, credit), info, suspected_ratio(x, credit), escrow_next=following)
@@ -160,15 +156,15 @@ def _with_credit(x: Row) -> RewardOutput:
 
 def _without_credit(x: Row) -> RewardOutput:
     """All other modes; info columns without meaning hold neutral values."""
-    one, account = torch.ones_like(x.val_acc), x.known("escrow_credits")
-    info = {"discount": one, "timing": one, "progress": x.number("total_improvements")}
+    one, account = torch.ones_like(x.c), x.known("escrow_credits")
+    info = {"discount": one, "timing": one, "progress": number(x.given, "total_improvements")}
     info |= {"escrow_prev": account, "escrow_next": account}
     if x.mode != "loss":
-        info["growth"] = occupancy(x) / host_floor(x)
+        info["growth"] = x.growth
     if x.mode == "objective":
         info["objective_potential"] = objective_potential(x)
     opened = drip_opened(x) if x.mode == "basic_plus" else None
-    return _output(x, PLAIN_MODES[x.mode](x), info, torch.zeros_like(x.seed), escrow_next=account, opened=opened)
+    return _output(x, PLAIN_MODES[x.mode](x), info, x.zero, escrow_next=account, opened=opened)
 
 
 def _output(
@@ -181,14 +177,13 @@ def _output(
     opened: Tensor | None = None,
 ) -> RewardOutput:
     """The output in float64; a missing column is 0."""
-    zero = torch.zeros_like(x.val_acc)
     return RewardOutput(
         total=reduce(add, terms.values()),
-        breakdown=torch.stack([terms.get(name, zero) for name in REWARD_TERMS]).T,
-        info=torch.stack([info.get(name, zero) for name in REWARD_INFO]).T,
+        breakdown=torch.stack([terms.get(name, x.zero) for name in REWARD_TERMS]).T,
+        info=torch.stack([info.get(name, x.zero) for name in REWARD_INFO]).T,
         escrow_next=escrow_next,
-        drip_opened=zero if opened is None else opened,
-        flags=torch.stack((suspected, ransoming(x)), dim=1),
+        drip_opened=x.zero if opened is None else opened,
+        flags=torch.stack((suspected, x.ransoming)).to(torch.float32).to(torch.bool).T,  # compiled: by vectors
     )
 
 

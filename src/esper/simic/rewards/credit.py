@@ -12,22 +12,9 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.rewards.config import MIN_PRUNE_AGE
-from esper.simic.rewards.row import (
-    NEW_SEED_POTENTIAL,
-    Row,
-    at_the_end,
-    combine,
-    contributes,
-    held,
-    host_floor,
-    is_op,
-    legitimacy,
-    occupancy,
-    potential_repaid,
-    ransoming,
-    shaping,
-)
+from esper.simic.rewards.config import MIN_CONTRIBUTION, MIN_PRUNE_AGE
+from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
+from esper.simic.rewards.row import NEW_SEED_POTENTIAL, Row, at_the_end, combine, legitimacy, number, shaping
 
 UNKNOWN_PROGRESS_SHARE = 0.5
 """Share of a contribution credited while progress since germination is unknown."""
@@ -45,12 +32,14 @@ class Credit:
 
     `attribution` before shaping and costs; `discount` factor of a harmful seed; `ratio_penalty` <= 0 of a contribution
     that the gate signal does not support; `timing` factor of the germination; `progress` since germination, NaN where
-    unknown; `account` before the step, its `target` and its `change` (0 in `shaped`). `trusted`: discount >= 0.5.
+    unknown; `account` before the step, its `target` and its `change` (0 in `shaped`). Masks: `trusted` where
+    discount >= 0.5, `harmful` where a live seed has a negative gate signal.
     """
 
     attribution: Tensor
     discount: Tensor
     trusted: Tensor
+    harmful: Tensor
     ratio_penalty: Tensor
     timing: Tensor
     progress: Tensor
@@ -61,162 +50,154 @@ class Credit:
 
 def timing(x: Row, epochs: Tensor) -> Tensor:
     """Factor for a germination at step `epochs`; below 1 while the host itself is untrained."""
-    warmup, floor = x.w["germination_warmup_epochs"], x.w["germination_discount_floor"]
-    rising = floor + (1 - floor) / torch.clamp(warmup, min=1.0) * epochs
-    return torch.where((warmup > 0) & x.off("disable_timing_discount"), torch.clamp(rising, max=1.0), 1.0)
+    warmup = x.w["germination_warmup_epochs"]
+    missing = above(warmup, 0) * x.on("timing_discount") * no(x.w["germination_discount_floor"])
+    return torch.clamp(missing / torch.clamp(warmup, min=1.0) * epochs + no(missing), max=1.0)
 
 
 def ratio_penalty(x: Row, trusted: Tensor) -> Tensor:
     """Penalty for a contribution that is large against the gate signal, or that no positive gate signal supports."""
-    w, limit = x.w, x.w["hacking_ratio_threshold"]
-    excess = torch.relu(x.c / x.g - limit)
-    of_ratio = torch.clamp((-RATIO_PENALTY_STEP / limit) * excess, min=-RATIO_PENALTY_CAP)
-    unsupported = torch.clamp(UNSUPPORTED_PENALTY * x.c, min=-RATIO_PENALTY_CAP)
-    penalty = torch.where(x.g > w["improvement_safe_threshold"], of_ratio, unsupported)
-    suspicious = x.seed & (x.c > SUSPICIOUS_CONTRIBUTION) & ~x.g.isnan() & trusted
-    return torch.where(suspicious & x.off("disable_anti_gaming"), penalty, 0.0)
+    limit, safe = x.w["hacking_ratio_threshold"], x.w["improvement_safe_threshold"]
+    excess = torch.relu(x.c / torch.maximum(x.g, safe) - limit)
+    penalty = choose(above(x.g, safe), (-RATIO_PENALTY_STEP / limit) * excess, UNSUPPORTED_PENALTY * x.c)
+    suspicious = x.seed * x.g_known * trusted * above(x.c, SUSPICIOUS_CONTRIBUTION)
+    return torch.clamp(penalty, min=-RATIO_PENALTY_CAP) * suspicious * x.on("anti_gaming")
 
 
 def raw_attribution(x: Row, progress: Tensor) -> Tensor:
-    """Contribution c limited by progress p, which includes host drift; used where c >= 0.
+    """Contribution c >= 0 limited by progress p, which includes host drift; 0 where c < 0 or p <= 0.
 
-    min(c, mean(c, p)): the mean where p < c, else c; 0 where p <= 0.
+    min(c, mean(c, p)): the mean where p < c, else c.
     """
-    moderated = torch.minimum(x.c, combine(x, torch.relu(progress), x.c))
-    return torch.where(progress.isnan(), UNKNOWN_PROGRESS_SHARE * x.c, moderated)
+    c, p = torch.relu(x.c), torch.relu(progress.nan_to_num(nan=0.0))
+    return choose(equal(progress, progress), torch.minimum(c, combine(x, p, c)), UNKNOWN_PROGRESS_SHARE * c)
 
 
 def credit_of(x: Row) -> Credit:
     """Credit of a step in mode `x.mode`."""
-    harmful = x.seed & (x.g < 0)
-    fossil = x.seed & (x.stage == int(SeedStage.FOSSILIZED))
-    escrow, one = x.mode == "escrow", torch.ones_like(x.val_acc)
+    harmful, escrow = x.seed * below(x.g, 0), x.mode == "escrow"
+    growing = no(x.fossil)
+    one = torch.ones_like(x.c)
     discount = one
     if not escrow:
-        share = torch.sigmoid(x.g * x.w["attribution_sigmoid_steepness"])
-        discount = torch.where(harmful & ~x.c.isnan(), share, 1.0)
-    trusted = discount >= 0.5
+        discount = choose(harmful * x.c_known, torch.sigmoid(x.g * x.w["attribution_sigmoid_steepness"]), one)
+    trusted = at_least(discount, 0.5)
     penalty = ratio_penalty(x, trusted)
-    progress, account = x.number("total_improvements"), x.known("escrow_credits")
+    progress, account = number(x.given, "total_improvements"), x.known("escrow_credits")
     if escrow:  # without the unstable part of the gain
-        progress = progress - (x.val_acc - x.number("stable_val_accs"))
-    raw, credited = raw_attribution(x, progress), (x.c >= 0) & ~fossil
-    target = change = torch.zeros_like(one)
+        progress = progress - (x.known("val_accs") - number(x.given, "stable_val_accs"))
+    raw, harm, credited = (
+        raw_attribution(x, progress),
+        torch.clamp(x.c, max=0.0),
+        x.c_known * at_least(x.c, 0) * growing,
+    )
+    target = change = x.zero
     factor = one
     if escrow:
-        target, change = _account(x, raw, penalty, account, credited, fossil)
-        harm = torch.where((x.c < 0) & ~is_op(x, LifecycleOp.PRUNE) & ~fossil, x.c, 0.0)
-        earned = change + x.w["contribution_weight"] * harm
+        target, change = _account(x, raw, penalty, account, credited, growing)
+        earned = change + x.w["contribution_weight"] * harm * growing * no(x.prune)
+        earned = earned * no(x.fossilize * harmful)
     else:
-        factor = torch.where(credited & x.seed, timing(x, x.epoch - x.age), 1.0)
-        earned = x.w["contribution_weight"] * _shaped(x, raw * discount * factor)
-    earned = torch.where(is_op(x, LifecycleOp.FOSSILIZE) & harmful, 0.0, earned)
-    if not escrow:
-        earned = torch.where(is_op(x, LifecycleOp.PRUNE), -earned, earned)
-        earned = torch.where(fossil, 0.0, earned + penalty)
+        factor = choose(credited * x.seed, timing(x, x.epoch - x.age), one)
+        earned = x.w["contribution_weight"] * (harm + raw * discount * factor + _proxy(x))
+        earned = (earned * no(x.fossilize * harmful + 2 * x.prune) + penalty) * growing
     return Credit(
-        attribution=earned, discount=discount, trusted=trusted, ratio_penalty=penalty, timing=factor, progress=progress,
-        account=account, target=target, change=change,
+        attribution=earned, discount=discount, trusted=trusted, harmful=harmful, ratio_penalty=penalty, timing=factor,
+        progress=progress, account=account, target=target, change=change,
     )  # fmt: skip
 
 
-def _shaped(x: Row, helpful: Tensor) -> Tensor:
-    """Mode shaped: c where negative, else `helpful`; a share of the stage's gain while c is not measured."""
-    gain = x.number("stage_improvements")
-    blended = x.seed & (x.stage >= int(SeedStage.BLENDING)) & (gain > 0)
-    proxy = torch.where(blended, x.w["proxy_confidence_factor"] * gain, 0.0)
-    return torch.where(x.c < 0, x.c, torch.where(x.c.isnan(), proxy, helpful))
+def _proxy(x: Row) -> Tensor:
+    """Mode shaped: a share of the stage's gain while c is not measured."""
+    blended = x.seed * at_least(x.stage, int(SeedStage.BLENDING)) * no(x.c_known)
+    return x.w["proxy_confidence_factor"] * torch.relu(x.known("stage_improvements")) * blended
 
 
 def _account(
-    x: Row, raw: Tensor, penalty: Tensor, account: Tensor, credited: Tensor, fossil: Tensor
+    x: Row, raw: Tensor, penalty: Tensor, account: Tensor, credited: Tensor, growing: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Mode escrow: target balance and change; gains are bounded by the clip, losses are not."""
-    prune, clip = is_op(x, LifecycleOp.PRUNE), x.w["escrow_delta_clip"]
-    target = torch.where(credited, torch.relu(x.w["contribution_weight"] * raw + penalty), 0.0)
-    target = torch.where(prune, 0.0, torch.where(fossil, account, target))
+    clip = x.w["escrow_delta_clip"]
+    target = choose(growing, torch.relu(x.w["contribution_weight"] * raw + penalty), account) * no(x.prune)
     gap, bound = target - account, torch.where(clip > 0, clip, torch.inf)
     bounded = torch.minimum(torch.maximum(gap, -bound), bound)
-    change = torch.where(credited, bounded, torch.where(x.c.isnan() | fossil, 0.0, gap))
-    return target, torch.where(prune, -account, change)
+    change = choose(credited, bounded, gap * below(x.c, 0) * growing)
+    return target, choose(x.prune, -account, change)
 
 
 def contribution_terms(x: Row, credit: Credit) -> dict[str, Tensor]:
     """All terms of a step."""
-    w, e, earning = x.w, x.dwell, credit.attribution > 0
-    decided = is_op(x, LifecycleOp.FOSSILIZE) | is_op(x, LifecycleOp.PRUNE)
-    waiting = held(x) & (e >= 2) & earning & ~decided
+    w, e, earning = x.w, x.dwell, above(credit.attribution, 0)
+    waiting = x.held * at_least(e, 2) * earning * no(x.fossilize + x.prune)
     dwell_price = torch.clamp(-0.05 * e, min=-0.3)
-    blending = x.seed & (x.stage == int(SeedStage.BLENDING)) & (x.g < 0)
-    help_given = x.known("interaction_sums")
-    helping = x.seed & credit.trusted & earning & (help_given > 0)
-    growth = torch.relu(occupancy(x) / host_floor(x))
-    rent = torch.maximum(-w["rent_weight"] * torch.log1p(growth), -w["max_rent"])
+    help_given = torch.relu(x.known("interaction_sums"))
+    rent = torch.maximum(-w["rent_weight"] * torch.log1p(torch.relu(x.growth)), -w["max_rent"])
     moved = torch.relu(x.known("alpha_delta_sq_sums"))
     shock = torch.maximum(-w["alpha_shock_coef"] * moved, -w["alpha_shock_cap"])
     num_fossilized = x.known("num_fossilized")
     crowd = torch.relu(x.known("num_active") + num_fossilized - w["free_slots"])
     return {
         "attribution": credit.attribution,
-        "blending_warning": torch.where(blending, dwell_price - 0.1, 0.0),
-        "holding_warning": torch.where(waiting, dwell_price, 0.0),
+        "blending_warning": (dwell_price - 0.1) * credit.harmful * x.in_stage(SeedStage.BLENDING),
+        "holding_warning": dwell_price * waiting,
         "potential": shaping(x),
-        "synergy": torch.where(helping, 0.1 * torch.tanh(0.5 * help_given), 0.0),
-        "rent": torch.where(x.known("host_params") > 0, rent, 0.0),
-        "alpha_shock": torch.where(x.off("disable_anti_gaming"), shock, 0.0),
+        "synergy": (0.2 * torch.sigmoid(help_given) - 0.1) * x.seed * credit.trusted * earning,
+        "rent": rent * above(x.host_params, 0),
+        "alpha_shock": shock * x.on("anti_gaming"),
         "occupancy": -w["seed_occupancy_cost"] * crowd,
         "fossil_upkeep": -w["fossilized_maintenance_cost"] * num_fossilized,
         "action": _action(x),
-        "terminal": at_the_end(x, w["terminal_acc_weight"] * x.val_acc),
+        "terminal": at_the_end(x, w["terminal_acc_weight"] * x.known("val_accs")),
     }
 
 
 def _action(x: Row) -> Tensor:
     """Cost or bonus of the operation."""
-    w = x.w
-    hasty = x.seed & is_op(x, LifecycleOp.ADVANCE) & (x.stage == int(SeedStage.TRAINING))
-    value = torch.where(hasty, w["advance_from_training_penalty"], 0.0)
-    value = torch.where(is_op(x, LifecycleOp.SET_ALPHA_TARGET), w["set_alpha_target_cost"], value)
-    value = torch.where(is_op(x, LifecycleOp.GERMINATE), _germination(x), value)
-    value = torch.where(is_op(x, LifecycleOp.FOSSILIZE), _fossilization(x), value)
-    return torch.where(is_op(x, LifecycleOp.PRUNE), _pruning(x), value)
+    hasty = x.is_op(LifecycleOp.ADVANCE) * x.in_stage(SeedStage.TRAINING)
+    return (
+        x.w["advance_from_training_penalty"] * hasty
+        + x.w["set_alpha_target_cost"] * x.is_op(LifecycleOp.SET_ALPHA_TARGET)
+        + _germination(x) * x.is_op(LifecycleOp.GERMINATE)
+        + _fossilization(x) * x.fossilize
+        + _pruning(x) * x.prune
+    )
 
 
 def _germination(x: Row) -> Tensor:
     """GERMINATE: its cost, plus the potential of the new seed, discounted to the next observation."""
     worth = x.w["pbrs_weight"] * x.w["gamma"] * NEW_SEED_POTENTIAL * timing(x, x.epoch)
-    worth = torch.where((x.steps_left > 0) & x.off("disable_pbrs"), worth, 0.0)
-    return x.w["germinate_cost"] + torch.where(x.seed, x.w["germinate_with_seed_penalty"], worth)
+    worth = worth * above(x.steps_left, 0) * x.on("pbrs")
+    return x.w["germinate_cost"] + choose(x.seed, x.w["germinate_with_seed_penalty"], worth)
 
 
 def _fossilization(x: Row) -> Tensor:
     """FOSSILIZE: a bonus that grows with contribution and time in HOLDING, or a penalty."""
     w = x.w
     quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
-    base = w["fossilize_base_bonus"] + torch.where(x.off("disable_terminal_reward"), quality, 0.0)
+    base = w["fossilize_base_bonus"] + quality * x.on("terminal_reward")
     bonus = (base + w["fossilize_contribution_scale"] * x.c) * legitimacy(x)
-    harm = torch.clamp(0.2 * x.g, min=-1.0) - 0.5 - 0.3 * ransoming(x).to(torch.float64)
-    value = torch.where(contributes(x), bonus, w["fossilize_noncontributing_penalty"])
-    value = torch.where(x.g < 0, harm, value)
-    return w["fossilize_cost"] + torch.where(held(x) & ~x.g.isnan(), value, w["invalid_fossilize_penalty"])
+    harm = torch.clamp(0.2 * x.g, min=-1.0) - 0.5 - 0.3 * x.ransoming
+    value = choose(at_least(x.c, MIN_CONTRIBUTION), bonus, w["fossilize_noncontributing_penalty"])
+    value = choose(below(x.g, 0), harm, value)
+    return w["fossilize_cost"] + choose(x.held * x.g_known, value, w["invalid_fossilize_penalty"])
 
 
 def _pruning(x: Row) -> Tensor:
     """PRUNE: minus the seed's potential; a bonus for a harmful seed, a penalty for a helpful or very young one."""
     w, c, worst = x.w, x.c, x.w["prune_good_seed_penalty"]
-    hurting = torch.where(x.age < w["min_prune_bonus_age"], -0.1, w["prune_hurting_bonus"])
-    judged = torch.where(c < w["prune_hurting_threshold"], hurting, w["prune_acceptable_bonus"])
-    judged = torch.where(c < 0, judged, torch.maximum(worst - 0.05 * c, 3 * worst))
-    judged = torch.where(c.isnan(), 0.0, judged)
-    judged = torch.where(x.age < MIN_PRUNE_AGE, worst * (MIN_PRUNE_AGE - x.age), judged)
-    judged = torch.where(x.stage == int(SeedStage.FOSSILIZED), w["prune_fossilized_penalty"], judged)
-    return w["prune_cost"] - potential_repaid(x) + torch.where(x.seed, judged, -0.2)
+    hasty = below(x.age, w["min_prune_bonus_age"])
+    hurting = w["prune_hurting_bonus"] * no(hasty) - 0.1 * hasty
+    judged = choose(below(c, w["prune_hurting_threshold"]), hurting, w["prune_acceptable_bonus"])
+    judged = choose(below(c, 0), judged, torch.maximum(worst - 0.05 * c, 3 * worst)) * x.c_known
+    judged = choose(below(x.age, MIN_PRUNE_AGE), -worst * (x.age - MIN_PRUNE_AGE), judged)
+    judged = choose(x.fossil, w["prune_fossilized_penalty"], judged)
+    return w["prune_cost"] - x.shaping_weight * x.potential + judged * x.seed - 0.2 * no(x.seed)
 
 
 def suspected_ratio(x: Row, credit: Credit) -> Tensor:
     """The contribution is out of proportion to a positive gate signal."""
-    beyond = (x.c > 0) & (x.c / x.g >= x.w["hacking_ratio_threshold"])
-    return x.seed & (x.g > 0) & beyond & (credit.ratio_penalty < 0)
+    beyond = at_least(x.c, x.w["hacking_ratio_threshold"] * x.g)
+    return above(x.g, 0) * beyond * below(credit.ratio_penalty, 0)
 
 
 FLAGS = ("attribution_ratio", "ransomware")

@@ -1,10 +1,11 @@
 """The inputs of the reward kernel, one row per host, and formulas shared by several modes.
 
-A missing number is NaN: comparisons with it are false, and `torch.where` keeps it out of sums and products. Tensors are
-[N] unless said otherwise; numbers of the configuration are scalar tensors.
+A missing number enters as NaN and is replaced by 0; where that matters, a mask says which numbers were given. Masks are
+numbers (`masks.py`). Tensors are [N] float64 unless said otherwise; numbers of the configuration are scalar tensors.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.rewards.config import LEGITIMATE_HOLD, MIN_CONTRIBUTION
+from esper.simic.rewards.config import LEGITIMATE_HOLD
+from esper.simic.rewards.masks import above, below, choose, equal, no
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """Potential rewarded to GERMINATE, before weight, discount and timing."""
@@ -32,16 +34,16 @@ def potential_table(device: torch.device) -> Tensor:
 
 @tensor_dataclass
 class Row:
-    """Arguments of one kernel call.
+    """Arguments of one kernel call, and what several terms share, computed on first use.
 
     Attributes:
         given: the kernel's tensors by name; None = missing in every row.
         w: the packed numbers by name. mode, attribution: static choices of the configuration.
-        epoch, last: step from 1, and whether it ends the episode; [N] or scalars. steps_left: after this one.
-        val_acc: accuracy of the whole model, 0 where missing.
-        op, stage, seed: effective operation; stage of the target slot before it, and whether a live seed is there.
+        epoch, last: step from 1, and mask of the last step; [N] or scalars. steps_left: after this one.
+        op, stage, seed: effective operation; stage of the target slot before it, and mask of a live seed there.
         dwell, age: steps the target seed was in its stage, and since germination.
-        c, g: leave-one-out contribution of the target slot and gain of all players together, points, NaN where missing.
+        c, g: leave-one-out contribution of the target slot and gain of all players together, points, 0 where missing;
+            c_known, g_known: masks of those that were measured.
     """
 
     given: Mapping[str, Tensor | None]
@@ -51,30 +53,111 @@ class Row:
     epoch: Tensor
     last: Tensor
     steps_left: Tensor
-    val_acc: Tensor
     op: Tensor
     stage: Tensor
     seed: Tensor
     dwell: Tensor
     age: Tensor
     c: Tensor
+    c_known: Tensor
     g: Tensor
-
-    def number(self, name: str) -> Tensor:
-        """Argument `name` as float64, NaN where it is missing."""
-        value = self.given[name]
-        return torch.full_like(self.val_acc, torch.nan) if value is None else value.to(torch.float64)
+    g_known: Tensor
 
     def known(self, name: str) -> Tensor:
-        """Argument `name` as float64, 0 where it is missing."""
+        """Argument `name`, 0 where it is missing."""
         value = self.given[name]
         if value is None:
-            return torch.zeros_like(self.val_acc)
+            return self.zero
         return value.to(torch.float64).nan_to_num(nan=0.0) if value.is_floating_point() else value.to(torch.float64)
 
-    def off(self, switch: str) -> Tensor:
-        """Whether a switch of the configuration is off; a scalar."""
-        return self.w[switch] == 0
+    def on(self, switch: str) -> Tensor:
+        """1 unless the configuration sets `disable_<switch>`; a scalar."""
+        return no(self.w["disable_" + switch])
+
+    def is_op(self, op: LifecycleOp) -> Tensor:
+        """Mask of rows whose effective operation is `op`."""
+        return equal(self.op, int(op))
+
+    def in_stage(self, stage: SeedStage) -> Tensor:
+        """Mask of a live target seed in `stage`."""
+        return equal(self.stage, int(stage)) * self.seed
+
+    @cached_property
+    def zero(self) -> Tensor:
+        """0 in every row."""
+        return torch.zeros_like(self.c)
+
+    @cached_property
+    def prune(self) -> Tensor:
+        """Mask of PRUNE."""
+        return self.is_op(LifecycleOp.PRUNE)
+
+    @cached_property
+    def fossilize(self) -> Tensor:
+        """Mask of FOSSILIZE."""
+        return self.is_op(LifecycleOp.FOSSILIZE)
+
+    @cached_property
+    def fossil(self) -> Tensor:
+        """Mask of a target seed that is fossilized."""
+        return self.in_stage(SeedStage.FOSSILIZED)
+
+    @cached_property
+    def held(self) -> Tensor:
+        """Mask of a target seed in HOLDING."""
+        return self.in_stage(SeedStage.HOLDING)
+
+    @cached_property
+    def host_params(self) -> Tensor:
+        """Parameters of the host."""
+        return self.known("host_params")
+
+    @cached_property
+    def growth(self) -> Tensor:
+        """Occupied parameters in shares of the host's."""
+        return self.occupancy / self.host_floor
+
+    @cached_property
+    def host_floor(self) -> Tensor:
+        """Denominator of growth: the host's parameters, at least the configured floor."""
+        return torch.maximum(self.host_params, self.w["rent_host_params_floor"])
+
+    @cached_property
+    def added_params(self) -> Tensor:
+        """Parameters beyond the host's."""
+        return torch.relu(self.known("total_params") - self.host_params)
+
+    @cached_property
+    def occupancy(self) -> Tensor:
+        """Seed parameters weighted by alpha; all added parameters where that is missing."""
+        measured = number(self.given, "effective_seed_params")
+        return choose(equal(measured, measured), measured.nan_to_num(nan=0.0), self.added_params)
+
+    def potential_of(self, name: str) -> Tensor:
+        """Potential of the stages in argument `name`; IndexError for an unknown stage."""
+        stages = self.given[name]
+        assert stages is not None
+        return potential_table(stages.device).index_select(0, stages)
+
+    @cached_property
+    def stage_potential(self) -> Tensor:
+        """Potential of the target's stage."""
+        return self.potential_of("stages")
+
+    @cached_property
+    def shaping_weight(self) -> Tensor:
+        """Weight of stage shaping; 0 without a seed or with `disable_pbrs`."""
+        return self.on("pbrs") * self.w["pbrs_weight"] * self.seed
+
+    @cached_property
+    def potential(self) -> Tensor:
+        """Potential phi(s, e) of the seed as it is, s = stage, e = steps in it."""
+        return self.stage_potential + _waiting(self, self.dwell)
+
+    @cached_property
+    def ransoming(self) -> Tensor:
+        """Mask: removing this seed alone hurts, but removing all seeds would help."""
+        return self.seed * above(self.c, RANSOM_CONTRIBUTION) * below(self.g, RANSOM_GATE_SIGNAL)
 
 
 def row_of(
@@ -86,25 +169,35 @@ def row_of(
     attribution: str,
 ) -> Row:
     """The row of a call; `given` has the names of the kernel's arguments."""
-    tensors = {name: value for name, value in given.items() if value is not None}
-    missing = torch.full_like(tensors["val_accs"], torch.nan, dtype=torch.float64)
+    c, g = number(given, "seed_contributions"), number(given, "counterfactual_improvements")
     return Row(
         given=given,
         w=w,
         mode=mode,
         attribution=attribution,
         epoch=epoch,
-        last=epoch == max_epochs,
+        last=(epoch == max_epochs).to(torch.float64),
         steps_left=max_epochs - epoch,
-        val_acc=tensors["val_accs"].to(torch.float64).nan_to_num(nan=0.0),
-        op=tensors["actions"],
-        stage=tensors["stages"],
-        seed=tensors["has_seed_mask"],
-        dwell=tensors["epochs_in_stage"].to(torch.float64),
-        age=tensors["seed_ages"].to(torch.float64),
-        c=tensors["seed_contributions"].to(torch.float64),
-        g=tensors.get("counterfactual_improvements", missing).to(torch.float64),
+        op=number(given, "actions"),
+        stage=number(given, "stages"),
+        seed=number(given, "has_seed_mask"),
+        dwell=number(given, "epochs_in_stage"),
+        age=number(given, "seed_ages"),
+        c=c.nan_to_num(nan=0.0),
+        c_known=equal(c, c),
+        g=g.nan_to_num(nan=0.0),
+        g_known=equal(g, g),
     )
+
+
+def number(given: Mapping[str, Tensor | None], name: str) -> Tensor:
+    """Argument `name` as float64, NaN where it is missing."""
+    value = given[name]
+    if value is None:
+        value = given["seed_contributions"]
+        assert value is not None
+        return torch.full_like(value, torch.nan, dtype=torch.float64)
+    return value.to(torch.float64)
 
 
 # Shared formulas
@@ -119,34 +212,17 @@ def combine(x: Row, progress: Tensor, contribution: Tensor) -> Tensor:
     return 2 * progress * contribution / torch.clamp(progress + contribution, min=1e-8)
 
 
-def dwell_potential(x: Row, stage: Tensor, epochs: Tensor) -> Tensor:
-    """Potential phi(s, e) = stage potential + min(bonus * e, cap); IndexError for an unknown stage."""
-    waiting = torch.minimum(epochs * x.w["epoch_progress_bonus"], x.w["max_progress_bonus"])
-    return potential_table(stage.device).index_select(0, stage) + waiting
-
-
-def shaping_weight(x: Row) -> Tensor:
-    """Weight of stage shaping; 0 without a seed or with `disable_pbrs`."""
-    return torch.where(x.seed & x.off("disable_pbrs"), x.w["pbrs_weight"], 0.0)
+def _waiting(x: Row, epochs: Tensor) -> Tensor:
+    """Part of the potential that grows with the steps in a stage: min(bonus * e, cap)."""
+    return torch.minimum(epochs * x.w["epoch_progress_bonus"], x.w["max_progress_bonus"])
 
 
 def shaping(x: Row) -> Tensor:
     """F = weight * (gamma * phi(now) - phi(before)), potential-based (Ng, Harada and Russell, ICML 1999)."""
-    entered, previous_stage = x.dwell == 0, x.given["previous_stages"]
-    assert previous_stage is not None
-    stage = torch.where(entered, previous_stage, x.stage)
-    before = dwell_potential(x, stage, torch.where(entered, x.known("previous_epochs"), x.dwell - 1))
-    return shaping_weight(x) * (x.w["gamma"] * dwell_potential(x, x.stage, x.dwell) - before)
-
-
-def potential_repaid(x: Row) -> Tensor:
-    """Stage potential that PRUNE gives back."""
-    return shaping_weight(x) * dwell_potential(x, x.stage, x.dwell)
-
-
-def held(x: Row) -> Tensor:
-    """The target seed is in HOLDING."""
-    return x.seed & (x.stage == int(SeedStage.HOLDING))
+    entered = equal(x.dwell, 0)
+    before = choose(entered, x.potential_of("previous_stages"), x.stage_potential)
+    before = before + _waiting(x, choose(entered, x.known("previous_epochs"), x.dwell - 1))
+    return x.shaping_weight * (x.w["gamma"] * x.potential - before)
 
 
 def legitimacy(x: Row) -> Tensor:
@@ -154,37 +230,6 @@ def legitimacy(x: Row) -> Tensor:
     return torch.clamp(x.dwell * (1 / LEGITIMATE_HOLD), max=1.0)
 
 
-def contributes(x: Row) -> Tensor:
-    """The target seed contributes at least MIN_CONTRIBUTION."""
-    return x.c >= MIN_CONTRIBUTION
-
-
-def host_floor(x: Row) -> Tensor:
-    """Denominator of growth: the host's parameters, at least the configured floor."""
-    return torch.maximum(x.known("host_params"), x.w["rent_host_params_floor"])
-
-
-def added_params(x: Row) -> Tensor:
-    """Parameters beyond the host's."""
-    return torch.relu(x.known("total_params") - x.known("host_params"))
-
-
-def occupancy(x: Row) -> Tensor:
-    """Seed parameters weighted by alpha; all added parameters where that is missing."""
-    measured = x.number("effective_seed_params")
-    return torch.where(measured.isnan(), added_params(x), measured)
-
-
 def at_the_end(x: Row, value: Tensor) -> Tensor:
     """`value` in the last step, unless `disable_terminal_reward`."""
-    return torch.where(x.last & x.off("disable_terminal_reward"), value, 0.0)
-
-
-def is_op(x: Row, op: LifecycleOp) -> Tensor:
-    """Rows whose effective operation is `op`."""
-    return x.op == int(op)
-
-
-def ransoming(x: Row) -> Tensor:
-    """Removing this seed alone hurts, but removing all seeds would help."""
-    return x.seed & (x.c > RANSOM_CONTRIBUTION) & (x.g < RANSOM_GATE_SIGNAL)
+    return x.last * x.on("terminal_reward") * value

@@ -9,22 +9,9 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
-from esper.simic.rewards.config import GAMMA
-from esper.simic.rewards.row import (
-    Row,
-    added_params,
-    at_the_end,
-    combine,
-    contributes,
-    held,
-    host_floor,
-    is_op,
-    legitimacy,
-    occupancy,
-    potential_repaid,
-    potential_table,
-    shaping,
-)
+from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION
+from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
+from esper.simic.rewards.row import Row, at_the_end, combine, legitimacy, number, shaping
 
 REWARD_TERMS = (
     "attribution", "blending_warning", "holding_warning", "potential", "synergy", "rent", "alpha_shock",
@@ -51,8 +38,8 @@ def basic_terms(x: Row) -> Terms:
     w = x.w
     last_gain = w["basic_acc_delta_weight"] * x.known("acc_deltas") / 100
     return {
-        "potential": torch.where(is_op(x, LifecycleOp.PRUNE), -potential_repaid(x), shaping(x)),
-        "rent": -w["param_penalty_weight"] * occupancy(x) / w["param_budget"],
+        "potential": choose(x.prune, -x.shaping_weight * x.potential, shaping(x)),
+        "rent": -w["param_penalty_weight"] * x.occupancy / w["param_budget"],
         "action": _basic_fossilization(x),
         "terminal": at_the_end(x, last_gain),
     }
@@ -61,7 +48,7 @@ def basic_terms(x: Row) -> Terms:
 def basic_plus_terms(x: Row) -> Terms:
     """Basic, plus bounded instalments of open pools in proportion to the current contributions of their fossils."""
     terms, scales, contributions = basic_terms(x), x.given["drip_scales"], x.given["drip_contributions"]
-    terms["drip"] = torch.zeros_like(x.val_acc)
+    terms["drip"] = x.zero
     if scales is not None and contributions is not None:
         drip, most = scales.to(torch.float64) * contributions.to(torch.float64), x.w["max_drip_per_epoch"]
         drip = torch.minimum(torch.maximum(drip, -x.w["negative_drip_ratio"] * most), most)
@@ -70,8 +57,8 @@ def basic_plus_terms(x: Row) -> Terms:
 
 
 def _earns_basic_bonus(x: Row) -> Tensor:
-    """FOSSILIZE of a contributing seed in HOLDING with a positive gate signal."""
-    return is_op(x, LifecycleOp.FOSSILIZE) & held(x) & (x.g > 0) & contributes(x)
+    """Mask: FOSSILIZE of a contributing seed in HOLDING with a positive gate signal."""
+    return x.fossilize * x.held * above(x.g, 0) * at_least(x.c, MIN_CONTRIBUTION)
 
 
 def _full_basic_bonus(x: Row) -> Tensor:
@@ -83,16 +70,15 @@ def _full_basic_bonus(x: Row) -> Tensor:
 def _basic_fossilization(x: Row) -> Tensor:
     """FOSSILIZE of a live seed: the immediate part of the bonus, or a penalty."""
     w = x.w
-    invalid = ~held(x) | (~(x.g > 0) & (x.c > 0.1))
-    wrong = torch.where(invalid, w["basic_fossilize_invalid_penalty"], w["basic_fossilize_noncontributing_penalty"])
-    value = torch.where(_earns_basic_bonus(x), (1 - w["drip_fraction"]) * _full_basic_bonus(x), wrong)
-    return torch.where(is_op(x, LifecycleOp.FOSSILIZE) & x.seed, value, 0.0)
+    valid = x.held * no(above(x.c, 0.1) * no(above(x.g, 0)))
+    wrong = choose(valid, w["basic_fossilize_noncontributing_penalty"], w["basic_fossilize_invalid_penalty"])
+    return choose(_earns_basic_bonus(x), no(w["drip_fraction"]) * _full_basic_bonus(x), wrong) * x.fossilize * x.seed
 
 
 def drip_opened(x: Row) -> Tensor:
     """Scale of the pool opened in this step, or 0."""
     steps = torch.maximum(x.steps_left, x.w["min_drip_epochs"])
-    return torch.where(_earns_basic_bonus(x), x.w["drip_fraction"] * _full_basic_bonus(x) / steps, 0.0)
+    return x.w["drip_fraction"] * _full_basic_bonus(x) / steps * _earns_basic_bonus(x)
 
 
 # Sparse, minimal, simplified
@@ -103,21 +89,21 @@ def sparse_terms(x: Row) -> Terms:
     w = x.w
     price = w["param_penalty_weight"] * x.known("fossilized_params") / w["param_budget"]
     value = torch.clamp(x.known("committed_accs") / 100 - price, min=-1.0, max=1.0)
-    return {"terminal": torch.where(x.last, w["sparse_reward_scale"] * value, 0.0)}
+    return {"terminal": x.last * w["sparse_reward_scale"] * value}
 
 
 def minimal_terms(x: Row) -> Terms:
     """Sparse, plus a penalty for pruning a young seed."""
-    early = is_op(x, LifecycleOp.PRUNE) & x.seed & (x.age < x.w["early_prune_threshold"])
-    return sparse_terms(x) | {"early_prune": torch.where(early, x.w["early_prune_penalty"], 0.0)}
+    early = x.prune * x.seed * below(x.age, x.w["early_prune_threshold"])
+    return sparse_terms(x) | {"early_prune": x.w["early_prune_penalty"] * early}
 
 
 def simplified_terms(x: Row) -> Terms:
     """Stage potential, one cost for every operation, accuracy and contributing fossils in the last step."""
     return {
         "potential": shaping(x),
-        "action": -0.01 * (~is_op(x, LifecycleOp.WAIT)).to(torch.float64),
-        "terminal": at_the_end(x, 3 * x.val_acc / 100 + 2 * x.known("num_contributing")),
+        "action": -0.01 * no(x.is_op(LifecycleOp.WAIT)),
+        "terminal": at_the_end(x, 3 * x.known("val_accs") / 100 + 2 * x.known("num_contributing")),
     }
 
 
@@ -126,22 +112,22 @@ def simplified_terms(x: Row) -> Terms:
 
 def loss_terms(x: Row) -> Terms:
     """Normalized decrease of the loss, rent (not while the target seed is new), stage shaping, and the last loss."""
-    w, bound, host, previous_stage = x.w, x.w["max_loss_delta"], x.known("host_params"), x.given["previous_stages"]
-    assert previous_stage is not None
+    w, bound, host, loss = x.w, x.w["max_loss_delta"], x.host_params, number(x.given, "val_losses")
     scaled = x.known("loss_deltas") / w["typical_loss_delta_std"]
     scaled = torch.minimum(torch.maximum(scaled, -bound), bound)
-    scaled = torch.where(scaled > 0, scaled * w["regression_penalty_scale"], scaled)
-    rent = torch.maximum(-w["compute_rent_weight"] * torch.log1p(added_params(x) / host), -w["max_rent_penalty"])
-    young = x.seed & (x.age < w["grace_epochs"])
-    table = potential_table(x.stage.device)
-    step = GAMMA * table.index_select(0, x.stage) - table.index_select(0, previous_stage)
-    loss, span = x.number("val_losses"), w["baseline_loss"] - w["target_loss"]
-    share = torch.clamp((w["baseline_loss"] - loss) / torch.where(span == 0, 1.0, span), min=0.0, max=1.0)
+    scaled = torch.clamp(scaled, max=0.0) + w["regression_penalty_scale"] * torch.relu(scaled)
+    growth = x.added_params / torch.where(host > 0, host, 1.0)
+    rent = torch.maximum(-w["compute_rent_weight"] * torch.log1p(growth), -w["max_rent_penalty"])
+    young = x.seed * below(x.age, w["grace_epochs"])
+    span = w["baseline_loss"] - w["target_loss"]
+    share = (w["baseline_loss"] - loss.nan_to_num(nan=0.0)) / (span + equal(span, 0))
     return {
         "loss_delta": -w["loss_delta_weight"] * scaled,
-        "rent": torch.where((host > 0) & ~young, rent, 0.0),
-        "potential": torch.where(x.seed, w["stage_potential_weight"] * step, 0.0),
-        "terminal": torch.where(x.last & ~loss.isnan(), w["terminal_loss_weight"] * share, 0.0),
+        "rent": rent * above(host, 0) * no(young),
+        "potential": w["stage_potential_weight"]
+        * (GAMMA * x.stage_potential - x.potential_of("previous_stages"))
+        * x.seed,
+        "terminal": w["terminal_loss_weight"] * torch.clamp(share, min=0.0, max=1.0) * x.last * equal(loss, loss),
     }
 
 
@@ -150,13 +136,13 @@ def loss_terms(x: Row) -> Terms:
 
 def _worth(x: Row, accuracy: Tensor, params: Tensor) -> Tensor:
     """`objective_value` with the weights as tensors."""
-    growth = torch.log1p(params / host_floor(x))
+    growth = torch.log1p(params / x.host_floor)
     return x.w["objective_acc_weight"] * accuracy / 100 - x.w["objective_growth_weight"] * growth
 
 
 def objective_potential(x: Row) -> Tensor:
     """J of the current model; 0 in the last step, so that the shaping telescopes."""
-    return torch.where(x.last, 0.0, _worth(x, x.val_acc, added_params(x)))
+    return _worth(x, x.known("val_accs"), x.added_params) * no(x.last)
 
 
 def objective_terms(x: Row) -> Terms:
@@ -164,7 +150,7 @@ def objective_terms(x: Row) -> Terms:
     worth = _worth(x, x.known("committed_accs"), x.known("fossilized_params"))
     return {
         "potential": x.w["gamma"] * objective_potential(x) - x.known("potentials_prev"),
-        "terminal": torch.where(x.last, worth, 0.0),
+        "terminal": worth * x.last,
     }
 
 

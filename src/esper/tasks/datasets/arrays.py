@@ -83,6 +83,16 @@ def from_arrays(
 
 def _split(place: str, examples: object, objective: Objective, inputs: Inputs | None) -> Split:
     """Checked examples of one split; `place` names it in messages."""
+    x, y = stored_pair(place, examples, inputs)
+    return Split(x, _targets(f"{place}.y", y, objective))
+
+
+def stored_pair(place: str, examples: object, inputs: Inputs | None) -> tuple[Tensor, Tensor]:
+    """Inputs as they are stored and targets as they are given, on the CPU; `place` names them in messages.
+
+    Raises:
+        DataError: they are no examples; targets are not compared with an objective yet.
+    """
     pair = examples if isinstance(examples, tuple) else _stacked(place, examples)
     if len(pair) != 2:
         raise DataError(f"{place} has {len(pair)} parts, expected inputs and targets: (x, y).")
@@ -95,7 +105,7 @@ def _split(place: str, examples: object, objective: Objective, inputs: Inputs | 
         raise DataError(f"{place} is empty, expected examples; leave it out to split them off train.")
     for field, values in (("x", x), ("y", y)):
         _check_finite(f"{place}.{field}", values)
-    return Split(_inputs(f"{place}.x", x, inputs), _targets(f"{place}.y", y, objective))
+    return _inputs(f"{place}.x", x, inputs), y
 
 
 def _stacked(place: str, examples: object) -> tuple[Tensor, Tensor]:

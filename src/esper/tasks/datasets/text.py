@@ -56,9 +56,13 @@ class TokenInputs:
 @final
 @dataclass(frozen=True)
 class Shakespeare:
-    """Loader of tinyshakespeare: bytes; of n, the first 81 % are for training, the next 9 % for validation."""
+    """Loader of tinyshakespeare: bytes; of n, the first 81 % are for training, the next 9 % for validation.
+
+    `val_windows` is the most windows of the validation part that are used, spread evenly over it; None for all.
+    """
 
     context: int
+    val_windows: int | None = None
     vocabulary: ClassVar[int] = 256
 
     def __call__(self, data_dir: Path | None, run_seed: int) -> Dataset:
@@ -78,6 +82,7 @@ class Shakespeare:
                     f"{self.context + 1} (context + 1) there; use a longer text or a shorter context."
                 )
         train, val, test = (windows(part.astype(np.int16), self.context) for part in parts)
+        val = spread(val, self.val_windows)
         identity = _identity(SHAKESPEARE, path, content, self.context, (len(train), len(val), len(test)))
         return Dataset(identity=identity, train=train, val=val, test=test, inputs=TokenInputs())
 
@@ -85,10 +90,14 @@ class Shakespeare:
 @final
 @dataclass(frozen=True)
 class Stories:
-    """Loader of tinystories: a tenth of the stories is for the test, a tenth of the others for validation."""
+    """Loader of tinystories: a tenth of the stories is for the test, a tenth of the others for validation.
+
+    `val_windows` as for `Shakespeare`.
+    """
 
     context: int
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    val_windows: int | None = None
 
     def __call__(self, data_dir: Path | None, run_seed: int) -> Dataset:
         """Windows x, y [n, context]; the last one of a story is padded.
@@ -109,6 +118,7 @@ class Stories:
         one_class = torch.zeros(n, dtype=torch.int64)
         by_split = stratified_split(one_class, (n // 10, (n - n // 10) // 10), 1, run_seed)
         test, val, train = (self._split([stories[i] for i in part.tolist()]) for part in by_split)
+        val = spread(val, self.val_windows)
         identity = _identity(STORIES, path, content, self.context, (len(train), len(val), len(test)))
         identity |= {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
         return Dataset(identity=identity, train=train, val=val, test=test, inputs=TokenInputs())
@@ -123,6 +133,14 @@ def windows(tokens: np.ndarray, context: int) -> Split:
     count = (len(tokens) - 1) // context
     text = torch.from_numpy(tokens)
     return Split(text[: count * context].view(count, context), text[1 : count * context + 1].view(count, context))
+
+
+def spread(split: Split, count: int | None) -> Split:
+    """At most `count` examples at equal distances from the first on; None for all."""
+    if count is None or count >= len(split):
+        return split
+    chosen = torch.arange(count) * len(split) // count
+    return Split(split.x[chosen], split.y[chosen])
 
 
 def padded_windows(texts: Iterable[Tokens], context: int, end: int, storage: np.dtype) -> Split:

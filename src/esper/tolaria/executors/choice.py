@@ -27,7 +27,7 @@ from esper.tolaria.executors.scoring import check_scores
 from esper.tolaria.executors.static.executor import StaticExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 
-_NATIVE_BYTES = 2**23
+_NATIVE_BYTES = 2**24
 """Hosts whose largest activation of a batch has at most this many bytes run natively on a CPU: larger ones do not fit
 into the caches, and wide hosts with seeds are then no faster than in PyTorch."""
 _FUSED_BYTES_ON_CPU = 2**20

@@ -22,8 +22,9 @@ from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_s
 from esper.tolaria.prefixes import PrefixPlan, plan_prefixes
 
 _CPU = torch.device("cpu")
-MAX_FLOATS = 2**24
-"""Most floats of one activation that is measured at once (64 MiB), unless a single example has more."""
+_MAX_FLOATS, _MAX_FLOATS_ON_CPU = 2**24, 2**21
+"""Most floats of one activation that is measured at once, unless a single example has more. On a CPU they should fit
+its caches (8 MiB)."""
 
 
 @final
@@ -56,7 +57,7 @@ class HostData:
         batches_per_step: int | None = None,
     ) -> None:
         self.population, self.dataset, self.objective, self.scaler = population, dataset, objective, scaler
-        self.batch_train, self._batch_val = batch_train, batch_val
+        self.batch_train, self.batch_val = batch_train, batch_val
         self._train = self._batches("train", batch_train, batches_per_step=batches_per_step)
         self._val = self._batches("val", batch_val)
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
@@ -106,7 +107,7 @@ class HostData:
 
     def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
         """The validation split, or the test split at the end of a run."""
-        return self._val if split == "val" else self._batches("test", self._batch_val, run_finished=True)
+        return self._val if split == "val" else self._batches("test", self.batch_val, run_finished=True)
 
     @property
     def host(self) -> Host:
@@ -125,7 +126,8 @@ class HostData:
 
     def examples_at_once(self, copies: int) -> int:
         """Most examples in one forward pass without gradients of `copies` rows per example (states, hosts)."""
-        return max(1, MAX_FLOATS // (self.host.largest_activation * copies))
+        most = _MAX_FLOATS_ON_CPU if self.population.device.type == "cpu" else _MAX_FLOATS
+        return max(1, most // (self.host.largest_activation * copies))
 
     def plan(self, sets: Bool[np.ndarray, "K S"]) -> PrefixPlan:
         """How the coalitions of one host are measured."""

@@ -52,6 +52,8 @@ def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None
     name, shapes = type(objective).__name__, f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     try:
         scores = objective.scores(outputs.detach().requires_grad_(), targets)
+    except ConfigError:
+        raise  # says already which function of the user's is wrong
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise ConfigError(
             f"objective {name} fails on {shapes} of type {targets.dtype} ({error}); the host, the targets of the data "

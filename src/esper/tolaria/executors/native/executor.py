@@ -25,7 +25,7 @@ from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.epoch import train_pass
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.host_data import HostData
-from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, working_numbers
 from esper.tolaria.executors.native.networks import Space
 from esper.tolaria.executors.native.structures import (
     Programs,
@@ -69,6 +69,20 @@ class NativeExecutor(NetworkExecutor):
         self._table = None if inputs is None else _values_of_bytes(inputs, data.host.spec.in_channels)
         self._border = augmentation.padding if isinstance(augmentation, CropAndFlip) else 0
         self._decay = data.decay_mask.to(torch.float32)
+
+    def working_bytes(self) -> int:
+        """Working memory of a thread that trains and measures host 0; 0 if PyTorch runs it."""
+        codes = [structure_codes(self.data.structure, training=training)[:1] for training in (True, False)]
+        if not self._programs.can_run(codes[0]).all():
+            return 0
+        steps = plan_prefixes(self.data.coalition_sets()[0], self.data.execution_order).steps
+        training = self._programs.training(codes[0].tobytes())
+        measuring = self._programs.measuring(codes[1].tobytes(), steps)
+        numbers, sizes = (
+            self.data.dataset.train.x[0].numel(),
+            ((training, self.data.batch_train), (measuring, _EXAMPLES)),
+        )
+        return 4 * max(sum(working_numbers([program], lanes, numbers).values()) for program, lanes in sizes)
 
     def _check_labels(self, split: SplitName) -> None:
         (lowest, highest), classes = self.data.label_range(split), self._classes

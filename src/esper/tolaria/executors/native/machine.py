@@ -62,6 +62,17 @@ class Examples:
         return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border)
 
 
+def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: int) -> dict[str, int]:
+    """How many numbers of working memory these programs need on batches of `lanes` examples, by purpose."""
+    stride = stride_of(lanes)
+    return {
+        "rows": max(p.rows for p in programs) * stride,
+        "numbers": max(p.numbers for p in programs),
+        "scratch": max(SCRATCH_ROWS * stride, *(p.scratch for p in programs)),
+        "images": numbers_of_image * stride,
+    }
+
+
 class _Memory:
     """Working memory of one thread; the largest so far."""
 
@@ -72,13 +83,7 @@ class _Memory:
 
     def struct(self, programs: Sequence[Program], lanes: int, numbers_of_image: int) -> MemoryStruct:
         """What C++ reads, large enough for these programs; it clears the rows."""
-        stride = stride_of(lanes)
-        needed = {
-            "rows": max(p.rows for p in programs) * stride,
-            "numbers": max(p.numbers for p in programs),
-            "scratch": max(SCRATCH_ROWS * stride, *(p.scratch for p in programs)),
-            "images": numbers_of_image * stride,
-        }
+        stride, needed = stride_of(lanes), working_numbers(programs, lanes, numbers_of_image)
         for name, size in needed.items():
             if len(self._tensors[name]) < size:
                 self._tensors[name] = torch.empty(size, dtype=self._dtype)

@@ -1,0 +1,187 @@
+"""Grows networks with a controller, and keeps the best."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from esper.api.grown import Grown
+from esper.api.run import Run
+from esper.api.session import AnyTask, console, folder, given, in_process, spec_of
+from esper.api.timeline import Timeline
+from esper.export.network import GrownNetwork
+from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, nearest
+from esper.leyline.manifest import GrowthManifest
+from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.runs import evaluate
+from esper.runs.build import dataset_of, device_of, engine_of, reward_of
+from esper.runs.config import RunConfig
+from esper.runs.plugins import load_plugins, names_task
+from esper.runs.presets import absolute_plugins, resolve
+from esper.runs.report import RoundSoFar
+from esper.simic.rewards.config import RewardConfig
+from esper.simic.scripted_client import ScriptedClient
+from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
+from esper.tamiyo.schedules import Schedule
+from esper.tasks.registry import TaskSpec, task_by_name, task_names
+from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.tolaria.runtime import host_read
+from esper.tolaria.state import StepReport
+
+Controller: TypeAlias = Run | Path | str | Schedule | PolicyMaker
+
+
+def grow(
+    task: AnyTask,
+    controller: Controller = "heuristic",
+    *,
+    best_of: int = 1,
+    steps: int | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    progress: bool = True,
+    **settings: Any,  # noqa: ANN401 -- validated with the configuration
+) -> Grown:
+    """Grow networks of a task from new weights, and keep the one with the most points on the validation examples.
+
+    A trained controller draws its operations from its policy, as in training and evaluation, by keys of `seed`: equal
+    arguments give equal networks. It may come from another task with as many slots in the same family of networks.
+
+    Args:
+        task: an `esper.Task`, the name of a registered one, or "FILE.py:NAME".
+        controller: a run (from `esper.train`, or its directory), the name of a baseline or registered policy, a
+            schedule, or a function of the `EngineSpec` that gives a script or policy.
+        best_of: networks that grow in parallel; the best is measured on the test examples, once.
+        steps: control steps; those of the task or run if not given.
+        seed: key of initial weights, order of examples and draws of the controller.
+        device: "auto", "cpu", "cuda" or "cuda:N"; as in the run if not given.
+        progress: whether to print.
+        settings: any key of the configuration, such as workers=1.
+
+    Raises:
+        ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and the way out.
+    """
+    plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
+    load_plugins(plugins)
+    spec, run = spec_of(task), _run_of(controller)
+    if "num_envs" in settings:
+        raise ConfigError("the number of networks is best_of here; leave num_envs out.")
+    changes = given(settings, episode_length=steps, device=device)
+    with ExitStack() as stack:
+        stack.enter_context(in_process(spec))
+        if run is not None and run.task is not None and run.task.name != spec.name:
+            stack.enter_context(in_process(run.task))
+        config = _config(spec, run, changes, seed)
+        # workers import them too; one episode is shorter than a compilation
+        config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
+        name, make = _client(spec, controller, run, config)
+        return _grown(config, make, name, best_of, seed, console(progress))
+
+
+def _file_of(task: AnyTask) -> list[str]:
+    """The plugin that a task is, if it is named by its file."""
+    return [task] if isinstance(task, str) and names_task(task) else []
+
+
+def _run_of(controller: Controller) -> Run | None:
+    """The run that was named, if it was one."""
+    if isinstance(controller, Run):
+        return controller
+    if isinstance(controller, str) and controller in evaluate.names():
+        return None
+    if isinstance(controller, str | Path):
+        if not folder(controller).exists():
+            raise RunDirectoryError(
+                f"{controller} is neither a run directory nor a baseline; {nearest(str(controller), evaluate.names())}"
+            )
+        return Run(folder(controller))
+    return None
+
+
+def _config(spec: TaskSpec, run: Run | None, changes: dict[str, Any], seed: int) -> RunConfig:
+    """The settings of the run, or those of its policy for another task."""
+    if run is None:
+        return resolve({"task": spec.name, "seed": seed, **changes})
+    if run.config["task"] == spec.name:
+        return run.resolved(changes)
+    return resolve({"task": spec.name, **run.policy_values(), **changes})
+
+
+def _client(
+    spec: TaskSpec, controller: Controller, run: Run | None, config: RunConfig
+) -> tuple[str, Callable[[EngineSpec], ClientProtocol]]:
+    """A name for messages, and what makes the client."""
+    if run is not None:
+        found = evaluate.trained(run.directory, config, transfer=True)
+        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        name = run.config["task"]
+        trained_on = task_by_name(name) if name in task_names() else None
+        if trained_on is not None and trained_on.family != spec.family:
+            raise ConfigError(
+                f"the controller of {run.directory} grew {trained_on.family.name} hosts, but task {spec.name!r} has "
+                f"{spec.family.name} hosts, in which other blueprints fit; train one on this task."
+            )
+        return str(run.directory), found.controller[1]
+    if isinstance(controller, str):
+        if controller == STATIC and not config.topology:
+            raise ConfigError(
+                f"{STATIC} starts with a structure that is given; set topology, or use another controller."
+            )
+        return controller, evaluate.baseline(controller, config)[1]
+    if isinstance(controller, Schedule):
+        return controller.id, lambda of: ScriptedClient(scheduled(controller, of), reward_of(config, of))
+    assert not isinstance(controller, Run | Path), "found to be a run before"
+    return (
+        getattr(controller, "__name__", type(controller).__name__),
+        lambda of: ScriptedClient(as_policy(controller(of), of), reward_of(config, of)),
+    )
+
+
+def _grown(
+    config: RunConfig,
+    make: Callable[[EngineSpec], ClientProtocol],
+    name: str,
+    best_of: int,
+    seed: int,
+    out: RunConsole,
+) -> Grown:
+    device = device_of(config)
+    dataset, task = dataset_of(config, device), config.task_spec()
+    if dataset is None:
+        raise ExportError(f"task {task.name!r} is scripted and has no networks; grow another task.")
+    networks = f"{best_of} network{'s' * (best_of != 1)}"
+    out.say(f"esper: grow {task.name} by {name}, {networks} x {config.episode_length} steps, seed {seed}")
+    watch = _Watch(RunProgress(out, rounds=1, steps=config.episode_length), config.reward)
+    engine = engine_of(
+        config, dataset, device, engine_config=config.engine(run_seed=seed, num_envs=best_of), on_step=watch
+    )
+    engine.planted = (GrowthManifest.of_lines(config.topology),) * best_of if config.topology else ()
+    client = make(engine.spec)
+    with watch.progress:
+        engine.reset(client, episode=0)
+        stats = engine.rollout(client)
+    assert stats is not None
+    # the most points; of equal ones the smallest network
+    best = int(np.lexsort((stats.fossil_params, -stats.committed_acc))[0])
+    test = float(host_read(engine.test())[0][best])
+    network = GrownNetwork.of(engine, task, dataset, stats, host=best, test=test)
+    unit = task.objective.unit
+    return Grown(network, Timeline.of(watch.reports, engine.spec, best, float(stats.committed_acc[best]), unit))
+
+
+@final
+class _Watch:
+    """Keeps the reports of the steps, and shows them."""
+
+    def __init__(self, progress: RunProgress, weights: RewardConfig) -> None:
+        self.progress, self.reports, self._so_far = progress, list[StepReport](), RoundSoFar(weights)
+        self._began = time.monotonic()
+
+    def __call__(self, report: StepReport) -> None:
+        self.reports.append(report)
+        (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
+        self.progress.write("step", shown)

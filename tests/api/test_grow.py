@@ -1,0 +1,220 @@
+"""esper.grow: who decides, what is kept, and how it can be read."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_tasks import Zero, grow, images, own_task, points, train
+from torch import Tensor, nn
+
+import esper
+from esper.kasmina.blueprints import registry
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
+from esper.tamiyo.schedules import Schedule
+from esper.tamiyo.scripted import NoMemory, canonical_action
+from toys import ToyReward
+from user_networks import MLP, ResNet8
+
+NORM, CONV_LIGHT, FAST = 3, 1, 0
+
+
+def keep(slot: int, blueprint: int) -> Schedule:
+    """A seed in step 1, kept as soon as its ramp of three steps is over."""
+    germinate = canonical_action(LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint, tempo=FAST)
+    return Schedule.from_rows("keep", 1, [(1, germinate), (2, canonical_action(LifecycleOp.FOSSILIZE, slot=slot))])
+
+
+@pytest.fixture(scope="module")
+def task():
+    return own_task()
+
+
+@pytest.fixture(scope="module")
+def grown(task):
+    return grow(task, keep(slot=1, blueprint=CONV_LIGHT), seed=4)
+
+
+def accuracy(module: nn.Module, x: Tensor, y: Tensor) -> float:
+    return 100.0 * float((module(x).argmax(dim=1) == y).float().mean())
+
+
+def test_the_module_is_plain_and_has_the_points_that_were_measured(grown):
+    assert type(grown.module(images()[0])) is Tensor
+    assert not grown.module.training
+    assert grown.points == pytest.approx(accuracy(grown.module, *images(30)))
+    assert grown.test_points == pytest.approx(accuracy(grown.module, *images(20)))
+    assert grown.unit == "accuracy"
+    assert grown.num_params == sum(p.numel() for p in grown.module.parameters())
+    assert grown.flops > 0
+    loss = F.cross_entropy(grown.module(images()[0]), images()[1])
+    loss.backward()
+    assert all(p.grad is not None for p in grown.module.parameters())
+
+
+def test_the_timeline_tells_the_life_of_each_seed(grown):
+    rows = [(row.step, row.slot, row.event, row.blueprint) for row in grown.timeline]
+    seed = ("layer2.1", "conv_light")
+    # one step of training, three of the ramp, one on hold
+    events = [(1, "germinated"), (1, "training"), (2, "blending"), (5, "holding"), (6, "fossilized")]
+    assert rows == [*((t, seed[0], event, seed[1]) for t, event in events), (10, "", "end", None)]
+    assert grown.timeline[3].alpha == 1.0
+    assert grown.timeline[-1].points == grown.points
+    header, *lines = str(grown.timeline).splitlines()
+    assert header.split() == ["step", "slot", "event", "blueprint", "alpha", "accuracy"]
+    assert lines[4].split()[:4] == ["6", "layer2.1", "fossilized", "conv_light"]
+    assert repr(grown.timeline) == str(grown.timeline)
+    assert repr(grown).startswith("mynet\ngrown: conv_light in layer2.1 (ADD)\nparameters: ")
+
+
+def test_points_of_the_timeline_are_those_of_the_network_with_its_seeds(task):
+    # fossilized in the last step at full weight, the seed was measured with the network that is kept
+    short = grow(task, keep(slot=1, blueprint=CONV_LIGHT), seed=4, steps=6)
+    *_, kept, end = short.timeline
+    assert (kept.event, end.event) == ("fossilized", "end")
+    assert kept.points == pytest.approx(end.points)
+    assert kept.points > 0.0
+
+
+def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):
+    grown.save(tmp_path / "grown")
+    again = esper.load(tmp_path / "grown", task=task)
+    x, _ = images()
+    assert torch.equal(again.module(x), grown.module(x))
+    assert again.timeline.rows == grown.timeline.rows
+    assert (again.points, again.test_points, again.num_params) == (grown.points, grown.test_points, grown.num_params)
+    with pytest.raises(ExportError, match=r"esper.load its task"):
+        esper.load(tmp_path / "grown")
+    with pytest.raises(ExportError, match="exists already"):
+        grown.save(tmp_path / "grown")
+    (tmp_path / "grown" / "timeline.json").write_text("[{}]")
+    with pytest.raises(ExportError, match=r"timeline\.json is damaged"):
+        esper.load(tmp_path / "grown", task=task)
+
+
+def test_the_best_of_several_has_the_most_points_of_validation(task):
+    one = [grow(task, "wait_only", seed=6, best_of=count) for count in (1, 4)]
+    # the first of the four is the single one, because a host does not depend on the others
+    assert one[1].points > one[0].points
+    assert one[1].points == pytest.approx(accuracy(one[1].module, *images(30)))
+    assert one[1].test_points == pytest.approx(accuracy(one[1].module, *images(20)))
+
+
+def test_a_trained_controller_draws_by_the_seed(task, tmp_path):
+    run = train(task, tmp_path)
+    first, again, other = (grow(task, run, seed=seed) for seed in (1, 1, 2))
+    assert first.timeline.rows == again.timeline.rows
+    assert torch.equal(first.module.host.network.head.weight, again.module.host.network.head.weight)
+    assert not torch.equal(first.module.host.network.head.weight, other.module.host.network.head.weight)
+    assert len(grow(task, run, steps=4).timeline) > 0
+
+
+def test_a_controller_grows_another_task_with_as_many_slots_of_its_family(task, tmp_path):
+    run = train(task, tmp_path)
+    resnet = esper.Task(
+        model=ResNet8, slots=["stem", "layer3"], train=images(24, 10, (3, 16, 16)), batch=8, episode_length=2
+    )
+    found = grow(resnet, run)
+    assert found.network.description.task == "resnet8"
+    assert found.module(torch.randn(5, 3, 16, 16)).shape == (5, 10)
+    sequences = esper.Task(model=Zero, slots=["body", "out"], train=points(), batch=16, episode_length=2)
+    with pytest.raises(ConfigError, match="grew CNN hosts, but task 'zero' has TRANSFORMER hosts"):
+        grow(sequences, run)
+    three = own_task(slots=["stem.0", "stem.1", "layer2.1"], name="three")
+    with pytest.raises(CheckpointError, match="was made with head_sizes"):
+        grow(three, run)
+
+
+def test_a_regression_grows_a_user_network_with_a_score_in_percent_of_the_variance():
+    task = esper.Task(
+        model=MLP, slots=["body.1"], train=points(200), test=points(50), batch=20, lr=1e-2, episode_length=12
+    )
+    found = grow(task, "fixed_schedule")
+    x, y = points(50)
+    target_variance = task.spec.objective.variance
+    error = float((found.module(x) - y).detach().square().mean())
+    assert found.test_points == pytest.approx(100.0 * (1.0 - error / target_variance), abs=1e-3)
+    assert found.points > 20.0  # 0 is the mean of the targets
+
+
+class Prompt:
+    """Keeps what it can, else grows the first blueprint in the first slot."""
+
+    def __init__(self, spec):
+        grow = canonical_action(LifecycleOp.GERMINATE, blueprint=NORM, tempo=FAST)
+        self.rows = torch.tensor([canonical_action(LifecycleOp.FOSSILIZE), grow, canonical_action(LifecycleOp.WAIT)])
+
+    def begin(self, episode, hosts):
+        return NoMemory()
+
+    def decide(self, obs, memory):
+        legal = obs.legal[:, [LifecycleOp.FOSSILIZE, LifecycleOp.GERMINATE], 0]
+        return self.rows[torch.cat((legal, legal[:, :1] | True), dim=1).int().argmax(dim=1)]
+
+    def remember(self, memory, step):
+        return memory
+
+
+def test_a_policy_of_the_users_grows_by_name_or_as_it_is(task):
+    esper.register_policy("prompt")(Prompt)
+    rows = [grow(task, controller).timeline.rows for controller in ("prompt", Prompt)]
+    assert rows[0] == rows[1]
+    assert ("norm", "fossilized") in {(row.blueprint, row.event) for row in rows[0]}
+    with pytest.raises(KeyError, match="a policy named 'prompt' is registered already"):
+        esper.register_policy("prompt")
+
+
+def test_a_blueprint_and_a_reward_of_the_users_are_used_by_name(tmp_path):
+    @esper.register_blueprint(family="cnn", birth={"weight": 0.0})
+    def moss(channels: int) -> nn.Module:
+        return nn.Conv2d(channels, channels, 1, bias=False)
+
+    try:
+        esper.register_reward("toy_of_the_user")(lambda config: ToyReward())
+        task = own_task()
+        assert "moss" in esper.blueprints.blueprint_names()
+        run = train(task, tmp_path, reward="toy_of_the_user")
+        assert run.summary["reward"] == "toy_of_the_user"
+        found = grow(task, keep(slot=0, blueprint=registry.names().index("moss")))
+        assert [seed.blueprint for seed in found.network.description.seeds] == ["moss"]
+        assert found.num_params == task.spec.host.num_params() + 16  # 4 x 4 weights
+    finally:
+        registry.unregister("moss")
+
+
+def test_losses_and_metrics_of_the_users_reach_the_end():
+    task = esper.Task(
+        model=Zero, slots=["body"], train=points(), batch=16, episode_length=2,
+        loss=lambda out, y: (out - y).abs().mean(dim=1), metric=lambda out, y: torch.full((len(out),), 42.0),
+    )  # fmt: skip
+    found = grow(task, "wait_only")
+    assert (found.points, found.test_points, found.unit) == (42.0, 42.0, "score")
+
+
+def test_progress_is_printed_unless_it_is_switched_off(task, capsys):
+    esper.grow(task, "wait_only", steps=2, workers=1)
+    assert capsys.readouterr().out.startswith("esper: grow mynet by wait_only, 1 network x 2 steps, seed 0\n")
+    grow(task, "wait_only", steps=2)
+    assert capsys.readouterr().out == ""
+
+
+def test_who_cannot_grow_is_refused(task, tmp_path):
+    with pytest.raises(RunDirectoryError, match="neither a run directory nor a baseline; did you mean 'heuristic'"):
+        grow(task, "heuristik")
+    with pytest.raises(RunDirectoryError, match=r"has no config\.toml"):
+        grow(task, tmp_path)
+    with pytest.raises(ConfigError, match="static_final starts with a structure that is given"):
+        grow(task, "static_final")
+    with pytest.raises(ConfigError, match="the number of networks is best_of here"):
+        grow(task, num_envs=3)
+    with pytest.raises(ExportError, match="'null' is scripted and has no networks"):
+        grow("null")
+    with pytest.raises(RunDirectoryError, match="holds neither a run"):
+        esper.load(tmp_path)
+
+
+def test_a_structure_that_is_given_grows_from_the_first_step(task):
+    found = grow(task, "static_final", steps=2, topology=["stem norm ADD"])
+    assert [(seed.slot, seed.blueprint) for seed in found.network.description.seeds] == [("stem", "norm")]
+    assert json.loads(found.timeline.text())[-1]["event"] == "end"

@@ -1,0 +1,142 @@
+"""esper.Task: objectives by targets or by functions, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from own_tasks import MyNet, Zero, images, own_task, points
+from torch.utils.data import TensorDataset
+
+import esper
+from esper.leyline.errors import EsperError
+from esper.tasks.objectives import MeanSquaredError
+from user_networks import MLP, Encoder, Tied
+
+
+def vectors(**changes: object) -> esper.Task:
+    """A regression with a network whose first outputs are zero."""
+    return esper.Task(**{"model": Zero, "slots": ["body"], "train": points(), "batch": 16, **changes})
+
+
+def test_classes_give_cross_entropy_with_as_many_classes_as_outputs():
+    objective = own_task().spec.objective
+    assert (objective.num_classes, objective.unit) == (3, "accuracy")
+    assert objective.blind_loss == pytest.approx(math.log(3))
+
+
+def test_tokens_give_the_loss_of_the_next_token():
+    tokens = torch.arange(120).reshape(20, 6) % 5
+    task = esper.Task(model=Tied, slots=["mix"], train=(tokens, tokens.roll(-1, dims=1)), batch=4)
+    assert (task.spec.objective.vocabulary, task.spec.objective.unit) == (5, "token accuracy")
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_floats_give_squared_error_with_the_variance_of_the_training_targets(column):
+    y = torch.tensor([0.0, 4.0] * 10)  # mean 2, every difference 2
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    given = (x, y[:, None] if column else y)
+    task = esper.Task(model=model, slots=["0"], train=given, val=given)
+    assert (task.spec.objective.variance, task.spec.objective.unit) == (4.0, "R2")
+    assert task.spec.load(None, 0).val.y.shape == (20, 1)
+
+
+def test_a_loss_of_the_users_is_measured_against_that_of_a_new_network():
+    x, _ = points()
+    task = vectors(train=(x, torch.full((40, 2), 3.0)), loss=lambda out, y: (out - y).square().sum(dim=1))
+    objective = task.spec.objective
+    assert objective.blind_loss == pytest.approx(18.0)  # outputs are 0, twice 3²
+    scores = objective.scores(torch.tensor([[3.0, 0.0], [3.0, 3.0]]), torch.full((2, 2), 3.0))
+    assert scores.loss.tolist() == [9.0, 0.0]
+    # 9 of 18 is half of the loss, 0 of 18 none
+    assert objective.points(scores.score, scores.weight).tolist() == pytest.approx([50.0, 100.0])
+    assert objective.unit == "loss reduction"
+
+
+def test_a_metric_gives_points_beside_its_own_loss_or_that_of_the_targets():
+    def twice(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return 200.0 * (out.argmax(dim=1) == y)
+
+    logits, y = torch.tensor([[5.0, 0.0, 0.0], [5.0, 0.0, 0.0]]), torch.tensor([0, 1])
+    for loss in (None, torch.nn.CrossEntropyLoss(reduction="none")):
+        objective = own_task(metric=twice, loss=loss, unit="double accuracy").spec.objective
+        scores = objective.scores(logits, y)
+        assert scores.loss.tolist() == pytest.approx(F.cross_entropy(logits, y, reduction="none").tolist())
+        assert objective.points(scores.score.sum(), scores.weight.sum()) == 100.0
+        assert objective.unit == "double accuracy"
+
+
+def test_data_may_be_arrays_or_a_map_style_data_set_of_any_float():
+    x, y = images()
+    arrays = own_task(train=(x.double().numpy(), y.int().numpy()))
+    mapped = own_task(train=TensorDataset(x, y))
+    for task in (arrays, mapped):
+        found = task.spec.load(None, 0)
+        assert torch.equal(found.train.x, x)
+        assert torch.equal(found.train.y, y)
+    assert mapped.spec.load(None, 0).identity == own_task().spec.load(None, 3).identity
+
+
+def test_bytes_become_numbers_by_inputs():
+    x, y = images()
+    stored = (x.abs() * 50).to(torch.uint8)
+    task = own_task(train=(stored, y), val=None, test=None, inputs=lambda x: x.float() / 255)
+    data = task.spec.load(None, 0)
+    assert data.train.x.dtype == torch.uint8
+    assert [len(data.split(part)) for part in ("train", "val", "test")] == [33, 3, 4]
+
+
+def test_sequences_get_the_blueprints_of_sequences_and_a_name_of_their_own():
+    tokens = torch.arange(140).reshape(20, 7) % 11
+    task = esper.Task(model=Encoder, slots=["encoder.layers.0"], train=(tokens, torch.arange(20) % 3))
+    assert (task.name, task.spec.family.name) == ("encoder", "TRANSFORMER")
+    assert repr(task).endswith("slots encoder.layers.0, accuracy)")
+    assert vectors(name="lines").name == "lines"
+
+
+X, Y = images()
+WRONG = [
+    ({"slots": ["stemm"]}, "MyNet has no submodule 'stemm' for a slot; did you mean 'stem'?"),
+    ({"slots": "stem"}, "slots is 'stem'; it must be a list"),
+    ({"model": MyNet()}, "the model is a MyNet, but every host needs a network of its own; pass the class"),
+    ({"train": (X[:, :, 0], Y)}, "MyNet cannot process inputs [4, 1, 6] of torch.float32"),
+    ({"train": (X, Y[:-1])}, "train: x has 40 examples but y has 39; they must be equally many."),
+    ({"train": (X, np.array(["cat"] * 40))}, "train.y is of type ndarray of <U3, expected a tensor"),
+    ({"train": (X, Y.float())}, "targets [] of torch.float32 for each example do not fit the outputs [3]"),
+    ({"train": (X, Y + 1)}, "mynet.train.y[2] is 3, expected 0..2"),
+    ({"val": (X[:, :, :5], Y)}, "mynet.val.x has examples [1, 5, 6]"),
+    ({"train": (X.to(torch.uint8), Y)}, "train.x holds bytes (uint8): give inputs"),
+    ({"loss": F.cross_entropy}, "the loss gives a result of shape () for outputs (40, 3) and targets (40,)"),
+    ({"loss": F.cross_entropy}, "one number per example, (40,): average over the axes of an example, and not over"),
+    ({"loss": lambda out, y: float(out.sum())}, "the loss gives a result of type float"),
+    ({"loss": lambda out, y: out.sum(dim=1) - out.sum()}, "the loss of one example depends on the other examples"),
+    ({"loss": lambda out, y: out.detach().exp().sum(dim=1)}, "the loss of objective Custom has no gradient"),
+    ({"loss": lambda out, y: -out.exp().sum(dim=1)}, "it must be finite and above 0: give blind_loss"),
+    ({"metric": lambda out, y: out}, "the metric gives a result of shape (4, 3)"),
+    ({"loss": lambda out, y: out[:, 9]}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64"),
+    ({"unit": "hits"}, "unit a loss or a metric; give it, or leave them out"),
+    ({"batch": 0}, "task.batch_train is 0; it must be at least 1"),
+    ({"lr": 0.0}, "optimizer.host_lr is 0.0; it must be a finite number above 0"),
+    ({"name": "my net"}, "the name of the task is 'my net'; use letters"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said[:40] for _, said in WRONG])
+def test_what_does_not_fit_is_refused_with_the_way_out(changes, said):
+    with pytest.raises(EsperError) as caught:
+        own_task(**changes)
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_two_outputs_for_one_number_are_not_broadcast():
+    x, y = points()
+    with pytest.raises(ValueError, match=r"targets \[\] of torch.float32 .* do not fit the outputs \[2\]"):
+        esper.Task(model=MLP, slots=["body"], train=(x, y[:, 0]))
+    with pytest.raises(ValueError, match="outputs and targets differ in shape"):
+        MeanSquaredError(1.0).scores(torch.zeros(3, 1), torch.zeros(3))

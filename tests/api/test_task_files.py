@@ -1,0 +1,112 @@
+"""Tasks in files: every command finds them, and runs no code that was not named."""
+
+import re
+from pathlib import Path
+
+import pytest
+from own_tasks import SMALL
+
+import esper
+import small_runs
+from esper.cli import main
+from small_runs import contents
+
+FILE = """
+import torch
+from torch import nn
+
+import esper
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(1, 4, 3, padding=1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)).mean(dim=(2, 3)))
+
+x = torch.randn(40, 1, 5, 5, generator=torch.Generator().manual_seed(0))
+task = esper.Task(model=Small, slots=["body"], train=(x, (x.mean(dim=(1, 2, 3)) > 0).long()), batch=16, name="{name}",
+                  episode_length=4, min_training_epochs=1)
+other = 3
+"""
+FAST = ("--set", *(f"{name}={value}" for name, value in SMALL.items() if name != "workers"), "--workers", "1")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a task of its own name, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.py"
+    path.write_text(FILE.replace("{name}", re.sub(r"\W", "_", tmp_path.name)))
+    return path
+
+
+def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_path, capfd):
+    run, size = tmp_path / "run", ["--num-envs", "2", "--rounds", "1", *FAST]
+    with small_runs.interrupted_at(1, 2):
+        assert main(["train", "--task", "mine.py:task", "--run-dir", str(run), *size]) == 130
+    name = esper.load(run).config["task"]
+    assert esper.load(run).config["plugins"] == [f"{file}:task"]
+    assert capfd.readouterr().out.startswith(f"esper: {name}, 2 hosts x 4 steps x 1 round")
+
+    before = contents(run)
+    for words in (["train", "--resume"], ["evaluate"], ["grow", "mine.py:task", "--controller"]):
+        if words[0] != "grow":
+            assert main([*words, str(run)]) == 2
+            assert "names code that would be executed" in capfd.readouterr().err
+    assert contents(run) == before
+    assert main(["train", "--resume", str(run), "--plugins", "mine.py"]) == 0
+    assert main(["evaluate", str(run), "wait_only", "--num-envs", "1", "--trust"]) == 0
+    assert main(["export", str(run), "--to", "exported", "--trust"]) == 0
+    assert main(["tasks", "mine.py:task"]) == 0
+    out = capfd.readouterr().out
+    assert "host: Small, 50 parameters" in out  # 40 of the convolution, 10 of the head
+    assert "● body   4 channels" in out
+
+    assert main(["grow", "mine.py:task", "--controller", str(run), "--best-of", "2", "--to", "grown", *FAST[:-2]]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"esper: grow {name} by {run}, 2 networks x 4 steps, seed 0\n")
+    assert "step  slot" in out
+    assert out.endswith("grown: model.json, model.py, model.safetensors, timeline.json\n")
+    assert esper.load("grown", task="mine.py:task").timeline[-1].event == "end"
+    assert main(["grow", "mine.py:task", "--best-of", "2", "--set", "executor=streamed", "workers=2"]) == 0
+    assert "2 networks" in capfd.readouterr().out
+    assert main(["grow", "mine.py:task", "--to", "grown"]) == 2
+    assert "grown exists already" in capfd.readouterr().err
+
+
+def test_a_run_of_a_file_names_its_task_to_python_too(file, tmp_path):
+    run = esper.train("mine.py:task", 1, 1, run_dir="run", progress=False, **SMALL)
+    assert run.evaluate("wait_only", num_envs=1, progress=False).rows[0].name == "trained"
+    assert esper.grow("mine.py:task", run, progress=False, workers=1).points is not None
+    with pytest.raises(ValueError, match="in Python: trust=True"):
+        esper.evaluate("run")
+    assert esper.load("run", trust=True).evaluate("wait_only", num_envs=1, progress=False).rows
+
+
+def test_a_run_of_a_registered_task_grows_it_by_its_settings(tmp_path, capfd):
+    run = tmp_path / "run"
+    assert small_runs.train(run, "streamed", 1) == 0
+    capfd.readouterr()
+    assert main(["grow", "tiny", "--controller", str(run), "--seed", "3"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"esper: grow tiny by {run}, 1 network x 6 steps, seed 3\n")
+    assert "parameters: 375 of the host, " in out
+    assert main(["grow", "tinny"]) == 2
+    assert "unknown task 'tinny'; did you mean 'tiny'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mine.py:tsk", "'tsk' does not exist, expected an esper.Task; did you mean 'task'"),
+        ("mine.py:other", "'other' is a int, expected an esper.Task"),
+        ("yours.py:task", "there is no plugin"),
+    ],
+)
+def test_a_name_that_is_no_task_is_refused(file, name, said, capfd):
+    for words in (["train", "--task", name], ["grow", name], ["tasks", name]):
+        assert main(words) == 2
+        assert said in capfd.readouterr().err

@@ -1,0 +1,86 @@
+"""docs/api.md: its programs run, and it names everything that is public."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import esper
+from esper.kasmina.blueprints import registry
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+TEN_LINES, BLUEPRINT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SMALL = "rounds=1, num_envs=2, workers=1, executor='streamed', progress=False, **{'ppo.update_epochs': 1}"
+
+
+class MyNet(torch.nn.Module):
+    """[B, 1, 6, 6] -> logits [B, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.ReLU())
+        self.layer2 = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3, stride=2), torch.nn.BatchNorm2d(8))
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer2(self.stem(x)).mean(dim=(2, 3)))
+
+
+def run(program: str) -> dict[str, object]:
+    """The variables of the program, which is given a network and data."""
+    data = {name: torch.randn(60, 1, 6, 6) for name in ("x", "xv", "xt")}
+    data |= {name: torch.randint(3, (60,)) for name in ("y", "yv", "yt")}
+    variables: dict[str, object] = {"MyNet": MyNet, **data}
+    exec(program, variables)
+    return variables
+
+
+def check_ten_lines(program: str, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run(program)
+    assert found["grown"].module(found["x"]).shape == (60, 3)
+    assert len(found["run"].objective) == rounds
+    assert found["grown"].timeline[-1].event == "end"
+    assert sorted(path.name for path in (tmp_path / "grown").iterdir()) == [
+        *("model.json", "model.py", "model.safetensors", "timeline.json")
+    ]
+    assert (tmp_path / "runs" / "mynet-quickstart-s0").is_dir()
+
+
+def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):
+    assert len(TEN_LINES.splitlines()) <= 10
+    assert "rounds=30, num_envs=8" in TEN_LINES
+    program = (
+        TEN_LINES.replace("rounds=30, num_envs=8", SMALL)
+        .replace("batch=128", "batch=128, episode_length=10")
+        .replace("controller=run", "controller=run, progress=False")
+    )
+    check_ten_lines(program, 1, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_ten_lines_run_as_they_stand(tmp_path, monkeypatch):
+    check_ten_lines(TEN_LINES, 30, tmp_path, monkeypatch)
+
+
+def test_the_blueprint_can_be_chosen():
+    run(BLUEPRINT)
+    try:
+        assert "relu_mix" in esper.blueprints.blueprint_names("cnn")
+    finally:
+        registry.unregister("relu_mix")
+
+
+def test_every_public_name_and_argument_is_documented():
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", PAGE))))
+    assert set(esper.__all__) <= words
+    for function in (esper.Task, esper.train, esper.evaluate, esper.grow, esper.load):
+        names = set(inspect.signature(function).parameters) - {"settings"}
+        assert names <= words, function
+    for kind in ("esper.api.run.Run", "esper.api.grown.Grown"):
+        module, _, name = kind.rpartition(".")
+        members = vars(getattr(__import__(module, fromlist=[name]), name))
+        public = {m for m in members if not m.startswith("_")} - {"resolved", "policy_values"}
+        assert public <= words, kind

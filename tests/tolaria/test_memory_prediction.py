@@ -1,0 +1,86 @@
+"""Predicted memory: close to what a process takes, and too many hosts are refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from esper.leyline.errors import ConfigError
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.memory_prediction import MemoryPrediction, available_bytes, predict, resident_bytes
+
+MIB = 2**20
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = """
+import json, resource, sys, torch
+from grown_hosts import CPU, IMAGES, TEXT, SharedHosts, shortened, task_of
+from esper.tolaria.config import EngineConfig
+from esper.tolaria.memory_prediction import predict
+
+kind, hosts = sys.argv[1], int(sys.argv[2])
+shape = {"images": IMAGES, "text": TEXT}[kind]
+executor = {"images": "native", "text": "streamed"}[kind]
+torch.set_num_threads(1)
+task = task_of(shape)
+train = shape.batch
+data = shortened(task.load(None, 0), train, 64)
+config = EngineConfig(num_envs=hosts, slots=task.enabled, episode_length=8, executor=executor)
+predicted = predict(config, task, data, CPU)
+grown = SharedHosts.build(shape, hosts, train, 64, executor=executor, workers=1)
+grown.step()
+peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"predicted": predicted.total(hosts), "peak": peak, "process": predicted.process}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(("kind", "hosts"), [("images", 24), ("text", 4)])
+def test_the_prediction_is_within_a_fifth_of_the_peak(kind, hosts):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind, str(hosts)], capture_output=True, text=True, check=True, cwd=BENCHMARKS
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert abs(found["predicted"] / found["peak"] - 1.0) < 0.2, found
+    assert found["predicted"] > 1.1 * found["process"], "the hosts must weigh something here"
+
+
+TOY = MemoryPrediction(process=100 * MIB, host=10 * MIB, at_once=30 * MIB, together=False, processes=2, threads=1)
+
+
+def test_the_parts_grow_with_processes_hosts_and_hosts_at_once():
+    # two processes, eight hosts, two of them at once
+    assert TOY.total(8) == (2 * 100 + 8 * 10 + 2 * 30) * MIB
+    assert TOY.total(1) == (100 + 10 + 30) * MIB  # one process is enough
+    fused = MemoryPrediction(process=100 * MIB, host=10 * MIB, at_once=30 * MIB, together=True, processes=1, threads=1)
+    assert fused.total(8) == (100 + 8 * 40) * MIB
+
+
+def test_too_many_hosts_are_refused_with_the_most_that_fit():
+    # 8 hosts take 240 MiB besides this process, 9 take 250
+    assert TOY.most_hosts(249 * MIB) == 8
+    TOY.require(8, 249 * MIB)
+    with pytest.raises(
+        ConfigError, match=r"num_envs is 9, which needs about 0\.34 GiB.*at most 8 fit: set num_envs to 8"
+    ):
+        TOY.require(9, 249 * MIB)
+    with pytest.raises(ConfigError, match="not even one fits: use a smaller batch"):
+        TOY.require(1, 20 * MIB)
+
+
+def test_more_hosts_and_a_rollout_need_more():
+    def predicted(others: int = 0) -> MemoryPrediction:
+        config = EngineConfig(num_envs=2, slots=tiny.SLOTS, episode_length=8)
+        return predict(config, tiny.task(), tiny.dataset(), tiny.CPU, others=others)
+
+    assert predicted(MIB).host - predicted().host == MIB
+    population = tiny.population(1)
+    state = sum(x.nbytes for x in population.state_dict().values())
+    assert state < predicted().host < 20 * state
+
+
+def test_this_machine_has_memory():
+    assert 2**20 < resident_bytes() < available_bytes(torch.device("cpu")) * 100

@@ -280,11 +280,11 @@ def test_auto_does_not_run_natively_what_cannot_be():
 def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
     data = Bench(1).executor.data
     assert prefers_native(data)
-    # 4 channels of 64 x 64 numbers of 4 bytes, for 128 examples: 8 MiB
+    # 4 channels of 64 x 64 numbers of 4 bytes, for 256 examples: 16 MiB
     data.host.largest_activation = HOST.largest_activation(64, 64)
-    data.batch_train = 128
+    data.batch_train = 256
     assert prefers_native(data)
-    data.batch_train = 129
+    data.batch_train = 257
     assert not prefers_native(data)
 
 

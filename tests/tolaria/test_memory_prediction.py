@@ -16,7 +16,7 @@ from esper.tolaria.memory_prediction import MemoryPrediction, available_bytes, p
 MIB = 2**20
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = """
-import json, resource, sys, torch
+import json, sys, torch
 from grown_hosts import CPU, IMAGES, TEXT, SharedHosts, shortened, task_of
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.memory_prediction import predict
@@ -32,7 +32,8 @@ config = EngineConfig(num_envs=hosts, slots=task.enabled, episode_length=8, exec
 predicted = predict(config, task, data, CPU)
 grown = SharedHosts.build(shape, hosts, train, 64, executor=executor, workers=1)
 grown.step()
-peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# not ru_maxrss, which starts at the peak of the process that started this one
+peak = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
 print(json.dumps({"predicted": predicted.total(hosts), "peak": peak, "process": predicted.process}))
 """
 

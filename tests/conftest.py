@@ -43,3 +43,11 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(os, "rename", checked)
     return whole
+
+
+@pytest.fixture(autouse=True)
+def _tasks_of_a_test_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is not listed in another."""
+    from esper.tasks import registry  # not before the checks are installed
+
+    monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))

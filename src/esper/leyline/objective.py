@@ -40,5 +40,8 @@ class Objective(Protocol):
         A row never affects another, and the weight follows from the targets alone.
         """
 
+    def score(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, " R"]:
+        """The score of each row as in `scores`, without the loss: enough for most coalitions, and cheaper."""
+
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """The figure of merit of summed scores and weights, element by element."""

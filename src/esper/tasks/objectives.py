@@ -37,9 +37,12 @@ class Classification:
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """Logits [R, classes] and classes [R]."""
-        logits = outputs.float()
-        hits = (logits.max(dim=-1).indices == targets).float()
-        return Scores(F.cross_entropy(logits, targets, reduction="none"), hits, torch.ones_like(hits))
+        hits = self.score(outputs, targets)
+        return Scores(F.cross_entropy(outputs.float(), targets, reduction="none"), hits, torch.ones_like(hits))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """1 where the largest logit is that of the class, else 0."""
+        return (outputs.max(dim=-1).indices == targets).float()
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """Percent of the examples."""
@@ -69,10 +72,14 @@ class NextToken:
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """Logits [R, T, vocabulary] and tokens [R, T], integers of any size."""
         targets = targets.long()
-        logits, counts = outputs.float(), targets != PADDING
+        logits, weight = outputs.float(), (targets != PADDING).sum(dim=1).float()
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
-        hits = (logits.max(dim=-1).indices == targets) & counts
-        return Scores(losses.view(targets.shape).sum(dim=1), hits.sum(dim=1).float(), counts.sum(dim=1).float())
+        return Scores(losses.view(targets.shape).sum(dim=1), self.score(outputs, targets), weight)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """How many tokens of a row have the largest logit."""
+        hits = (outputs.max(dim=-1).indices == targets) & (targets != PADDING)
+        return hits.sum(dim=1).float()
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """Percent of the tokens."""
@@ -106,6 +113,10 @@ class MeanSquaredError:
             raise ValueError("outputs and targets differ in shape")
         errors = (outputs.float() - targets.float()).square().reshape(len(outputs), -1).mean(dim=1)
         return Scores(errors, errors.detach(), torch.ones_like(errors.detach()))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As in `scores`."""
+        return self.scores(outputs, targets).score
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """100 (1 - error / variance): 100 is perfect, 0 is the mean of the targets, worse is negative."""
@@ -144,6 +155,10 @@ class Custom:
             points = per_example("metric", self.metric, outputs.detach(), targets)
         return Scores(losses, points, torch.ones_like(points))
 
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As in `scores`."""
+        return self.scores(outputs, targets).score
+
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """Mean of the examples."""
         return score / weight
@@ -168,6 +183,10 @@ class WithMetric:
         scores = self.objective.scores(outputs, targets)
         points = per_example("metric", self.metric, outputs.detach(), targets)
         return scores._replace(score=points * scores.weight)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As in `scores`."""
+        return self.scores(outputs, targets).score
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """Mean of the examples, or of the tokens."""

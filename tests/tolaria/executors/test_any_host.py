@@ -355,10 +355,14 @@ class Own:
     of: object
     unit: str = "points"
     blind_loss: float = 1.0
+    added: float = 0.0
 
     def scores(self, outputs, targets):
         error = (outputs - targets).square().mean(dim=1)
         return self.of(Scores(error, error.detach(), torch.ones(len(error))))
+
+    def score(self, outputs, targets):
+        return (outputs - targets).square().mean(dim=1) + self.added
 
     def points(self, score, weight):
         return -score / weight
@@ -379,6 +383,11 @@ class Own:
 def test_an_objective_that_is_not_per_example_is_refused(of, message):
     with pytest.raises(ConfigError, match=message):
         check_scores(Own(of), torch.randn(4, 3), torch.randn(4, 3))
+
+
+def test_an_objective_whose_score_alone_is_another_is_refused():
+    with pytest.raises(ConfigError, match="other numbers in score"):
+        check_scores(Own(lambda s: s, added=1.0), torch.randn(4, 3), torch.randn(4, 3))
 
 
 def test_an_objective_that_does_not_fit_the_host_is_refused_before_the_run():

@@ -47,7 +47,8 @@ def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None
     """Try an objective on outputs [R, ...] and targets [R, ...].
 
     Raises:
-        ConfigError: it cannot take them, its scores are not one number per row, or its loss has no gradient.
+        ConfigError: it cannot take them, its scores are not one number per row, its score alone differs, or its loss
+            has no gradient.
     """
     name, shapes = type(objective).__name__, f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     try:
@@ -67,6 +68,10 @@ def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None
                 f"objective {name} gives a {field} of {found} for {shapes}; expected one number per row, float32 "
                 f"{rows}: sum over the axes of an example, and not over the batch (reduction='none')."
             )
+    with torch.no_grad():
+        alone = objective.score(outputs, targets)
+    if not torch.allclose(alone, scores.score, equal_nan=True):
+        raise ConfigError(f"objective {name} gives other numbers in score() than as the score of scores().")
     if not scores.loss.requires_grad:
         raise ConfigError(
             f"the loss of objective {name} has no gradient; compute it from the outputs without detach or no_grad."

@@ -145,17 +145,21 @@ def sum_scores(
             size = data.examples_at_once(plan.num_states)
             with streams.of(n):
                 for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
-                    scores = _state_scores(data, n, plan, seeds[n], some_x, some_y)
-                    score[i, : len(states[n])] += scores.score[states[n]]
-                    loss[i] += scores.loss[plan.state_of_coalition[0]]
+                    outputs = _state_outputs(data, n, plan, seeds[n], some_x)
+                    targets = some_y.repeat(plan.num_states, *(1,) * (some_y.dim() - 1))
+                    found = data.objective.score(outputs, targets).view(plan.num_states, -1)
+                    score[i, : len(states[n])] += found.sum(dim=1, dtype=torch.float64)[states[n]]
+                    first = outputs.unflatten(0, (plan.num_states, -1))[plan.state_of_coalition[0]]
+                    main = data.objective.scores(first, some_y)
+                    loss[i] += main.loss.sum(dtype=torch.float64)
                     if i == 0:
-                        weight += scores.weight[0]
+                        weight += main.weight.sum(dtype=torch.float64)
         streams.join()
     return SummedScores(score, loss, weight)
 
 
-def _state_scores(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHost, x: Tensor, y: Tensor) -> Scores:
-    """Scores [states] of the distinct final states of host `n`, summed over examples x [B, ...] and y [B, ...]."""
+def _state_outputs(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHost, x: Tensor) -> Tensor:
+    """Outputs [states * B, ...] of the distinct final states of host `n` for examples x [B, ...]."""
     p, template, batch = data.population, data.population.host_kind.template, len(x)
     template.bind(p.host.params[n], p.host.buffers[n])
     steps = {step.slot: step for step in plan.steps}
@@ -176,10 +180,8 @@ def _state_scores(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHost, 
         return replaced
 
     with data.scaler.autocast():
-        outputs = template(x if plan.shared else x.repeat(plan.num_first, *(1,) * (x.dim() - 1)), apply)
-    targets = y.repeat(plan.num_states, *(1,) * (y.dim() - 1))
-    scores = data.objective.scores(outputs.float(), targets)
-    return Scores(*(rows.view(plan.num_states, batch).sum(dim=1, dtype=torch.float64) for rows in scores))
+        outputs: Tensor = template(x if plan.shared else x.repeat(plan.num_first, *(1,) * (x.dim() - 1)), apply)
+    return outputs.float()
 
 
 def _set_mode(population: Population, *, training: bool) -> None:

@@ -30,7 +30,7 @@ def test_a_run_has_its_settings_results_and_objective(run):
 
 
 def test_nothing_of_a_run_stays_in_the_process(tmp_path):
-    before, state = torch.get_num_threads(), torch.get_rng_state()
+    before, state, handler = torch.get_num_threads(), torch.get_rng_state(), signal.getsignal(signal.SIGINT)
     torch.set_num_threads(3)
     try:
         run = train(own_task(), tmp_path, threads=1)
@@ -41,7 +41,7 @@ def test_nothing_of_a_run_stays_in_the_process(tmp_path):
         torch.set_num_threads(before)
     assert torch.equal(torch.get_rng_state(), state)
     assert "mynet" not in esper.tasks.task_names()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_equal_arguments_give_equal_runs_and_a_run_can_be_made_longer(tmp_path, run):

@@ -35,7 +35,7 @@ test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow -n 2 $(ARGS)
 
 test-compiled: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)  # it cannot trace checked annotations

@@ -11,7 +11,6 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import CheckpointError
-from esper.runs import build
 from esper.runs import runner as runner_module
 from esper.runs.build import assemble, device_of
 from esper.runs.checkpoint import checkpoints, load
@@ -348,7 +347,8 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
     """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
     path = tmp_path / "run"
     monkeypatch.setattr(
-        build, "assemble", lambda config, device, say: replace(assemble(config, device, say), config=config)
+        "esper.runs.training.assemble",
+        lambda config, device, say: replace(assemble(config, device, say), config=config),
     )
     with interrupted_at(2, 3):
         assert train(path, "tiny") == 130

@@ -25,6 +25,7 @@ READS = re.compile(
     )
 )
 MAY_READ = {
+    "tolaria/executors/scoring.py": "an objective is tried once, on the CPU, before the first step",
     "api/task.py": "tries a loss of the user's, before the run",
     "tolaria/runtime.py": "the border between device and host",
     "tolaria/prefixes.py": "numpy arrays of the structure that was read",

@@ -10,8 +10,8 @@
 
 namespace esper {
 
-constexpr int OUTPUTS = 8;   // rows of accumulators
-constexpr int VECTORS = 2;   // vectors of lanes in each
+constexpr int OUTPUTS = 8;   // whose weights are packed together
+constexpr int SUMS = REGISTERS / 4, VECTORS = 2;  // sums at once: of so many outputs, for so many vectors of lanes
 constexpr int MAX_TAPS = 9;
 constexpr int64_t FIRST_CACHE = 32768, SECOND_CACHE = 524288;  // bytes that every processor has
 
@@ -62,30 +62,30 @@ template <class T> void pack(const Shape& s, const T* weight, bool transposed, T
                 }
 }
 
-// One position, a block of outputs from `first` on, and VS vectors of lanes from `at` on.
+// One position, SUMS outputs from `first` on, and VS vectors of lanes from `at` on.
 template <class T, int VS>
 void convolve_block(const Shape& s, const T* in, const T* packed, T* out, int first, int at, int lanes, int stride,
                     const Taps& taps, int place) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
     const int step = s.taps() * OUTPUTS;
-    wide<T> sum[OUTPUTS][VS] = {};
+    wide<T> sum[SUMS][VS] = {};
     const T* h = in + at;
     for (int c = 0; c < s.inputs; ++c, h += channel, packed += step)
         for (int i = 0; i < taps.count; ++i) {
             const T *row = h + taps.from[i], *w = packed + taps.weight[i];
             wide<T> x[VS];
             for (int v = 0; v < VS; ++v) x[v] = load(row + v * width<T>());
-            for (int o = 0; o < OUTPUTS; ++o)
+            for (int o = 0; o < SUMS; ++o)
                 for (int v = 0; v < VS; ++v) sum[o][v] += w[o] * x[v];
         }
     T* to = out + first * channel + static_cast<int64_t>(place) * stride + at;
     const int outputs = s.outputs - first;
-    if (outputs >= OUTPUTS && lanes - at >= VS * width<T>()) {
-        for (int o = 0; o < OUTPUTS; ++o, to += channel)
+    if (outputs >= SUMS && lanes - at >= VS * width<T>()) {
+        for (int o = 0; o < SUMS; ++o, to += channel)
             for (int v = 0; v < VS; ++v) store<T>(to + v * width<T>(), sum[o][v]);
         return;
     }
-    for (int o = 0; o < OUTPUTS; ++o, to += channel)
+    for (int o = 0; o < SUMS; ++o, to += channel)
         if (o < outputs)
             for (int v = 0; v < VS; ++v) store_lanes<T>(to + v * width<T>(), sum[o][v], lanes - at - v * width<T>());
 }
@@ -103,12 +103,12 @@ void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* 
         for (int place = 0; place < s.space(); ++place) {
             const Taps taps = taps_at(s, place, stride);
             for (int at = 0; at < stride; at += VECTORS * width<T>())
-                for (int b = begin; b < begin + group; ++b) {
-                    const T* packed = scratch + b * block;
+                for (int o = begin * OUTPUTS; o < (begin + group) * OUTPUTS && o < s.outputs; o += SUMS) {
+                    const T* packed = scratch + o / OUTPUTS * block + o % OUTPUTS;
                     if (at + VECTORS * width<T>() <= stride)
-                        convolve_block<T, VECTORS>(s, in, packed, out, b * OUTPUTS, at, lanes, stride, taps, place);
+                        convolve_block<T, VECTORS>(s, in, packed, out, o, at, lanes, stride, taps, place);
                     else
-                        convolve_block<T, 1>(s, in, packed, out, b * OUTPUTS, at, lanes, stride, taps, place);
+                        convolve_block<T, 1>(s, in, packed, out, o, at, lanes, stride, taps, place);
                 }
         }
 }
@@ -177,12 +177,20 @@ void tile_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, i
     for (int dy = -1; dy <= 1; ++dy) kernel_row_weight_grad<T, OS, CS>(s, in, grad_out, grad, o, c, dy, part, stride);
 }
 
+// Tiles of four outputs and CS inputs, whose sums fit into the registers.
+template <class T, int CS>
+void tiles_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int o, Part part, int stride) {
+    int c = 0;
+    for (; c + CS <= s.inputs; c += CS) tile_weight_grad<T, 4, CS>(s, in, grad_out, grad, o, c, part, stride);
+    for (; c < s.inputs; ++c) tile_weight_grad<T, 4, 1>(s, in, grad_out, grad, o, c, part, stride);
+}
+
 // All tiles of weights over one part of the features at a time, which stays in the second cache; in the first one with
 // kernel 1, where each number is used in few products.
 template <class T> void convolve_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int stride) {
     std::memset(grad, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
     const int64_t cache = s.kernel == 1 ? 2 * FIRST_CACHE : SECOND_CACHE;
-    const int64_t row = 64LL * s.width * (s.inputs + s.outputs);  // bytes of a vector of lanes in a row of the image
+    const int64_t row = static_cast<int64_t>(BYTES) * s.width * (s.inputs + s.outputs);  // bytes of a vector of lanes in a row of the image
     int step = static_cast<int>(cache / (row * s.height)) * width<T>();
     step = step > stride ? stride : step < width<T>() ? width<T>() : step;
     int height = static_cast<int>(cache * width<T>() / (row * step));
@@ -193,9 +201,10 @@ template <class T> void convolve_weight_grad(const Shape& s, const T* in, const 
                             at + step < stride ? at + step : stride};
             int o = 0;
             for (; o + 4 <= s.outputs; o += 4) {
-                int c = 0;
-                for (; c + 2 <= s.inputs; c += 2) tile_weight_grad<T, 4, 2>(s, in, grad_out, grad, o, c, part, stride);
-                for (; c < s.inputs; ++c) tile_weight_grad<T, 4, 1>(s, in, grad_out, grad, o, c, part, stride);
+                if (s.kernel == 1 || REGISTERS == 32)
+                    tiles_weight_grad<T, 2>(s, in, grad_out, grad, o, part, stride);
+                else
+                    tiles_weight_grad<T, 1>(s, in, grad_out, grad, o, part, stride);
             }
             for (; o < s.outputs; ++o)
                 for (int c = 0; c < s.inputs; ++c) tile_weight_grad<T, 1, 1>(s, in, grad_out, grad, o, c, part, stride);

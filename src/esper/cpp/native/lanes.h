@@ -16,12 +16,19 @@
 
 namespace esper {
 
-// Vectors of 64 bytes; the compiler splits them where the processor has narrower ones.
+// Vectors as long as the processor's: the compiler splits longer ones badly. `REGISTERS` of them hold sums.
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int BYTES = 32, REGISTERS = 16;
+#else
+constexpr int BYTES = 16, REGISTERS = 16;
+#endif
 template <class T> struct Wide;
-template <> struct Wide<float> { typedef float type __attribute__((vector_size(64))); };
-template <> struct Wide<double> { typedef double type __attribute__((vector_size(64))); };
+template <> struct Wide<float> { typedef float type __attribute__((vector_size(BYTES))); };
+template <> struct Wide<double> { typedef double type __attribute__((vector_size(BYTES))); };
 template <class T> using wide = typename Wide<T>::type;
-template <class T> constexpr int width() { return 64 / sizeof(T); }
+template <class T> constexpr int width() { return BYTES / sizeof(T); }
 
 template <class T> inline wide<T> load(const T* from) {
     wide<T> value;

@@ -137,12 +137,12 @@ void moments(int rows, T eps, const T* x, T* mean, T* rstd, int lanes, int strid
 template <class T>
 void group_norm(int channels, int space, int groups, bool relu, T eps, const T* x, Affine<T> affine, const T* gamma,
                 T* mean, T* rstd, T* y, int lanes, int stride) {
-    constexpr int FOUR = 4 * width<T>();
+    constexpr int SEVERAL = REGISTERS / 8 * width<T>();
     const int per_group = channels / groups, rows = per_group * space;
     for (int k = 0; k < groups; ++k, mean += stride, rstd += stride) {
         int at = 0;
-        for (; at + FOUR <= stride; at += FOUR)
-            moments<T, 4>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
+        for (; at + SEVERAL <= stride; at += SEVERAL)
+            moments<T, REGISTERS / 8>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
         for (; at < stride; at += width<T>())
             moments<T, 1>(rows, eps, x + at, mean + at, rstd + at, lanes - at, stride);
         for (int c = k * per_group; c < (k + 1) * per_group; ++c) {
@@ -260,10 +260,10 @@ template <class T, int VS> void sum_rows(int rows, const T* h, T* y, T factor, i
 }
 
 template <class T> void mean_space(int channels, int space, const T* h, T* y, int stride) {
-    constexpr int FOUR = 4 * width<T>();
+    constexpr int SEVERAL = REGISTERS / 8 * width<T>();
     for (int c = 0; c < channels; ++c, y += stride, h += static_cast<int64_t>(space) * stride) {
         int at = 0;
-        for (; at + FOUR <= stride; at += FOUR) sum_rows<T, 4>(space, h + at, y + at, T(1) / T(space), stride);
+        for (; at + SEVERAL <= stride; at += SEVERAL) sum_rows<T, REGISTERS / 8>(space, h + at, y + at, T(1) / T(space), stride);
         for (; at < stride; at += width<T>()) sum_rows<T, 1>(space, h + at, y + at, T(1) / T(space), stride);
     }
 }

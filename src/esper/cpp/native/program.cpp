@@ -14,7 +14,7 @@
 
 // X(name, operands): the size of each operand, as a letter of `bytes_of`.
 #define ESPER_OPERATIONS(X)                                                                                            \
-    X(TRANSPOSE, "mr") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow")                 \
+    X(TRANSPOSE, "mp") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow")                 \
     X(DEPTHWISE, "idi") X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iid") X(BATCH_NORM, "fccccccf")       \
     X(BATCH_NORM_BACKWARD, "fccccccff") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
     X(GROUP_NORM_BACKWARD, "fcccggfccc") X(MAX_POOL, "pq") X(MAX_POOL_BACKWARD, "pqp") X(MEAN, "fr")                   \
@@ -69,14 +69,14 @@ template <class T> struct Host {
             case 'c': return n0 * number;                     // one for each channel or weight
             case 'w': return n0 * n1 * taps * number;         // weights of a convolution
             case 'd': return n0 * taps * number;              // weights of a depthwise convolution
-            case 'm': return n0 * lanes * number;             // images
+            case 'm': return n0 * n1 * n2 * lanes * number;   // images
             case 'b': return row;                             // a row of lanes
             case 'r': return n0 * row;                        // rows
             case 'g': return n2 * row;                        // a row for each group
             case 'f': return n0 * n1 * row;                   // channels of positions
             case 'i': return n0 * n2 * n3 * row;              // inputs of a convolution
             case 'o': return n1 * n2 * n3 * row;              // outputs of a convolution
-            case 'p': return n0 * n1 * n2 * row;              // input of pooling
+            case 'p': return n0 * n1 * n2 * row;              // images, or input of pooling
             case 'q': return n0 * (n1 / 2) * (n2 / 2) * row;  // output of pooling
             case 'l': return int64_t(lanes) * 8;              // labels
             case 't': return 16;                              // totals
@@ -95,6 +95,8 @@ template <class T> struct Host {
     // Whether the instruction exists and stays within the memory that it was given.
     bool fits(const Instruction& i) const {
         if (i.operation < 0 || i.operation > ADAMW || scratch_bytes(i) > scratch_size) return false;
+        // squares that fill the image: no row is left out, and none lies beyond the last
+        if (i.operation == TRANSPOSE && (i.size[3] < 1 || i.size[1] % i.size[3] || i.size[2] % i.size[3])) return false;
         const char* letters = OPERANDS_OF[i.operation];
         for (int k = 0; letters[k]; ++k) {
             if (i.space[k] == NOTHING) continue;
@@ -122,7 +124,7 @@ template <class T> struct Host {
         for (int k = 0; OPERANDS_OF[i.operation][k]; ++k) p[k] = at(i, k);
         const Affine<T> affine{p[1], p[2]};  // of the normalizations
         switch (i.operation) {
-            case TRANSPOSE: return transpose<T>(n[0], p[0], p[1], lanes, stride);
+            case TRANSPOSE: return transpose<T>(n[0], n[1], n[2], n[3], p[0], p[1], lanes, stride);
             case CONVOLVE: return convolve<T>(shape, p[0], p[1], false, p[2], lanes, stride, scratch);
             case CONVOLVE_INPUT_GRAD:
                 return convolve<T>(shape.transposed(), p[0], p[1], true, p[2], lanes, stride, scratch);

@@ -25,6 +25,7 @@ from esper.tolaria.executors.native.layer_rules import (
     batch_norm_relu,
     chain,
     convolution,
+    images,
     in_reverse,
     linear,
     max_pool,
@@ -143,10 +144,8 @@ def _forward(
     """The logits of all states, and the backward pass of the single state that training has."""
     host, grads = layout.host, int(Space.HOST_GRADS) if a.trainable else None
     weights = Weights(layout.layout, Space.HOST, grads, layout.buffers, Space.HOST_BUFFERS)
-    channels, height, width = host.spec.in_channels, layout.height, layout.width
-    images = Features(a.rows(channels * height * width), channels, height, width)
-    a.emit(Operation.TRANSPOSE, Place(Space.IMAGES, 0), images.rows, sizes=(images.rows.size,))
-    states, backwards = [images], list[Backward]()
+    shape = (host.spec.in_channels, layout.height, layout.width)
+    states, backwards = [images(a, Place(Space.IMAGES, 0), shape, host.spec.unshuffle)], list[Backward]()
 
     def apply(layer: Callable[[Features], Layer]) -> None:
         for k, x in enumerate(states):

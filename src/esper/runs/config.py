@@ -117,8 +117,8 @@ class RunConfig:
         self._check_experimental(task)
         if self.num_envs % self.ppo.twins:
             raise ConfigError(
-                f"num_envs is {self.num_envs}, which ppo.twins = {self.ppo.twins} does not divide; each host of a round "
-                "needs as many copies as the others."
+                f"num_envs is {self.num_envs}, which ppo.twins = {self.ppo.twins} does not divide; every host of a "
+                "round needs as many copies as the others."
             )
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")

@@ -98,12 +98,17 @@ class MixedImages:
 
     def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> dict[str, Tensor]:
         """`classes`, `fraction`, `noise`, `lr_factor` and `view` (from 0 on) of each host."""
-        choices = (self.classes, self.fractions, self.noises, self.lr_factors, tuple(range(self.views)))
-        names = ("classes", "fraction", "noise", "lr_factor", "view")
-        u_N5 = to_uniform(word_rows(run_seed, Stream.INSTANCE, hosts, len(names), episode=episode))
+        choices = {
+            "classes": torch.tensor(self.classes),
+            "fraction": torch.tensor(self.fractions, dtype=torch.float64),
+            "noise": torch.tensor(self.noises, dtype=torch.float64),
+            "lr_factor": torch.tensor(self.lr_factors, dtype=torch.float64),
+            "view": torch.arange(self.views),
+        }
+        u_NK = to_uniform(word_rows(run_seed, Stream.INSTANCE, hosts, len(choices), episode=episode))
         return {
-            name: torch.tensor(values, device=hosts.device)[(u_N5[:, i] * len(values)).long()]
-            for i, (name, values) in enumerate(zip(names, choices, strict=True))
+            name: values.to(hosts.device)[(u_NK[:, i] * len(values)).long()]
+            for i, (name, values) in enumerate(choices.items())
         }
 
     def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, dataset: Dataset) -> Instances:

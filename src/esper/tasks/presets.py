@@ -49,10 +49,10 @@ MIXED_DIGITS = register_task(
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
         instances=MixedImages(
             num_classes=10,
-            classes=(2, 10),
+            classes=(5, 10),
             fractions=(0.15, 0.3),
-            noises=(0.0, 0.1),
-            lr_factors=(0.6, 1.0),
+            noises=(0.0, 0.05),
+            lr_factors=(0.8, 1.0),
             views=len(digits.VIEWS),
         ),
         min_training_epochs=3,

@@ -39,8 +39,13 @@ GAIN = math.sqrt(2.0)
 HEAD_OUTPUT_GAIN = 0.01
 VALUE_OUTPUT_GAIN = 0.1
 FORGET_BIAS = 1.0
-INITIAL_WAIT_LOGIT = 2.0
-"""Initial bias of WAIT: a uniform policy prunes nearly every seed before it is active."""
+INITIAL_OP_LOGITS = {
+    LifecycleOp.WAIT: 2.0,
+    LifecycleOp.FOSSILIZE: 2.0,
+    LifecycleOp.PRUNE: -1.0,
+    LifecycleOp.SET_ALPHA_TARGET: -1.0,
+}
+"""Initial biases of the op head: a uniform policy prunes nearly every seed before it is active, and keeps hardly one."""
 WIDTH_MULTIPLE = 8
 """The value head ends at an eighth of the recurrent width."""
 
@@ -201,7 +206,7 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
     Linear weights are orthogonal (Saxe et al., 2014) with gain sqrt(2), in the output layers with a small gain: the
     first policy hardly depends on the state and the first value is nearly zero. Each LSTM gate is orthogonal, and the
     forget gate starts open (Jozefowicz et al., 2015). LayerNorms are the identity. All other biases are zero, except
-    that of WAIT: a seed must survive a dozen decisions to be fossilized, which a uniform policy hardly ever grants.
+    those in `INITIAL_OP_LOGITS`: a seed must survive a dozen decisions to be fossilized.
     """
     generator = local_generator(run_seed, Stream.POLICY_INIT)
     for parameter in network.parameters():
@@ -225,7 +230,8 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
             for rows in blocks:
                 orthogonal(module.weight[rows], small_gains.get(module, GAIN))
     op_bias = network.get_parameter(f"head_outputs.{int(Head.OP)}.bias")
-    op_bias[LifecycleOp.WAIT] = INITIAL_WAIT_LOGIT
+    for op, logit in INITIAL_OP_LOGITS.items():
+        op_bias[op] = logit
 
 
 def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:

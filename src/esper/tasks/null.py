@@ -268,25 +268,53 @@ def _germinations(episode_length: int, min_training_epochs: int, num_slots: int)
     return [e for e in steps if e + min_training_epochs + _TICKS + 1 < episode_length]
 
 
-def best_schedule_value(episode_length: int, min_training_epochs: int, num_slots: int) -> float:
-    """Committed accuracy (pp) of `best_schedule` at the last step: F* = a(E) + 6 sum_i (1 - e^{-(E - e_i)/10}).
+def best_schedule_value(
+    episode_length: int,
+    min_training_epochs: int,
+    num_slots: int,
+    quality: float = BLUEPRINTS[BEST_BLUEPRINT].quality,
+) -> float:
+    """Committed accuracy (pp) of `best_schedule` at the last step: F* = a(E) + quality sum_i (1 - e^{-(E - e_i)/10}).
 
-    Holds for the built-in qualities without interaction and noise, under the sequential guard. It is optimal: strength
-    grows with age and quality, a step can start one seed, and the guard allows the next one M + 1 steps later.
+    Holds for ADD without interaction and noise, under the sequential guard. With the largest quality that can be grown
+    (`best_of_host`) it is optimal: strength grows with age and quality, a step can start one seed, and the guard allows
+    the next one M + 1 steps later.
     """
     germinations = _germinations(episode_length, min_training_epochs, num_slots)
     grown = sum(-math.expm1(-(episode_length - e) / TIME_CONSTANT) for e in germinations)
-    return min(100.0, host_accuracy(episode_length) + BLUEPRINTS[BEST_BLUEPRINT].quality * grown)
+    return min(100.0, host_accuracy(episode_length) + quality * grown)
 
 
-def best_schedule(episode_length: int, min_training_epochs: int, num_slots: int) -> tuple[BestStep, ...]:
-    """Germinate `bottleneck` in slot i at 1 + i (M + 1), fossilize it at its first legal step, else wait.
+class BestOfHost(NamedTuple):
+    """The best blueprint of each host in hindsight: its index and its quality (pp), both [N]."""
+
+    blueprint: Int[Tensor, " N"]
+    quality: Float[Tensor, " N"]
+
+
+def best_of_host(
+    spec: NullSpec, run_seed: int, hosts: Int[Tensor, " N"], episode: int | Tensor, *, min_health: float
+) -> BestOfHost:
+    """The blueprint of the highest quality of those whose health is at least `min_health`, which their gate asks."""
+    quality_NB = qualities(spec, run_seed, hosts, episode)
+    fails_B = tables(spec, hosts.device).health < min_health  # of indices without a blueprint the health is 0
+    quality_N, blueprint_N = quality_NB.masked_fill(fails_B, -math.inf).max(dim=1)
+    return BestOfHost(blueprint_N, quality_N)
+
+
+def best_schedule(
+    episode_length: int,
+    min_training_epochs: int,
+    num_slots: int,
+    blueprint: int = BLUEPRINTS[BEST_BLUEPRINT].index,
+) -> tuple[BestStep, ...]:
+    """Germinate `blueprint` in slot i at 1 + i (M + 1), fossilize it at its first legal step, else wait.
 
     Where both fall on one step (M = 4) germination goes first: a seed gains by age, not by being fossilized.
     """
     steps = []
     for slot, e in enumerate(_germinations(episode_length, min_training_epochs, num_slots)):
-        steps.append((e, 0, slot, LifecycleOp.GERMINATE, BLUEPRINTS[BEST_BLUEPRINT].index))
+        steps.append((e, 0, slot, LifecycleOp.GERMINATE, blueprint))
         steps.append((e + min_training_epochs + _TICKS + 1, 1, slot, LifecycleOp.FOSSILIZE, 0))
     return tuple(BestStep(e, _action(op, slot, blueprint)) for e, _, slot, op, blueprint in sorted(steps))
 

@@ -176,7 +176,7 @@ def _is_solved(config: RunConfig) -> bool:
     script, known = task_by_name(config.task).script, null.NullSpec()
     if script is None:
         return False
-    names = ("quality", "health", "algorithm_factor", "interaction")
+    names = ("quality", "health", "algorithm_factor", "interaction", "permuted")
     return all(getattr(script, name) == getattr(known, name) for name in names)
 
 

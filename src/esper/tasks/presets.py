@@ -221,3 +221,13 @@ NULL = register_task(
         min_training_epochs=10,
     )
 )
+
+NULL_PERMUTED = register_task(
+    replace(
+        NULL,
+        name="null_permuted",
+        description="The same, but each host draws which blueprint is worth what; a controller must measure it.",
+        script=NullSpec(permuted=True),
+        min_training_epochs=3,
+    )
+)

@@ -140,9 +140,7 @@ class ScheduleTable:
         idle.append(ScheduleEntry(0, canonical_action(LifecycleOp.WAIT)))
         longest = max(len(schedule.entries) for schedule in schedules)
         never = ScheduleEntry(spec.episode_length + 1, canonical_action(LifecycleOp.WAIT))
-        rows = [
-            [*schedule.entries, *[never] * (longest - len(schedule.entries)), *idle] for schedule in schedules
-        ]
+        rows = [[*schedule.entries, *[never] * (longest - len(schedule.entries)), *idle] for schedule in schedules]
         self._actions = torch.tensor([[entry.action for entry in row] for row in rows], device=spec.device)
         self._earliest = torch.tensor([[entry.earliest for entry in row] for row in rows], device=spec.device)
         self._row = torch.arange(len(rows[0]), device=spec.device)

@@ -1,5 +1,7 @@
 """esper search: finds the best constant schedule and the best simple rule of a task."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +29,7 @@ class Search:
     preset: Text = None
     """Base settings. (quickstart)"""
     num_envs: Number = None
-    """Hosts that run at once. (as in training; 256 for task null)"""
+    """Hosts that run at once. (as in training; up to 256 for scripted tasks)"""
     episode_length: Number = None
     """Control steps per episode. (set by the task)"""
     seed: Number = None
@@ -54,29 +56,34 @@ def search(command: Search) -> int:
     given = overrides(command)
     given.pop("num_envs", None)  # of the search, not of the training run that gives the default budget
     config = resolve(given)
-    num_envs = searching.default_num_envs(config) if command.num_envs is None else command.num_envs
-    config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
     budget = searching.default_budget(config) if command.budget is None else command.budget
+    num_envs = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
+    config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
     passes = searching.passes_of(budget, num_envs, config.episode_length)
     folder = searching.free_name(config) if command.out is None else command.out
-    _make(folder)
     console = RunConsole()
     console.say(
         f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} passes of {num_envs} hosts x "
         f"{config.episode_length} steps, seed {config.seed}"
     )
-    with PassProgress(console, passes) as progress:
+    with _made(folder), PassProgress(console, passes) as progress:
         found = searching.search(
             config, budget=budget, num_envs=num_envs, on_pass=progress.advance, on_stage=progress.stage
         )
-    found.write(folder)
+        found.write(folder)
     show(found, folder, console)
     return 0
 
 
-def _make(folder: Path) -> None:
-    """The folder, before the search is paid for."""
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """The folder, made before the search is paid for, and removed again if nothing was written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be made ({error.strerror}); name another with --out.") from error
+    try:
+        yield
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()

@@ -33,10 +33,13 @@ from esper.telemetry.run_directory import plain_json
 LEAST_PASSES = 10
 SCHEDULE_FILE, RULE_FILE, REPORT_FILE = "best_schedule.json", "best_rule.json", "search.json"
 _KEPT, _PARENTS = 8, 4
-_SHARES = (0.45, 0.25)  # of the budget: grid, neighbours; the rest is for rules and confirmation
+_FOR_RULES, _FOR_GRID = 0.3, 0.6
+"""Share of the budget for rules and confirmation, and of the rest for the grid."""
+_LEAST_FOR_RULES = 5  # passes: waiting, two schedules, and the confirmation of a schedule and a rule
 _TWO_ROUNDS = 16  # passes from which neighbours of the improved winners are tried too
 _POOLS = ((6, (1, 3, 5)), (4, (1, 3, 5)), (3, (1, 3)), (2, (1,)))
 """Schedules and steps of the rule search: the first that at most three quarters of its passes can measure once."""
+_PLENTY, _MOST_SCRIPTED = 40, 256  # passes of a search on scripted hosts, and their number
 _FINALISTS = (2, 3)  # schedules, rules
 
 
@@ -140,9 +143,11 @@ def default_budget(config: RunConfig) -> int:
     return config.rounds * config.num_envs * config.episode_length
 
 
-def default_num_envs(config: RunConfig) -> int:
-    """As in training; scripted hosts cost nothing, so 256 of them share a pass."""
-    return config.num_envs if task_by_name(config.task).script is None else 256
+def default_num_envs(config: RunConfig, budget: int) -> int:
+    """As in training. Scripted hosts cost nothing, so more of them share a pass while the passes suffice."""
+    if task_by_name(config.task).script is None:
+        return config.num_envs
+    return min(max(budget // (_PLENTY * config.episode_length), config.num_envs), _MOST_SCRIPTED)
 
 
 def free_name(config: RunConfig) -> Path:
@@ -194,7 +199,9 @@ def search(
         rungs.extend((stage, results) for results in found)
         return found[-1]
 
-    for_grid, for_neighbours = (int(passes * share) for share in _SHARES)
+    for_schedules = passes - max(int(passes * _FOR_RULES), _LEAST_FOR_RULES)
+    for_grid = int(for_schedules * _FOR_GRID)
+    for_neighbours = for_schedules - for_grid
     waiting, *others = grid(spec)
     results = run("grid", [waiting, *shuffled(others, config.seed, 0)], for_grid, _KEPT)
     rounds = 1 + (for_neighbours >= _TWO_ROUNDS)
@@ -232,7 +239,7 @@ def _confirmed(
     most_schedules, most_rules = _FINALISTS if passes >= sum(_FINALISTS) else (1, 1)
     finalists: list[Plan | PlannedRule] = [*by_value[:most_schedules], *best_rules(pool, values, features, most_rules)]
     on_stage("confirmation")
-    episodes = [hosts.new_episode() for _ in range(max(passes // len(finalists), 1))]
+    episodes = [hosts.new_episode() for _ in range(passes // len(finalists))]
     found = [
         Confirmed(policy=policy, values=np.concatenate([_followed(hosts, policy, e) for e in episodes]))
         for policy in finalists

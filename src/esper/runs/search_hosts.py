@@ -76,14 +76,15 @@ class TrainingHosts:
         return self._episodes - 1
 
     def measure(self, script: Script[Any], episode: int) -> np.ndarray:
-        """100·J of each host [N] after one pass."""
+        """100·J of each host [N] after one pass; an accuracy that is not a number counts as 0, as in the reward."""
         client = ScriptedClient(ScriptedPolicy(script, self.spec), self._reward)
         self.engine.reset(client, episode)
         stats = self.engine.rollout(client)
         assert stats is not None, "nothing stops a pass"
         self.passes += 1
         self._on_pass()
-        return objective_of(stats, self._config.reward)
+        known = replace(stats, committed_acc=np.nan_to_num(stats.committed_acc, nan=0.0))
+        return objective_of(known, self._config.reward)
 
     def follow(self, plan: Plan, episode: int) -> np.ndarray:
         """100·J of each host [N] where all follow one plan."""

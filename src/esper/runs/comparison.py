@@ -69,12 +69,15 @@ class Comparison:
 
 
 def named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run directory and the baselines among names; raises ConfigError, RunDirectoryError for others."""
+    """The run directory, and the baselines and policy files; raises ConfigError, RunDirectoryError for others."""
     known = evaluate.names()
     if not controllers:
         raise ConfigError(f"no controller given; name a run directory, or any of {', '.join(known)}.")
-    runs = [name for name in controllers if name not in known]
-    baselines = [name for name in dict.fromkeys(controllers) if name in known]
+    baselines = [name for name in dict.fromkeys(controllers) if name in known or evaluate.is_policy_file(name)]
+    runs = [name for name in controllers if name not in baselines]
+    files = [Path(name).name for name in baselines if evaluate.is_policy_file(name)]
+    if twice := sorted({name for name in files if files.count(name) > 1}):
+        raise ConfigError(f"several policy files are named {twice[0]}, as their rows would be; rename one.")
     for name in runs:
         if not Path(name).exists():
             raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, known)}")

@@ -15,7 +15,7 @@ from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.manifest import GrowthManifest, manifests
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.random import Stream, local_generator
-from esper.runs.build import baseline_of, dataset_of, device_of, engine_of, learner_of, reward_of
+from esper.runs.build import baseline_of, dataset_of, device_of, engine_of, learner_of, policy_file_client, reward_of
 from esper.runs.checkpoint import BEST, Checkpoint, checkpoints, load, load_newest, require_same_shape
 from esper.runs.config import RunConfig
 from esper.runs.identity import run_shape
@@ -23,6 +23,7 @@ from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
+from esper.tamiyo.policy_files import SUFFIX as POLICY_SUFFIX
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks.datasets import data_label
@@ -180,8 +181,15 @@ def _is_solved(config: RunConfig) -> bool:
     return all(getattr(script, name) == getattr(known, name) for name in names)
 
 
+def is_policy_file(name: str) -> bool:
+    """Whether the name of a controller is that of a policy file."""
+    return name.endswith(POLICY_SUFFIX)
+
+
 def baseline(name: str, config: RunConfig) -> tuple[str, Maker]:
-    """A baseline by name; raises ConfigError for `best_schedule` if the task has none."""
+    """A baseline by name, or a policy file; raises ConfigError for `best_schedule` if the task has none."""
+    if is_policy_file(name):
+        return Path(name).name, partial(policy_file_client, Path(name), config)
     if name != BEST_SCHEDULE:
         return name, partial(baseline_of, name, config)
     if not _is_solved(config):

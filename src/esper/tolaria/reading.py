@@ -45,9 +45,7 @@ class Decision:
 
 def decision_of(act: ActResult) -> Decision:
     """The reported part of `act`."""
-    return Decision(
-        actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP], op_prob=act.op_prob
-    )
+    return Decision(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP], op_prob=act.op_prob)
 
 
 @tensor_dataclass

@@ -21,6 +21,7 @@ from esper.runs.values import plain
 from esper.simic.compilation import is_compiled
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.telemetry.record import open_record
 from esper.telemetry.run_directory import (
     SUMMARY,
     RunDirectory,
@@ -166,4 +167,14 @@ def _run(
     warn([*listeners.complaints(), *runner.record.complaints()])
     console.say(f"stopped; continue with: esper train --resume {directory.path}" if summary is None
                 else tables.done(summary))  # fmt: skip
+    if summary is not None:
+        _say_anomalies(directory.path, console)
     return summary
+
+
+def _say_anomalies(path: Path, console: RunConsole) -> None:
+    """What looks wrong in a complete run, and what of its record cannot be read."""
+    with open_record([path]) as record:
+        warn(record.complaints)
+        for line in record.anomaly_lines():
+            console.say(f"look at {line}")

@@ -15,11 +15,13 @@ from esper.runs.build import Parts, assemble, device_of
 from esper.runs.checkpoint import Checkpoint, Header, load_newest, set_aside
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, require_same_config
+from esper.runs.record_rows import begin_record, rewind_record
 from esper.runs.runner import Runner, restore
 from esper.runs.values import plain
 from esper.simic.compilation import is_compiled
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.telemetry.record import open_record
 from esper.telemetry.run_directory import (
     SUMMARY,
     RunDirectory,
@@ -70,6 +72,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         if checkpoint:
             restore(parts.engine, parts.client, checkpoint, parts.shape)
         directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
+        rewind_record(path, start.rounds_done if start else 0, start.step if start else 0)
         set_aside(damaged)
         return _run(config, parts, directory, start, console, asked=config.executor)
 
@@ -152,6 +155,8 @@ def _run(
     progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
     listeners = Hub({"progress": progress})
     listeners.add_registered(directory.path)
+    if start is None:
+        begin_record(directory.path, parts.engine.spec, parts.client.terms)
     runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
     try:
         with progress:
@@ -159,7 +164,17 @@ def _run(
     except KeyboardInterrupt:
         console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
         return None
-    warn(listeners.complaints())
+    warn([*listeners.complaints(), *runner.record.complaints()])
     console.say(f"stopped; continue with: esper train --resume {directory.path}" if summary is None
                 else tables.done(summary))  # fmt: skip
+    if summary is not None:
+        _say_anomalies(directory.path, console)
     return summary
+
+
+def _say_anomalies(path: Path, console: RunConsole) -> None:
+    """What looks wrong in a complete run, and what of its record cannot be read."""
+    with open_record([path]) as record:
+        warn(record.complaints)
+        for line in record.anomaly_lines():
+            console.say(f"look at {line}")

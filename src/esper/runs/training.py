@@ -29,6 +29,7 @@ from esper.telemetry.run_directory import (
     require_free,
     require_nothing_to_lose,
 )
+from esper.telemetry.sinks import SINKS, require_installed
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.sharded.executor import ShardedExecutor
 
@@ -42,6 +43,7 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
         RunDirectoryError: the directory exists. ConfigError, DataError: the run cannot be built.
     """
     require_free(path)
+    require_installed(config.sinks)
     parts = _assembled(config, console)
     with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
         return _run(parts.config, parts, directory, None, console, asked=config.executor)
@@ -58,6 +60,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
     Raises:
         CheckpointError, RunDirectoryError, ConfigError: there is nothing to continue from, or nothing to do.
     """
+    require_installed(config.sinks)
     with RunDirectory.reopen(path) as directory:  # checks everything before it changes anything
         checkpoint, damaged, complaints = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
@@ -157,13 +160,18 @@ def _run(
     listeners.add_registered(directory.path)
     if start is None:
         begin_record(directory.path, parts.engine.spec, parts.client.terms)
+    for name in config.sinks:
+        where = SINKS[name].where.format(directory.path)
+        console.say(f"sink: {name}{f' ({where})' * bool(where)}")
+    listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
     runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
-    try:
-        with progress:
-            summary = runner.run()
-    except KeyboardInterrupt:
-        console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
-        return None
+    with listeners:
+        try:
+            with progress:
+                summary = runner.run()
+        except KeyboardInterrupt:
+            console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
+            return None
     warn([*listeners.complaints(), *runner.record.complaints()])
     console.say(f"stopped; continue with: esper train --resume {directory.path}" if summary is None
                 else tables.done(summary))  # fmt: skip

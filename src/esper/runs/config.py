@@ -115,6 +115,11 @@ class RunConfig:
         self._check_batches(task)
         self._check_reward()
         self._check_experimental(task)
+        if self.num_envs % self.ppo.twins:
+            raise ConfigError(
+                f"num_envs is {self.num_envs}, which ppo.twins = {self.ppo.twins} does not divide; each host of a round "
+                "needs as many copies as the others."
+            )
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
@@ -169,11 +174,13 @@ class RunConfig:
         return reward_traits(self.reward_name)
 
     def engine(self, *, run_seed: int | None = None, num_envs: int | None = None) -> EngineConfig:
-        """The engine configuration; evaluation overrides seed and number of hosts."""
+        """The engine configuration; evaluation overrides seed and number of hosts, and has no twins."""
+        distinct = self.num_envs // self.ppo.twins if num_envs is None and self.ppo.twins > 1 else None
         limit = self.reward_traits.time_limit if self.time_limit == "mode" else self.time_limit
         return EngineConfig(
             run_seed=self.seed if run_seed is None else run_seed,
             num_envs=self.num_envs if num_envs is None else num_envs,
+            distinct_hosts=distinct,
             episode_length=self.episode_length,
             slots=self.slots,
             time_limit=limit,

@@ -1,6 +1,7 @@
 """What a host costs to train and to measure, in floating-point operations, counted from the reports of its steps.
 
-    training  = sum over steps: training examples   * 3 * (host + its live seeds)     forward, and backward as two forward
+    training  = sum over steps: training examples * 3 * (host + its live seeds)
+                (a backward pass counts as two forward passes)
     measuring = sum over steps: validation examples * sum over coalitions (host + the seeds that are on)
 
 One forward pass is counted as in exported networks: matrix products and convolutions, a multiply-add as two. Executors
@@ -78,7 +79,7 @@ class ForwardFlops:
 
 @final
 class CostMeter:
-    """Adds up the cost of an episode; a step listener of the engine.
+    """Adds up the cost of episode 0; a step listener of the engine.
 
     Args:
         task: of the hosts. dataset: their data. spec: of the engine. rules: decide which coalitions are measured.
@@ -101,7 +102,10 @@ class CostMeter:
         self._rules, self._steps, self._seed_params = rules, spec.episode_length, seed_params
         batches = task.batches_per_step
         self._train = len(dataset.train) if batches is None else batches * task.batch_train
-        self._val = len(dataset.val)
+        self._val_N = np.full(spec.num_envs, len(dataset.val))
+        if task.instances is not None:
+            drawn = task.instances.draw(spec.run_seed, spec.host_ids(), 0, dataset)
+            self._val_N = drawn.val.count.cpu().numpy()
         self.training, self.measuring = np.zeros(spec.num_envs), np.zeros(spec.num_envs)
         # the structure that the next step trains and measures
         self._stage = np.full((spec.num_envs, spec.num_slots), int(SeedStage.DORMANT))
@@ -119,7 +123,7 @@ class CostMeter:
         self.training += (1 + BACKWARD) * self._train * (self._forward.host + live.sum(axis=1))
         sets, valid = self._coalitions(report.t)
         on_NK = (sets * self._seeds[:, None]).sum(axis=2)
-        self.measuring += self._val * np.where(valid, self._forward.host + on_NK, 0.0).sum(axis=1)
+        self.measuring += self._val_N * np.where(valid, self._forward.host + on_NK, 0.0).sum(axis=1)
         self._stage, self._alpha = report.stage, report.alpha
         present = np.isin(report.stage, _TRAINED)
         without_gate = self._seed_params[np.arange(present.shape[1]), np.maximum(report.blueprint, 0)]

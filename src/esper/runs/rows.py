@@ -13,6 +13,7 @@ from esper.runs.controllers import REFERENCE, TRAINED
 from esper.runs.outcomes import Outcome
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.runs.statistics import (
+    LEAST_UNITS,
     MEANINGFUL,
     Estimate,
     bootstrap,
@@ -192,12 +193,15 @@ def verdict(rows: Sequence[Row], size: Size) -> str:
         f"{size.units}"
     )  # fmt: skip
     numbers = f"{found.mean:+z.2f} in 100·J on {size}{interval}; {test.mean:+z.2f} with test accuracy"
-    if found.is_significant:
+    units = len(best.units)
+    if found.excludes_zero and units >= LEAST_UNITS:
         word = "better" if found.mean > 0.0 else "worse"
         return f"{subject} is {word} than {other}: {numbers}.{_caution(size, has_run)}"
     needed = "" if best.needed is None else (
         f" To detect a difference of {MEANINGFUL:g}, {counted(best.needed, one)} would be needed."
     )  # fmt: skip
+    if found.excludes_zero:
+        needed = f" {counted(units, one)} cannot show a difference; at least {LEAST_UNITS} are needed."
     return f"{subject} does not differ significantly from {other}: {numbers}.{needed}{_caution(size, has_run)}"
 
 

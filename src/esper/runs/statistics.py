@@ -24,6 +24,9 @@ LEVEL = 0.95
 """Of all intervals."""
 POWER, MEANINGFUL = 0.8, 2.0
 """Of the sample size: its power, and the difference to detect in points of 100·J."""
+LEAST_UNITS = 6
+"""Of a significant difference. K differences have the same sign by chance in 2^(1-K) of all cases, and then the interval
+of a percentile bootstrap excludes 0 whatever its level is: for less than 5 % it takes 6."""
 _CHUNKS = 10
 
 Strata = Sequence[Float[np.ndarray, " U"]]
@@ -42,8 +45,8 @@ class Estimate:
         return Estimate(-self.mean, -self.high, -self.low)
 
     @property
-    def is_significant(self) -> bool:
-        """Whether the interval excludes 0."""
+    def excludes_zero(self) -> bool:
+        """Whether all of the interval lies above or below 0."""
         return self.low > 0.0 or self.high < 0.0
 
 
@@ -94,14 +97,14 @@ def _z() -> float:
 def units_needed(deviation: float, difference: float = MEANINGFUL) -> int:
     """Pairs that a two-sided paired t-test at 5 % needs to detect a true `difference` with a power of 80 %.
 
-    n = ((z_0.975 + z_0.8) s / d)^2 + z_0.975^2 / 2, rounded up, and at least 2.
+    n = ((z_0.975 + z_0.8) s / d)^2 + z_0.975^2 / 2, rounded up, and at least `LEAST_UNITS`.
 
     Args:
         deviation: s, standard deviation of the paired differences.
         difference: d, in the same unit, above 0.
     """
     t_correction = NormalDist().inv_cdf(0.5 + LEVEL / 2.0) ** 2 / 2.0
-    return max(2, math.ceil((_z() * deviation / difference) ** 2 + t_correction))
+    return max(LEAST_UNITS, math.ceil((_z() * deviation / difference) ** 2 + t_correction))
 
 
 def units_of(values: Float[np.ndarray, "G N"], *, by_run: bool) -> Float[np.ndarray, " U"]:

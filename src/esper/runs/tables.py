@@ -25,7 +25,7 @@ def legend(units: str) -> str:
 100·J: val minus the price of added parameters, ± standard deviation over {units};
 IQM: interquartile mean over {units}. vs: paired difference with its 95 % interval;
 better: share of the {units} in which it is better. val, test: accuracy in %;
-J test: 100·J with test. FLOPs: of one example; of all training; of measuring."""
+J test: 100·J with test. FLOPs: of one example; to train and measure a host."""
 
 
 def comparison(rows: Sequence[Row]) -> Table:
@@ -46,7 +46,7 @@ def comparison(rows: Sequence[Row]) -> Table:
 
 def quality_and_cost(rows: Sequence[Row]) -> Table:
     """Accuracy, size and cost of the networks."""
-    page = plain_table("controller", "val", "test", "J test", "growth", "FLOPs", "training", "measuring")
+    page = plain_table("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure")
     for row in rows:
         page.add_row(
             row.name,

@@ -133,8 +133,8 @@ class CostMeter:
         """The sets [N, K, S] that step `t` measures, and which of them are valid [N, K]."""
         rules = self._rules
         found = enumerate_coalitions(
-            torch.from_numpy(np.asarray(self._stage)),
-            torch.from_numpy(np.asarray(self._alpha > 0.0)),
+            torch.from_numpy(self._stage.copy()),  # the arrays of a report are read-only
+            torch.from_numpy(self._alpha > 0.0),
             interaction_limit=rules.interaction_limit,
             fossils_as_players=rules.fossils_as_players,
             shapley=t == self._steps,

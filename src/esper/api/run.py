@@ -10,7 +10,7 @@ from esper.runs import training
 from esper.runs.comparison import Comparison
 from esper.runs.config import RunConfig
 from esper.runs.plugins import not_among, require_trusted
-from esper.runs.presets import plugin_names, recorded
+from esper.runs.presets import plugin_names, policy_values, recorded
 from esper.runs.values import merge, read_toml
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import warn
@@ -115,9 +115,7 @@ class Run:
         """The settings that the policy needs on another task; raises ConfigError for plugins that are not allowed."""
         values = self.config
         require_trusted(plugin_names(values), self._allowed, trust=self._trust)
-        kept = {name: values[name] for name in ("plugins", "reward", "custom_reward", "ppo", "lifecycle")}
-        kept["lifecycle"].pop("min_training_epochs")  # belongs to the task
-        return kept
+        return policy_values(values)
 
     def resolved(self, changes: dict[str, Any]) -> RunConfig:
         """The validated configuration with changes; imports the plugins that the run names, if that is allowed."""

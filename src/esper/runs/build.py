@@ -25,6 +25,7 @@ from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tamiyo.policy_files import read_policy, script_of
 from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tasks.datasets import Dataset
+from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
@@ -61,11 +62,15 @@ def engine_of(
     *,
     engine_config: EngineConfig | None = None,
     on_step: StepListener | None = None,
+    task: TaskSpec | None = None,
 ) -> VectorizedEngine:
-    """The engine of a run; raises ConfigError if `capture` is on and the executor does not support it."""
+    """The engine of a run; raises ConfigError if `capture` is on and the executor does not support it.
+
+    `engine_config` and `task` replace those of the configuration.
+    """
     engine = build_engine(
         engine_config or config.engine(),
-        config.task_spec(),
+        task or config.task_spec(),
         dataset,
         device,
         on_step=on_step,

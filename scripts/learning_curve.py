@@ -267,12 +267,14 @@ def over_runs(runs: Sequence[Run]) -> list[str]:
 def main(options: Options) -> int:
     """Learn once per seed, print, and write the numbers; returns the exit code."""
     torch.set_num_threads(1)  # the tensors are too small for several threads
-    console, runs = Console(width=160), []
+    console = Console(width=160)
     told = {"task": options.task, "preset": options.preset, "num_envs": options.num_envs}
     told |= {"rounds": options.rounds, "schedule_rounds": options.rounds}
     config = resolve(told, options.config)
-    for seed in options.seeds:
-        runs.append(learn(replace(config, seed=seed), options, lambda line: console.print(line, highlight=False)))
+    runs = [
+        learn(replace(config, seed=seed), options, lambda line: console.print(line, highlight=False))
+        for seed in options.seeds
+    ]
     console.print(shown(options.task, runs))
     if len(runs) > 1:
         for line in over_runs(runs):

@@ -139,7 +139,15 @@ def test_without_an_order_all_hosts_take_all_examples():
     assert (found[:, 0] > 0.0).all()
 
 
-@pytest.mark.parametrize("wrong", [-1, 5])
+def test_a_host_whose_order_ends_with_minus_one_has_fewer_examples():
+    images, labels = torch.rand(5, 1, 2, 2), torch.arange(5) % 2
+    order = torch.tensor([[0, 1, 2], [3, 4, -1], [1, -1, -1]])
+    found = totals_of(images, labels, order, 2)
+    for n, own in enumerate(([0, 1, 2], [3, 4], [1])):
+        assert torch.equal(found[n], totals_of(images, labels, torch.tensor([own]), 2, hosts=1)[0])
+
+
+@pytest.mark.parametrize("wrong", [-2, 5])
 def test_an_order_beyond_the_examples_is_refused(wrong):
     images, labels = torch.zeros(5, 1, 2, 2), torch.zeros(5, dtype=torch.int64)
     order = torch.tensor([[0, 1], [2, wrong], [3, 4]])

@@ -43,13 +43,13 @@ def host_block(obs: Observation, n: int) -> list[float]:
         min(obs.t / obs.episode_length, 1),
         known(host["val_loss"], -1, lambda x: c1(sl(x))),
         known(host["val_acc"], -1, lambda x: x / 100),
-        known(host["train_loss"], -1, lambda x: c1(sl(x))),
-        known(host["train_acc"], -1, lambda x: x / 100),
         *(known(loss, -1, lambda x: c1(sl(x))) for loss in host["loss_hist"]),
         *(known(acc, -1, lambda x: x / 100) for acc in host["acc_hist"]),
         *share,
         float(host["last_success"]),
         *(float(host["last_op"] == op) for op in range(6)),
+        known(host["train_loss"], -1, lambda x: c1(sl(x))),
+        known(host["train_acc"], -1, lambda x: x / 100),
     ]
 
 
@@ -101,7 +101,7 @@ def test_states_of_the_reference_test_hold_every_stage():
     assert stages.unique().tolist() == [stage for stage in SeedStage if stage is not SeedStage.UNKNOWN]
 
 
-@pytest.mark.parametrize(("num_slots", "width"), [(1, 54), (3, 116), (4, 147), (6, 209), (10, 333)])
+@pytest.mark.parametrize(("num_slots", "width"), [(1, 56), (3, 118), (4, 149), (6, 211), (10, 335)])
 def test_the_width_is_that_of_the_host_and_31_per_slot(num_slots, width):
     features, index = observe(random_observation(0, n=2, s=num_slots))
     assert feature_dim(num_slots) == width == features.shape[1]
@@ -139,7 +139,7 @@ def test_the_host_block_by_hand():
         last_success=torch.tensor([True]), last_op=torch.tensor([3]),
     )  # fmt: skip
     obs = with_slots(obs, stage=torch.tensor([[3, 6, 7, 1]]))
-    want = [1, 1 / 7, 0.625, 0, 0.75, -1, 1, -1, 0, 1 / 7, -1, -1, 0.5, 0, 0.625, 0.25, 0, 0.5, 1, 0, 0, 0, 1, 0, 0]
+    want = [1, 1 / 7, 0.625, -1, 1, -1, 0, 1 / 7, -1, -1, 0.5, 0, 0.625, 0.25, 0, 0.5, 1, 0, 0, 0, 1, 0, 0, 0, 0.75]
     assert observe(obs)[0][0, :25].tolist() == pytest.approx(want, abs=1e-6)
 
 

@@ -60,13 +60,13 @@ HOST_FEATURES: tuple[Feature, ...] = (
     _steps("step"),
     _signed("val_loss", _LOG_UNIT),
     _signed("val_acc", 100.0),
-    _signed("train_loss", _LOG_UNIT),
-    _signed("train_acc", 100.0),
     *(_signed(f"val_loss_{HISTORY - 1 - i}_steps_ago", _LOG_UNIT) for i in range(HISTORY)),
     *(_signed(f"val_acc_{HISTORY - 1 - i}_steps_ago", 100.0) for i in range(HISTORY)),
     *(_share(f"slots_in_{name}") for name in ("training", "blending", "holding_or_fossilized")),
     _share("last_success"),
     *(_share(f"last_op_{op.name.lower()}") for op in LifecycleOp),
+    _signed("train_loss", _LOG_UNIT),
+    _signed("train_acc", 100.0),
 )
 """The host block, in order. Losses are `sign(x) ln(1 + |x|) / 7`, accuracies are shares."""
 
@@ -138,13 +138,13 @@ def _host_columns(
         t.expand(hosts_N, 1) if isinstance(t, Tensor) else torch.full((hosts_N, 1), t, device=counts_NC.device),
         loss_NH[:, :1],
         hosts.val_acc[:, None],
-        symlog(hosts.train_loss)[:, None],
-        hosts.train_acc[:, None],
         loss_NH[:, 1:],
         hosts.acc_hist,
         counts_NC,
         hosts.last_success[:, None],
         op_table[hosts.last_op],
+        symlog(hosts.train_loss)[:, None],
+        hosts.train_acc[:, None],
     )
 
 

@@ -18,7 +18,7 @@ SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
 ADAMW = replace(SGD, kind="adamw")
 HOST_SIZE, SEED_SIZE, GATE_SIZE = 40, 21, 9
 DECAY, FACTOR, FIRST = NUM_WORKING, NUM_WORKING + 1, NUM_WORKING + 2
-"""The mask, the factor of the rates, then five spaces for each row: host, seed and gate of slot 0, seed and gate of slot 1."""
+"""The mask, the factor of the rates, then five spaces for each row: host, seeds and gates of both slots."""
 NUM_SPACES = FIRST + 5 * 5
 
 

@@ -12,6 +12,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.runs.drawing import drawing, words
 from esper.runs.evaluate import REFERENCE, TRAINED, Difference, Row
 from esper.tasks.registry import TaskSpec
+from esper.telemetry.figures import size, with_spread
 from esper.telemetry.progress import RunConsole
 
 LEGEND = """Means over hosts, each with its fossilized seeds only (the committed network).
@@ -52,13 +53,13 @@ def rollbacks(rows: Sequence[Row]) -> list[str]:
 
 def done(summary: Mapping[str, Any]) -> str:
     """The result of a run: its last round, in one line."""
-    hosts = summary["num_envs"]
+    hosts, peak = summary["num_envs"], summary["memory_bytes"]["peak"]
     return (
-        f"done: 100·J {_with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
+        f"done: 100·J {with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
         f"committed validation {summary['final_committed_accuracy_mean']:.2f}, "
         f"committed test {summary['final_test_accuracy_mean']:.2f}; "
         f"growth {summary['growth_ratio_mean']:.2f}x; {hosts} host{'s' * (hosts != 1)}; "
-        f"{summary['env_steps_per_second']:.0f} env-steps/s with updates"
+        f"{summary['env_steps_per_second']:.0f} env-steps/s with updates, {size(peak)} peak memory"
     )
 
 
@@ -125,7 +126,3 @@ def plain_table(first: str, *columns: str) -> Table:
 def _with_interval(difference: Difference) -> str:
     interval = "" if math.isnan(difference.low) else f" [{difference.low:+z.2f}, {difference.high:+z.2f}]"
     return f"{difference.mean:+z.2f}{interval}"
-
-
-def _with_spread(value: float, spread: float) -> str:
-    return f"{value:.2f}" + ("" if math.isnan(spread) else f" ± {spread:.2f}")

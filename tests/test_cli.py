@@ -410,10 +410,12 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
     assert process.wait(timeout=PATIENCE) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
     for word in (
-        "operations chosen",
-        "slots by stage",
+        "hosts      live accuracy",
+        "slots      hosts by stage",
+        "operations wait",
+        "unfinished",
         "env-steps/s",
-        "step 40/40",
+        "2 rounds done",
         "eta 0:00",
         "2/2",
         "done: 100·J",

@@ -181,10 +181,11 @@ def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -
         "final_test_accuracy_mean": 57.5,
         "growth_ratio_mean": 1.25,
         "env_steps_per_second": 20.4,
+        "memory_bytes": {"allocated": None, "reserved": None, "peak": 468_000_000},
     }
     assert done(found) == (
         "done: 100·J 58.41 ± 3.25; committed validation 59.00, committed test 57.50; growth 1.25x; 16 hosts; "
-        "20 env-steps/s with updates"
+        "20 env-steps/s with updates, 468 MB peak memory"
     )
     alone = done(found | {"num_envs": 1, "final_objective_std": NAN})
     assert alone.startswith("done: 100·J 58.41; committed")

@@ -20,10 +20,10 @@ from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs import controllers as known
 from esper.runs.build import dataset_of, device_of, engine_of, reward_of
 from esper.runs.config import RunConfig
+from esper.runs.live import LiveHosts
 from esper.runs.plugins import load_plugins, names_task
 from esper.runs.presets import absolute_plugins, resolve
 from esper.runs.report import RoundSoFar
-from esper.simic.rewards.config import RewardConfig
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule
@@ -148,12 +148,13 @@ def _grown(
         raise ExportError(f"task {task.name!r} is scripted and has no networks; grow another task.")
     networks = f"{best_of} network{'s' * (best_of != 1)}"
     out.say(f"esper: grow {task.name} by {name}, {networks} x {config.episode_length} steps, seed {seed}")
-    watch = _Watch(RunProgress(out, rounds=1, steps=config.episode_length), config.reward)
+    watch = _Watch(out, config)
     engine = engine_of(
         config, dataset, device, engine_config=config.engine(run_seed=seed, num_envs=best_of), on_step=watch
     )
     engine.planted = (GrowthManifest.of_lines(config.topology),) * best_of if config.topology else ()
     client = make(engine.spec)
+    watch.hosts = LiveHosts(engine.spec, client.terms)
     with watch.progress:
         engine.reset(client, episode=0)
         stats = engine.rollout(client)
@@ -170,11 +171,17 @@ def _grown(
 class _Watch:
     """Keeps the reports of the steps, and shows them."""
 
-    def __init__(self, progress: RunProgress, weights: RewardConfig) -> None:
-        self.progress, self.reports, self._so_far = progress, list[StepReport](), RoundSoFar(weights)
+    def __init__(self, out: RunConsole, config: RunConfig) -> None:
+        self.reports, self._so_far = list[StepReport](), RoundSoFar(config.reward)
+        self.hosts: LiveHosts | None = None
+        self.progress = RunProgress(
+            out, rounds=1, steps=config.episode_length, hosts=lambda: self.hosts.shown() if self.hosts else None
+        )
         self._began = time.monotonic()
 
     def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
+        if self.hosts is not None and self.progress.is_live:
+            self.hosts.add(report)
         (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
         self.progress.write("step", shown)

@@ -14,6 +14,7 @@ from esper.runs.drawing import drawing, words
 from esper.runs.rows import Row
 from esper.runs.statistics import Estimate
 from esper.tasks.registry import TaskSpec
+from esper.telemetry.figures import size, with_spread
 from esper.telemetry.progress import RunConsole
 
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -85,13 +86,13 @@ def rollbacks(rows: Sequence[Row]) -> list[str]:
 
 def done(summary: Mapping[str, Any]) -> str:
     """The result of a run: its last round, in one line."""
-    hosts = summary["num_envs"]
+    hosts, peak = summary["num_envs"], summary["memory_bytes"]["peak"]
     return (
         f"done: 100·J {with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
         f"committed validation {summary['final_committed_accuracy_mean']:.2f}, "
         f"committed test {summary['final_test_accuracy_mean']:.2f}; "
         f"growth {summary['growth_ratio_mean']:.2f}x; {hosts} host{'s' * (hosts != 1)}; "
-        f"{summary['env_steps_per_second']:.0f} env-steps/s with updates"
+        f"{summary['env_steps_per_second']:.0f} env-steps/s with updates, {size(peak)} peak memory"
     )
 
 
@@ -158,8 +159,3 @@ def plain_table(first: str, *columns: str) -> Table:
 def _with_interval(difference: Estimate) -> str:
     interval = "" if math.isnan(difference.low) else f" [{difference.low:+z.2f}, {difference.high:+z.2f}]"
     return f"{difference.mean:+z.2f}{interval}"
-
-
-def with_spread(value: float, spread: float) -> str:
-    """A number with its standard deviation, if there is one."""
-    return f"{value:.2f}" + ("" if math.isnan(spread) else f" ± {spread:.2f}")

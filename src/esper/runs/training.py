@@ -15,6 +15,7 @@ from esper.runs.build import Parts, assemble, device_of
 from esper.runs.checkpoint import Checkpoint, Header, load_newest, set_aside
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, require_same_config
+from esper.runs.live import LiveHosts
 from esper.runs.record_rows import begin_record, rewind_record
 from esper.runs.runner import Runner, restore
 from esper.runs.values import plain
@@ -155,7 +156,8 @@ def _run(
     if start is not None:
         console.say(f"continuing after {start.place} (of {config.rounds})")
     done = start.rounds_done * config.episode_length + start.step if start else 0
-    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
+    hosts = LiveHosts(parts.engine.spec, parts.client.terms)
+    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done, hosts=hosts.shown)
     listeners = Hub({"progress": progress})
     listeners.add_registered(directory.path)
     if start is None:
@@ -165,6 +167,8 @@ def _run(
         console.say(f"sink: {name}{f' ({where})' * bool(where)}")
     listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
     runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
+    if progress.is_live and parts.engine.on_step is not None:
+        parts.engine.on_step = hosts.before(parts.engine.on_step)
     with listeners:
         try:
             with progress:

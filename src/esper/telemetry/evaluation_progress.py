@@ -10,7 +10,8 @@ from typing import Any, final
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from esper.telemetry.progress import RunConsole, duration
+from esper.telemetry.figures import duration
+from esper.telemetry.progress import RunConsole
 
 
 @final

@@ -9,7 +9,8 @@ from typing import Any, final
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from esper.telemetry.progress import FIRST_INTERVAL, PLAIN_INTERVAL, RunConsole, duration
+from esper.telemetry.figures import duration
+from esper.telemetry.progress import FIRST_INTERVAL, PLAIN_INTERVAL, RunConsole
 
 
 @final

@@ -129,15 +129,16 @@ def test_the_best_rule_in_hindsight_takes_the_better_schedule_on_each_side():
 
 
 def test_rules_that_decide_alike_are_one():
-    values, feature = np.array([[1.0, 1.0, 2.0, 2.0], [2.0, 2.0, 1.0, 1.0]]), np.array([1.0, 2.0, 3.0, 4.0])
+    values, feature = np.array([[1.0] * 4 + [2.0] * 4, [2.0] * 4 + [1.0] * 4]), np.arange(8.0)
     plans = [everywhere(NORM), everywhere(BOTTLENECK)]
     rules = best_rules(plans, values, {(1, "val_acc"): feature, (1, "best_acc"): feature}, 3)
     assert [(rule.below, rule.above) for rule in rules] == [(plans[1], plans[0])]
 
 
-def test_hosts_that_do_not_differ_give_no_rule():
+def test_hosts_that_do_not_differ_or_are_few_give_no_rule():
     plans = [everywhere(NORM), everywhere(BOTTLENECK)]
-    assert best_rules(plans, np.ones((2, 4)), {(1, "val_acc"): np.full(4, 7.0)}, 3) == []
+    assert best_rules(plans, np.ones((2, 8)), {(1, "val_acc"): np.full(8, 7.0)}, 3) == []
+    assert best_rules(plans, np.ones((2, 7)), {(1, "val_acc"): np.arange(7.0)}, 3) == []  # at least four on each side
 
 
 def test_the_default_budget_is_that_of_a_training_run():

@@ -26,7 +26,8 @@ from esper.tamiyo.scripted import NoMemory
 from esper.tolaria.runtime import host_read
 
 QUANTILES = tuple(i / 8 for i in range(1, 8))
-"""Thresholds that are tried, so that at least an eighth of the hosts is on each side."""
+"""Thresholds that are tried, so that at least an eighth of the hosts is on each side, and never fewer than four."""
+_LEAST_HOSTS = 4
 Features = dict[tuple[int, str], np.ndarray]
 
 
@@ -125,7 +126,7 @@ def _sides(feature: np.ndarray, usable: Sequence[int], values: np.ndarray) -> It
         return
     for threshold in np.unique(np.quantile(feature, QUANTILES)).tolist():
         below = feature < threshold
-        if not below.any() or len(usable) < 2:
+        if min(below.sum(), (~below).sum()) < _LEAST_HOSTS or len(usable) < 2:
             continue
         low, high = values[usable][:, below].sum(axis=1), values[usable][:, ~below].sum(axis=1)
         total = low[:, None] + high[None, :]

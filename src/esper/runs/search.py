@@ -37,8 +37,9 @@ _FOR_RULES, _FOR_GRID = 0.3, 0.6
 """Share of the budget for rules and confirmation, and of the rest for the grid."""
 _LEAST_FOR_RULES = 5  # passes: waiting, two schedules, and the confirmation of a schedule and a rule
 _TWO_ROUNDS = 16  # passes from which neighbours of the improved winners are tried too
-_POOLS = ((6, (1, 3, 5)), (4, (1, 3, 5)), (3, (1, 3)), (2, (1,)))
-"""Schedules and steps of the rule search: the first that at most three quarters of its passes can measure once."""
+_POOLS = ((6, (1, 3, 5)), (4, (1, 3, 5)), (3, (1, 3)), (2, (1, 3)), (2, (1,)))
+"""Schedules and steps of the rule search: the first that three quarters of its passes measure on `_ENOUGH` hosts."""
+_ENOUGH = 64
 _PLENTY, _MOST_SCRIPTED = 40, 256  # passes of a search on scripted hosts, and their number
 _FINALISTS = (2, 3)  # schedules, rules
 
@@ -231,7 +232,7 @@ def _confirmed(
 ) -> tuple[float, list[Confirmed], list[Confirmed]]:
     """J of waiting, and the best schedules and rules on the same new hosts."""
     on_stage("rules")
-    steps, plans = _pool(winners, passes)
+    steps, plans = _pool(winners, passes, hosts.num_envs)
     values, features = observed(hosts, plans, steps, max(passes * 3 // 4 // (1 + len(plans)), 1))
     pool = [Plan(), *plans]
     passes = passes - values.shape[1] // hosts.num_envs * len(pool)
@@ -248,7 +249,7 @@ def _confirmed(
     return float(values[0].mean()), of_plans, [one for one in found if isinstance(one.policy, PlannedRule)]
 
 
-def _pool(winners: Sequence[Plan], passes: int) -> tuple[tuple[int, ...], list[Plan]]:
+def _pool(winners: Sequence[Plan], passes: int, num_envs: int) -> tuple[tuple[int, ...], list[Plan]]:
     """Steps of observation, and the winners that begin in one of them or later; different seeds first."""
     by_seeds: dict[object, Plan] = {}
     for plan in winners:
@@ -257,7 +258,7 @@ def _pool(winners: Sequence[Plan], passes: int) -> tuple[tuple[int, ...], list[P
     for number, steps in _POOLS:
         plans = [plan.delayed(step) for plan in ordered[:number] for step in steps]
         plans = [plan for plan in dict.fromkeys(plans) if plan.seeds]
-        if 1 + len(plans) <= passes * 3 // 4:
+        if (1 + len(plans)) * -(-_ENOUGH // num_envs) <= passes * 3 // 4:
             break
     return steps, plans
 

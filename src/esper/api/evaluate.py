@@ -8,8 +8,9 @@ from esper.api.run import Run
 from esper.api.session import AnyTask, console, folder, given, in_process, spec_of
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.runs.comparison import Comparison, compare
-from esper.runs.controllers import POLICY_FILE, known_names
+from esper.runs.controllers import known_names
 from esper.runs.presets import resolve
+from esper.tamiyo.policy_files import SUFFIX
 
 
 def evaluate(
@@ -50,7 +51,7 @@ def evaluate(
     """
     runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
     for name in baselines:
-        if name not in known_names() and not name.endswith(POLICY_FILE):
+        if name not in known_names() and not name.endswith(SUFFIX):
             raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")
     other = None if task is None else spec_of(task)
     own = {spec.name: spec for spec in (other, *(one.task for one in runs)) if spec is not None}

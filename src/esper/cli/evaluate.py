@@ -46,7 +46,7 @@ class Evaluate:
     topology: FilePath = None
     """The model.json of an exported network that static_final starts with, if no run is given."""
     seed: Annotated[tyro.conf.UseAppendAction[tuple[int, ...]], placeholder("N")] = ()
-    """Seed of the evaluation hosts, once for each run, or any number of times without runs. (training seed + 1000000)"""
+    """Seed of the evaluation hosts: one for each run, or any number without runs. (training seed + 1000000)"""
     out: FilePath = None
     """Folder that keeps each outcome as soon as it is known, and evaluation.json; a second call continues there."""
     device: Text = None

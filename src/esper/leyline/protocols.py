@@ -178,3 +178,12 @@ class Sink(Protocol):
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take one record of plain values."""
         ...
+
+
+@runtime_checkable
+class ClosingSink(Sink, Protocol):
+    """A sink that is closed after the run."""
+
+    def close(self) -> None:
+        """Write what is left, and release what is open."""
+        ...

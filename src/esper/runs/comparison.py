@@ -24,6 +24,7 @@ from esper.runs.outcome_store import OutcomeStore, key_of
 from esper.runs.outcomes import SEED_OFFSET, Outcome, run_controller
 from esper.runs.rows import Row, Size, counted, table, verdict
 from esper.runs.values import flat, plain
+from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.evaluation_progress import EvaluationProgress
 from esper.telemetry.progress import RunConsole, warn
@@ -131,8 +132,11 @@ def named(controllers: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]
     if not controllers:
         raise ConfigError(f"no controller given; name a run directory, or any of {', '.join(names)}.")
     unique = list(dict.fromkeys(controllers))
-    baselines = [name for name in unique if name in names or name.endswith(known.POLICY_FILE)]
+    baselines = [name for name in unique if name in names or name.endswith(SUFFIX)]
     runs = [name for name in unique if name not in baselines]
+    files = [Path(name).name for name in baselines if name.endswith(SUFFIX)]
+    if twice := sorted({name for name in files if files.count(name) > 1}):
+        raise ConfigError(f"several policy files are named {twice[0]}, as their rows would be; rename one.")
     for name in runs:
         if not Path(name).exists():
             raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, names)}")

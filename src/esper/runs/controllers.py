@@ -10,6 +10,7 @@ static_common   every host has the most frequent final structure of the source
 big_host        no seeds; a wider host with about as many parameters as the source ends with
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.runs.build import baseline_of, learner_of, reward_of
+from esper.runs.build import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.checkpoint import BEST, Checkpoint, checkpoints, load, load_newest, require_same_shape, state_digest
 from esper.runs.config import RunConfig
 from esper.runs.drawing import words
@@ -34,6 +35,7 @@ from esper.runs.identity import run_shape
 from esper.runs.values import plain
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
+from esper.tamiyo.policy_files import SUFFIX
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks.registry import task_by_name, task_names
@@ -45,7 +47,6 @@ BEST_SCHEDULE = "best_schedule"
 COMMON, BIG_HOST = "static_common", "big_host"
 DERIVED = (STATIC, COMMON, BIG_HOST)
 """Baselines that need the outcome of another controller."""
-POLICY_FILE = ".json"
 _FREE = ("num_envs", "data")
 """Entries of `run_shape` that may differ between training and evaluation."""
 _OF_TASK = ("task", "seed", "slots", "episode_length", "reward", "head_sizes")
@@ -118,7 +119,7 @@ def baseline(name: str, config: RunConfig) -> Controller:
         ConfigError: `best_schedule` for a task that has none, or a policy file that does not fit.
         RegistryError: an unknown name.
     """
-    if name.endswith(POLICY_FILE):
+    if name.endswith(SUFFIX):
         return _of_file(Path(name), config)
     if name == UNTRAINED:
         return Controller(name=name, make=partial(_untrained, config), identity={"ppo": plain(config.ppo)})
@@ -132,9 +133,9 @@ def baseline(name: str, config: RunConfig) -> Controller:
 
 
 def _of_file(path: Path, config: RunConfig) -> Controller:
-    """The policy in a file."""
-    del config
-    raise ConfigError(f"{path} is no policy that this version reads; name a run directory or a baseline.")
+    """The policy in a file, under the name of the file."""
+    identity = {"policy": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
+    return Controller(name=path.name, make=partial(policy_file_client, path, config), identity=identity)
 
 
 def _best_schedule(config: RunConfig, spec: EngineSpec) -> ClientProtocol:

@@ -25,8 +25,8 @@ LEVEL = 0.95
 POWER, MEANINGFUL = 0.8, 2.0
 """Of the sample size: its power, and the difference to detect in points of 100·J."""
 LEAST_UNITS = 6
-"""Of a significant difference. K differences have the same sign by chance in 2^(1-K) of all cases, and then the interval
-of a percentile bootstrap excludes 0 whatever its level is: for less than 5 % it takes 6."""
+"""Of a significant difference. K differences have the same sign by chance in 2^(1-K) of all cases, and then the
+interval of a percentile bootstrap excludes 0 whatever its level is: for less than 5 % it takes 6."""
 _CHUNKS = 10
 
 Strata = Sequence[Float[np.ndarray, " U"]]

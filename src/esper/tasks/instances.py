@@ -8,7 +8,7 @@ Shape legend: N = hosts, n = most examples of a host, C = classes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,7 +23,9 @@ _TRAIN_ORDER, _NOISE = 1, 2
 """Slots of the stream INSTANCE: which examples a host is given, and which of their labels are wrong."""
 
 
-class HostExamples(NamedTuple):
+@final
+@dataclass(frozen=True, eq=False)
+class HostExamples:
     """The examples of one split that each host is given: row numbers of the split, their targets, and how many.
 
     Rows beyond `count` have the number -1 and the target `PADDING`.
@@ -96,12 +98,17 @@ class MixedImages:
 
     def properties(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int) -> dict[str, Tensor]:
         """`classes`, `fraction`, `noise`, `lr_factor` and `view` (from 0 on) of each host."""
-        choices = (self.classes, self.fractions, self.noises, self.lr_factors, tuple(range(self.views)))
-        names = ("classes", "fraction", "noise", "lr_factor", "view")
-        u_N5 = to_uniform(word_rows(run_seed, Stream.INSTANCE, hosts, len(names), episode=episode))
+        choices = {
+            "classes": torch.tensor(self.classes),
+            "fraction": torch.tensor(self.fractions, dtype=torch.float64),
+            "noise": torch.tensor(self.noises, dtype=torch.float64),
+            "lr_factor": torch.tensor(self.lr_factors, dtype=torch.float64),
+            "view": torch.arange(self.views),
+        }
+        u_NK = to_uniform(word_rows(run_seed, Stream.INSTANCE, hosts, len(choices), episode=episode))
         return {
-            name: torch.tensor(values, device=hosts.device)[(u_N5[:, i] * len(values)).long()]
-            for i, (name, values) in enumerate(zip(names, choices, strict=True))
+            name: values.to(hosts.device)[(u_NK[:, i] * len(values)).long()]
+            for i, (name, values) in enumerate(choices.items())
         }
 
     def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, dataset: Dataset) -> Instances:
@@ -174,8 +181,3 @@ def _largest(count_N: Int[Tensor, " N"], split: str) -> int:
 def _padded(index: Int[Tensor, "N n"], target: Int[Tensor, "N n"], count_N: Int[Tensor, " N"]) -> HostExamples:
     there = torch.arange(index.shape[1], device=index.device) < count_N[:, None]
     return HostExamples(index.where(there, -1), target.where(there, PADDING), count_N)
-
-
-def plain_properties(properties: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Properties as numbers of Python, to be recorded."""
-    return {name: values.double().tolist() for name, values in properties.items()}

@@ -95,7 +95,7 @@ def paired_rewards(rewards: Float[Tensor, "N T"], valid: Bool[Tensor, "N T"], tw
     """
     if twins == 1:
         return rewards
-    counted_kDT = rewards.masked_fill(~valid, 0.0).unflatten(0, (twins, -1))
+    counted_kDT = rewards.masked_fill(~valid, 0.0).view(twins, -1, rewards.shape[1])
     others_kDT = (counted_kDT.sum(dim=0) - counted_kDT) / (twins - 1)
     return rewards - others_kDT.flatten(0, 1)
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream, word_rows
-from esper.tasks.datasets import Dataset, Split
+from esper.tasks.datasets import Dataset, Split, SplitName
 
 
 @final
 @dataclass(frozen=True)
 class View:
-    """Tiles of `tile` x `tile` pixels in random order within each region of `region` x `region`; equal sizes move nothing.
+    """Tiles of `tile` x `tile` pixels in random order within each region of `region` x `region` pixels.
 
-    The order is drawn once for each image and region.
+    The order is drawn once for each image and region. Equal sizes move nothing.
     """
 
     tile: int = 1
@@ -64,12 +64,16 @@ PLAIN = View()
 def with_views(dataset: Dataset, views: tuple[View, ...], run_seed: int) -> Dataset:
     """The data set with each split once in every view, one after another."""
 
-    def split(of: Split, first: int) -> Split:
-        return Split(
-            torch.cat([view(of.x, run_seed + first + i) for i, view in enumerate(views)]), of.y.repeat(len(views))
-        )
+    def split(name: SplitName, first: int) -> Split:
+        of = dataset.split(name)
+        images = [view(of.x, run_seed + first + i) for i, view in enumerate(views)]
+        return Split(torch.cat(images), of.y.repeat(len(views)))
 
-    names = ("train", "val", "test")
-    splits = {name: split(dataset.split(name), len(views) * k) for k, name in enumerate(names)}
-    identity = {**dataset.identity, "views": tuple((view.tile, view.region) for view in views)}
-    return replace(dataset, identity=identity, **splits)
+    count = len(views)
+    return replace(
+        dataset,
+        identity={**dataset.identity, "views": tuple((view.tile, view.region) for view in views)},
+        train=split("train", 0),
+        val=split("val", count),
+        test=split("test", 2 * count),
+    )

@@ -17,7 +17,7 @@ from esper.tolaria.executors.protocol import ValidationPass
 
 @final
 class SummedScores(NamedTuple):
-    """Sums over examples: the score of each coalition, the loss of each host's first one, and the weight of its examples."""
+    """Sums over a host's examples: the score of each coalition, the loss of the first one, and the weight."""
 
     score: Float64[Tensor, "N K"]
     loss: Float64[Tensor, " N"]

@@ -6,7 +6,6 @@ from test_runs_report import step
 import tiny
 from esper.export.network import GrownNetwork
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.leyline.stages import SeedStage
 from esper.runs.training_cost import CostMeter, ForwardFlops
@@ -17,13 +16,12 @@ from esper.tamiyo.schedules import fill
 
 HOST = 2 * (36 * 9 * 4 + 9 * 9 * 4 * 8 + 8 * 3)  # 6x6 pixels in block 0, 3x3 in block 1
 CONV_LIGHT = registry.names().index("conv_light")
-RULES = LifecycleConfig(min_training_epochs=1)
 
 
 def meter(hosts: int = 2, steps: int = 12, planted: tuple[GrowthManifest, ...] = ()) -> CostMeter:
     engine = tiny.engine(hosts, steps)
     params = engine.executor.costs.seed_params.numpy()
-    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, RULES, params, planted)
+    return CostMeter(tiny.task(), tiny.dataset(), engine.spec, params, planted)
 
 
 def report(
@@ -34,12 +32,15 @@ def report(
     fields = {
         "stage": np.full(shape, int(SeedStage.DORMANT)),
         "blueprint": np.full(shape, -1),
-        "alpha": np.zeros(shape),
         "params": np.zeros(shape, dtype=np.int64),
+        "measured_sets": np.zeros((2, len(measured), 3), dtype=bool),
+        "measured_valid": np.ones((2, len(measured)), dtype=bool),
     }
+    fields["measured_sets"][1, :, 1] = measured
+    fields["measured_valid"][0, 1:] = False
     if seed is not None:
         at = 1, 1
-        fields["stage"][at], fields["blueprint"][at], fields["alpha"][at] = int(stage), seed, alpha
+        fields["stage"][at], fields["blueprint"][at] = int(SeedStage.TRAINING), seed
         fields["params"][at] = seed_params(1, seed) + gate
     for values in fields.values():
         values.setflags(write=False)
@@ -71,10 +72,10 @@ def test_a_host_alone_costs_three_passes_over_its_training_examples_and_one_over
 def test_a_seed_costs_from_the_step_after_its_birth_and_is_measured_once_it_is_active():
     seed, found = added(1, CONV_LIGHT), meter()
     found(report(1, CONV_LIGHT))  # born in step 1
-    found(report(2, CONV_LIGHT, SeedStage.BLENDING, alpha=0.5))  # trained in step 2, not active yet
+    found(report(2, CONV_LIGHT))  # trained in step 2, not active yet
     assert found.training.tolist() == [2 * 40 * 3 * HOST, 40 * 3 * (HOST + HOST + seed)]
     assert found.measuring.tolist() == [2 * 30 * HOST] * 2
-    found(report(3))  # with it and without it: main, and all-off, which is also leave-one-out and committed
+    found(report(3, measured=(True, False)))  # with it and without it
     assert found.measuring.tolist() == [3 * 30 * HOST, 30 * (2 * HOST + 2 * HOST + seed)]
 
 
@@ -90,7 +91,7 @@ def test_a_seed_with_more_parameters_than_its_blueprint_has_a_gate():
 def test_planted_seeds_cost_from_the_first_step():
     grown = GrowthManifest((GrownSlot("r0c1", "conv_light", "GATE"),))
     found = meter(planted=(GrowthManifest(), grown))
-    found(report(1))
+    found(report(1, measured=(True,)))
     gated = added(1, CONV_LIGHT, True)
     assert found.training.tolist() == [40 * 3 * HOST, 40 * 3 * (HOST + gated)]
     assert found.measuring.tolist() == [30 * HOST, 30 * (HOST + gated)]

@@ -196,7 +196,7 @@ REFUSED = [
     ("evaluate nowhere", "neither a run directory nor a baseline"),
     ("evaluate heuristc", "did you mean 'heuristic'?"),
     ("evaluate folder", "it has no config.toml"),
-    ("evaluate folder data", "folder, data are several run directories; give one, and any baselines"),
+    ("evaluate random --task null --out ten.toml", "cannot be used"),
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
     ("evaluate static_final wait_only --task null", "none is named; add a run directory, one of random"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
@@ -273,8 +273,8 @@ def test_what_cannot_be_changed_by_a_resume_is_refused(folder: Path, capfd: pyte
     for option in (["--seed", "3"], ["--run-dir", "other"], ["--config", "x.toml"], ["--set", "ppo.lr=0.1"]):
         assert small_runs.resume(folder / "run", *option) == 2
         assert "cannot be changed when a run is resumed" in capfd.readouterr().err
-    assert main(["evaluate", "run", "--task", "null"]) == 2
-    assert "task cannot be changed for an existing run" in capfd.readouterr().err
+    assert main(["evaluate", "run", "--preset", "small"]) == 2
+    assert "preset cannot be changed for an existing run" in capfd.readouterr().err
     assert contents(folder) == before
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import small_runs
+import tiny
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
 from esper.leyline.manifest import GrowthManifest
-from esper.runs.build import dataset_of
+from esper.runs.build import assemble, dataset_of, engine_of
 from esper.runs.checkpoint import checkpoints, load, state_digest
 from esper.runs.config import RunConfig
 from esper.runs.controllers import Controller, all_baselines, baseline, derived, trained
@@ -20,7 +22,9 @@ from esper.runs.outcomes import Outcome, run_controller
 from esper.runs.presets import recorded, resolve
 from esper.runs.values import read_toml
 from esper.tamiyo.baselines import BASELINES
+from esper.tasks.datasets import Dataset, Split
 from esper.tasks.null import best_schedule_value
+from esper.tasks.registry import register_task, registered
 from small_runs import contents, main, without_times
 
 CPU = torch.device("cpu")
@@ -229,3 +233,184 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
     (path / "checkpoints" / "best" / "header.json").write_text("{}")
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1", "--best"]) == 2
     assert "best/header.json does not match its checksum" in capfd.readouterr().err
+
+
+# -- several runs, other tasks, derived baselines ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two runs on scripted hosts that differ in their seed."""
+    folder = tmp_path_factory.mktemp("seeds")
+    paths = [folder / f"run{seed}" for seed in (0, 1)]
+    for seed, path in enumerate(paths):
+        assert small_runs.train(path, "null", 1, "--seed", str(seed)) == 0
+    return [str(path) for path in paths]
+
+
+def test_several_runs_are_one_controller_and_each_meets_its_own_hosts(
+    seeds: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    together = compared([*seeds, "heuristic", "static_final", "--num-envs", "3"], tmp_path / "both.json")
+    out = capfd.readouterr().out
+    assert [group["seed"] for group in together["groups"]] == [1_000_000, 1_000_001]
+    assert [group["training_seed"] for group in together["groups"]] == [0, 1]
+    assert together["unit"] == "run"
+    rows = {row["name"]: row for row in together["controllers"]}
+    alone = [compared([run, "heuristic", "--num-envs", "3"], tmp_path / "one.json") for run in seeds]
+    for name in ("trained", "heuristic"):
+        parts = [{row["name"]: row for row in one["controllers"]}[name]["hosts"]["objective"] for one in alone]
+        assert rows[name]["hosts"]["objective"] == [*parts[0], *parts[1]]
+        assert rows[name]["units"] == pytest.approx([np.mean(part) for part in parts])
+    means = [row["units"] for row in (rows["heuristic"], rows["trained"])]
+    assert rows["heuristic"]["difference"]["mean"] == pytest.approx(np.subtract(*means).mean())
+    assert "3 hosts of each of the seeds 1000000, 1000001" in out
+    assert "2 runs are few; a claim needs 10." in out
+
+
+def test_runs_of_different_conditions_are_refused_with_what_differs(
+    seeds: list[str], run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", *seeds, str(run)]) == 2
+    assert "were both trained with seed 0, so they are not independent" in capfd.readouterr().err
+    for options, said in (
+        (("--set", "ppo.lr=0.1"), "ppo.lr is 0.0005 in the first and 0.1 in the other"),
+        (("--episode-length", "9"), "episode_length is 8 in the first and 9 in the other"),
+    ):
+        other = tmp_path / options[1]
+        assert small_runs.train(other, "null", 1, "--seed", "2", *options) == 0
+        assert main(["evaluate", seeds[0], str(other)]) == 2
+        err = capfd.readouterr().err
+        assert "are not runs of one condition" in err
+        assert said in err
+    assert main(["evaluate", *seeds, "--seed", "5"]) == 2
+    assert "1 seed given for 2 runs; give one for each run, or leave --seed out" in capfd.readouterr().err
+    assert main(["evaluate", *seeds, "--seed", "5", "--seed", "5"]) == 2
+    assert "the seeds 5, 5 are not all different" in capfd.readouterr().err
+
+
+def test_baselines_can_meet_the_hosts_of_several_seeds(tmp_path: Path) -> None:
+    size = ["--task", "tiny", "--episode-length", "2", "--num-envs", "3"]
+    both = compared(["random", *size, "--seed", "4", "--seed", "9"], tmp_path / "a.json")
+    one = compared(["random", *size, "--seed", "9"], tmp_path / "b.json")
+    rows, alone = ({row["name"]: row for row in of["controllers"]}["random"] for of in (both, one))
+    assert both["unit"] == "host"
+    assert rows["hosts"]["objective"][3:] == alone["hosts"]["objective"]
+    assert rows["hosts"]["objective"][:3] != alone["hosts"]["objective"]
+
+
+def test_a_controller_is_transferred_to_another_task_with_as_many_slots(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(run)
+    found = compared(
+        [str(run), "untrained", "--task", "faulty_null", "--episode-length", "9", "--num-envs", "3"],
+        tmp_path / "a.json",
+    )
+    assert (found["task"], found["episode_length"], found["seed"]) == ("faulty_null", 9, 1_000_000)
+    assert {row["name"] for row in found["controllers"]} == {"trained", "untrained", "wait_only"}
+    assert sum(found["controllers"][0]["ops"].values()) >= 3 * 9 - 1  # one host is rolled back in one step
+    assert contents(run) == before
+    with registered(tiny.task(name="two_slots", enabled=("r0c0", "r0c1"))):
+        assert main(["evaluate", str(run), "--task", "two_slots"]) == 2
+    said = "was trained with 3 slots (r0c0, r0c1, r1c0), but task 'two_slots' has 2 (r0c0, r0c1); choose a task with as"
+    assert said in capfd.readouterr().err
+
+
+def test_the_same_task_with_longer_episodes(run: Path, tmp_path: Path) -> None:
+    found = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "a.json")
+    assert found["episode_length"] == 7
+    assert sum(found["controllers"][0]["ops"].values()) == 2 * 7
+
+
+def test_an_untrained_controller_is_that_of_the_run_before_its_first_update(run: Path) -> None:
+    config = recorded(read_toml(run / "config.toml"))
+    engine = engine_of(config, dataset_of(config, CPU), CPU)
+    own, other_seed, later = (
+        controller.make(engine.spec).state_dict()
+        for controller in (
+            baseline("untrained", config),
+            baseline("untrained", dataclasses.replace(config, seed=1)),
+            trained(run, config).controller,
+        )
+    )
+    at_first = {name: x for name, x in assemble(config, CPU).client.state_dict().items() if name.startswith("network.")}
+    assert at_first
+    assert all(torch.equal(x, own[name]) for name, x in at_first.items())
+    for different in (other_seed, later):
+        assert not all(torch.equal(x, different[name]) for name, x in at_first.items())
+
+
+def test_static_common_is_the_most_frequent_structure() -> None:
+    config = resolve({"task": "tiny", "episode_length": 3, "workers": 1})
+    rare, common = (GrowthManifest.of_lines([line]) for line in ("r0c0 norm ADD", "r0c1 norm MULTIPLY"))
+    controller = derived("static_common", config, "x", [rare, common, common], np.ones(3))
+    assert controller.note == "static_common: r0c1 norm MULTIPLY (2 of 3 hosts of x)."
+    assert outcome_of(controller, config, hosts=4).grown == (common,) * 4
+
+
+def test_a_big_host_has_as_many_parameters_as_the_controller_ends_with_and_is_charged_for_them() -> None:
+    config = resolve({"task": "tiny", "episode_length": 3, "workers": 1})
+    host = config.task_spec().host
+    assert host is not None
+    # 9 b + 2 b + 18 b^2 + 4 b + 6 b + 3: 375 for b = 4, 558 for 5, 777 for 6
+    assert host.num_params() == 375
+    controller = derived("big_host", config, "x", (), np.array([500.0, 800.0]))  # a mean of 650
+    assert controller.note == "big_host: CNN 5-10, 3x3, 558 parameters; x ends with 650."
+    found = outcome_of(controller, config, hosts=2)
+    assert found.stats.host_params.tolist() == [375, 375]
+    assert found.stats.fossil_params.tolist() == [183, 183]
+    assert found.stats.growth.tolist() == pytest.approx([558 / 375] * 2)
+    assert found.grown == (GrowthManifest(),) * 2
+    same = derived("big_host", config, "x", (), np.array([375.0]))
+    assert np.array_equal(
+        outcome_of(same, config, hosts=2).stats.committed_acc,
+        outcome_of(baseline("wait_only", config), config, hosts=2).stats.committed_acc,
+    )
+
+
+def test_hosts_without_networks_cannot_be_widened(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "big_host", "heuristic", "--task", "null", "--num-envs", "1"]) == 2
+    assert "the hosts of task 'null' cannot be widened; leave big_host out" in capfd.readouterr().err
+
+
+# -- the test split ----------------------------------------------------------------------------------------------------
+
+_other_test_split = False
+
+
+def _with_another_test_split(folder: Path | None, seed: int) -> Dataset:
+    """The data of the tiny task; on demand with other pixels and labels in the test split alone."""
+    del folder, seed
+    data = tiny.dataset()
+    if not _other_test_split:
+        return data
+    changed = Split(-2.0 * data.test.x, (data.test.y + 1) % tiny.CLASSES)
+    return dataclasses.replace(data, test=changed)
+
+
+register_task(tiny.task(name="split_tiny", load=_with_another_test_split))
+
+
+def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, reports = (tmp_path / "a", tmp_path / "b"), []
+    for path, changed in zip(runs, (False, True), strict=True):
+        monkeypatch.setattr(sys.modules[__name__], "_other_test_split", changed)
+        options = ["--task", "split_tiny", *small_runs.OPTIONS["tiny"][2:]]
+        assert main(["train", "--rounds", "2", "--run-dir", str(path), *options]) == 0
+        reports.append(compared([str(path), "--num-envs", "3"], tmp_path / "report.json"))
+    states = [contents(path / "checkpoints") for path in runs]
+    arrays = [{name: x for name, x in state.items() if name.endswith(".safetensors")} for state in states]
+    assert len(arrays[0]) == 2
+    assert arrays[0] == arrays[1]
+    assert small_runs.records(runs[0]) == small_runs.records(runs[1])
+    first, second = (small_runs.summary(path) for path in runs)
+    assert {name for name in first if first[name] != second[name]} == {"final_test_accuracy_mean"}
+    changed_rows = 0
+    for one, other in zip(*(report["controllers"] for report in reports), strict=True):
+        differing = {name for name in one if one[name] != other[name]} - {"seconds", "hosts"}
+        assert differing <= {"test", "test_std", "test_objective", "difference_test"}
+        hosts = {name for name in one["hosts"] if one["hosts"][name] != other["hosts"][name]}
+        assert hosts <= {"test", "test_objective"}
+        changed_rows += "test" in hosts
+    assert changed_rows > len(reports[0]["controllers"]) // 2

@@ -86,7 +86,7 @@ def run_controller(
     engine.planted = planted
     if dataset is not None:
         (seed_params,) = host_read(engine.executor.costs.seed_params)
-        meter = CostMeter(task, dataset, engine.spec, config.lifecycle, seed_params, planted)
+        meter = CostMeter(task, dataset, engine.spec, seed_params, planted)
     engine.reset(client, episode=0)
     stats = engine.rollout(client)
     assert stats is not None

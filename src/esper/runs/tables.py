@@ -23,9 +23,9 @@ _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""
 def legend(units: str) -> str:
     """What the columns mean; `units` are hosts or runs."""
     return f"""Means over hosts, each with its fossilized seeds only (the committed network).
-100·J: val minus the price of added parameters, ± standard deviation over {units};
-IQM: interquartile mean over {units}. vs: paired difference with its 95 % interval;
-better: share of the {units} in which it is better. val, test: accuracy in %;
+100·J: val minus the price of added parameters ± standard deviation over {units};
+IQM: interquartile mean over {units}; vs: paired difference and 95 % interval;
+better: share of {units} in which it is better; val, test: accuracy in %;
 J test: 100·J with test. FLOPs: of one example; to train and measure a host."""
 
 

@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from esper.export.grown import GrownSeed, build
 from esper.export.network import flops
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.state import RolloutStats, StepReport
 
 BACKWARD = 2
@@ -82,7 +79,7 @@ class CostMeter:
     """Adds up the cost of episode 0; a step listener of the engine.
 
     Args:
-        task: of the hosts. dataset: their data. spec: of the engine. rules: decide which coalitions are measured.
+        task: of the hosts. dataset: their data. spec: of the engine.
         seed_params: parameters of each blueprint by slot [S, P], from the executor.
         planted: structure that each host has from the first step, if any.
     """
@@ -92,14 +89,13 @@ class CostMeter:
         task: TaskSpec,
         dataset: Dataset,
         spec: EngineSpec,
-        rules: LifecycleConfig,
         seed_params: np.ndarray,
         planted: Sequence[GrowthManifest] = (),
     ) -> None:
         assert task.host is not None, f"task {task.name!r} has no networks"
         x = dataset.train.x[:1].to("cpu")
         self._forward = ForwardFlops(task.host, spec, x if dataset.inputs is None else dataset.inputs(x))
-        self._rules, self._steps, self._seed_params = rules, spec.episode_length, seed_params
+        self._seed_params = seed_params
         batches = task.batches_per_step
         self._train = len(dataset.train) if batches is None else batches * task.batch_train
         self._val_N = np.full(spec.num_envs, len(dataset.val))
@@ -107,40 +103,20 @@ class CostMeter:
             drawn = task.instances.draw(spec.run_seed, spec.host_ids(), 0, dataset)
             self._val_N = drawn.val.count.cpu().numpy()
         self.training, self.measuring = np.zeros(spec.num_envs), np.zeros(spec.num_envs)
-        # the structure that the next step trains and measures
-        self._stage = np.full((spec.num_envs, spec.num_slots), int(SeedStage.DORMANT))
-        self._alpha = np.zeros(self._stage.shape)
-        self._seeds = np.zeros(self._stage.shape)
+        # what each slot adds to the forward passes of the next step
+        self._seeds = np.zeros((spec.num_envs, spec.num_slots))
         if planted:
             blueprint, algorithm = planting_of(planted, spec)
-            self._stage = np.where(blueprint >= 0, int(SeedStage.FOSSILIZED), self._stage)
-            self._alpha = (blueprint >= 0).astype(np.float64)
             self._seeds = self._forward.of_seeds(blueprint >= 0, blueprint, algorithm == Algorithm.GATE)
 
     def __call__(self, report: StepReport) -> None:
         """Add the step of the report, which ran the structure of the report before it."""
-        live = np.where(np.isin(self._stage, _TRAINED), self._seeds, 0.0)
-        self.training += (1 + BACKWARD) * self._train * (self._forward.host + live.sum(axis=1))
-        sets, valid = self._coalitions(report.t)
-        on_NK = (sets * self._seeds[:, None]).sum(axis=2)
-        self.measuring += self._val_N * np.where(valid, self._forward.host + on_NK, 0.0).sum(axis=1)
-        self._stage, self._alpha = report.stage, report.alpha
+        self.training += (1 + BACKWARD) * self._train * (self._forward.host + self._seeds.sum(axis=1))
+        on_NK = (report.measured_sets * self._seeds[:, None]).sum(axis=2)
+        self.measuring += self._val_N * np.where(report.measured_valid, self._forward.host + on_NK, 0.0).sum(axis=1)
         present = np.isin(report.stage, _TRAINED)
         without_gate = self._seed_params[np.arange(present.shape[1]), np.maximum(report.blueprint, 0)]
         self._seeds = self._forward.of_seeds(present, report.blueprint, report.params > without_gate)
-
-    def _coalitions(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sets [N, K, S] that step `t` measures, and which of them are valid [N, K]."""
-        rules = self._rules
-        found = enumerate_coalitions(
-            torch.from_numpy(self._stage.copy()),  # the arrays of a report are read-only
-            torch.from_numpy(self._alpha > 0.0),
-            interaction_limit=rules.interaction_limit,
-            fossils_as_players=rules.fossils_as_players,
-            shapley=t == self._steps,
-            shapley_limit=rules.shapley_limit,
-        )
-        return found.sets.numpy(), found.valid.numpy()
 
     def cost(self, stats: RolloutStats) -> TrainingCost:
         """The cost of the finished episode and of the networks that it left."""

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -267,16 +268,16 @@ def over_runs(runs: Sequence[Run]) -> list[str]:
 def main(options: Options) -> int:
     """Learn once per seed, print, and write the numbers; returns the exit code."""
     torch.set_num_threads(1)  # the tensors are too small for several threads
-    console, runs = Console(width=160), []
+    console = Console(width=160)
     told = {"task": options.task, "preset": options.preset, "num_envs": options.num_envs}
     told |= {"rounds": options.rounds, "schedule_rounds": options.rounds}
     config = resolve(told, options.config)
-    for seed in options.seeds:
-        runs.append(learn(replace(config, seed=seed), options, lambda line: console.print(line, highlight=False)))
+    say = partial(console.print, highlight=False)
+    runs = [learn(replace(config, seed=seed), options, say) for seed in options.seeds]
     console.print(shown(options.task, runs))
     if len(runs) > 1:
         for line in over_runs(runs):
-            console.print(line, highlight=False)
+            say(line)
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}
         settings["config"] = str(options.config) if options.config else None

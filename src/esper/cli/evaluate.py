@@ -29,7 +29,8 @@ class Evaluate:
 
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE ...")] = ()
     """A run directory, names of baselines, or both; a run directory alone is compared with all baselines: wait_only,
-    random, fixed_schedule, fixed_schedule_fill, heuristic, static_final, and best_schedule (task null)."""
+    random, fixed_schedule, fixed_schedule_fill, heuristic, explore_then_commit, static_final, and best_schedule (task
+    null)."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Text = None

@@ -116,9 +116,7 @@ class ExploreThenCommit:
         found_NB = torch.where(of_NSB, value_NS[..., None], -math.inf).amax(dim=1)
         return torch.where(worth_NB.isnan() & of_NSB.any(dim=1), found_NB, worth_NB)
 
-    def _wanted(
-        self, obs: Observation, worth_NB: Tensor, best_N: Tensor, exploring_N: Tensor
-    ) -> Bool[Tensor, "N P S"]:
+    def _wanted(self, obs: Observation, worth_NB: Tensor, best_N: Tensor, exploring_N: Tensor) -> Bool[Tensor, "N P S"]:
         """Which operations are wanted on which slot, legal or not."""
         stage = obs.slots.stage
         growing_NS, dormant_NS = self._growing[stage], stage == _S.DORMANT

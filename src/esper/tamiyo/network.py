@@ -45,7 +45,7 @@ INITIAL_OP_LOGITS = {
     LifecycleOp.PRUNE: -1.0,
     LifecycleOp.SET_ALPHA_TARGET: -1.0,
 }
-"""Initial biases of the op head: a uniform policy prunes nearly every seed before it is active, and keeps hardly one."""
+"""Initial biases of the op head: a uniform policy prunes nearly every seed before it is active."""
 WIDTH_MULTIPLE = 8
 """The value head ends at an eighth of the recurrent width."""
 

@@ -3,10 +3,10 @@
     step t < E    gamma * Phi_t - Phi_{t-1}          Phi_0 = Phi_E = 0
     step E        J - Phi_{E-1}
 
-J and Phi are the same function (`worth`): J of the committed network, Phi of the current one. A step with a rollback has
-no reward; the first one after it continues from the last potential before it, divided by gamma for each step between:
-what the rollback destroyed is missing there. So the discounted rewards of an episode sum to gamma^(E-1) * J, with or
-without rollbacks, and a rollback adds no large rewards that must cancel.
+J and Phi are the same function (`worth`): J of the committed network, Phi of the current one. A step with a rollback
+has no reward; the first one after it continues from the last potential before it, divided by gamma for each step
+between: what the rollback destroyed is missing there. So the discounted rewards of an episode sum to gamma^(E-1) * J,
+with or without rollbacks, and a rollback adds no large rewards that must cancel.
 """
 
 from collections.abc import Sequence

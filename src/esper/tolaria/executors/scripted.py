@@ -106,9 +106,7 @@ class ScriptedExecutor:
         return null.coalition_accuracy(self.script, self._t, strength, committed, noise).squeeze(1)
 
     def _strength(self, slots: SlotState) -> Float[Tensor, "N S"]:
-        return null.strengths(
-            self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm, self._quality
-        )
+        return null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm, self._quality)
 
     def _noise(self) -> Tensor | None:
         """Noise of the accuracy of each host in this step, None without noise."""

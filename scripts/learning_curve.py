@@ -34,7 +34,7 @@ from esper.leyline.errors import EsperError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs.build import baseline_of, device_of, engine_of, learner_of, reward_of
 from esper.runs.config import RunConfig
-from esper.runs.evaluate import SEED_OFFSET
+from esper.runs.outcomes import SEED_OFFSET
 from esper.runs.presets import resolve
 from esper.runs.report import objective_of
 from esper.simic.client import SimicClient

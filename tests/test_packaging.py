@@ -79,6 +79,7 @@ MAY_CATCH_ALL = {
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
+    "telemetry/background.py": "nor does a sink",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }
 FORBIDDEN = re.compile(

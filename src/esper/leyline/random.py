@@ -41,6 +41,7 @@ class Stream(IntEnum):
     MINIBATCH_ORDER = 10
     RESAMPLING = 11
     INSTANCE = 12
+    SCHEDULE_SEARCH = 13
 
 
 def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from esper.leyline.random import Stream, uniform
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.explore_then_commit import ExploreThenCommit
 from esper.tamiyo.heuristic import Heuristic
-from esper.tamiyo.schedules import FixedSchedule, Remaining, Schedule, fill, single
+from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, ScheduleTable, fill, single
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, canonical_actions
 
 STATIC = "static_final"
@@ -122,7 +122,7 @@ def pick(mask: Bool[Tensor, "*N V"], u: Float[Tensor, "*N"]) -> Int[Tensor, "*N"
 
 def scheduled(schedule: Schedule, spec: EngineSpec) -> ScriptedPolicy[Remaining]:
     """A controller that follows `schedule`."""
-    return ScriptedPolicy(FixedSchedule(schedule, spec), spec)
+    return ScriptedPolicy(FixedSchedules(ScheduleTable([schedule], spec)), spec)
 
 
 PolicyMaker = Callable[[EngineSpec], PolicyProtocol | Script[Any]]

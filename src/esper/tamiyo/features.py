@@ -1,6 +1,6 @@
 """Features: an observation as numbers with declared ranges.
 
-    features [N, 23 + 31 S]  =  host block [23] | slot 0 [31] | slot 1 [31] | ...       all zero for a DORMANT slot
+    features [N, 25 + 31 S]  =  host block [25] | slot 0 [31] | slot 1 [31] | ...       all zero for a DORMANT slot
     blueprint_index [N, S]      which blueprint a slot holds or held last; -1 for a DORMANT slot
 
 Two tables name every column with its range and unit. All columns are encoded together: `clamp(raw / unit, low, high)`.
@@ -60,6 +60,8 @@ HOST_FEATURES: tuple[Feature, ...] = (
     _steps("step"),
     _signed("val_loss", _LOG_UNIT),
     _signed("val_acc", 100.0),
+    _signed("train_loss", _LOG_UNIT),
+    _signed("train_acc", 100.0),
     *(_signed(f"val_loss_{HISTORY - 1 - i}_steps_ago", _LOG_UNIT) for i in range(HISTORY)),
     *(_signed(f"val_acc_{HISTORY - 1 - i}_steps_ago", 100.0) for i in range(HISTORY)),
     *(_share(f"slots_in_{name}") for name in ("training", "blending", "holding_or_fossilized")),
@@ -136,6 +138,8 @@ def _host_columns(
         t.expand(hosts_N, 1) if isinstance(t, Tensor) else torch.full((hosts_N, 1), t, device=counts_NC.device),
         loss_NH[:, :1],
         hosts.val_acc[:, None],
+        symlog(hosts.train_loss)[:, None],
+        hosts.train_acc[:, None],
         loss_NH[:, 1:],
         hosts.acc_hist,
         counts_NC,

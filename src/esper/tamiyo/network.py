@@ -45,7 +45,8 @@ INITIAL_OP_LOGITS = {
     LifecycleOp.PRUNE: -1.0,
     LifecycleOp.SET_ALPHA_TARGET: -1.0,
 }
-"""Initial biases of the op head: a uniform policy prunes nearly every seed before it is active."""
+"""Initial biases of operations, 0 for the others. A uniform policy prunes nearly every seed before it is active, and a
+seed that is ready is seldom committed, so that a policy that starts so learns to wait."""
 WIDTH_MULTIPLE = 8
 """The value head ends at an eighth of the recurrent width."""
 
@@ -206,7 +207,7 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
     Linear weights are orthogonal (Saxe et al., 2014) with gain sqrt(2), in the output layers with a small gain: the
     first policy hardly depends on the state and the first value is nearly zero. Each LSTM gate is orthogonal, and the
     forget gate starts open (Jozefowicz et al., 2015). LayerNorms are the identity. All other biases are zero, except
-    those in `INITIAL_OP_LOGITS`: a seed must survive a dozen decisions to be fossilized.
+    that of WAIT: a seed must survive a dozen decisions to be fossilized, which a uniform policy hardly ever grants.
     """
     generator = local_generator(run_seed, Stream.POLICY_INIT)
     for parameter in network.parameters():

@@ -1,6 +1,7 @@
 """The state of N hosts besides their parameters, and the reports of a step and of an episode."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -120,7 +121,9 @@ class StepReport:
     `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is the number of the gate that
     a seed was checked at, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose
     last reward it replaced. `params` are those of each seed, `host_params` [N] of the host. `breakdown` [N, M] and
-    `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
+    `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone, `op_prob` [N, 6] are the probabilities of
+    all. `measured_sets` [N, K, S] are the coalitions that were measured, where `measured_valid` [N, K], and
+    `measured_acc` [N, K] their accuracies.
     """
 
     episode: int
@@ -132,6 +135,7 @@ class StepReport:
     contribution: np.ndarray
     val_acc: np.ndarray
     val_loss: np.ndarray
+    train_acc: np.ndarray
     train_loss: np.ndarray
     committed_acc: np.ndarray
     params: np.ndarray
@@ -142,6 +146,10 @@ class StepReport:
     flags: np.ndarray
     value: np.ndarray
     op_log_prob: np.ndarray
+    op_prob: np.ndarray
+    measured_sets: np.ndarray
+    measured_valid: np.ndarray
+    measured_acc: np.ndarray
     actions: np.ndarray
     effective_op: np.ndarray
     panic_reason: np.ndarray
@@ -195,6 +203,7 @@ class RolloutStats:
         flags: steps with each flag of the reward [N, 2].
         stage, blueprint, algorithm, alpha: the slots at the end [N, S].
         subset_acc: accuracy of every subset of the live seeds [N, J] (J = 0 where not measured).
+        instance: properties of each host's instance by name; empty where hosts are equal.
     """
 
     episode: int
@@ -217,6 +226,7 @@ class RolloutStats:
     alpha: np.ndarray
     subset_acc: np.ndarray
     cost: RolloutCost
+    instance: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def growth(self) -> np.ndarray:

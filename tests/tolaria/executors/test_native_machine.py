@@ -18,7 +18,7 @@ def doubling(rows: int) -> Program:
     """Images [lanes, rows] in space 2 are written as rows, and doubled into space 3."""
     a = Assembler(trainable=False)
     h = a.rows(rows)
-    a.emit(Operation.TRANSPOSE, Place(SPACE, 0), h, sizes=(rows,))
+    a.emit(Operation.TRANSPOSE, Place(SPACE, 0), h, sizes=(rows, 1, 1, 1))
     a.emit(Operation.SCALE, Place(SPACE + 2, 0), h, Place(SPACE + 1, 0), sizes=(rows, 1))
     return a.program()
 
@@ -100,7 +100,7 @@ def summing(rows: int) -> Program:
     """Images [lanes, rows] and two classes: the loss of logits that are the first two numbers is added to a total."""
     a = Assembler(trainable=False)
     h = a.rows(rows)
-    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(rows,))
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(rows, 1, 1, 1))
     a.emit(Operation.CROSS_ENTROPY, Rows(h.first, 2), Place(LABELS, 0), Place(TOTALS, 0), None, sizes=(2,))
     return a.program()
 
@@ -139,7 +139,15 @@ def test_without_an_order_all_hosts_take_all_examples():
     assert (found[:, 0] > 0.0).all()
 
 
-@pytest.mark.parametrize("wrong", [-1, 5])
+def test_a_host_whose_order_ends_with_minus_one_has_fewer_examples():
+    images, labels = torch.rand(5, 1, 2, 2), torch.arange(5) % 2
+    order = torch.tensor([[0, 1, 2], [3, 4, -1], [1, -1, -1]])
+    found = totals_of(images, labels, order, 2)
+    for n, own in enumerate(([0, 1, 2], [3, 4], [1])):
+        assert torch.equal(found[n], totals_of(images, labels, torch.tensor([own]), 2, hosts=1)[0])
+
+
+@pytest.mark.parametrize("wrong", [-2, 5])
 def test_an_order_beyond_the_examples_is_refused(wrong):
     images, labels = torch.zeros(5, 1, 2, 2), torch.zeros(5, dtype=torch.int64)
     order = torch.tensor([[0, 1], [2, wrong], [3, 4]])
@@ -159,7 +167,7 @@ def test_bytes_become_numbers_and_windows_of_images_as_in_pytorch(seed, border, 
     table = _values_of_bytes(pixels, 2) if stored_as_bytes else None
     a = Assembler(trainable=False)
     h = a.rows(40)
-    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(40,))
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(2, 4, 5, 1))
     a.emit(Operation.SCALE, Place(5, 0), h, Place(TOTALS, 0), sizes=(1, 40))
     out, one, spaces = torch.zeros(2, 40, 16), torch.ones(1), Spaces(2, 6)
     spaces.rows(TOTALS, out)

@@ -17,10 +17,9 @@ HOSTS, E, M, SLOTS, EPISODE, SEED = 12, 30, 3, 3, 2, 4
 PERMUTED = NullSpec(permuted=True)
 
 
-def executor(num_envs: int = HOSTS, host_offset: int = 0, script: NullSpec = PERMUTED) -> ScriptedExecutor:
-    made = ScriptedExecutor(
-        script, num_envs=num_envs, num_slots=SLOTS, run_seed=SEED, device=CPU, host_offset=host_offset
-    )
+def executor(first: int = 0, num_envs: int = HOSTS, script: NullSpec = PERMUTED) -> ScriptedExecutor:
+    ids = torch.arange(first, first + num_envs)
+    made = ScriptedExecutor(script, num_envs=num_envs, num_slots=SLOTS, run_seed=SEED, device=CPU, host_ids=ids)
     made.reset(EPISODE)
     return made
 
@@ -62,7 +61,7 @@ def test_a_host_alone_has_the_qualities_that_it_has_among_others(played):
     engine = played[0]
     assert torch.equal(executor().quality, engine.executor.quality)
     for host in (0, 7):
-        assert torch.equal(executor(num_envs=1, host_offset=host).quality[0], executor().quality[host])
+        assert torch.equal(executor(first=host, num_envs=1).quality[0], executor().quality[host])
 
 
 def test_hosts_that_are_not_permuted_have_the_qualities_of_the_task():

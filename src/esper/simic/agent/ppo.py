@@ -22,7 +22,7 @@ from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
-from esper.simic.agent.advantages import discounted_returns
+from esper.simic.agent.advantages import discounted_returns, paired_rewards
 from esper.simic.agent.config import PPOConfig as PPOConfig
 from esper.simic.agent.config import entropy_coefficient, floor_scale, value_coefficient
 from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
@@ -102,10 +102,11 @@ def run_ppo_updates(
     without a finite minibatch.
     """
     slabs = buffer.slabs
-    accumulated_NT = discounted_returns(slabs.rewards, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
+    rewards_NT = paired_rewards(slabs.rewards, slabs.valid, config.twins)
+    accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
     return_moments = masked_moments(accumulated_NT, slabs.valid)
     scale = agent.returns.scale_with(return_moments)
-    buffer.compute_advantages_and_returns(scale_rewards(slabs.rewards, scale))
+    buffer.compute_advantages_and_returns(scale_rewards(rewards_NT, scale))
     normalized = buffer.normalize_advantages(config.advantage_std_floor)
 
     weights = loss_weights(agent, config, slabs.rewards.device)

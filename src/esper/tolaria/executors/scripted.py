@@ -3,7 +3,7 @@
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
@@ -26,6 +26,7 @@ class ScriptedExecutor:
         script: constants of the dynamics.
         num_envs, num_slots: N and S.
         run_seed: key of the scripted noise.
+        host_ids: numbers [N] of the hosts.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class ScriptedExecutor:
         num_slots: int,
         run_seed: int,
         device: torch.device,
-        host_offset: int = 0,
+        host_ids: Int[Tensor, " N"] | None = None,
     ) -> None:
         self.script, self.run_seed, self.device = script, run_seed, device
         self.host_params = script.host_params
-        self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
+        self.host_ids = torch.arange(num_envs, device=device) if host_ids is None else host_ids
         # hosts are the innermost axis in memory, as in SlotState
         self.passes = torch.zeros(num_slots, num_envs, dtype=torch.int64, device=device).t()
         self._nan = torch.full((num_slots, num_envs), torch.nan, device=device).t()

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -271,14 +272,12 @@ def main(options: Options) -> int:
     told = {"task": options.task, "preset": options.preset, "num_envs": options.num_envs}
     told |= {"rounds": options.rounds, "schedule_rounds": options.rounds}
     config = resolve(told, options.config)
-    runs = [
-        learn(replace(config, seed=seed), options, lambda line: console.print(line, highlight=False))
-        for seed in options.seeds
-    ]
+    say = partial(console.print, highlight=False)
+    runs = [learn(replace(config, seed=seed), options, say) for seed in options.seeds]
     console.print(shown(options.task, runs))
     if len(runs) > 1:
         for line in over_runs(runs):
-            console.print(line, highlight=False)
+            say(line)
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}
         settings["config"] = str(options.config) if options.config else None

@@ -166,7 +166,7 @@ def strengths(
 
 
 def qualities(spec: NullSpec, run_seed: int, hosts: Int[Tensor, " N"], episode: int | Tensor) -> Float[Tensor, "N B"]:
-    """Q of every blueprint index on each host (global number) in an episode, in pp.
+    """Quality of every blueprint index on each host (global number) in an episode, in pp.
 
     With `spec.permuted` the qualities of the blueprints in `BLUEPRINTS` are permuted; health and parameters stay.
     """

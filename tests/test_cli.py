@@ -98,7 +98,7 @@ def test_tasks_are_listed_with_those_of_plugins_and_where_their_data_are(
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line}
-    assert rows["digits"] == "CNN 8-16, 1x1 354 3 embedded"
+    assert rows["digits"] == "CNN 48-96, 1x1, unshuffle 2 6,058 3 embedded"
     assert rows["cifar_scale"] == "CNN 8-16-32-64-128, 3x3 99,922 5/10 missing"
     assert rows["tinyshakespeare"] == "transformer 4x128 842,496 4 found"
     assert rows["null"] == "none 3/16 none"

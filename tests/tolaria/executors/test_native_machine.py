@@ -5,10 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows
+from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows, ShapeError
 from esper.tolaria.executors.native.executor import _values_of_bytes
+from esper.tolaria.executors.native.kernel_library import stride_of
+from esper.tolaria.executors.native.layer_rules import images
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 
 SPACE = 2
@@ -177,6 +180,36 @@ def test_bytes_become_numbers_and_windows_of_images_as_in_pytorch(seed, border, 
     Machine().run_batches(Workload.of_each([a.program()] * 2), spaces, examples)
     found = out[..., :3].transpose(1, 2).reshape(want.shape)
     assert torch.equal(found, pixels(want) if stored_as_bytes else want.float())
+
+
+@pytest.mark.parametrize(("shape", "factor"), [((1, 8, 8), 2), ((3, 6, 10), 2), ((2, 9, 3), 3), ((2, 5, 7), 1)])
+@pytest.mark.parametrize("lanes", [1, 16, 21])
+def test_images_are_unshuffled_while_they_are_copied_as_in_pytorch(shape, factor, lanes):
+    x = torch.randn(lanes, *shape, generator=torch.Generator().manual_seed(0))
+    a = Assembler(trainable=False)
+    h = images(a, Place(SPACE, 0), shape, factor)
+    a.emit(Operation.SCALE, Place(SPACE + 2, 0), h.rows, Place(SPACE + 1, 0), sizes=(1, h.rows.size))
+    assert a.program().rows == x[0].numel()  # the copy that is made anyway
+    out, spaces = torch.zeros(x[0].numel(), stride_of(lanes)), Spaces(1, SPACE + 3)
+    for k, tensor in enumerate((x, out, torch.ones(1))):
+        spaces.share(SPACE + k, tensor)
+    Machine().run(Workload.of_each([a.program()]), spaces, lanes)
+    want = nn.PixelUnshuffle(factor)(x)
+    assert h.shape == want.shape[1:]
+    assert torch.equal(out[:, :lanes].t().reshape(want.shape), want)
+
+
+def test_images_that_squares_do_not_fill_are_refused():
+    with pytest.raises(ShapeError, match=r"pixels beyond whole squares: found \(1, 0\)"):
+        images(Assembler(trainable=False), Place(SPACE, 0), (1, 7, 8), 2)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 2, 0, 0, 0], [1, 2, 2, -1, 0, 0], [1, 4, 1, 2, 0, 0], [2, 2, 2, 1, 0, 0]])
+def test_squares_beyond_an_image_are_not_carried_out(sizes):
+    program = doubling(4)
+    program.code["size"][0] = sizes
+    with pytest.raises(IndexError, match=r"instruction 0, .*, does not fit the memory that it was given"):
+        run(Machine(), [program], [0], torch.ones(1, 20, 4))
 
 
 def test_threads_begin_with_the_host_that_has_the_most_work():

@@ -176,7 +176,9 @@ def test_every_alarm_has_a_rule() -> None:
     extremes: list[Mapping[str, float]] = [dict.fromkeys(RULES, 1e9), dict.fromkeys(RULES, -1e9)]
     alarms = [alarm for metrics in extremes for alarm in of_update(metrics)]
     assert {alarm.name for alarm in alarms} == {*anomalies._ABOVE, *anomalies._BELOW}
-    assert all(rule_of(alarm).advice for alarm in [*alarms, *of_flags({"own": 2}), Alarm("objective_falls", -3, -2.0)])
+    assert all(
+        rule_of(alarm).advice for alarm in [*alarms, *of_flags({"own": 2}), Alarm("objective_falls", -3.0, -2.0)]
+    )
 
 
 def test_a_kind_is_told_in_a_line() -> None:

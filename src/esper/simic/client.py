@@ -24,7 +24,7 @@ from esper.simic.agent.policy_step import Decision, PolicyFunction, PolicyInputs
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.stored_row import Row
-from esper.simic.telemetry.metrics import Read
+from esper.simic.telemetry.aggregation import Read
 from esper.tamiyo.features import feature_dim, observe
 from esper.tamiyo.network import TamiyoNetwork
 

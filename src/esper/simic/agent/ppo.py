@@ -29,7 +29,7 @@ from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, 
 from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
 from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
-from esper.simic.telemetry.metrics import Read, aggregate_ppo_metrics
+from esper.simic.telemetry.aggregation import Read, aggregate_ppo_metrics
 from esper.tamiyo.heads import check_logits, evaluate_heads, relevance
 from esper.tamiyo.network import TamiyoNetwork
 

@@ -14,6 +14,7 @@ from esper.cli.evaluate import Evaluate, evaluate
 from esper.cli.export import Export, export
 from esper.cli.grow import Grow, grow
 from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
+from esper.cli.report import Report, report
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
 from esper.leyline.errors import EsperError
@@ -23,6 +24,7 @@ Command = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Grow, tyro.conf.subcommand("grow")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
 )
 
@@ -35,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
     try:
-        command: Train | Evaluate | Grow | Export | Tasks = tyro.cli(
+        command: Train | Evaluate | Grow | Export | Report | Tasks = tyro.cli(
             Command,
             prog="esper",
             args=arguments,
@@ -50,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
             return grow(command)
         if isinstance(command, Export):
             return export(command)
+        if isinstance(command, Report):
+            return report(command)
         return tasks(command)
     except EsperError as error:
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The section about the controller: which operations it chooses in which situation, early and late in the run."""
 
-from esper.telemetry.report.views import Payload, Record, Rounds, rounds_of
+from esper.leyline.actions import LifecycleOp
+from esper.telemetry.report.views import Payload, Record, Rounds, columns_of, rounds_of
 
 BINS = 40
 """Most groups of steps of an episode."""
@@ -10,7 +11,8 @@ def behaviour(record: Record) -> dict[str, Payload]:
     """For each run, in the first and in the last quarter of its rounds, counts of operations by situation.
 
     Situations are the step of the episode, the most advanced seed that is not fossilized at the end of the step before,
-    and the quarter of the accuracies of all hosts in that step. With them: blueprints by slot of the seeds germinated.
+    and the quarter of the accuracies of all hosts in that step. With them: blueprints by slot of the seeds germinated,
+    and over all rounds the operations that took effect.
     """
     return {run: _run(record, run, found) for run, found in rounds_of(record).items()}
 
@@ -20,13 +22,17 @@ def _run(record: Record, run: str, found: Rounds) -> Payload:
     if phases["first"] == phases["last"]:
         del phases["first"]  # there is one round
     queries = {"step": _BY_STEP, "stage": _BY_STAGE, "accuracy": _BY_ACCURACY, "blueprint": _BLUEPRINTS}
-    return {
+    counted = {
         phase: {"rounds": rounds} | {name: record.query(sql, (run, *rounds)) for name, sql in queries.items()}
         for phase, rounds in phases.items()
         if found.last
     }
+    return {"phases": counted, "operations": columns_of(record.query(_BY_ROUND, (run, found.bucket)))}
 
 
+_SUMS = ", ".join(f"avg(ops_{op.name.lower()}) as ops_{op.name.lower()}" for op in LifecycleOp)
+_BY_ROUND = f"""
+select max(round) as round, {_SUMS} from rounds where run = $1 group by (round - 1) // $2 order by 1"""
 _CHOSEN = "from decisions where run = $1 and round between $2 and $3 and op is not null"
 _BY_STEP = f"""
 select (t - 1) // width * width + 1 as t, any_value(width) as width, lower(op) as op, count(*) as times

@@ -27,23 +27,22 @@ def asset(name: str) -> str:
     return files("esper.telemetry.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def page(record: Record, title: str, on_section: Callable[[int, int, str], None] = lambda done, of, name: None) -> str:
-    """The whole page.
+def payloads_of(record: Record, on_section: Callable[[int, int, str], None]) -> dict[str, object]:
+    """All payloads, by name.
 
     Args:
         record: the opened record of one run or several.
-        title: shown until the page is drawn.
         on_section: called with the sections done, those in all, and the name of the next.
     """
-    payloads: dict[str, object] = {}
+    found: dict[str, object] = {}
     for number, name in enumerate(PAYLOADS):
         on_section(number, len(PAYLOADS), name)
-        payloads[name] = payload(record, name)
-    return document(payloads, title)
+        found[name] = payload(record, name)
+    return found
 
 
 def document(payloads: Mapping[str, object], title: str) -> str:
-    """The page with these payloads."""
+    """The page with these payloads; `title` is shown until it is drawn."""
     scripts = [asset(name) for name in SCRIPTS]
     allowed = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

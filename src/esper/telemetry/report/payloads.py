@@ -95,16 +95,18 @@ def evaluation(record: Record) -> list[Payload]:
 
 _MEASURES = ("objective", "committed", "test", "growth", "training_flops")
 _EVALUATION = (
-    "select run, controller, count(*) as hosts, "
+    "select e.run, e.controller, count(e.host) as hosts, "
     + ", ".join(
-        f"avg(e.{name}) as {name}, 1.96 * stddev_samp(e.{name}) / sqrt(count(e.{name})) as {name}_half"
+        f"coalesce(avg(e.{name}) filter (e.host is not null), max(e.{name}) filter (e.host is null)) as {name}, "
+        f"1.96 * stddev_samp(e.{name}) filter (e.host is not null) / sqrt(count(e.host)) as {name}_half"
         for name in _MEASURES
     )
-    + ", stddev_samp(e.objective) as objective_std, avg(e.objective - t.objective) as difference, "
-    "1.96 * stddev_samp(e.objective - t.objective) / sqrt(count(*)) as difference_half "
-    f"from evaluations e left join (select run, host, objective from evaluations where controller = '{TRAINED}') t "
-    "using (run, host) group by run, controller order by run, avg(e.objective) desc"
+    + ", avg(e.objective - t.objective) as difference, "
+    "1.96 * stddev_samp(e.objective - t.objective) / sqrt(count(t.host)) as difference_half "
+    f"from evaluations e left join (select * from evaluations where controller = '{TRAINED}') t "
+    "on e.run = t.run and e.host = t.host group by e.run, e.controller order by e.run, objective desc"
 )
+"""A row without host holds the means of all."""
 
 
 def anomalies(record: Record) -> Payload:

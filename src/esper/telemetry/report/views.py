@@ -4,6 +4,8 @@ from typing import Any, NamedTuple, Protocol
 
 POINTS = 2000
 """Most points of a curve; longer runs are averaged over neighbouring rounds."""
+LONGEST_PHASE = 100
+"""Most rounds at either end of a run over which decisions are counted, for the memory of the query."""
 Payload = dict[str, Any]
 
 
@@ -31,8 +33,8 @@ class Rounds(NamedTuple):
 
     @property
     def quarter(self) -> int:
-        """How many rounds are "the first" or "the last" of the run: a quarter of them."""
-        return max(self.last // 4, 1)
+        """How many rounds are "the first" or "the last" of the run: a quarter of them, at most `LONGEST_PHASE`."""
+        return min(max(self.last // 4, 1), LONGEST_PHASE)
 
 
 def rounds_of(record: Record) -> dict[str, Rounds]:

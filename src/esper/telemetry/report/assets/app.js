@@ -177,7 +177,7 @@ function sharesOf(rows, group, waiting, name) {
 
 function behaviourSection({ runs, behaviour }) {
   const make = ({ run, waiting }) => {
-    const phases = Object.entries(behaviour[run]);
+    const { operations } = behaviour[run], phases = Object.entries(behaviour[run].phases), hosts = runs.find((r) => r.run === run).num_envs;
     const over = ([, phase]) => (phase.rounds[0] === phase.rounds[1] ? `round ${phase.rounds[0]}` : `rounds ${phase.rounds[0]} to ${phase.rounds[1]}`);
     const each = (draw) => phases.flatMap((phase) => draw(phase[1], over(phase)));
     const slots = runs.find((r) => r.run === run).slots;
@@ -193,13 +193,16 @@ function behaviourSection({ runs, behaviour }) {
       const totals = d3.rollup(phase.blueprint, (rs) => d3.sum(rs, (r) => r.times), (r) => r.slot);
       return heat({ title: `Blueprints by slot, ${rounds}`, note: "Share of the seeds germinated in the slot.", xs: slots, ys: preferred, rows: phase.blueprint.map((r) => ({ x: r.slot, y: r.blueprint, value: r.times / totals.get(r.slot), times: r.times })) });
     };
+    const overRounds = bars({ title: "Over the rounds", note: "Operations that took effect, per host and round.", colors: OPERATIONS, xLabel: "round", key: false,
+      rows: Object.keys(OPERATIONS).filter((op) => waiting || op !== "wait").flatMap((op) => (operations.round ?? []).map((x, i) => ({ x, part: op, value: (operations[`ops_${op}`][i] ?? 0) / hosts }))) });
     const grid = el("div", { class: "grid" }, present(
+      overRounds, overRounds && phases.length ? el("div") : null,
       each((phase, rounds) => bars({ title: `By step of the episode, ${rounds}`, colors: OPERATIONS, xLabel: "step", percent: true, key: false, top: top("step", "t"),
         rows: sharesOf(phase.step, "t", waiting, (r) => ({ x: r.t + (r.width - 1) / 2 })) })),
       each(situations("stage", STAGE_NAMES)), each(situations("accuracy", QUARTERS)), each(inSlots)));
     return grid.childElementCount ? grid : say("No decision was recorded.");
   };
-  const recorded = runs.filter((run) => Object.keys(behaviour[run.run]).length);
+  const recorded = runs.filter((run) => Object.keys(behaviour[run.run].phases).length);
   if (!recorded.length) return say("No round is complete yet.");
   const key = keys(Object.entries(OPERATIONS).map(([name, color]) => ({ name: words(name), color, fill: true })));
   return [say("Share of all decisions in a situation, in the first and the last quarter of the rounds."), key,

@@ -30,7 +30,8 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
     marks: [
       ...shown.filter((one) => one.rows.some((row) => row.low != null)).map((one) => Plot.areaY(one.rows, { x: "x", y1: "low", y2: "high", fill: one.color, fillOpacity: 0.18 })),
       ...limits.map((limit) => Plot.ruleY([limit.value], { stroke: C.vermillion, strokeDasharray: "4 3" })),
-      ...shown.map((one) => Plot.lineY(one.rows, { x: "x", y: "y", stroke: one.color, strokeWidth: 2, strokeDasharray: one.dash, marker: one.rows.length <= 30 ? "circle" : null })),
+      ...shown.map((one) => Plot.lineY(one.rows, { x: "x", y: "y", stroke: one.color, strokeWidth: 2, strokeDasharray: one.dash })),
+      ...shown.filter((one) => one.rows.length <= 30).map((one) => Plot.dot(one.rows, { x: "x", y: "y", fill: one.color, r: 3 })),
       Plot.tip(known, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.name}\n${xLabel} ${count(row.x)}: ${number(row.y, digits)}${row.low != null ? `\nquartiles ${number(row.low, digits)} to ${number(row.high, digits)}` : ""}` })),
     ],
   });

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, Head, LifecycleOp
+from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
 from esper.leyline.checkpoint_tree import copy_into
 from esper.leyline.messages import (
     ActResult,
@@ -127,6 +127,7 @@ class ToyClient:
         return ActResult(
             actions=self.actions[obs.t - 1],
             log_prob=torch.zeros(obs.num_envs, NUM_HEADS, device=seen.device),
+            op_prob=torch.full((obs.num_envs, NUM_OPS), torch.nan, device=seen.device),
             value=self.hidden.h[0, :, 0],
             hidden=self.hidden,
             raw_features=seen,

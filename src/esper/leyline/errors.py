@@ -32,6 +32,10 @@ class ExportError(EsperError):
     """A saved network that is damaged, or one that cannot be saved."""
 
 
+class QueryError(EsperError):
+    """A query of a run record that is not allowed or cannot be answered."""
+
+
 class RegistryError(EsperError, KeyError):
     """A name that is not registered, or is registered already."""
 

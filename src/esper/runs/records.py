@@ -1,6 +1,7 @@
 """Writes step reports to events.jsonl and steps.jsonl and passes them to listeners, several steps at a time.
 
 engine --step report--> Records --32 steps, or those of a quarter second--> files, listeners
+                            `----at once----> writer of the run record, which has a thread of its own
 
 Converting many steps takes numpy about as long as one. The clock decides how many are written at once, but not what is
 written or in which order. With a listener of the user's, every step is written at once.
@@ -18,6 +19,7 @@ from esper.runs.report import RoundSoFar
 from esper.runs.step_lines import step_lines
 from esper.simic.rewards.config import RewardConfig
 from esper.telemetry.hub import Hub
+from esper.telemetry.record.writer import RecordWriter
 from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.state import StepReport
 
@@ -34,7 +36,7 @@ class Records:
         directory: receives the lines. listeners: receive each step and each event.
         spec: of the engine. weights: those of J.
         terms: names of the reward terms if steps.jsonl is written, else None.
-        clock: monotonic seconds.
+        clock: monotonic seconds. record: receives each step, if given.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Records:
         weights: RewardConfig,
         terms: Sequence[str] | None,
         clock: Callable[[], float] = time.monotonic,
+        record: RecordWriter[StepReport] | None = None,
     ) -> None:
+        self._record = record
         self._directory, self._listeners, self._spec, self._terms = directory, listeners, spec, terms
         self._clock = clock
         self._began = clock()
@@ -61,6 +65,8 @@ class Records:
         """Record a step, at the latest with the next `flush`."""
         if self._held and self._held[0].episode != report.episode:
             self.flush()
+        if self._record is not None:
+            self._record.add(report)
         now = self._clock()
         self._held.append(report)
         self._times.append(now - self._began)

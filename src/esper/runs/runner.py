@@ -22,6 +22,7 @@ from esper.runs import events, report
 from esper.runs.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, fingerprint
+from esper.runs.record_rows import record_writer
 from esper.runs.records import Records
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
@@ -75,7 +76,8 @@ class Runner:
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         terms = client.terms if config.record_steps else None
-        self.records = Records(directory, listeners, engine.spec, config.reward, terms)
+        self.record = record_writer(directory.path, engine.spec, client.terms)
+        self.records = Records(directory, listeners, engine.spec, config.reward, terms, record=self.record)
         self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
         self._stop = False
         engine.timer.enabled = True
@@ -95,6 +97,7 @@ class Runner:
                 )
             finally:
                 self.records.flush()  # also after an exception: the last steps help to explain it
+                self.record.close()
             if complete:
                 return self._finish()
             self._save()
@@ -123,6 +126,7 @@ class Runner:
         }
         self.directory.write_metrics(line)
         self.listeners.write("round", line)
+        self.record.round_ended()
         if is_best:
             save(self.directory.checkpoints, *self._now(0), best=True)
         if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
@@ -151,7 +155,7 @@ class Runner:
         digest = state_digest(self._final_state())
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
         result["data"] = data_of(self.shape)
-        result["dropped_records"] = self.listeners.num_lost
+        result["dropped_records"] = self.listeners.num_lost + self.record.dropped
         head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
         self.records.write_events([head | result])
         self.directory.write_summary(result)

@@ -15,6 +15,7 @@ from esper.runs.build import Parts, assemble, device_of
 from esper.runs.checkpoint import Checkpoint, Header, load_newest, set_aside
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, require_same_config
+from esper.runs.record_rows import begin_record, rewind_record
 from esper.runs.runner import Runner, restore
 from esper.runs.values import plain
 from esper.simic.compilation import is_compiled
@@ -70,6 +71,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         if checkpoint:
             restore(parts.engine, parts.client, checkpoint, parts.shape)
         directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
+        rewind_record(path, start.rounds_done if start else 0, start.step if start else 0)
         set_aside(damaged)
         return _run(config, parts, directory, start, console, asked=config.executor)
 
@@ -152,6 +154,8 @@ def _run(
     progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
     listeners = Hub({"progress": progress})
     listeners.add_registered(directory.path)
+    if start is None:
+        begin_record(directory.path, parts.engine.spec, parts.client.terms)
     runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
     try:
         with progress:
@@ -159,7 +163,7 @@ def _run(
     except KeyboardInterrupt:
         console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
         return None
-    warn(listeners.complaints())
+    warn([*listeners.complaints(), *runner.record.complaints()])
     console.say(f"stopped; continue with: esper train --resume {directory.path}" if summary is None
                 else tables.done(summary))  # fmt: skip
     return summary

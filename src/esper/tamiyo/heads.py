@@ -43,10 +43,11 @@ Logits = tuple[Float[Tensor, "*R _"], ...]
 
 @tensor_dataclass
 class SampledHeads:
-    """Actions and the log-probability of each head."""
+    """Actions, the log-probability of each head, and the probability of every operation, 0 where it is illegal."""
 
     actions: Int[Tensor, "*R 8"]
     log_prob: Float[Tensor, "*R 8"]
+    op_prob: Float[Tensor, "*R 6"]
 
 
 @tensor_dataclass
@@ -82,7 +83,12 @@ def sample_heads(
     state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
     decision = _decide(rows, *state, _numbers(uniforms, deterministic), tables)
     log_prob, _ = _log_prob(rows, decision, layout_of(tables.sizes, legal.device))
-    return SampledHeads(actions=_restored(decision.actions, legal), log_prob=_restored(log_prob, legal))
+    op_prob = decision.relative.weights[tables.values[Head.OP]] / decision.relative.total[Head.OP]
+    return SampledHeads(
+        actions=_restored(decision.actions, legal),
+        log_prob=_restored(log_prob, legal),
+        op_prob=_restored(op_prob, legal),
+    )
 
 
 def evaluate_heads(
@@ -197,7 +203,7 @@ def _columns(per_row: Tensor) -> Tensor:
 
 
 def _restored(columns: Tensor, like: Tensor) -> Tensor:
-    """[8, R] as [*R, 8]; `like` is the legality [*R, 6, S]."""
+    """[V, R] as [*R, V]; `like` is the legality [*R, 6, S]."""
     rows: Tensor = columns.t().unflatten(0, like.shape[:-2])
     return rows
 

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -23,6 +24,12 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
     }
+
+
+def version() -> str:
+    """The version of esper."""
+    found: str = import_module("esper").__version__  # the root package names all others, so it is not imported above
+    return found
 
 
 def cpu_name() -> str:

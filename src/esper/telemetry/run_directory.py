@@ -4,6 +4,7 @@ config.toml     the complete configuration, which reproduces the run
 metrics.jsonl   one line per round
 events.jsonl    one line per event of the run, a host or a seed
 steps.jsonl     one line per step and host, with record_steps = true
+record/         one row per step and host, seed and coalition, as Parquet; see record/parts.py
 summary.json    results; written when the run is complete
 checkpoints/    see runs/checkpoint.py
 
@@ -26,6 +27,7 @@ import tomli_w
 
 from esper.leyline.errors import RunDirectoryError
 from esper.leyline.files import draft_of, is_draft, mode_of, remove, replacing, sync
+from esper.telemetry.record.parts import RECORD
 
 CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS = (
     "config.toml",
@@ -230,12 +232,13 @@ def missing_records(path: Path, cursor: Mapping[str, int]) -> list[str]:
 
 def require_own_files(path: Path) -> None:
     """Raise RunDirectoryError if a record file or the checkpoint folder is a link, a device or the like."""
-    kinds = {METRICS: stat.S_ISREG, EVENTS: stat.S_ISREG, STEPS: stat.S_ISREG, CHECKPOINTS: stat.S_ISDIR}
+    folders = (CHECKPOINTS, RECORD)
+    kinds = {name: stat.S_ISREG for name in (METRICS, EVENTS, STEPS)} | dict.fromkeys(folders, stat.S_ISDIR)
     for name, is_own in kinds.items():
         mode = mode_of(path / name)
         if mode and not is_own(mode):
             raise RunDirectoryError(
-                f"{path / name} is not a {'folder' if name == CHECKPOINTS else 'regular file'} and cannot be resumed "
+                f"{path / name} is not a {'folder' if name in folders else 'regular file'} and cannot be resumed "
                 "safely; restore the original, or start a new run."
             )
 

@@ -207,15 +207,16 @@ class VectorizedEngine:
             )
         with self.timer.span("end_step"):
             ended = self._plane.end_step(verdict, executed, reading.decision_of(act), reward, now)
+        outputs = reading.with_coalitions(ended.outputs, coalitions, validated.accuracy)
         self._state = replace(ended.state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
         if self._by_mask is None:
-            self._pending = reading.start(ended.outputs, self._coalitions)
+            self._pending = reading.start(outputs, self._coalitions)
             return
         with self.timer.span("apply_structure"):
             self._by_mask.apply_changes(phases.changes(t, verdict, executed, ended), self._state.slots)
         if self.on_step is not None:
-            self._unread.append((t, Packed(*ended.outputs)))
+            self._unread.append((t, Packed(*outputs)))
 
     def apply_structure(self) -> None:
         """Wait for the read of the last step, apply its structure to the parameters, and report the step.

@@ -23,12 +23,14 @@ _STACKS = (
     ("stage", "blueprint", "algorithm", "alpha_mode", "serial", "params", "gate", "failed_checks"),
     ("has_gate", "germinated", "released", "keep", "rolled_back", "gate_passed"),
     ("alpha", "contribution", "gate_score"),
-    ("val_acc", "val_loss", "train_loss", "committed_acc", "reward", "value", "op_log_prob"),
+    ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc", "reward", "value", "op_log_prob"),
     ("effective_op", "panic_reason", "panic_strikes", "host_params", "num_coalitions"),
     ("panicked", "snapshot", "row_marked"),
 )
 """Tensors of one dtype and shape are stacked: the first three stacks are [..., N, S], the others [..., N]. The first
 one ends with the six rows of the transitions: from, to and cause, by the op and by the tick."""
+_OTHERS = 8
+"""Number of arrays after the stacks that belong to a report."""
 
 
 @tensor_dataclass
@@ -38,11 +40,12 @@ class Decision:
     actions: Int[Tensor, "N 8"]
     value: Float[Tensor, " N"]
     op_log_prob: Float[Tensor, " N"]
+    op_prob: Float[Tensor, "N 6"]
 
 
 def decision_of(act: ActResult) -> Decision:
     """The reported part of `act`."""
-    return Decision(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP])
+    return Decision(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP], op_prob=act.op_prob)
 
 
 @tensor_dataclass
@@ -62,18 +65,25 @@ class FinishedStep:
     keep: Bool[Tensor, "N S"]
 
 
+def with_coalitions(
+    outputs: Sequence[Tensor], coalitions: Coalitions, accuracy: Float[Tensor, "N K"]
+) -> tuple[Tensor, ...]:
+    """The outputs of a step and the coalitions that it measured."""
+    return (*outputs, coalitions.sets, coalitions.valid, accuracy)
+
+
 def start(outputs: Sequence[Tensor], coalitions: Coalitions) -> PendingRead:
     """Begin the read of the step that just ended; `coalitions` are those of the next one."""
     return start_read(*outputs, coalitions.sets, coalitions.valid)
 
 
 def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
-    """Structure, events and numbers of a step: the stacks, then actions, losses, and the terms of the reward."""
+    """Structure, events and numbers of a step: the stacks, then the decision, losses, and the terms of the reward."""
     state, ops, ticks, verdict = finished.state, finished.ops, finished.ticks, finished.verdict
     slots, hosts, tally, readings = state.slots, state.hosts, state.tally, ticks.readings
     values = {
         **{name: getattr(slots, name) for name in (*_STACKS[0][:6], "has_gate", "alpha", "contribution")},
-        **{name: getattr(hosts, name) for name in ("val_acc", "val_loss", "train_loss", "committed_acc")},
+        **{name: getattr(hosts, name) for name in ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc")},
         "gate": readings.gate,
         "failed_checks": readings.failed_checks,
         "germinated": ops.germinated,
@@ -99,6 +109,7 @@ def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
     return (
         *(torch.stack(stack) for stack in rows),
         finished.decision.actions,
+        finished.decision.op_prob,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
         finished.reward.breakdown,
         finished.reward.flags,
@@ -106,17 +117,21 @@ def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
 
 
 def _by_name(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of `step_outputs` under the names of `Structure` and `StepReport`."""
-    *stacks, actions, losses, breakdown, flags = arrays
+    """The arrays of `with_coalitions` under the names of `Structure` and `StepReport`."""
+    *stacks, actions, op_prob, losses, breakdown, flags, sets, sets_valid, accuracy = arrays
     named = {name: row for names, stack in zip(_STACKS, stacks, strict=True) for name, row in zip(names, stack)}  # noqa: B905 -- the transitions follow the names
     return named | {
         "op_moves": stacks[0][-6:-3],
         "tick_moves": stacks[0][-3:],
         "actions": actions,
+        "op_prob": op_prob,
         "panic_loss": losses[:, 0],
         "panic_thresholds": losses[:, 1:],
         "breakdown": breakdown,
         "flags": flags,
+        "measured_sets": sets,
+        "measured_valid": sets_valid,
+        "measured_acc": accuracy,
     }
 
 
@@ -151,9 +166,9 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
 
 
 def step_report(episode: int, t: int, arrays: Sequence[np.ndarray]) -> StepReport:
-    """The report of step `t` from the arrays of `step_outputs`, which may be followed by others."""
+    """The report of step `t` from the arrays of `with_coalitions`, which may be followed by others."""
     # listeners get read-only views: the executor keeps working on the same arrays
-    views = [array.view() for array in arrays[: len(_STACKS) + 4]]
+    views = [array.view() for array in arrays[: len(_STACKS) + _OTHERS]]
     for view in views:
         view.setflags(write=False)
     return StepReport(episode=episode, t=t, **_fields_of(StepReport, _by_name(views)))

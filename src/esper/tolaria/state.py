@@ -120,7 +120,9 @@ class StepReport:
     `actions` is [N, 8]; `op_moves`, `tick_moves` are [3, N, S]: from, to, cause; `gate` is the number of the gate that
     a seed was checked at, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose
     last reward it replaced. `params` are those of each seed, `host_params` [N] of the host. `breakdown` [N, M] and
-    `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone.
+    `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone, `op_prob` [N, 6] are the probabilities of
+    all. `measured_sets` [N, K, S] are the coalitions that were measured, where `measured_valid` [N, K], and
+    `measured_acc` [N, K] their accuracies.
     """
 
     episode: int
@@ -132,6 +134,7 @@ class StepReport:
     contribution: np.ndarray
     val_acc: np.ndarray
     val_loss: np.ndarray
+    train_acc: np.ndarray
     train_loss: np.ndarray
     committed_acc: np.ndarray
     params: np.ndarray
@@ -142,6 +145,10 @@ class StepReport:
     flags: np.ndarray
     value: np.ndarray
     op_log_prob: np.ndarray
+    op_prob: np.ndarray
+    measured_sets: np.ndarray
+    measured_valid: np.ndarray
+    measured_acc: np.ndarray
     actions: np.ndarray
     effective_op: np.ndarray
     panic_reason: np.ndarray

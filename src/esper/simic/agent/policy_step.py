@@ -96,6 +96,7 @@ class PolicyStep(nn.Module):
         act = ActResult(
             actions=heads.actions,
             log_prob=heads.log_prob,
+            op_prob=heads.op_prob,
             value=out.value,
             hidden=out.hidden,
             raw_features=raw,

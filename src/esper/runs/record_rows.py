@@ -1,0 +1,177 @@
+"""The rows of the run record, from step reports that are on the host already; called in the thread of the writer.
+
+reports of steps  --stack-->  [T, N] arrays  --flatten-->  steps        one row per step and host
+                                                           slots        one row per slot with a seed
+                                                           coalitions   one row per measured set of seeds
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from esper.leyline.actions import (
+    ALPHA_CURVE_NAMES,
+    ALPHA_SPEED_NAMES,
+    ALPHA_TARGET_NAMES,
+    HEAD_NAMES,
+    RELEVANCE,
+    TEMPO_NAMES,
+    Head,
+    LifecycleOp,
+    Style,
+)
+from esper.leyline.errors import RunDirectoryError
+from esper.leyline.protocols import EngineSpec
+from esper.leyline.stages import HAS_MODULE, SeedStage
+from esper.simic.rewards.credit import FLAGS
+from esper.telemetry.machine import environment, version
+from esper.telemetry.record.parts import RECORD, Rows, rewind, write_about
+from esper.telemetry.record.schema import FLAG, OP_NAMES, TERM
+from esper.telemetry.record.writer import RecordWriter
+from esper.tolaria.governor import PanicReason
+from esper.tolaria.state import StepReport
+
+_LAST_STEP = 10**9
+_RELEVANT = np.array(RELEVANCE)
+_LIVE = np.isin(np.arange(max(SeedStage) + 1), tuple(HAS_MODULE))
+_STAGES = [SeedStage(v).name if v in set(SeedStage) else "" for v in range(max(SeedStage) + 1)]
+_HEAD_LABELS = {
+    Head.STYLE: [style.name for style in Style],
+    Head.TEMPO: TEMPO_NAMES,
+    Head.ALPHA_TARGET: ALPHA_TARGET_NAMES,
+    Head.ALPHA_SPEED: ALPHA_SPEED_NAMES,
+    Head.ALPHA_CURVE: ALPHA_CURVE_NAMES,
+}
+
+
+def record_writer(run: Path, spec: EngineSpec, terms: Sequence[str]) -> RecordWriter[StepReport]:
+    """The writer of the record of a run directory; `terms` are the names of the reward terms."""
+    return RecordWriter(run / RECORD, RecordRows(spec, terms), bytes_of)
+
+
+def begin_record(run: Path, spec: EngineSpec, terms: Sequence[str]) -> None:
+    """Write down versions, machine and names; raises RunDirectoryError if the disk refuses it."""
+    names = {"slots": list(spec.slot_ids), "blueprints": list(spec.blueprint_names), "terms": list(terms)}
+    about = {"version": version(), "environment": environment(spec.device), **names}
+    try:
+        write_about(run / RECORD, about)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the record in {run} cannot be written ({error.strerror or error}); name another place with --run-dir."
+        ) from error
+
+
+def rewind_record(run: Path, rounds: int, step: int) -> None:
+    """Remove what was recorded after a checkpoint: after some rounds, and the steps of an unfinished one.
+
+    Raises:
+        RunDirectoryError: the disk refuses it.
+    """
+    end = (rounds + 1, step) if step else (rounds, _LAST_STEP)
+    try:
+        rewind(run / RECORD, end)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the record in {run} cannot be rewound to the checkpoint ({error.strerror or error}); fix that, then "
+            f"continue with --resume {run}."
+        ) from error
+
+
+def bytes_of(report: StepReport) -> int:
+    """Memory of a report."""
+    return sum(value.nbytes for value in vars(report).values() if isinstance(value, np.ndarray))
+
+
+@final
+class RecordRows:
+    """Turns the reports of an engine into rows.
+
+    Args:
+        spec: names slots and blueprints. terms: names of the reward terms.
+    """
+
+    def __init__(self, spec: EngineSpec, terms: Sequence[str]) -> None:
+        self._spec, self._terms = spec, tuple(terms)
+
+    def __call__(self, reports: Sequence[StepReport]) -> Iterator[Rows]:
+        """The rows of successive steps, by kind of part."""
+        # the number of coalitions differs in the last step of an episode
+        by_width = [list(group) for _, group in groupby(reports, key=lambda report: report.measured_acc.shape)]
+        yield self._coalitions(by_width)
+        yield self._slots(reports)
+        yield self._steps(reports)  # last: where there are steps, the others are complete
+
+    def _places(self, reports: Sequence[StepReport]) -> dict[str, np.ndarray]:
+        """Round, step and global number of each host, [T, N]."""
+        num_hosts = len(reports[0].reward)
+        hosts = np.arange(num_hosts, dtype=np.int32) + self._spec.host_offset
+        place = np.array([(report.episode + 1, report.t) for report in reports], dtype=np.int32)
+        round_TN, t_TN = (np.repeat(column[:, None], num_hosts, axis=1) for column in place.T)
+        return {"round": round_TN, "t": t_TN, "host": np.repeat(hosts[None], len(reports), axis=0)}
+
+    def _steps(self, reports: Sequence[StepReport]) -> Rows:
+        names = ("val_acc", "val_loss", "train_acc", "train_loss", "committed_acc")
+        panic, action = _stack(reports, "panic_reason"), _stack(reports, "actions")
+        decided = panic == 0
+        op = np.where(decided, action[..., Head.OP], -1).astype(np.int8)
+        host_params = np.maximum(_stack(reports, "host_params"), 1)
+        columns = self._places(reports) | {name: _stack(reports, name) for name in names}
+        columns |= {
+            "growth": 1.0 + np.stack([report.committed_params for report in reports]) / host_params,
+            "total_params": np.stack([report.total_params for report in reports]),
+            "reward": np.where(decided, _stack(reports, "reward"), np.nan),
+            "rollback": (panic - 1).astype(np.int8),
+            "op": op,
+        }
+        for head in (Head.SLOT, Head.BLUEPRINT, *_HEAD_LABELS):
+            read = decided & _RELEVANT[op, head]
+            columns[HEAD_NAMES[head]] = np.where(read, action[..., head], -1).astype(np.int16)
+        columns["success"] = _stack(reports, "effective_op") == action[..., Head.OP]
+        probability = np.where(decided[..., None], _stack(reports, "op_prob"), np.nan)
+        columns |= {f"p_{name.lower()}": probability[..., i] for i, name in enumerate(OP_NAMES)}
+        columns["value"] = np.where(decided, _stack(reports, "value"), np.nan)
+        terms, flags = np.where(decided[..., None], _stack(reports, "breakdown"), np.nan), _stack(reports, "flags")
+        columns |= {TERM + name: terms[..., i] for i, name in enumerate(self._terms)}
+        columns |= {FLAG + name: flags[..., i] & decided for i, name in enumerate(FLAGS)}
+        labels = {HEAD_NAMES[head]: names for head, names in _HEAD_LABELS.items()} | {
+            "rollback": [reason.name.lower() for reason in PanicReason if reason],
+            "op": [op.name for op in LifecycleOp],
+            "slot": self._spec.slot_ids,
+            "blueprint": self._spec.blueprint_names,
+        }
+        return Rows("steps", {name: np.ascontiguousarray(x).reshape(-1) for name, x in columns.items()}, labels)
+
+    def _slots(self, reports: Sequence[StepReport]) -> Rows:
+        stage = _stack(reports, "stage")
+        at = np.nonzero(_LIVE[stage])  # step, host, slot
+        columns = {name: place[at[:2]] for name, place in self._places(reports).items()}
+        columns |= {"slot": at[2].astype(np.int16), "stage": stage[at].astype(np.int8)}
+        names = ("serial", "blueprint", "alpha", "contribution", "params")
+        columns |= {name: _stack(reports, name)[at] for name in names}
+        labels = {"slot": self._spec.slot_ids, "stage": _STAGES, "blueprint": self._spec.blueprint_names}
+        return Rows("slots", columns, labels)
+
+    def _coalitions(self, groups: Sequence[Sequence[StepReport]]) -> Rows:
+        pieces: list[dict[str, np.ndarray]] = []
+        weights = 1 << np.arange(self._spec.num_slots, dtype=np.int64)
+        for reports in groups:
+            valid = _stack(reports, "measured_valid") & (_stack(reports, "panic_reason") == 0)[..., None]
+            at = np.nonzero(valid)  # step, host, coalition
+            piece = {name: place[at[:2]] for name, place in self._places(reports).items()}
+            piece["members"] = _stack(reports, "measured_sets")[at] @ weights
+            pieces.append(piece | {"accuracy": _stack(reports, "measured_acc")[at]})
+        columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        found, columns["members"] = np.unique(columns["members"], return_inverse=True)
+        return Rows("coalitions", columns, {"members": [self._members(int(number)) for number in found]})
+
+    def _members(self, number: int) -> str:
+        """The slots of a set, separated by +."""
+        return "+".join(name for i, name in enumerate(self._spec.slot_ids) if number >> i & 1)
+
+
+def _stack(reports: Sequence[StepReport], field: str) -> np.ndarray:
+    """A field of all reports, [T, ...]."""
+    return np.stack([getattr(report, field) for report in reports])

@@ -29,6 +29,7 @@ from esper.runs import events, report
 from esper.runs.build import assemble, device_of
 from esper.runs.config import RunConfig
 from esper.runs.presets import resolve
+from esper.runs.record_rows import record_writer
 from esper.runs.records import Records
 from esper.runs.trend import Trend
 from esper.runs.values import plain
@@ -161,7 +162,10 @@ class Subject:
             screen = RunConsole(file=StringIO(), force_terminal=True, width=120, height=40)
             shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
             self._listeners = Hub({"progress": self._open.enter_context(shown)})
-            self._records = Records(self._directory, self._listeners, self.engine.spec, config.reward, None)
+            spec, record = self.engine.spec, record_writer(folder, self.engine.spec, self.client.terms)
+            self._records = Records(self._directory, self._listeners, spec, config.reward, None, record=record)
+            self._open.callback(record.close)
+            self._record = record
             self.engine.on_step = self._records.step
 
     def __enter__(self) -> "Subject":
@@ -193,6 +197,7 @@ class Subject:
             line = report.round_line(stats, cost, metrics, self.config.reward)
             self._directory.write_metrics(line)
             self._listeners.write("round", line)
+            self._record.round_ended()
         ended = time.perf_counter()
         phases = {name: ms / 1e3 for name, ms in engine.timer.read().items()}
         phases[OUTSIDE] = max(rolled - marks[1] - sum(phases.values()), 0.0)

@@ -6,9 +6,9 @@ from test_runs_report import NAN, WEIGHTS, stats, step
 
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, HostFamily, SeedStage
-from esper.runs.alarms import Alarm, alarms
 from esper.runs.events import round_events, run_started, step_events
 from esper.runs.trend import Trend
+from esper.telemetry.anomalies import Alarm, of_update
 from esper.tolaria.governor import PanicReason
 
 SPEC = EngineSpec(
@@ -173,9 +173,9 @@ def test_a_metric_beyond_its_threshold_is_an_alarm() -> None:
     ],
 )
 def test_each_detector_has_its_threshold(name: str, value: float, threshold: float) -> None:
-    assert list(alarms({name: value})) == [Alarm(name, value, threshold)]
-    assert list(alarms({name: threshold})) == []
-    assert list(alarms({name: NAN})) == []
+    assert list(of_update({name: value})) == [Alarm(name, value, threshold)]
+    assert list(of_update({name: threshold})) == []
+    assert list(of_update({name: NAN})) == []
 
 
 def test_the_first_event_says_which_run_it_is() -> None:

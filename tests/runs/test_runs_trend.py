@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from esper.runs.alarms import Alarm
 from esper.runs.trend import Trend
+from esper.telemetry.anomalies import Alarm
 
 
 def after(*rounds: float) -> tuple[Trend, list[int]]:

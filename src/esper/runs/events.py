@@ -31,10 +31,11 @@ import torch
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
-from esper.runs.alarms import alarms, flag_alarms
 from esper.runs.report import device_name, objective_of, shapley_of
 from esper.runs.trend import Trend
 from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.credit import FLAGS
+from esper.telemetry.anomalies import of_flags, of_update
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import RolloutStats, StepReport
 
@@ -163,11 +164,11 @@ def round_events(
     for n, results in enumerate(_results(stats, weights)):
         yield {"kind": "episode", **head, "host": spec.host_offset + n, **results}
     for host, alarm in (
-        *((-1, found) for found in (*alarms(metrics), *trend.alarms())),
+        *((-1, found) for found in (*of_update(metrics), *trend.alarms())),
         *(
             (spec.host_offset + n, found)
             for n in np.flatnonzero(stats.flags.any(axis=1)).tolist()
-            for found in flag_alarms(stats.flags[n].tolist())
+            for found in of_flags(dict(zip(FLAGS, stats.flags[n].tolist(), strict=True)))
         ),
     ):
         yield {"kind": "alarm", **head, "host": host, **vars(alarm)}

@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from esper.runs.alarms import Alarm
-
-WINDOW = 10
-_RISE, _FALL, _STANDSTILL = 2.0, -2.0, 0.5
+from esper.telemetry.anomalies import WINDOW, Alarm, of_trend
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,7 @@ class Trend:
 
     def alarms(self) -> Iterator[Alarm]:
         """Every ten rounds: J rose or fell by more than two points, or changed by at most half a point."""
-        now, before = _mean(self.recent[-WINDOW:]), _mean(self.recent[: len(self.recent) - WINDOW])
-        if self.rounds % WINDOW or now is None or before is None:
-            return
-        change = now - before
-        if change > _RISE:
-            yield Alarm("objective_rises", change, _RISE)
-        elif change < _FALL:
-            yield Alarm("objective_falls", change, _FALL)
-        elif abs(change) <= _STANDSTILL:
-            yield Alarm("objective_stands_still", change, _STANDSTILL)
+        return of_trend(self.rounds, self.recent)
 
 
 def _mean(rounds: tuple[float, ...]) -> float | None:

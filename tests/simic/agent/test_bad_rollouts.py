@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from esper.leyline.actions import NUM_HEADS, Head, LifecycleOp
-from esper.runs.alarms import alarms
 from esper.simic.agent.losses import ppo_losses
 from esper.simic.agent.ppo import evaluate_minibatch, loss_weights, run_ppo_updates
 from esper.tamiyo.heads import forced, sample_heads
+from esper.telemetry.anomalies import of_update
 
 HOSTS = [0, 1, 2, 3]
 FLOATS = ("states", "raw_states", "log_probs", "values", "rewards", "bootstrap_values")
@@ -35,7 +35,7 @@ def test_a_bad_number_in_any_field_of_a_rollout_poisons_nothing_that_is_kept(mak
     bounded = field == "log_probs" and not math.isnan(bad)
     assert (metrics["nonfinite_minibatches"] > 0) == (field != "raw_states" and not bounded)
     if bounded:
-        assert {"ratio_max", "ratio_min"} & {alarm.name for alarm in alarms(metrics)}
+        assert {"ratio_max", "ratio_min"} & {alarm.name for alarm in of_update(metrics)}
     kept = (*client.agent.network.parameters(), client.agent.optimizer.exp_avg, client.agent.optimizer.exp_avg_sq)
     statistics = (*client.agent.observations.state_dict().values(), *client.agent.returns.state_dict().values())
     for tensor in (*kept, *statistics):

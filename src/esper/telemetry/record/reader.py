@@ -10,9 +10,10 @@ import duckdb
 import numpy as np
 
 from esper.leyline.errors import QueryError, RunDirectoryError
+from esper.telemetry.anomalies import find, in_words
 from esper.telemetry.record.parts import identifier, quoted
-from esper.telemetry.record.run_files import RunFiles
-from esper.telemetry.record.schema import TABLES
+from esper.telemetry.record.run_files import RunFiles, insert_rows
+from esper.telemetry.record.schema import ANOMALIES, TABLES
 
 if TYPE_CHECKING:
     import pandas
@@ -47,6 +48,7 @@ class Record:
         }
         self._add_views()
         self._lock()
+        self._searched = False
 
     def query(self, sql: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
         """The rows of one SELECT; `params` fill its question marks.
@@ -84,6 +86,14 @@ class Record:
         names = _unique([column[0] for column in found.description or ()])
         return polars.DataFrame(found.fetchall(), schema=names, orient="row", infer_schema_length=None)
 
+    def anomaly_lines(self) -> list[str]:
+        """A line for each kind of anomaly, with its rounds and advice."""
+        rows = self.query(
+            "SELECT run, kind, count(*) AS n, min(round) AS first, max(round) AS last, arg_max(value, round) AS value, "
+            "any_value(message) AS message, any_value(advice) AS advice FROM anomalies GROUP BY run, kind ORDER BY ALL"
+        )
+        return [f"{row['run']}: " * (len(self._runs) > 1) + in_words(row) for row in rows]
+
     def columns(self, table: str) -> dict[str, str]:
         """Type by column of a table; raises QueryError if there is none."""
         return {row["column_name"]: row["column_type"] for row in self.query(f"DESCRIBE {identifier(table)}")}
@@ -99,6 +109,8 @@ class Record:
         self.close()
 
     def _run(self, sql: str, params: Sequence[object]) -> duckdb.DuckDBPyConnection:
+        if ANOMALIES.name in sql.lower():
+            self._find_anomalies()
         try:
             statements = duckdb.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -116,6 +128,14 @@ class Record:
             ) from error
         except duckdb.Error as error:
             raise QueryError(f"{_explained(error)} {self._known()}") from error
+
+    def _find_anomalies(self) -> None:
+        """Fill the table, once: the search takes longer than opening the record."""
+        if self._searched:
+            return
+        self._searched = True
+        for name, run in self._runs.items():
+            insert_rows(self._database, f"{run.schema}.{ANOMALIES.name}", ANOMALIES.types, find(self.query, name))
 
     def _known(self) -> str:
         return f"Tables: {', '.join(_NAMES)}; DESCRIBE shows the columns of one."
@@ -180,8 +200,11 @@ def _plain(column: Any) -> np.ndarray:  # noqa: ANN401 -- masked or not
         return np.asarray(column.data)
     if column.dtype.kind == "f":
         return np.asarray(column.filled(np.nan))
-    number = column.dtype.kind in "biu"
-    return np.where(column.mask, np.nan if number else None, column.data.astype(np.float64 if number else object))
+    if column.dtype.kind in "biu":
+        return np.where(column.mask, np.nan, column.data.astype(np.float64))
+    found = column.data.astype(object)
+    found[column.mask] = None
+    return np.asarray(found)
 
 
 def _explained(error: duckdb.Error) -> str:

@@ -1,0 +1,314 @@
+"""What looks wrong in a run: thresholds, and small functions that compare a run with them.
+
+    each update  --of_update, of_flags, of_trend-->  alarms in events.jsonl, while the run goes on
+    the record   --find------------------------->    the table `anomalies`, from the same rules and others that need
+                                                     several rounds
+
+All thresholds and advice are in `RULES`. A missing value (NaN, NULL) raises nothing.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from esper.leyline.actions import HEADS
+
+WINDOW = 10
+"""Rounds whose mean is compared with that of the rounds before."""
+SETTLED = 5
+"""Rounds after which memory no longer grows for good reasons."""
+
+Row = Mapping[str, Any]
+Query = Callable[[str, Sequence[object]], list[dict[str, Any]]]
+"""Rows of a SELECT with parameters, as `Record.query`."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A number beyond its threshold; `name` is the kind of its rule."""
+
+    name: str
+    value: float
+    threshold: float
+
+
+class Rule(NamedTuple):
+    """A threshold, what crossing it means, and what to do. `below`: it is crossed downwards."""
+
+    threshold: float
+    message: str
+    advice: str
+    below: bool = False
+
+    def broken_by(self, value: float) -> bool:
+        """Whether a number is beyond the threshold; NaN is not."""
+        return value < self.threshold if self.below else value > self.threshold
+
+
+_SMALLER_STEPS = "Lower ppo.lr or ppo.update_epochs."
+_REPORT_BUG = "Resume from an earlier checkpoint; if it happens again, report it with this run directory."
+_ABOVE = {
+    "ratio_max": Rule(5.0, "An update made an action more than five times as probable.", _SMALLER_STEPS),
+    "approx_kl": Rule(0.1, "An update moved the policy far from the one that acted (KL).", _SMALLER_STEPS),
+    "hidden_rms": Rule(10.0, "The recurrent state is too large.", "Lower ppo.lr; look at the features."),
+    "cell_rms": Rule(10.0, "The recurrent cell state is too large.", "Lower ppo.lr; look at the features."),
+    "nonfinite_minibatches": Rule(0.0, "Minibatches had a loss or gradient that is not finite.", _SMALLER_STEPS),
+    "actions_outside_mask": Rule(0.0, "A stored action was outside its mask.", _REPORT_BUG),
+    "nonfinite_logits": Rule(0.0, "The policy had logits that are not finite.", _REPORT_BUG),
+}
+_BELOW = {
+    "ratio_min": Rule(0.1, "An update made an action less than a tenth as probable.", _SMALLER_STEPS, below=True),
+    "explained_variance": Rule(
+        -0.5, "The critic predicts returns worse than a constant.", "Lower ppo.lr, or raise ppo.vf_coef.", below=True
+    ),
+    "hidden_rms": Rule(1e-6, "The recurrent state is zero.", "Look for features that are all zero.", below=True),
+    "cell_rms": Rule(1e-6, "The recurrent cell state is zero.", "Look for features that are all zero.", below=True),
+    "grad_norm": Rule(1e-6, "The gradient of the policy vanished.", "Look for rewards that never change.", below=True),
+    **{
+        f"entropy_{head.name}": Rule(
+            head.alarm, f"The head {head.name} hardly explores any more.", "Raise ppo.ent_coef.", below=True
+        )
+        for head in HEADS
+    },
+}
+_OTHERS = {
+    "gradient_always_clipped": Rule(
+        20.0,
+        "For ten updates the gradient was many times the limit that it is clipped to.",
+        "Lower ppo.vf_coef or the scale of the reward, or raise ppo.max_grad_norm.",
+    ),
+    "value_collapse": Rule(
+        0.02,
+        "For ten rounds the values hardly vary, while the returns do: the critic is constant.",
+        "Raise ppo.vf_coef or ppo.lr; check that the features tell the hosts apart.",
+        below=True,
+    ),
+    "lstm_saturated": Rule(
+        0.9, "The recurrent state is at its limits, where it learns nothing.", "Lower ppo.lr; normalize the features."
+    ),
+    "policy_waits": Rule(
+        0.97,
+        "The policy almost always waits where it could act.",
+        "Raise ppo.ent_coef; compare the reward of a germination with its cost.",
+    ),
+    "rollbacks": Rule(
+        0.25,
+        "More than a quarter of the hosts were rolled back in a round.",
+        "Lower the learning rates of hosts and seeds, or batch sizes that are too small.",
+    ),
+    "rollbacks_dominate_return": Rule(
+        0.5,
+        "Most of the variance of the return comes from rollbacks, which hides the effect of the operations.",
+        "Lower the learning rates of hosts and seeds.",
+    ),
+    "memory_grows": Rule(
+        1.5,
+        "Memory keeps growing; value: last peak / peak after five rounds.",
+        "Look at listeners that keep records; resume the run to begin with fresh memory.",
+    ),
+    "objective_rises": Rule(2.0, "100·J rose within ten rounds.", "Nothing: train on."),
+    "objective_falls": Rule(
+        -2.0, "100·J fell within ten rounds.", "Evaluate the best checkpoint (--best); lower ppo.lr.", below=True
+    ),
+    "objective_stands_still": Rule(
+        0.5,
+        "100·J changed by at most half a point within ten rounds.",
+        "Stop if it is as good as the baselines; else train with more hosts or another seed.",
+        below=True,
+    ),
+    "reward_flag_steps": Rule(
+        0.0,
+        "The reward marked steps of a host in which a seed may game it.",
+        "Compare 100·J with the shaped return; use reward.mode = 'objective'.",
+    ),
+}
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    kind: tuple(table[kind] for table in (_ABOVE, _BELOW, _OTHERS) if kind in table)
+    for kind in (*_ABOVE, *_BELOW, *_OTHERS)
+}
+"""The rules by kind of anomaly."""
+
+
+def rule_of(alarm: Alarm) -> Rule:
+    """The rule that an alarm broke."""
+    kind = alarm.name if alarm.name in RULES else "reward_flag_steps"
+    return next(rule for rule in RULES[kind] if rule.threshold == alarm.threshold)
+
+
+# While the run goes on ------------------------------------------------------------------------------------------------
+
+
+def of_update(metrics: Mapping[str, float]) -> Iterator[Alarm]:
+    """Every metric of an update beyond its threshold."""
+    for name, value in metrics.items():
+        for table in (_ABOVE, _BELOW):
+            if name in table and table[name].broken_by(value):
+                yield Alarm(name, value, table[name].threshold)
+
+
+def of_flags(steps: Mapping[str, int]) -> Iterator[Alarm]:
+    """The reward flags that a host raised in an episode; `steps` counts the steps of each flag."""
+    for name, count in steps.items():
+        if _OTHERS["reward_flag_steps"].broken_by(count):
+            yield Alarm(f"{name}_steps", float(count), _OTHERS["reward_flag_steps"].threshold)
+
+
+def of_trend(rounds: int, recent: Sequence[float]) -> Iterator[Alarm]:
+    """Every ten rounds: how 100·J changed against the ten rounds before. `recent`: those of the last twenty rounds."""
+    now, before = recent[-WINDOW:], recent[-2 * WINDOW : -WINDOW]
+    if rounds % WINDOW or len(now) < WINDOW or len(before) < WINDOW:
+        return
+    change = sum(now) / WINDOW - sum(before) / WINDOW
+    yield from _broken("objective_rises", change)
+    yield from _broken("objective_falls", change)
+    if abs(change) <= (limit := _OTHERS["objective_stands_still"].threshold):
+        yield Alarm("objective_stands_still", change, limit)
+
+
+def _broken(kind: str, value: float) -> Iterator[Alarm]:
+    if _OTHERS[kind].broken_by(value):
+        yield Alarm(kind, value, _OTHERS[kind].threshold)
+
+
+# From a record --------------------------------------------------------------------------------------------------------
+
+Finding = tuple[int, int | None, Alarm]
+"""Round, host (None: all), and what was found."""
+
+
+def find(query: Query, run: str) -> list[dict[str, Any]]:
+    """The rows of the table `anomalies` of a run, in order of rounds."""
+    updates = query("SELECT * FROM updates WHERE run = ? ORDER BY round", [run])
+    rounds = query("SELECT round, objective, memory_peak FROM rounds WHERE run = ? ORDER BY round", [run])
+    limits = query("SELECT config->>'$.ppo.max_grad_norm' AS most FROM runs WHERE run = ?", [run])
+    most = float(limits[0]["most"] or "nan") if limits else math.nan
+    found: list[Finding] = [(u["round"], None, alarm) for u in updates for alarm in of_update(_numbers(u))]
+    found += always_clipped(updates, most)
+    found += value_collapse(updates)
+    found += lstm_saturated(updates)
+    found += trend(rounds)
+    found += memory_grows(rounds)
+    found += policy_waits(query(_WAITS, [run]))
+    found += rollbacks(query("SELECT round, host, rollbacks, shaped_return FROM episodes WHERE run = ?", [run]))
+    for name in _flags(query):
+        marked = query(f'SELECT round, host, count(*) AS n FROM steps WHERE run = ? AND "{name}" GROUP BY ALL', [run])
+        found += [(m["round"], m["host"], a) for m in marked for a in of_flags({name.removeprefix("flag_"): m["n"]})]
+    return [_row(*finding) for finding in sorted(found, key=lambda f: (f[0], -1 if f[1] is None else f[1]))]
+
+
+_WAITS = """
+SELECT round, avg(p_wait) AS p_wait FROM decisions WHERE run = ? AND p_wait < 1 GROUP BY round ORDER BY round
+"""
+"""Where waiting is the only legal operation its probability is exactly 1."""
+
+
+def _flags(query: Query) -> list[str]:
+    return [row["column_name"] for row in query("DESCRIBE steps", ()) if row["column_name"].startswith("flag_")]
+
+
+def in_words(row: Row) -> str:
+    """A line about all anomalies of one kind: `first`, `last` round, number `n`, the last `value`."""
+    rounds = f"round {row['first']}" if row["first"] == row["last"] else f"rounds {row['first']} to {row['last']}"
+    times = "" if row["n"] == 1 else f", {row['n']} times"
+    return f"{row['kind']} ({rounds}{times}; {row['value']:.3g}): {row['message']} {row['advice']}"
+
+
+def _row(round_: int, host: int | None, alarm: Alarm) -> dict[str, Any]:
+    rule = rule_of(alarm)
+    place = {"round": round_, "t": None, "host": host}
+    texts = {"message": rule.message, "advice": rule.advice}
+    return place | {"kind": alarm.name, "value": alarm.value, "threshold": alarm.threshold} | texts
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, float)}
+
+
+def _windows(rows: Sequence[Row], *names: str) -> Iterator[tuple[int, list[Row]]]:
+    """Every tenth round, and the ten rows up to it, if all have these numbers."""
+    for end in range(WINDOW, len(rows) + 1, WINDOW):
+        window = list(rows[end - WINDOW : end])
+        if all(isinstance(row.get(name), float) for row in window for name in names):
+            yield window[-1]["round"], window
+
+
+def always_clipped(updates: Sequence[Row], limit: float) -> Iterator[Finding]:
+    """The smallest gradient norm of ten updates, in units of the norm that gradients are clipped to."""
+    for round_, window in _windows(updates, "grad_norm"):
+        for alarm in _broken("gradient_always_clipped", min(row["grad_norm"] for row in window) / limit):
+            yield round_, None, alarm
+
+
+def value_collapse(updates: Sequence[Row]) -> Iterator[Finding]:
+    """The largest standard deviation of the values of ten rounds, in units of that of the returns."""
+    for round_, window in _windows(updates, "value_std", "return_std"):
+        shares = [row["value_std"] / row["return_std"] for row in window if row["return_std"] > 0.0]
+        for alarm in _broken("value_collapse", max(shares, default=math.nan)):
+            yield round_, None, alarm
+
+
+def lstm_saturated(updates: Sequence[Row]) -> Iterator[Finding]:
+    """The root mean square of the recurrent output, which is at most 1."""
+    for row in updates:
+        for alarm in _broken("lstm_saturated", _number(row.get("hidden_rms"))):
+            yield row["round"], None, alarm
+
+
+def policy_waits(rounds: Sequence[Row]) -> Iterator[Finding]:
+    """The mean probability of WAIT in ten rounds, where another operation was legal."""
+    for round_, window in _windows(rounds, "p_wait"):
+        for alarm in _broken("policy_waits", statistics.fmean(row["p_wait"] for row in window)):
+            yield round_, None, alarm
+
+
+def trend(rounds: Sequence[Row]) -> Iterator[Finding]:
+    """The change of 100·J, without rises."""
+    objective = [_number(row["objective"]) for row in rounds]
+    for end in range(2 * WINDOW, len(rounds) + 1, WINDOW):
+        for alarm in of_trend(end, objective[:end]):
+            if alarm.name != "objective_rises":
+                yield rounds[end - 1]["round"], None, alarm
+
+
+def memory_grows(rounds: Sequence[Row]) -> Iterator[Finding]:
+    """The last memory peak against that of an early round, if there are rounds enough."""
+    peaks = [(row["round"], float(row["memory_peak"])) for row in rounds if row["memory_peak"]]
+    if len(peaks) >= 2 * SETTLED:
+        last, peak = peaks[-1]
+        for alarm in _broken("memory_grows", peak / peaks[SETTLED - 1][1]):
+            yield last, None, alarm
+
+
+def rollbacks(episodes: Sequence[Row]) -> Iterator[Finding]:
+    """The share of hosts with rollbacks, and the share of the variance of the return that is between the two groups."""
+    by_round: dict[int, list[Row]] = {}
+    for row in episodes:
+        by_round.setdefault(row["round"], []).append(row)
+    for round_, hosts in sorted(by_round.items()):
+        with_one = [bool(row["rollbacks"]) for row in hosts]
+        if not any(with_one):
+            continue
+        for alarm in _broken("rollbacks", sum(with_one) / len(hosts)):
+            yield round_, None, alarm
+        share = share_between(with_one, [_number(row["shaped_return"]) for row in hosts])
+        for alarm in _broken("rollbacks_dominate_return", share):
+            yield round_, None, alarm
+
+
+def share_between(marked: Sequence[bool], values: Sequence[float]) -> float:
+    """The share of the variance of the values between those that are marked and the others; NaN if there is none.
+
+    `p (1 - p) (difference of the means)² / variance`, p the share of the marked.
+    """
+    groups = [[v for v, m in zip(values, marked, strict=True) if m is which] for which in (True, False)]
+    variance = statistics.pvariance(values)
+    if not all(len(group) > 1 for group in groups) or variance == 0.0:
+        return math.nan
+    share = len(groups[0]) / len(values)
+    return share * (1 - share) * (statistics.fmean(groups[0]) - statistics.fmean(groups[1])) ** 2 / variance
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, float) else math.nan

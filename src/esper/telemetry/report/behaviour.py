@@ -21,7 +21,9 @@ def _run(record: Record, run: str, found: Rounds) -> Payload:
     phases = {"first": (1, found.quarter), "last": (found.last - found.quarter + 1, found.last)}
     if phases["first"] == phases["last"]:
         del phases["first"]  # there is one round
-    queries = {"step": _BY_STEP, "stage": _BY_STAGE, "accuracy": _BY_ACCURACY, "blueprint": _BLUEPRINTS}
+    queries = {"step": _BY_STEP, "accuracy": _BY_ACCURACY, "blueprint": _BLUEPRINTS, "stage": _BY_STAGE}
+    if not record.query("select 1 from slots where run = ? limit 1", (run,)):
+        del queries["stage"]  # unknown, which is not "no seed"
     counted = {
         phase: {"rounds": rounds} | {name: record.query(sql, (run, *rounds)) for name, sql in queries.items()}
         for phase, rounds in phases.items()
@@ -36,7 +38,7 @@ select max(round) as round, {_SUMS} from rounds where run = $1 group by (round -
 _CHOSEN = "from decisions where run = $1 and round between $2 and $3 and op is not null"
 _BY_STEP = f"""
 select (t - 1) // width * width + 1 as t, any_value(width) as width, lower(op) as op, count(*) as times
-from (select t, op {_CHOSEN}), (select -(-max(episode_length) // {BINS}) as width from runs where run = $1)
+from (select t, op {_CHOSEN}), (select (coalesce(max(episode_length), 1) + {BINS} - 1) // {BINS} as width from runs where run = $1)
 group by 1, 3 order by 1, 3"""
 _BY_STAGE = f"""
 with seeds as (

@@ -32,9 +32,12 @@ def waterfall(scores: Mapping[Coalition, float | None]) -> Payload | None:
         return None
     values = {members - base: score for members, score in known.items()}
     complete = all(subset in values for subset in subsets(players))
-    singles = {(p,): gain for p in players if (gain := _single(values, frozenset(players), p, complete)) is not None}
-    pairs = {(p, q): _pair(values, p, q) for p, q in combinations(players, 2)} if complete else {}
-    parts: dict[tuple[str, ...], float] = {**singles, **pairs}
+    parts: dict[tuple[str, ...], float] = {}
+    for p in players:
+        if (gain := _single(values, frozenset(players), p, complete)) is not None:
+            parts[(p,)] = gain
+    if complete:
+        parts |= {(p, q): _pair(values, p, q) for p, q in combinations(players, 2)}
     return {
         "base": known[base],
         "base_members": sorted(base),

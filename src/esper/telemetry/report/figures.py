@@ -139,7 +139,8 @@ def _operations(ax: Axes, counts: Payload, num_envs: int) -> None:
             floor = [a + b for a, b in zip(floor, values, strict=True)]
     ax.set_xlim(0.5, rounds[-1] * 1.06 + 0.5)
     ax.set_ylim(0, max(floor) * 1.3 or 1.0)
-    ax.legend(loc="upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK, handlelength=1.0)
+    if any(floor):
+        ax.legend(loc="upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK, handlelength=1.0)
 
 
 def _seeds(ax: Axes, run: Payload, newest: Payload) -> None:

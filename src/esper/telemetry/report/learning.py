@@ -1,6 +1,7 @@
 """The sections about the learner: reward terms, and the health of PPO with its thresholds."""
 
 from esper.leyline.actions import HEADS
+from esper.telemetry.anomalies import RULES
 from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
 
 
@@ -52,12 +53,14 @@ def ppo(record: Record) -> Payload:
 def _thresholds(record: Record) -> list[Payload]:
     """Lines to draw, with what they say."""
     limits = [
-        {"column": "explained_variance", "value": -0.5, "label": "alarm below -0.5"},
-        {"column": "ratio_max", "value": 5.0, "label": "alarm above 5"},
-        *(
-            {"column": f"entropy_{h.name}", "value": h.alarm, "label": f"{h.name}: alarm below {h.alarm}"}
-            for h in HEADS
-        ),
+        {
+            "column": name,
+            "value": rule.threshold,
+            "label": f"alarm {'below' if rule.below else 'above'} {rule.threshold:g}",
+        }
+        for columns in CHARTS.values()
+        for name in columns
+        for rule in RULES.get(name, ())
     ]
     targets = record.query("select distinct (config->>'$.ppo.target_kl')::double as kl, "
                            "(config->>'$.ppo.max_grad_norm')::double as norm from runs")  # fmt: skip

@@ -6,8 +6,12 @@ Rows are aggregated in SQL. Whatever is not in the record is None here, and an e
 """
 
 import json
+import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
+from esper.leyline.files import mode_of
 from esper.telemetry.report import behaviour, hosts, learning
 from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
 from esper.telemetry.run_directory import plain_json
@@ -34,8 +38,8 @@ def _run(record: Record, row: Payload) -> Payload:
         "select sum(seconds) as seconds, count(*) as rounds, sum(rollbacks) as rollbacks from rounds where run = ?",
         (row["run"],),
     )[0]
-    learned = record.query(_LEARNED, (row["run"],))[0]
-    return row | documents | {"last": last[0] if last else None, "cost": cost, "learned": learned if last else None}
+    learned = record.query(_LEARNED, (row["run"],)) if last else [None]
+    return row | documents | {"last": last[0] if last else None, "cost": cost, "learned": learned[0]}
 
 
 _LEARNED = """
@@ -86,11 +90,39 @@ select count(*) as pairs, min(round) as first, max(round) as last,
 from pairs"""
 
 
-def evaluation(record: Record) -> list[Payload]:
-    """Each evaluated controller: means over its hosts, half widths of 95 % intervals, and what it is."""
-    rows = record.query(_EVALUATION)
+def evaluation(record: Record) -> Payload:
+    """Each evaluated controller, and the verdict of each run, with the intervals that `esper evaluate` found.
+
+    `rows` hold means over hosts, half widths of their 95 % intervals, and the paired difference to the trained one.
+    """
     kinds = {TRAINED: "trained", **dict.fromkeys(CONSTANT, "constant")}
-    return [row | {"kind": kinds.get(row["controller"], "other")} for row in rows]
+    written = {row["run"]: _documents(Path(row["path"])) for row in record.query("select run, path from runs")}
+    differences = {
+        (run, controller["name"]): controller.get("difference")
+        for run, documents in written.items()
+        for document in documents
+        for controller in document["controllers"]
+    }
+    rows = [
+        row
+        | {
+            "kind": kinds.get(row["controller"], "other"),
+            "difference": differences.get((row["run"], row["controller"])),
+        }
+        for row in record.query(_EVALUATION)
+    ]
+    verdicts = {run: documents[-1].get("verdict") for run, documents in written.items() if documents}
+    return {"rows": rows, "verdicts": verdicts}
+
+
+def _documents(run: Path) -> list[Payload]:
+    """The files of `esper evaluate --json` in a run directory; the record complains about those that are damaged."""
+    found = []
+    for file in sorted(run.glob("evaluation*.json")):
+        with suppress(ValueError):
+            if stat.S_ISREG(mode_of(file)) and "controllers" in (document := json.loads(file.read_text("utf-8"))):
+                found.append(document)
+    return found
 
 
 _MEASURES = ("objective", "committed", "test", "growth", "training_flops")
@@ -101,19 +133,17 @@ _EVALUATION = (
         f"1.96 * stddev_samp(e.{name}) filter (e.host is not null) / sqrt(count(e.host)) as {name}_half"
         for name in _MEASURES
     )
-    + ", avg(e.objective - t.objective) as difference, "
-    "1.96 * stddev_samp(e.objective - t.objective) / sqrt(count(t.host)) as difference_half "
-    f"from evaluations e left join (select * from evaluations where controller = '{TRAINED}') t "
-    "on e.run = t.run and e.host = t.host group by e.run, e.controller order by e.run, objective desc"
+    + " from evaluations e group by e.run, e.controller order by e.run, objective desc"
 )
 """A row without host holds the means of all."""
 
 
 def anomalies(record: Record) -> Payload:
-    """How often each kind was found, with the newest finding of each, and the newest hundred."""
+    """How often each kind was found, with its newest finding, without rising J; and the newest hundred of all."""
     kinds = record.query(
         "select run, kind, count(*) as times, max(round) as last_round, arg_max(message, (round, t)) as message, "
-        "arg_max(advice, (round, t)) as advice from anomalies group by run, kind order by run, times desc"
+        "arg_max(advice, (round, t)) as advice from anomalies where kind <> 'objective_rises' "
+        "group by run, kind order by run, times desc"
     )
     newest = record.query("select * from anomalies order by run, round desc, t desc limit 100")
     return {"kinds": kinds, "newest": newest, "complaints": record.complaints}

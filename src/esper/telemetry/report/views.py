@@ -1,6 +1,6 @@
 """What the sections of the report share: the record they read, and how rounds are grouped."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 POINTS = 2000
 """Most points of a curve; longer runs are averaged over neighbouring rounds."""
@@ -9,6 +9,7 @@ LONGEST_PHASE = 100
 Payload = dict[str, Any]
 
 
+@runtime_checkable
 class Record(Protocol):
     """The part of the run record that the report reads; its views are listed in docs/record.md."""
 

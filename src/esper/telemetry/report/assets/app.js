@@ -40,10 +40,10 @@ function tiles(run, evaluated) {
 function summary({ runs, evaluation, anomalies, differences }) {
   const many = runs.length > 1;
   const findings = anomalies.kinds.map((kind) => el("p", { class: "finding" }, el("strong", {}, (many ? `${kind.run}: ` : "") + words(kind.kind)), ` (${kind.times}×, last in round ${kind.last_round}) ${kind.message ?? ""} ${kind.advice ?? ""}`));
-  const verdicts = runs.filter((run) => run.verdict).map((run) => el("p", { class: "verdict" }, el("strong", {}, many ? `${run.run}: ` : "Evaluation: "), run.verdict));
+  const verdicts = runs.filter((run) => evaluation.verdicts[run.run]).map((run) => el("p", { class: "verdict" }, el("strong", {}, many ? `${run.run}: ` : "Evaluation: "), evaluation.verdicts[run.run]));
   const unfinished = runs.filter((run) => !run.finished).map((run) => el("p", { class: "finding" }, `${run.run} is not finished: ${run.cost.rounds} complete rounds${run.config.rounds ? ` of ${run.config.rounds}` : ""}.`));
   return present(
-    many ? comparison(runs, evaluation) : runs.map((run) => tiles(run, evaluation.filter((row) => row.run === run.run))),
+    many ? comparison(runs, evaluation.rows) : runs.map((run) => tiles(run, evaluation.rows.filter((row) => row.run === run.run))),
     verdicts, unfinished,
     anomalies.complaints.map((text) => el("p", { class: "finding" }, text)),
     findings.length ? findings : say("No anomaly was found."),
@@ -120,6 +120,9 @@ function hostSection({ runs, hosts }) {
   return redrawn(make, state, controls);
 }
 
+const SEED_COLUMNS = [["slot", (s) => s.slot, true], ["blueprint", (s) => s.blueprint ?? "–", true], ["germinated in step", (s) => count(s.germinated_t)], ["fossilized", (s) => count(s.fossilized_t)],
+  ["pruned", (s) => count(s.pruned_t)], ["parameters", (s) => count(s.params)], ["contribution", (s) => signed(s.contribution)]];
+
 function hostView(run, round, host) {
   const series = [["val_acc", "with all seeds", 0], ["committed_acc", "kept network", 1]].map(([column, name, i]) => ({
     name, ...style(i), rows: host.steps.t.map((x, k) => ({ x, y: host.steps[column][k] })) }));
@@ -128,7 +131,8 @@ function hostView(run, round, host) {
   return present(
     el("p", {}, el("strong", {}, `Host ${host.host}: `), results, host.instance && host.instance !== "null" ? ` Task instance: ${host.instance}` : ""),
     lines({ title: "Accuracy", note: "Validation, %, after each step.", series, xLabel: "step", domain: undefined, marginLeft: 60, height: 190 }),
-    host.segments.length ? lanes({ host, slots: run.slots, length: run.episode_length }) : say("No seed lived in this episode, or its slots were not recorded."),
+    host.segments.length ? lanes({ host, slots: run.slots, length: run.episode_length })
+      : host.seeds.length ? table(SEED_COLUMNS, host.seeds, "Seeds") : say("No seed germinated in this episode."),
     host.waterfall ? waterfall({ parts: host.waterfall, blueprints }) : say("The final network was not measured without its seeds, so their parts are unknown."),
     host.waterfall?.shapley ? say("Shapley values (points): " + Object.entries(host.waterfall.shapley).map(([slot, value]) => `${slot} ${signed(value)}`).join(", ") + ".") : null,
     round.total > round.hosts.length ? say(`${round.total - round.hosts.length} more hosts of this round are left out.`) : null,
@@ -149,8 +153,8 @@ function seedSection({ runs, seeds }) {
 }
 
 function evaluationSection({ runs, evaluation }) {
-  if (!evaluation.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --json ${runs[0]?.path ?? "RUN"}/evaluation.json`), " compares the controller with the baselines on new hosts.");
-  const label = named(runs), rows = evaluation.map((row) => ({ ...row, label: [label(row.run), row.controller].filter(Boolean).join(" ") }));
+  if (!evaluation.rows.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --json ${runs[0]?.path ?? "RUN"}/evaluation.json`), " compares the controller with the baselines on new hosts.");
+  const label = named(runs), rows = evaluation.rows.map((row) => ({ ...row, label: [label(row.run), row.controller].filter(Boolean).join(" ") }));
   const [most, least] = [d3.max(rows, (row) => row.growth), d3.min(rows, (row) => row.growth)];
   return [
     el("div", { class: "grid" }, present(
@@ -159,7 +163,7 @@ function evaluationSection({ runs, evaluation }) {
     )),
     table([
       ["controller", (row) => row.label, true], ["100·J ± 95 %", (row) => plusMinus(row.objective, row.objective_half)],
-      ["− trained ± 95 %", (row) => (row.difference === null || row.kind === "trained" ? "–" : `${signed(row.difference)} ± ${number(row.difference_half)}`)],
+      ["− reference, 95 %", (row) => (row.difference?.mean ? `${signed(row.difference.mean)} [${signed(row.difference.low)}, ${signed(row.difference.high)}]` : "–")],
       ["validation %", (row) => number(row.committed)], ["test %", (row) => number(row.test)], ["growth", (row) => number(row.growth)],
       ["training FLOPs", (row) => (row.training_flops ? d3.format(".3~s")(row.training_flops) : "–")], ["hosts", (row) => count(row.hosts)],
     ], rows, "Evaluated controllers"),
@@ -183,7 +187,7 @@ function behaviourSection({ runs, behaviour }) {
     const slots = runs.find((r) => r.run === run).slots;
     const preferred = d3.groupSort(phases.flatMap(([, phase]) => phase.blueprint), (g) => -d3.sum(g, (r) => r.times), (r) => r.blueprint);
     const heaps = (group, rows) => d3.max(d3.rollups(sharesOf(rows, group, waiting, (r) => ({ name: r[group] })), (rs) => d3.sum(rs, (r) => r.value), (r) => r.name), (r) => r[1]) ?? 0;
-    const top = (column, group) => d3.max(phases, ([, phase]) => heaps(group, phase[column])) || 1;
+    const top = (column, group) => d3.max(phases, ([, phase]) => heaps(group, phase[column] ?? [])) || 1;
     const situations = (group, names) => (phase, rounds) => {
       const rows = sharesOf(phase[group], group === "stage" ? "rank" : "quarter", waiting, (r) => ({ name: names[r.rank ?? r.quarter] }));
       const order = Object.keys(names).map(Number).sort((a, b) => a - b).map((key) => names[key]).filter((name) => rows.some((r) => r.name === name));
@@ -199,7 +203,7 @@ function behaviourSection({ runs, behaviour }) {
       overRounds, overRounds && phases.length ? el("div") : null,
       each((phase, rounds) => bars({ title: `By step of the episode, ${rounds}`, colors: OPERATIONS, xLabel: "step", percent: true, key: false, top: top("step", "t"),
         rows: sharesOf(phase.step, "t", waiting, (r) => ({ x: r.t + (r.width - 1) / 2 })) })),
-      each(situations("stage", STAGE_NAMES)), each(situations("accuracy", QUARTERS)), each(inSlots)));
+      each((phase, rounds) => (phase.stage ? situations("stage", STAGE_NAMES)(phase, rounds) : [])), each(situations("accuracy", QUARTERS)), each(inSlots)));
     return grid.childElementCount ? grid : say("No decision was recorded.");
   };
   const recorded = runs.filter((run) => Object.keys(behaviour[run.run].phases).length);
@@ -236,15 +240,17 @@ function ppoSection({ runs, ppo }) {
       ...style(columns.length > 1 ? k : i), ...(columns.length > 1 && runs.length > 1 ? { dash: DASHES[i % DASHES.length] } : {}),
       rows: rowsOf(ppo.runs[run.run], name) })));
     const limits = ppo.thresholds.filter((limit) => columns.includes(limit.column));
+    const both = columns.length > 1 && runs.length > 1;
+    const legend = both ? keys([...columns.map((name, k) => ({ name: words(name.replace("entropy_", "")), ...style(k), dash: "none" })), ...runs.map((run, i) => ({ name: run.run, color: "currentColor", dash: DASHES[i % DASHES.length] }))]) : undefined;
     const merged = columns.length > 1 && limits.length ? [{ value: d3.max(limits, (l) => l.value), label: "alarms of the heads: " + d3.extent(limits, (l) => l.value).join(" to ") }] : limits;
-    return lines({ title, series, limits: merged, digits: 4 });
+    return lines({ title, series, limits: merged, digits: 4, legend });
   });
   return charts.some(Boolean) ? el("div", { class: "grid small" }, present(charts)) : say("No update was recorded.");
 }
 
 /** Nested values as [dotted name, text]. */
 const flat = (value, prefix = "") => (value !== null && typeof value === "object" && !Array.isArray(value)
-  ? Object.entries(value).flatMap(([key, inner]) => flat(inner, prefix ? `${prefix}.${key}` : key)) : [[prefix, Array.isArray(value) ? value.join(", ") : String(value)]]);
+  ? Object.entries(value).flatMap(([key, inner]) => flat(inner, prefix ? `${prefix}.${key}` : key)) : [[prefix, Array.isArray(value) ? value.join(", ") : value === null ? "" : String(value)]]);
 
 function settingSection({ runs, anomalies }) {
   const maps = runs.map((run) => new Map([...flat({ version: run.version, commit: run.commit, device: run.device, started: run.started }), ...flat(run.environment, "environment"), ...flat(run.config)]));

@@ -16,7 +16,7 @@ const plot = (width, options) => Plot.plot({ width, height: 230, ...MARGIN, styl
 const wholeTicks = (low, high, width) => d3.ticks(low, high, Math.max(2, width / 70)).filter(Number.isInteger);
 
 /** Lines over x, with a band where rows have low and high. Series are [{name, color, dash, rows: [{x, y, low, high}]}]. */
-function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, key = true, ticks }) {
+function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend }) {
   const shown = series.filter((one) => one.rows.some((row) => row.y !== null && row.y !== undefined));
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.rows.map((row) => ({ ...row, name: one.name, color: one.color })));
@@ -25,7 +25,7 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
   const draw = (width) => plot(width, {
     height, marginLeft,
     insetLeft: 6, insetRight: 6,
-    x: { label: xLabel, ticks: ticks ?? (Number.isInteger(low) && high - low < 1e6 ? wholeTicks(low, high, width) : 5), domain: low === high ? [low - 0.5, high + 0.5] : [low, high] },
+    x: { label: xLabel, ticks: (Number.isInteger(low) && high - low < 1e6 ? wholeTicks(low, high, width) : 5), domain: low === high ? [low - 0.5, high + 0.5] : [low, high] },
     y: { label: null, grid: true, domain, nice: !domain, ticks: 5, tickFormat: shown.some((one) => one.rows.some((row) => Math.abs(row.y) > 1e4)) ? "~s" : undefined },
     marks: [
       ...shown.filter((one) => one.rows.some((row) => row.low != null)).map((one) => Plot.areaY(one.rows, { x: "x", y1: "low", y2: "high", fill: one.color, fillOpacity: 0.18 })),
@@ -37,7 +37,7 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
   });
   const rows = all.map(({ name, x, y, low, high }) => ({ series: name, [xLabel]: x, value: y, ...(low != null ? { low, high } : {}) }));
   const dashed = limits.map((limit) => limit.label).join(", ");
-  return figure({ title, note: [note, dashed && `Dashed: ${dashed}.`].filter(Boolean).join(" "), rows, draw, key: key && shown.length > 1 ? keys(shown) : null });
+  return figure({ title, note: [note, dashed && `Dashed: ${dashed}.`].filter(Boolean).join(" "), rows, draw, key: legend ?? (shown.length > 1 ? keys(shown) : null) });
 }
 
 /** Rows of {x, part, value} stacked on each x, positive parts up and negative ones down. */

@@ -42,16 +42,19 @@ from esper.tamiyo.scripted import canonical_action
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import register_task, task_by_name
-from plot_run import BLUE, COOLDOWN, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SAND, STAGES, VIOLET, dress
+from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, OPERATIONS, ORANGE, RED, SKY, VIOLET, dress
+from esper.telemetry.report.figures import STAGES as LIVE_STAGES
 from recorded_reward import RecordedReward
 
 assert _presets
-COLORS = {"shaped": BLUE, "escrow": ORANGE, "basic": SAND, "basic_plus": GREEN, "loss": VIOLET, "objective": RED}
+COLORS = {"shaped": BLUE, "escrow": ORANGE, "basic": SKY, "basic_plus": GREEN, "loss": VIOLET, "objective": RED}
 """Modes in the picture. `sparse`, `minimal` and `simplified` have no term of their own in this episode."""
 FEW = 2
 """A term that is not zero in at most so many steps is drawn as stems."""
 COLUMNS, WIDE = 4, ("attribution", "potential", "action", "rent")
 """Panels in a row; these terms are two panels wide."""
+COOLING = "#dfe4e8"
+STAGES = LIVE_STAGES | dict.fromkeys(("PRUNED", "EMBARGOED", "RESETTING"), COOLING)
 _OP = LifecycleOp
 
 
@@ -156,8 +159,8 @@ def slots(ax: Axes, told: Episode) -> None:
     ax.invert_yaxis()
     ax.set_xlim(0.5, len(told.seen) + 0.5)
     ax.set_xticks(range(10, len(told.seen) + 1, 10))
-    stages = [Patch(color=c, label=n.lower()) for n, c in STAGES.items() if n not in (*COOLDOWN, "GERMINATED")]
-    stages += [Patch(color=STAGES["PRUNED"], label="cooling down")]
+    stages = [Patch(color=c, label=n.lower()) for n, c in LIVE_STAGES.items() if n != "GERMINATED"]
+    stages += [Patch(color=COOLING, label="cooling down")]
     marks = [
         Line2D([], [], color=color, marker="o", markersize=8, linestyle="", label=name.lower().replace("_", " "))
         for name, color in OPERATIONS.items()

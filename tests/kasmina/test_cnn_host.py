@@ -124,7 +124,16 @@ def test_batch_norm_counts_no_batches_and_starts_neutral():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"blocks": 1}, {"kernel": 2}, {"pools": 3}, {"pools": -1}, {"base": 0}, {"in_channels": 0}, {"classes": 1}, {"unshuffle": 0}],
+    [
+        {"blocks": 1},
+        {"kernel": 2},
+        {"pools": 3},
+        {"pools": -1},
+        {"base": 0},
+        {"in_channels": 0},
+        {"classes": 1},
+        {"unshuffle": 0},
+    ],
 )
 def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):

@@ -15,6 +15,7 @@ from esper.cli.export import Export, export
 from esper.cli.grow import Grow, grow
 from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
 from esper.cli.query import Query, query
+from esper.cli.report import Report, report
 from esper.cli.search import Search, search
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
@@ -27,6 +28,7 @@ Command = (
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Search, tyro.conf.subcommand("search")]
     | Annotated[Query, tyro.conf.subcommand("query")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
 )
 
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
     try:
-        command: Train | Evaluate | Grow | Export | Search | Query | Tasks = tyro.cli(
+        command: Train | Evaluate | Grow | Export | Search | Query | Report | Tasks = tyro.cli(
             Command,
             prog="esper",
             args=arguments,
@@ -58,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
             return search(command)
         if isinstance(command, Query):
             return query(command)
+        if isinstance(command, Report):
+            return report(command)
         return tasks(command)
     except EsperError as error:
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,0 +1,106 @@
+"use strict";
+// Elements, tables and figures, from which app.js builds the sections.
+
+/** An element with attributes (functions become listeners) and children; text stays text. */
+function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(2).filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** A number with so many decimals; a dash if it was not measured. */
+function number(value, digits = 2) {
+  if (value === null || value === undefined) return "–";
+  return (Math.abs(value) >= 1e5 ? d3.format(".3~s")(value) : value.toFixed(digits)).replace("-", "−");
+}
+
+/** A whole number, or one with so many decimals. */
+const count = (value, digits = 2) => number(value, Number.isInteger(value) ? 0 : digits);
+
+const signed = (value, digits = 2) => (value === null || value === undefined ? "–" : (value > 0 ? "+" : "") + number(value, digits));
+const plusMinus = (value, half) => number(value) + (half === null || half === undefined ? "" : ` ± ${number(half)}`);
+const words = (name) => name.toLowerCase().replaceAll("_", " ");
+
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const minutes = Math.floor(seconds / 60);
+  return minutes >= 60 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : minutes ? `${minutes} min ${Math.round(seconds % 60)} s` : `${seconds.toFixed(1)} s`;
+}
+
+/** A table; `columns` are [heading, row => text, isText]. */
+function table(columns, rows, caption) {
+  const head = el("tr", {}, columns.map(([name, , text]) => el("th", { scope: "col", class: text ? "text" : null }, name)));
+  const body = rows.map((row) => el("tr", {}, columns.map(([, value, text]) => el("td", { class: text ? "text" : null }, value(row)))));
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+}
+
+/** A labelled list of choices; `options` are [value, text]. */
+function choice(label, options, change) {
+  const select = el("select", { change: () => change(select.value) }, options.map(([value, text]) => el("option", { value }, text)));
+  return el("label", {}, label + " ", select);
+}
+
+/** A switch with a label. */
+function toggle(label, change) {
+  const box = el("input", { type: "checkbox", change: () => change(box.checked) });
+  return el("label", {}, box, " " + label);
+}
+
+/** The key of a chart: names with colours, and dashes of lines. */
+function keys(entries) {
+  return el("ul", { class: "keys" }, entries.map(({ name, color, dash, fill }) => {
+    const swatch = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    swatch.setAttribute("aria-hidden", "true");
+    const line = document.createElementNS("http://www.w3.org/2000/svg", fill ? "rect" : "line");
+    const set = fill ? { width: 18, height: 12, fill: color, stroke: "currentColor", "stroke-opacity": 0.5 }
+      : { x1: 0, x2: 18, y1: 6, y2: 6, stroke: color, "stroke-width": 3, "stroke-dasharray": dash ?? "none" };
+    Object.entries(set).forEach(([key, value]) => line.setAttribute(key, value));
+    swatch.append(line);
+    return el("li", {}, swatch, name);
+  }));
+}
+
+/**
+ * A titled chart that fits its width, with its data as a table and its picture as SVG.
+ * `draw(width)` gives an SVG element; `rows` are its data.
+ */
+function figure({ title, note, key, draw, rows = [] }) {
+  const place = el("div", { class: "chart" });
+  const data = el("div", { hidden: true });
+  const names = rows.length ? Object.keys(rows[0]) : [];
+  const show = () => {
+    if (!data.childElementCount) data.append(table(names.map((name) => [name, (row) => String(row[name] ?? "–")]), rows, title));
+    data.hidden = !data.hidden;
+    button.setAttribute("aria-expanded", String(!data.hidden));
+  };
+  const button = el("button", { type: "button", click: show, "aria-expanded": "false", "aria-label": `Data of ${title}` }, "Data");
+  const save = el("button", { type: "button", click: () => download(place.querySelector("svg"), title), "aria-label": `Save ${title} as SVG` }, "SVG");
+  let drawn = 0;
+  new ResizeObserver(([entry]) => {
+    const width = Math.floor(entry.contentRect.width);
+    if (!width || width === drawn) return;
+    drawn = width;
+    const svg = draw(width);
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `${title}. ${note ?? ""}`);
+    place.replaceChildren(svg);
+  }).observe(place);
+  return el("figure", {}, el("figcaption", {}, el("h3", {}, title), note ? el("p", {}, note) : null, key ?? null),
+    place, el("div", { class: "tools" }, rows.length ? button : null, save), data);
+}
+
+/** Saves the picture of a chart in the colours of the page. */
+function download(svg, title) {
+  const copy = svg.cloneNode(true);
+  const style = getComputedStyle(document.body);
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.setAttribute("style", `color: ${style.color}; background: ${style.backgroundColor}; font: 11px sans-serif`);
+  const url = URL.createObjectURL(new Blob([copy.outerHTML], { type: "image/svg+xml" }));
+  el("a", { href: url, download: `${title.replace(/\W+/g, "-")}.svg` }).click();
+  URL.revokeObjectURL(url);
+}

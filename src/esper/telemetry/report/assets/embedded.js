@@ -1,0 +1,3 @@
+"use strict";
+// The payloads are in the page.
+start(async (name) => JSON.parse(document.getElementById(`payload-${name}`).textContent));

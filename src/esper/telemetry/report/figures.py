@@ -1,0 +1,169 @@
+"""A run as a picture, from the same payloads as the page; needs matplotlib (`pip install esper-growth[report]`).
+
++--------------+--------------+
+| 100·J        | accuracy     |     means over the hosts, round by round
++--------------+--------------+
+| operations   | growth       |
++--------------+--------------+
+| seeds of the newest round, one line per slot: colour is the stage, height is alpha |
++-------------------------------------------------------------------------------------+
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from esper.telemetry.report.views import Payload
+
+INK, FAINT, GRID = "#1b2530", "#55616e", "#e2e6ea"
+BLUE, ORANGE, GREEN, RED, VIOLET, SAND, SKY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442", "#56B4E9",
+)  # fmt: skip
+"""The palette of Okabe and Ito, which people with a colour vision deficiency can tell apart."""
+OPERATIONS = {"GERMINATE": GREEN, "SET_ALPHA_TARGET": SKY, "FOSSILIZE": BLUE, "PRUNE": RED, "ADVANCE": VIOLET}
+STAGES = {"GERMINATED": SAND, "TRAINING": ORANGE, "BLENDING": SKY, "HOLDING": VIOLET, "FOSSILIZED": BLUE}
+HOSTS_SHOWN = 4
+FORMATS = ("png", "svg")
+
+
+def write_figures(payloads: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw the picture of each run that has a complete round, as PNG and SVG.
+
+    Args:
+        payloads: runs, curves, behaviour and hosts.
+        folder: receives run.png and run.svg, or NAME.png and NAME.svg for several runs; created if missing.
+
+    Returns:
+        The files written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = [run for run in payloads["runs"] if payloads["curves"].get(run["run"])]
+    written = []
+    with mpl.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "esper"}):
+        for run in shown:
+            figure = picture(run, *(payloads[name][run["run"]] for name in ("curves", "behaviour", "hosts")))
+            for suffix in FORMATS:
+                written.append(folder / f"{'run' if len(payloads['runs']) == 1 else run['run']}.{suffix}")
+                figure.savefig(written[-1], dpi=110)
+    return written
+
+
+def picture(run: Payload, curves: Payload, behaviour: Payload, hosts: Sequence[Payload]) -> Figure:
+    """The figure of one run."""
+    figure = Figure(figsize=(13.0, 13.0), facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(3, 2, height_ratios=(1, 1, 1.25), hspace=0.42, wspace=0.14,
+                               left=0.08, right=0.965, top=0.895, bottom=0.04)  # fmt: skip
+    sizes = f"{run['num_envs']} hosts × {run['episode_length']} steps × {run['cost']['rounds']} rounds"
+    figure.suptitle("Networks that grow while they train", x=0.08, y=0.975, ha="left", fontsize=17, color=INK,
+                    fontweight="bold")  # fmt: skip
+    figure.text(0.08, 0.94, f"{run['task']}: {sizes}, reward {run['reward']}, seed {run['seed']}", fontsize=11,
+                color=FAINT)  # fmt: skip
+    _objective(figure.add_subplot(grid[0, 0]), curves)
+    _accuracy(figure.add_subplot(grid[0, 1]), curves)
+    _operations(figure.add_subplot(grid[1, 0]), behaviour["operations"], run["num_envs"])
+    _growth(figure.add_subplot(grid[1, 1]), curves)
+    if hosts:
+        _seeds(figure.add_subplot(grid[2, :]), run, hosts[0])
+    return figure
+
+
+def dress(ax: Axes, title: str, note: str) -> None:
+    """A heading instead of axis labels, and few lines."""
+    ax.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=20)
+    ax.text(0.0, 1.035, note, transform=ax.transAxes, fontsize=9, color=FAINT)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color(FAINT)
+    ax.tick_params(colors=FAINT, length=0, labelsize=9)
+    ax.grid(axis="y", color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
+
+
+def _line(ax: Axes, curves: Payload, name: str, color: str, *, band: bool = True, lift: float = 0.0) -> None:
+    """A column over the rounds with its quartiles, and its last value as a label, `lift` points above."""
+    rounds, values = curves["round"], _numbers(curves[name])
+    ax.plot(rounds, values, color=color, linewidth=2.2, marker="o", markersize=4.5 if len(rounds) <= 30 else 0)
+    if band:
+        low, high = _numbers(curves[f"{name}_low"]), _numbers(curves[f"{name}_high"])
+        ax.fill_between(rounds, low, high, color=color, alpha=0.15, linewidth=0)
+    ax.annotate(f"{values[-1]:.4g}", (rounds[-1], values[-1]), xytext=(7, lift), textcoords="offset points",
+                va="center", color=INK, fontsize=9, fontweight="bold")  # fmt: skip
+    ax.set_xlim(0.5, rounds[-1] * 1.06 + 0.5)
+
+
+def _objective(ax: Axes, curves: Payload) -> None:
+    dress(ax, "100·J", "accuracy of the network that is kept minus the price of its growth; mean and quartiles")
+    _line(ax, curves, "objective", GREEN)
+
+
+def _accuracy(ax: Axes, curves: Payload) -> None:
+    dress(ax, "Accuracy", "validation, % at the end of each round")
+    lines = {"live": (BLUE, "live: with all seeds"), "committed": (RED, "committed: with fossilized seeds only")}
+    highest = max(lines, key=lambda name: curves[name][-1] or 0.0)
+    for name, (color, _) in lines.items():
+        _line(ax, curves, name, color, band=False, lift=6.0 if name == highest else -6.0)
+    handles = [Line2D([], [], color=color, linewidth=2.2) for color, _ in lines.values()]
+    ax.legend(handles, [label for _, label in lines.values()], loc="lower right", frameon=False, fontsize=9,
+              labelcolor=INK)  # fmt: skip
+
+
+def _growth(ax: Axes, curves: Payload) -> None:
+    dress(ax, "Growth", "(host + fossilized parameters) / host parameters; mean and quartiles")
+    _line(ax, curves, "growth", VIOLET)
+    ax.set_ylim(bottom=1.0)
+
+
+def _operations(ax: Axes, counts: Payload, num_envs: int) -> None:
+    dress(ax, "Operations", "effective operations per host and round, waiting left out")
+    if not counts:
+        return
+    rounds, floor = counts["round"], [0.0] * len(counts["round"])
+    width = 0.72 * (rounds[1] - rounds[0] if len(rounds) > 1 else 1)
+    for name, color in OPERATIONS.items():
+        values = [(count or 0.0) / num_envs for count in counts[f"ops_{name.lower()}"]]
+        if any(values):
+            ax.bar(rounds, values, bottom=floor, color=color, width=width, label=name.lower().replace("_", " "))
+            floor = [a + b for a, b in zip(floor, values, strict=True)]
+    ax.set_xlim(0.5, rounds[-1] * 1.06 + 0.5)
+    ax.set_ylim(0, max(floor) * 1.3 or 1.0)
+    if any(floor):
+        ax.legend(loc="upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK, handlelength=1.0)
+
+
+def _seeds(ax: Axes, run: Payload, newest: Payload) -> None:
+    hosts, slots, steps = newest["hosts"][:HOSTS_SHOWN], run["slots"], run["episode_length"]
+    note = (
+        f"round {newest['round']}, slots of {len(hosts)} of the {newest['total']} hosts; colour: stage, height: alpha"
+    )
+    dress(ax, "Life of the seeds", note)
+    ax.grid(visible=False)
+    rows = {(host["host"], slot): i * (len(slots) + 0.55) + j
+            for i, host in enumerate(hosts) for j, slot in enumerate(slots)}  # fmt: skip
+    ax.barh(list(rows.values()), steps, left=0.5, height=0.78, color="#f3f5f7")
+    for host in hosts:
+        for stretch in host["segments"]:
+            y, color = rows[host["host"], stretch["slot"]], STAGES[stretch["stage"]]
+            times = range(stretch["t"], stretch["t"] + len(stretch["alpha"]))
+            ax.barh(y, len(times), left=times[0] - 0.5, height=0.78, color=color, alpha=0.35)
+            heights = [0.78 * (alpha or 0.0) for alpha in stretch["alpha"]]
+            ax.bar(times, [-height for height in heights], bottom=y + 0.39, width=1.0, color=color)
+    labels = [f"host {host}  {slot}" if slot == slots[0] else slot for host, slot in rows]
+    ax.set_yticks(list(rows.values()), labels)
+    ax.invert_yaxis()
+    ax.set_xlim(0.5, steps + 0.5)
+    handles = [Patch(color=color, label=name.lower()) for name, color in STAGES.items()]
+    ax.legend(handles=handles, loc="upper right", bbox_to_anchor=(1.0, 1.13), ncols=6, frameon=False, fontsize=9,
+              labelcolor=INK, handlelength=1.0)  # fmt: skip

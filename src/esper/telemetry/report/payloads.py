@@ -1,0 +1,185 @@
+"""What the report shows, as JSON values: one function for each section of the page.
+
+record (views over the Parquet parts) --payloads--> {"runs": ..., "curves": ..., ...} --page.py--> one HTML file
+
+Rows are aggregated in SQL. Whatever is not in the record is None here, and an empty section of the page.
+"""
+
+import json
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from esper.leyline.files import mode_of
+from esper.telemetry.report import behaviour, hosts, learning
+from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
+from esper.telemetry.run_directory import plain_json
+
+WINDOW = 10
+"""Last rounds over which two runs are compared."""
+CONSTANT = ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
+"""Controllers that do the same in every episode."""
+TRAINED = "trained"
+
+
+def runs(record: Record) -> list[Payload]:
+    """Each run: what was trained, on what, its settings, and its last complete round."""
+    found = record.query("select * exclude (config, environment, summary, started), started::varchar as started, "
+                         "config::varchar as config, environment::varchar as environment, "
+                         "summary::varchar as summary from runs order by run")  # fmt: skip
+    return [_run(record, row) for row in found]
+
+
+def _run(record: Record, row: Payload) -> Payload:
+    documents = {name: json.loads(row[name]) if row[name] else {} for name in ("config", "environment", "summary")}
+    last = record.query("select * from rounds where run = ? order by round desc limit 1", (row["run"],))
+    cost = record.query(
+        "select sum(seconds) as seconds, count(*) as rounds, sum(rollbacks) as rollbacks from rounds where run = ?",
+        (row["run"],),
+    )[0]
+    learned = record.query(_LEARNED, (row["run"],)) if last else [None]
+    return row | documents | {"last": last[0] if last else None, "cost": cost, "learned": learned[0]}
+
+
+_LEARNED = """
+with quarter as (select greatest(max(round) // 4, 1) as length, max(round) as last from rounds where run = $1)
+select length as rounds, avg(objective) filter (round <= length) as first,
+    avg(objective) filter (round > last - length) as last
+from rounds, quarter where run = $1 group by length"""
+
+
+def curves(record: Record) -> dict[str, Payload]:
+    """Means and quartiles over the hosts for each round of each run."""
+    names = ("objective", "committed", "live", "shaped_return", "growth")
+    columns = ", ".join(
+        f"avg({name}) as {name}, quantile_cont({name}, 0.25) as {name}_low, quantile_cont({name}, 0.75) as {name}_high"
+        for name in names
+    )
+    return {
+        run: columns_of(
+            record.query(
+                f"select max(round) as round, {columns} from episodes where run = ? group by (round - 1) // ? "
+                "order by 1",
+                (run, found.bucket),
+            )
+        )
+        for run, found in rounds_of(record).items()
+    }
+
+
+def differences(record: Record) -> list[Payload]:
+    """Each run against the first one, paired by round and host in the last rounds that both have."""
+    names = list(rounds_of(record))
+    rows = [record.query(_DIFFERENCE, (names[0], other, WINDOW)) for other in names[1:]]
+    return [row | {"run": other, "reference": names[0]}
+            for other, (row,) in zip(names[1:], rows, strict=True) if row["pairs"]]  # fmt: skip
+
+
+_DIFFERENCE = """
+with newest as (select max(round) as round from rounds where run in ($1, $2) group by run), pairs as (
+    select round, a.objective - b.objective as objective, a.committed - b.committed as committed,
+           a.growth - b.growth as growth
+    from (select * from episodes where run = $2) a join (select * from episodes where run = $1) b using (round, host)
+    where round + $3 > (select min(newest.round) from newest)
+)
+select count(*) as pairs, min(round) as first, max(round) as last,
+    avg(objective) as objective, 1.96 * stddev_samp(objective) / sqrt(count(*)) as objective_half,
+    avg(committed) as committed, 1.96 * stddev_samp(committed) / sqrt(count(*)) as committed_half,
+    avg(growth) as growth, 1.96 * stddev_samp(growth) / sqrt(count(*)) as growth_half
+from pairs"""
+
+
+def evaluation(record: Record) -> Payload:
+    """Each evaluated controller, and the verdict of each run, with the intervals that `esper evaluate` found.
+
+    `rows` hold means over hosts, half widths of their 95 % intervals, and the paired difference to the trained one.
+    """
+    kinds = {TRAINED: "trained", **dict.fromkeys(CONSTANT, "constant")}
+    written = {row["run"]: _documents(Path(row["path"])) for row in record.query("select run, path from runs")}
+    differences = {
+        (run, controller["name"]): controller.get("difference")
+        for run, documents in written.items()
+        for document in documents
+        for controller in document["controllers"]
+    }
+    rows = [
+        row
+        | {
+            "kind": kinds.get(row["controller"], "other"),
+            "difference": differences.get((row["run"], row["controller"])),
+        }
+        for row in record.query(_EVALUATION)
+    ]
+    verdicts = {run: documents[-1].get("verdict") for run, documents in written.items() if documents}
+    return {"rows": rows, "verdicts": verdicts}
+
+
+def _documents(run: Path) -> list[Payload]:
+    """The files of `esper evaluate --json` in a run directory; the record complains about those that are damaged."""
+    found = []
+    for file in sorted(run.glob("evaluation*.json")):
+        with suppress(ValueError):
+            if stat.S_ISREG(mode_of(file)) and "controllers" in (document := json.loads(file.read_text("utf-8"))):
+                found.append(document)
+    return found
+
+
+_MEASURES = ("objective", "committed", "test", "growth", "training_flops")
+_EVALUATION = (
+    "select e.run, e.controller, count(e.host) as hosts, "
+    + ", ".join(
+        f"coalesce(avg(e.{name}) filter (e.host is not null), max(e.{name}) filter (e.host is null)) as {name}, "
+        f"1.96 * stddev_samp(e.{name}) filter (e.host is not null) / sqrt(count(e.host)) as {name}_half"
+        for name in _MEASURES
+    )
+    + " from evaluations e group by e.run, e.controller order by e.run, objective desc"
+)
+"""A row without host holds the means of all."""
+
+
+def anomalies(record: Record) -> Payload:
+    """How often each kind was found, with its newest finding, without rising J; and the newest hundred of all."""
+    kinds = record.query(
+        "select run, kind, count(*) as times, max(round) as last_round, arg_max(message, (round, t)) as message, "
+        "arg_max(advice, (round, t)) as advice from anomalies where kind <> 'objective_rises' "
+        "group by run, kind order by run, times desc"
+    )
+    newest = record.query("select * from anomalies order by run, round desc, t desc limit 100")
+    return {"kinds": kinds, "newest": newest, "complaints": record.complaints}
+
+
+PAYLOADS: Mapping[str, Callable[[Record], object]] = {
+    "runs": runs,
+    "anomalies": anomalies,
+    "curves": curves,
+    "differences": differences,
+    "evaluation": evaluation,
+    "hosts": hosts.hosts,
+    "seeds": hosts.seeds,
+    "behaviour": behaviour.behaviour,
+    "rewards": learning.rewards,
+    "ppo": learning.ppo,
+}
+"""The sections by name; `payload` computes one."""
+
+
+def payload(record: Record, name: str) -> object:
+    """The JSON values of a section, rounded to six digits.
+
+    Args:
+        record: the opened record.
+        name: a key of `PAYLOADS`.
+    """
+    return plain_json(_rounded(PAYLOADS[name](record)))
+
+
+def _rounded(value: object) -> object:
+    """`value` with floats of six significant digits, which are shorter by half."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return value

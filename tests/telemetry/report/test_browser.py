@@ -1,0 +1,87 @@
+"""The page in a real browser: every section is drawn, nothing is complained about, and keys and small screens work."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esper.telemetry.report.page import document, payloads_of
+from toy_record import full_record
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync")  # fmt: skip
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    record = full_record()
+    for (table,) in record.database.execute("select table_name from duckdb_tables()").fetchall():
+        copied = f"select * replace ('b{HOSTILE}' as run) from {table} where run = 'a'"
+        record.database.execute(f"insert into {table} {copied}")
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(document(payloads_of(record, lambda done, total, name: None), "report"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(params=[(1200, "light"), (390, "dark")], ids=["wide", "narrow"])
+def tab(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page, drawn; every message of its console and every request fails the test."""
+    width, scheme = request.param
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    said: list[str] = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("request", lambda request: said.append(request.url) if not request.url.startswith("file:") else None)
+    tab.goto(report.as_uri())
+    tab.wait_for_selector("#settings table")
+    yield tab
+    tab.close()
+    assert said == []
+
+
+def test_every_section_is_drawn_and_fits_the_width(tab: Any) -> None:
+    tab.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))")
+    drawn = tab.evaluate("Object.fromEntries([...document.querySelectorAll('section')].map((s) =>"
+                         " [s.id, s.querySelectorAll('svg[role=img], table').length]))")  # fmt: skip
+    assert set(drawn) == {"result", "curves", "hosts", "frontier", "seeds", "behaviour", "rewards", "ppo", "settings"}
+    assert all(drawn.values()), drawn
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.evaluate("[...document.querySelectorAll('svg')].every((s) => !s.outerHTML.includes('NaN'))")
+    assert HOSTILE in tab.inner_text("h1")
+
+
+def test_the_host_is_chosen_with_the_keyboard(tab: Any) -> None:
+    line = tab.locator("#hosts p strong")
+    before = line.inner_text()
+    button = tab.get_by_role("button", name="next", exact=True)
+    button.focus()
+    tab.keyboard.press("Enter")
+    assert line.inner_text() != before
+    tab.keyboard.press("Enter")
+    assert line.inner_text() == before  # there are two
+
+
+def test_a_chart_opens_its_data(tab: Any) -> None:
+    button = tab.get_by_role("button", name="Data of 100·J")
+    button.focus()
+    tab.keyboard.press("Space")
+    assert button.get_attribute("aria-expanded") == "true"
+    assert "10.5" in tab.locator("#curves table").first.inner_text()  # hosts with 10 and 11 in round 1

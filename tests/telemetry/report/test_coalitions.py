@@ -1,0 +1,41 @@
+import pytest
+
+from esper.telemetry.report.coalitions import shapley, waterfall
+
+NONE, A, B, AB = frozenset(), frozenset("a"), frozenset("b"), frozenset("ab")
+
+
+def test_with_all_subsets_the_parts_are_seeds_alone_and_what_pairs_add():
+    # host 30; a alone 40, b alone 35, together 55: the pair adds 55 - 40 - 35 + 30 = 10
+    found = waterfall({NONE: 30.0, A: 40.0, B: 35.0, AB: 55.0})
+    assert found["method"] == "subsets"
+    assert [(p["members"], p["value"]) for p in found["parts"]] == [(["a"], 10.0), (["b"], 5.0), (["a", "b"], 10.0)]
+    assert (found["base"], found["rest"], found["total"]) == (30.0, 0.0, 55.0)
+    assert found["shapley"] == {"a": 15.0, "b": 10.0}  # each alone, and half of the pair
+
+
+def test_without_all_subsets_each_seed_is_what_is_lost_without_it_and_the_rest_is_interaction():
+    three = frozenset("abc")
+    found = waterfall({NONE: 30.0, three: 60.0, three - A: 50.0, three - B: 55.0})
+    assert found["method"] == "leave one out"
+    assert [(p["members"], p["value"]) for p in found["parts"]] == [(["a"], 10.0), (["b"], 5.0)]
+    assert (found["rest"], found["shapley"]) == (15.0, None)
+
+
+def test_fossils_that_are_in_every_coalition_belong_to_the_base():
+    found = waterfall({A: 40.0, AB: 55.0})
+    assert found["base_members"] == ["a"]
+    assert [(p["members"], p["value"]) for p in found["parts"]] == [(["b"], 15.0)]
+
+
+@pytest.mark.parametrize("scores", [{}, {NONE: 30.0}, {AB: 55.0}, {NONE: None, AB: 55.0}, {A: 40.0, B: 35.0}])
+def test_too_few_measurements_give_nothing(scores):
+    assert waterfall(scores) is None
+
+
+def test_shapley_values_of_three_seeds_sum_to_the_gain_and_treat_equal_seeds_equally():
+    # a game in which a and b are worth 6 together only, and c is worth 3 alone
+    players = ["a", "b", "c"]
+    worth = {frozenset(s): 6.0 * ("a" in s and "b" in s) + 3.0 * ("c" in s) for s in
+             ("", "a", "b", "c", "ab", "ac", "bc", "abc")}  # fmt: skip
+    assert [shapley(worth, players, p) for p in players] == pytest.approx([3.0, 3.0, 3.0])

@@ -1,0 +1,179 @@
+import json
+
+import pytest
+
+from esper.telemetry.report.hosts import segments
+from esper.telemetry.report.payloads import PAYLOADS, payload
+from esper.telemetry.report.views import LONGEST_PHASE, POINTS, Rounds, rounds_of
+from toy_record import ToyRecord, full_record
+
+
+@pytest.fixture
+def record() -> ToyRecord:
+    return full_record()
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_every_payload_is_json_without_nan_of_a_full_record_and_of_an_empty_run(name, record):
+    json.dumps(payload(record, name), allow_nan=False)
+    empty = ToyRecord()
+    empty.add_run(rounds=0)
+    json.dumps(payload(empty, name), allow_nan=False)
+
+
+def test_curves_hold_the_mean_and_the_quartiles_of_the_hosts():
+    record = ToyRecord()
+    record.add_run()
+    record.add("episodes", *({"round": 1, "host": i, "objective": value} for i, value in enumerate((0, 10, 20, 70))))
+    found = payload(record, "curves")["a"]
+    # sorted 0 10 20 70: mean 25; quartiles at positions 0.75 and 2.25 of 0..3
+    assert found["round"] == [1]
+    assert (found["objective"], found["objective_low"], found["objective_high"]) == ([25.0], [7.5], [32.5])
+
+
+def test_long_curves_are_averaged_over_neighbouring_rounds():
+    record = ToyRecord()
+    record.add("runs", {"num_envs": 1})
+    rounds = 2 * POINTS + 100  # three rounds share a point
+    for table, host in (("rounds", ""), ("episodes", ", host")):
+        numbers = f"select 'a', range, range{host and ', 0'} from range(1, {rounds + 1})"
+        record.database.execute(f"insert into {table} (run, round, objective{host}) {numbers}")
+    found = payload(record, "curves")["a"]
+    assert len(found["round"]) == -(-rounds // 3) <= POINTS
+    assert (found["round"][0], found["objective"][0]) == (3, 2.0)  # rounds 1, 2, 3
+
+
+def test_the_parts_of_a_run_that_are_compared_are_quarters_of_at_most_a_hundred_rounds():
+    assert [Rounds(last, 0, 1, 1).quarter for last in (1, 12, 4000)] == [1, 3, LONGEST_PHASE]
+
+
+def test_the_best_round_is_the_one_with_the_highest_objective():
+    record = ToyRecord()
+    record.add("runs", {"num_envs": 2})
+    record.add("rounds", *({"round": i, "objective": j} for i, j in ((1, 5.0), (2, 9.0), (3, 7.0))))
+    assert rounds_of(record)["a"][:2] == (3, 2)
+    assert [round["label"] for round in payload(record, "hosts")["a"]] == ["newest", "best 100·J"]
+
+
+def test_runs_are_compared_in_the_last_rounds_that_both_have():
+    record = ToyRecord()
+    for run, rounds, gain in (("a", 12, 0.0), ("b", 11, 1.0)):
+        record.add_run(run, rounds=rounds)
+        record.add("episodes", *({"run": run, "round": r, "host": h, "objective": gain * (1 + 2 * h), "committed": 1.0,
+                                  "growth": 1.0} for r in range(1, rounds + 1) for h in (0, 1)))  # fmt: skip
+    (found,) = payload(record, "differences")
+    # rounds 2 to 11: ten with differences 1 and ten with 3; their mean is 2 and their variance 20 / 19
+    assert (found["reference"], found["run"], found["first"], found["last"], found["pairs"]) == ("a", "b", 2, 11, 20)
+    assert found["objective"] == 2.0
+    assert found["objective_half"] == pytest.approx(1.96 * (20 / 19 / 20) ** 0.5, rel=1e-5)
+
+
+def test_evaluated_controllers_have_intervals_and_the_words_of_the_evaluation(tmp_path, record):
+    record.database.execute("update runs set path = ?", [str(tmp_path)])
+    difference = {"mean": -7.0, "low": -9.0, "high": -5.0}
+    document = {"verdict": "trained is better.", "controllers": [{"name": "fixed_schedule", "difference": difference}]}
+    (tmp_path / "evaluation.json").write_text(json.dumps(document))
+    (tmp_path / "evaluation2.json").write_text("{")  # damaged; the record says so
+    found = payload(record, "evaluation")
+    trained, fixed = found["rows"]
+    assert (trained["controller"], trained["kind"], trained["hosts"]) == ("trained", "trained", 2)
+    assert trained["objective"] == 12.0
+    assert trained["objective_half"] == pytest.approx(1.96 * 8**0.5 / 2**0.5, rel=1e-5)  # 10 and 14: variance 8
+    assert (fixed["kind"], fixed["difference"]) == ("constant", difference)
+    assert found["verdicts"] == {"a": "trained is better."}
+
+
+def test_means_of_an_evaluation_without_hosts_are_shown_without_interval():
+    record = ToyRecord()
+    record.add_run()
+    record.add("evaluations", {"controller": "trained", "objective": 3.0, "training_flops": 7.0})
+    (row,) = payload(record, "evaluation")["rows"]
+    assert (row["objective"], row["objective_half"], row["training_flops"], row["hosts"]) == (3.0, None, 7.0, 0)
+
+
+def test_a_stretch_ends_where_the_stage_or_the_seed_changes_or_a_step_is_missing():
+    rows = [{"slot": slot, "t": t, "stage": stage, "blueprint": "norm", "alpha": alpha} for slot, t, stage, alpha in
+            (("s0", 1, "TRAINING", 0.0), ("s0", 2, "BLENDING", 0.5), ("s0", 3, "BLENDING", 1.0),
+             ("s0", 5, "BLENDING", 0.25), ("s1", 6, "BLENDING", None))]  # fmt: skip
+    found = [(s["slot"], s["stage"], s["t"], s["alpha"]) for s in segments(rows)]
+    assert found == [
+        ("s0", "TRAINING", 1, [0.0]),
+        ("s0", "BLENDING", 2, [0.5, 1.0]),
+        ("s0", "BLENDING", 5, [0.25]),
+        ("s1", "BLENDING", 6, [None]),
+    ]
+
+
+def test_a_host_comes_with_its_steps_stretches_seeds_and_waterfall(record):
+    newest = payload(record, "hosts")["a"][0]
+    assert (newest["round"], newest["total"], len(newest["hosts"])) == (2, 2, 2)
+    host = newest["hosts"][1]
+    assert host["steps"]["val_acc"] == [11.0, 21.0, 31.0, 41.0]
+    assert [(s["stage"], s["alpha"]) for s in host["segments"]] == [
+        ("GERMINATED", [0.0]),
+        ("BLENDING", [0.5]),
+        ("FOSSILIZED", [1.0, 1.0]),
+    ]
+    assert host["waterfall"]["parts"] == [{"members": ["s0"], "value": 10.0}]
+
+
+def test_operations_are_counted_by_step_seed_and_accuracy(record):
+    found = payload(record, "behaviour")["a"]["phases"]
+    assert set(found) == {"first", "last"}
+    last = found["last"]
+    assert [(r["t"], r["op"], r["times"]) for r in last["step"]] == [
+        (1, "germinate", 2), (2, "wait", 2), (3, "fossilize", 2), (4, "wait", 2)]  # fmt: skip
+    # before step 1 no seed; then germinated, blending, and a fossil alone
+    assert [(r["rank"], r["op"], r["times"]) for r in last["stage"]] == [
+        (-1, "germinate", 2), (0, "wait", 2), (1, "wait", 2), (3, "fossilize", 2)]  # fmt: skip
+    # two hosts are the lowest and the second of each step
+    assert {(r["quarter"], r["times"]) for r in last["accuracy"] if r["op"] == "wait"} == {(1, 2), (2, 2)}
+
+
+def test_stages_that_were_not_recorded_are_unknown_and_not_absent(record):
+    record.database.execute("delete from slots")
+    assert "stage" not in payload(record, "behaviour")["a"]["phases"]["last"]
+
+
+def test_reward_terms_are_sums_of_an_episode_and_means_of_a_step_per_host(record):
+    found = payload(record, "rewards")["a"]
+    # four steps of 0.5 and -0.25 in each host
+    assert [(r["round"], r["term"], r["value"]) for r in found["rounds"]] == [
+        (1, "potential", 2.0), (1, "rent", -1.0), (2, "potential", 2.0), (2, "rent", -1.0)]  # fmt: skip
+    assert {(r["term"], r["value"]) for r in found["steps"]} == {("potential", 0.5), ("rent", -0.25)}
+    assert found["since"] == 2
+
+
+def test_an_unfinished_round_is_no_point_of_the_reward(record):
+    record.add("rewards", {"round": 3, "t": 1, "host": 0, "term": "potential", "value": 9.0})
+    assert {row["round"] for row in payload(record, "rewards")["a"]["rounds"]} == {1, 2}
+
+
+def test_blueprints_are_ranked_by_what_was_fossilized(record):
+    record.add("seeds", {"round": 2, "host": 1, "slot": "s1", "blueprint": "conv", "germinated_t": 1, "pruned_t": 4})
+    norm, conv = payload(record, "seeds")["a"]["last"]
+    assert (norm["blueprint"], norm["germinated"], norm["fossilized"]) == ("norm", 2, 2)
+    assert (norm["contribution"], norm["age"]) == (5.0, 2.0)
+    assert (conv["blueprint"], conv["fossilized"], conv["pruned"], conv["contribution"]) == ("conv", 0, 1, None)
+
+
+def test_charts_of_ppo_have_the_thresholds_of_alarms_and_the_settings(record):
+    found = payload(record, "ppo")
+    assert found["runs"]["a"] == {"round": [1, 2], "approx_kl": [0.01, 0.01]}
+    kl = {limit["label"]: limit["value"] for limit in found["thresholds"] if limit["column"] == "approx_kl"}
+    assert kl == {"alarm above 0.1": 0.1, "target 0.015": 0.015}
+
+
+def test_rising_j_is_listed_but_is_no_finding(record):
+    record.add("anomalies", {"round": 2, "t": 4, "kind": "objective_rises", "message": "100·J rose."})
+    found = payload(record, "anomalies")
+    assert [kind["kind"] for kind in found["kinds"]] == ["ratio_max"]
+    assert {row["kind"] for row in found["newest"]} == {"ratio_max", "objective_rises"}
+
+
+def test_a_run_says_how_much_it_learned():
+    record = ToyRecord()
+    record.add_run(rounds=8)  # J is 1 to 8: the first two rounds have mean 1.5, the last two 7.5
+    (run,) = payload(record, "runs")
+    assert run["learned"] == {"rounds": 2, "first": 1.5, "last": 7.5}
+    assert (run["last"]["objective"], run["cost"]["seconds"]) == (8.0, 16.0)

@@ -1,0 +1,86 @@
+"""esper report, from a recorded run to its files."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import small_runs
+from small_runs import contents, main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "run"
+    assert small_runs.train(path, "null", 2) == 0
+    return path
+
+
+def payload(page: Path, name: str) -> object:
+    found = re.search(f'id="payload-{name}">(.*?)</script>', page.read_text("utf-8"))
+    assert found
+    return json.loads(found[1])
+
+
+def test_a_run_becomes_one_page_and_pictures_and_stays_as_it_was(run, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    before = contents(run)
+    assert main(["report", str(run), "--out", str(tmp_path / "x.html"), "--figures", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "x.html: 0." in out
+    assert contents(run) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.png", "run.svg", "x.html"]
+    (shown,) = payload(tmp_path / "x.html", "runs")
+    assert (shown["run"], shown["finished"], shown["last"]["round"]) == ("run", True, 2)
+    hosts = payload(tmp_path / "x.html", "hosts")["run"][0]["hosts"]
+    assert [host["host"] for host in hosts] == [0, 1, 2]
+    assert hosts[1]["rollbacks"] == 1  # this task breaks host 1 in step 5
+    assert len(hosts[0]["steps"]["val_acc"]) == 8
+
+
+def test_several_runs_share_a_page(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    assert main(["report", str(run), str(other)]) == 0
+    (difference,) = payload(run / "report.html", "differences")
+    assert (difference["objective"], difference["pairs"]) == (0.0, 6)
+
+
+def test_what_is_left_of_a_damaged_run_is_shown_with_a_sentence(run, tmp_path, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    part = next((damaged / "record").glob("steps-*.parquet"))
+    part.write_bytes(part.read_bytes()[:-9])
+    (damaged / "summary.json").unlink()
+    assert main(["report", str(damaged)]) == 0
+    assert f"{part.name} is damaged" in capsys.readouterr().err
+    assert any(part.name in text for text in payload(damaged / "report.html", "anomalies")["complaints"])
+    (shown,) = payload(damaged / "report.html", "runs")
+    assert (shown["finished"], shown["last"]["round"]) == (False, 2)
+
+
+def test_a_run_that_was_killed_at_once_is_an_empty_page(run, tmp_path):
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    shutil.copy(run / "config.toml", killed)
+    assert main(["report", str(killed)]) == 0
+    assert payload(killed / "report.html", "runs")[0]["last"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no run is given"),
+        (["."], "is not a run directory"),
+        (["{run}", "--out", "{tmp}/missing/x.html"], "cannot be written"),
+        (["{run}", "--out", "{tmp}"], "cannot be written"),
+        (["{run}", "--out", "{tmp}/x.html", "--figures", "{run}/config.toml"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_way_out(run, tmp_path, capsys, arguments, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *(text.format(run=run, tmp=tmp_path) for text in arguments)]) == 2
+    assert words in capsys.readouterr().err

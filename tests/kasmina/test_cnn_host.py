@@ -164,7 +164,7 @@ def test_a_slot_that_would_see_a_single_value_is_refused():
 def test_an_image_that_is_pooled_away_is_refused():
     with pytest.raises(ConfigError, match="vanish in 3 poolings"):
         host(slots=["r0c0"], of=spec(blocks=3, pools=3), size=(7, 32))
-    with pytest.raises(ConfigError, match="images of 12x16 vanish in 2 poolings after host.unshuffle 4"):
+    with pytest.raises(ConfigError, match=r"images of 12x16 vanish in 2 poolings after host\.unshuffle 4"):
         host(slots=["r0c0"], of=spec(unshuffle=4, pools=2), size=(12, 16))
 
 

@@ -33,18 +33,19 @@ def everywhere(blueprint: int, start: int = 1) -> Plan:
 
 
 def test_a_search_finds_the_best_schedule_of_the_null_task_within_its_budget():
-    found = search(resolve({"task": "short_null"}), budget=64 * 14 * 12, num_envs=64)
+    found = search(resolve({"task": "short_null"}), budget=64 * 14 * 10, num_envs=64)
     # F* of the null task, less the price of three bottlenecks: 3 ln(1 + 3 x 880 / 10,000)
     best = best_schedule_value(14, 1, 3) - 3.0 * np.log(1.264)
     assert found.schedule.objective == pytest.approx(best, abs=1e-3)
     assert dict(found.schedule.policy.seeds) == dict.fromkeys(range(3), BOTTLENECK)
     assert found.schedule.policy.start == 1
     assert found.waiting == pytest.approx(50.0 * (1.0 - np.exp(-1.4)), abs=1e-3)
-    assert found.env_steps <= 64 * 14 * 12
+    assert found.env_steps <= 64 * 14 * 10
     assert found.rule is None  # scripted hosts without noise show the same features
 
 
-@pytest.mark.parametrize(("num_envs", "passes"), [(2, 10), (3, 11), (1, 18)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_envs", "passes"), [(2, 10), (3, 13)])
 def test_a_search_never_spends_more_than_its_budget(num_envs, passes):
     found = search(resolve({"task": "noisy_null"}), budget=num_envs * 14 * passes + 13, num_envs=num_envs)
     assert num_envs * 14 * (passes - 4) <= found.env_steps <= num_envs * 14 * passes
@@ -67,9 +68,9 @@ def test_plans_are_compared_on_the_same_hosts_where_the_passes_suffice():
     assert len(errors) == 1
 
 
-@pytest.mark.parametrize(("passes", "number"), [(2, 4), (3, 5), (5, 8)])
+@pytest.mark.parametrize(("passes", "number"), [(2, 4), (5, 8)])
 def test_side_by_side_each_plan_gets_what_it_gets_alone(passes, number):
-    # 7 plans in 2, 3 and 5 - 1 (one pass of 5 is spent on waiting) passes: 4, 3 and 2 groups of 16 hosts
+    # 7 plans in 2 and 5 - 1 passes (one of 5 is spent on waiting): 4 and 2 groups of 16 hosts
     plans = [everywhere(kind, start) for kind in (BOTTLENECK, NORM, SMALL) for start in (1, 2)] + [Plan()]
     shared = ranked(hosts(16), plans, passes)
     assert {result.hosts for result in shared} == {number}

@@ -34,6 +34,16 @@ DIGITS = register_task(
     )
 )
 
+MIXED = MixedImages(
+    num_classes=10,
+    classes=(5, 10),
+    fractions=(0.15, 0.3),
+    noises=(0.0, 0.05),
+    lr_factors=(0.8, 1.0),
+    views=len(digits.VIEWS),
+)
+"""Few examples, so that a seed where no pattern is to be found learns them by heart, and harms its host."""
+
 MIXED_DIGITS = register_task(
     TaskSpec(
         name="mixed_digits",
@@ -48,14 +58,7 @@ MIXED_DIGITS = register_task(
         batch_val=360,
         batches_per_step=8,
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
-        instances=MixedImages(
-            num_classes=10,
-            classes=(5, 10),
-            fractions=(0.15, 0.3),
-            noises=(0.0, 0.05),
-            lr_factors=(0.8, 1.0),
-            views=len(digits.VIEWS),
-        ),
+        instances=MIXED,
         min_training_epochs=3,
         target_loss=0.1,
         typical_loss_delta_std=0.1,
@@ -77,6 +80,19 @@ FASHION_MNIST = register_task(
         batch_val=2_000,
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
         min_training_epochs=5,
+    )
+)
+
+MIXED_FASHION_MNIST = register_task(
+    replace(
+        MIXED_DIGITS,
+        name="mixed_fashion_mnist",
+        description="Pictures of clothes; hosts differ as in mixed_digits.",
+        host=CNNHostSpec(in_channels=1, unshuffle=3, base=16, kernel=1, blocks=2, pools=1, classes=10),
+        load=fashion_mnist.load_views,
+        source=fashion_mnist.SOURCE,
+        batch_val=500,
+        instances=replace(MIXED, fractions=(0.05, 0.1), views=len(fashion_mnist.VIEWS)),
     )
 )
 

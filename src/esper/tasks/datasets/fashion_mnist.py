@@ -1,5 +1,6 @@
 """Fashion-MNIST from its official idx files: 60,000 training and 10,000 test images of 28x28 pixels."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,11 +11,16 @@ from esper.tasks.datasets.idx import Bytes, read_labelled_images
 from esper.tasks.datasets.images import PIXEL_MAX, Pixels
 from esper.tasks.datasets.source import Source, in_folders
 from esper.tasks.datasets.splits import stratified_split
+from esper.tasks.datasets.variants import PLAIN, View, with_views
 
 NUM_CLASSES = 10
 NUM_TRAIN_FILE, NUM_TEST, NUM_VAL = 60_000, 10_000, 6_000
 SIDE = 28
 MEAN, STD = 0.2860, 0.3530
+VIEWS = (PLAIN, View(tile=3, region=6))
+"""As `digits.VIEWS`, for blocks of 3x3 pixels."""
+BORDER = 2
+FEWER = (4_000, 500, 2_000)
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SOURCE = Source(
@@ -55,6 +61,18 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         num_classes=NUM_CLASSES,
         inputs=Pixels((MEAN,), (STD,)),
     )
+
+
+def load_views(data_dir: Path | None, run_seed: int) -> Dataset:
+    """4,000 / 500 / 2,000 of the images without their border, [1, 24, 24], once in each of `VIEWS`; see `load`."""
+    whole = load(data_dir, run_seed)
+
+    def inner(split: Split, count: int) -> Split:
+        return Split(split.x[:count, :, BORDER:-BORDER, BORDER:-BORDER].contiguous(), split.y[:count])
+
+    train, val, test = (inner(split, n) for split, n in zip((whole.train, whole.val, whole.test), FEWER, strict=True))
+    identity = {**whole.identity, "sizes": FEWER, "border": BORDER}
+    return with_views(replace(whole, identity=identity, train=train, val=val, test=test), VIEWS, run_seed)
 
 
 def _read(images: Path, labels: Path, count: int) -> tuple[Bytes, Bytes]:

@@ -2,6 +2,8 @@
 #
 #   make train                        train a controller with the preset quickstart, in a new folder under runs/
 #   make train ARGS="--rounds 2"      options of `esper train` follow in ARGS
+#   make learn                        train a controller that beats its baselines, and compare it (20 minutes)
+#   make learn SEED=2                 the same with another seed
 #   make test                         the default tests
 #   make check                        format, lint, types, import order
 #   make bench                        run the benchmarks and write their tables into docs/benchmarks.md
@@ -14,7 +16,7 @@ STAMP := $(VENV)/.setup-stamp
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: setup train test test-slow test-compiled test-gpu check bench
+.PHONY: setup train learn test test-slow test-compiled test-gpu check bench
 
 setup: $(STAMP)
 
@@ -30,6 +32,16 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP)
 	$(BIN)/esper train --preset quickstart $(ARGS)
+
+SEED ?= 1
+FOUND := runs/mixed_digits-learn-s$(SEED)
+
+learn: $(STAMP)  # two cores, 1 GB of memory; the search has half the budget of the controller
+	$(BIN)/esper train --preset learn --seed $(SEED) --run-dir $(FOUND) $(ARGS)
+	$(BIN)/esper search mixed_digits --preset learn --seed $(SEED) --budget 460000 --num-envs 16 --out $(FOUND)-search
+	$(BIN)/esper evaluate $(FOUND) $(FOUND)-search/best_schedule.json $(FOUND)-search/best_rule.json \
+		wait_only heuristic explore_then_commit random untrained static_final static_common big_host \
+		--num-envs 128 --out $(FOUND)-evaluation
 
 test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile $(ARGS)

@@ -1,0 +1,194 @@
+"""Draws the pictures and writes the tables of docs/results.md from runs and their comparison.
+
+    esper train --preset learn --seed 1 --run-dir runs/learn-1      (and 2, 3)
+    esper search mixed_digits --preset learn --seed 1 --out runs/search-1
+    esper evaluate runs/learn-1 runs/learn-2 runs/learn-3 ... --num-envs 128 --out runs/evaluation
+    python scripts/write_results.py runs/evaluation/evaluation.json runs/learn-1 runs/learn-2 runs/learn-3
+
+The page has tables between two markers; what stands around them is written by hand.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE
+from write_benchmarks import between_markers
+
+MARKERS = ("<!-- write_results: begin -->", "<!-- write_results: end -->")
+SMOOTHED = 10
+"""Rounds of which a learning curve shows the mean."""
+MOST = 3
+"""Structures named for each kind of host."""
+Controller = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Write docs/results.md."""
+
+    evaluation: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="JSON")]
+    """What `esper evaluate` wrote."""
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN ...")]
+    """The run directories of the trained controller."""
+    page: Path = Path("docs/results.md")
+    """The page with the markers; its folder gets the pictures."""
+
+
+def main(options: Options) -> int:
+    """Write the page and the pictures."""
+    report = json.loads(options.evaluation.read_text(encoding="utf-8"))
+    controllers: list[Controller] = report["controllers"]
+    folder = options.page.parent
+    references = {row["name"]: row["objective"] for row in controllers if row["name"] != "trained"}
+    draw(curves(options.runs, references), folder / "results_learning.png")
+    draw(frontier(controllers), folder / "results_frontier.png")
+    text = "\n\n".join((comparison(report), by_kind(controllers), grown(controllers)))
+    page = options.page.read_text(encoding="utf-8")
+    options.page.write_text(between_markers(page, text, MARKERS), encoding="utf-8")
+    return 0
+
+
+def comparison(report: Mapping[str, Any]) -> str:
+    """All controllers: J, differences, accuracies and costs."""
+    lines = [
+        f"{report['verdict']}",
+        "",
+        "| controller | 100·J | IQM | difference of trained | validation | test | growth | FLOPs to train a host |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["controllers"]:
+        difference = row["difference"]
+        against = "" if row["name"] == report["reference"] else _interval(difference, sign=-1.0)
+        lines.append(
+            f"| {row['name']} | {row['objective']:.2f} | {row['objective_iqm']['mean']:.2f} | {against} | "
+            f"{row['committed']:.1f} | {row['test']:.1f} | {row['growth']:.2f}x | "
+            f"{row['training_flops'] / 1e6:,.0f} M |"
+        )
+    return "\n".join(lines)
+
+
+def by_kind(controllers: Sequence[Controller]) -> str:
+    """Mean J of the hosts of each kind: number of classes and view."""
+    kinds = kinds_of(controllers[0])
+    names = sorted(set(kinds))
+    lines = [
+        "### By kind of host",
+        "",
+        "| controller | " + " | ".join(f"{name} ({kinds.count(name)})" for name in names) + " |",
+        "| --- |" + " ---: |" * len(names),
+    ]
+    for row in controllers:
+        values = np.array(row["hosts"]["objective"])
+        means = [values[[kind == name for kind in kinds]].mean() for name in names]
+        lines.append(f"| {row['name']} | " + " | ".join(f"{mean:.1f}" for mean in means) + " |")
+    return "\n".join(lines)
+
+
+def grown(controllers: Sequence[Controller]) -> str:
+    """What the first controller keeps on the hosts of each kind."""
+    kinds, structures = kinds_of(controllers[0]), controllers[0]["structures"]
+    lines = [
+        "### What the controller keeps",
+        "",
+        "| kind of host | seeds that it kept, and on how many hosts |",
+        "| --- | --- |",
+    ]
+    for name in sorted(set(kinds)):
+        counts = Counter(
+            " and ".join(f"{seed['blueprint']} in {seed['slot']}" for seed in structure["slots"]) or "none"
+            for structure, kind in zip(structures, kinds, strict=True)
+            if kind == name
+        )
+        common = "; ".join(f"{what}: {count}" for what, count in counts.most_common(MOST))
+        rest = counts.total() - sum(count for _, count in counts.most_common(MOST))
+        lines.append(f"| {name} | {common}{f'; others: {rest}' * bool(rest)} |")
+    return "\n".join(lines)
+
+
+def kinds_of(controller: Controller) -> list[str]:
+    """The kind of each host in words."""
+    instances = controller["instances"]
+    pairs = zip(instances["classes"], instances["view"], strict=True)
+    return [f"{int(classes):2d} classes, view {int(view)}" for classes, view in pairs]
+
+
+def curves(runs: Sequence[Path], references: Mapping[str, float]) -> Figure:
+    """100·J of the training rounds: each run, and the mean of all, beside the values of the baselines."""
+    figure = Figure(figsize=(8.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    smoothed = []
+    for run in runs:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        values = np.convolve([row["objective_mean"] for row in rows], np.ones(SMOOTHED) / SMOOTHED, mode="valid")
+        smoothed.append(values)
+        axes.plot(np.arange(SMOOTHED, SMOOTHED + len(values)), values, color=BLUE, alpha=0.35, linewidth=1.0)
+    shortest = min(map(len, smoothed))
+    mean = np.mean([values[:shortest] for values in smoothed], axis=0)
+    axes.plot(
+        np.arange(SMOOTHED, SMOOTHED + shortest), mean, color=BLUE, linewidth=2.2, label=f"trained, {len(runs)} seeds"
+    )
+    shown = {"best_schedule.json": ORANGE, "best_rule.json": GREEN, "wait_only": FAINT}
+    for name, color in shown.items():
+        if name in references:
+            axes.axhline(references[name], color=color, linestyle="--", linewidth=1.4, label=f"{name} (new hosts)")
+    axes.set_xlabel("round")
+    axes.set_ylabel(f"100·J, mean of {SMOOTHED} rounds")
+    _finish(axes)
+    return figure
+
+
+def frontier(controllers: Sequence[Controller]) -> Figure:
+    """Test accuracy against growth, and against the FLOPs that training a host takes."""
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    for axes, (what, label) in zip(
+        figure.subplots(1, 2),
+        (("growth", "parameters / host"), ("training_flops", "FLOPs to train a host")),
+        strict=True,
+    ):
+        for row in controllers:
+            trained = row["name"] == "trained"
+            axes.plot(row[what], row["test"], "o", color=BLUE if trained else FAINT, markersize=9 if trained else 6)
+            axes.annotate(
+                row["name"].removesuffix(".json"), (row[what], row["test"]), xytext=(5, 4), textcoords="offset points",
+                fontsize=8, color=INK,
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("test accuracy, %")
+        axes.margins(0.18, 0.1)
+        _finish(axes, legend=False)
+    return figure
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """Write a picture."""
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=110)
+
+
+def _finish(axes: Any, *, legend: bool = True) -> None:
+    axes.grid(alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if legend:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _interval(estimate: Mapping[str, Any], *, sign: float) -> str:
+    """A difference with its interval, as trained minus the other."""
+    mean, ends = sign * estimate["mean"], sorted(sign * estimate[end] for end in ("low", "high"))
+    return f"{mean:+.2f} [{ends[0]:+.2f}, {ends[1]:+.2f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

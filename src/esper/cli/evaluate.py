@@ -30,7 +30,7 @@ class Evaluate:
     controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE|FILE.json ...")] = ()
     """Run directories, baselines and policy files; several runs are one controller, trained with several seeds. Runs
     alone are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
-    explore_then_commit, static_final, static_common, big_host, untrained, and best_schedule (task null)."""
+    explore_then_commit, static_final, static_common, big_host, untrained, and best_schedule (of task null)."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Text = None

@@ -155,6 +155,7 @@ class EpisodeReward(RewardProtocol[RewardState], Protocol):
     """A reward that depends on the result of an episode.
 
     With such a reward the learner treats a rollback as a step within the episode, otherwise as the end of an episode.
+    So `rollback_reward` is what the last row keeps, and `reset_hosts` gives the state from which the next row goes on.
     """
 
     def final_reward(self, kept: KeptNetwork) -> Tensor:

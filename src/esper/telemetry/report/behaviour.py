@@ -38,7 +38,8 @@ select max(round) as round, {_SUMS} from rounds where run = $1 group by (round -
 _CHOSEN = "from decisions where run = $1 and round between $2 and $3 and op is not null"
 _BY_STEP = f"""
 select (t - 1) // width * width + 1 as t, any_value(width) as width, lower(op) as op, count(*) as times
-from (select t, op {_CHOSEN}), (select (coalesce(max(episode_length), 1) + {BINS} - 1) // {BINS} as width from runs where run = $1)
+from (select t, op {_CHOSEN}),
+    (select (coalesce(max(episode_length), 1) + {BINS} - 1) // {BINS} as width from runs where run = $1)
 group by 1, 3 order by 1, 3"""
 _BY_STAGE = f"""
 with seeds as (

@@ -47,7 +47,8 @@ SEEDS = 3
 class Shape:
     """Three 3x3 blocks of `base`, twice and four times as many channels on random images of `size` x `size`.
 
-    The exception is `DIGITS_SHAPE`: the task `digits`, whose host has two 1x1 blocks of 8 and 16 channels.
+    The exception is `DIGITS_SHAPE`: the task `digits`, whose host has two 1x1 blocks of 48 and 96 channels on
+    unshuffled images.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Shape:
     batch: int = 64
 
 
-DIGITS_SHAPE = Shape("digits 8x8, 1x1 of 8-16", 8)
+DIGITS_SHAPE = Shape("digits 8x8, 1x1 of 48-96", 8)
 BLOCKS = Shape("8x8, 3x3 of 8-16-32", 8)
 IMAGES = Shape("3x32x32, 3x3 of 8-16-32", 32, channels=3, batch=128)
 

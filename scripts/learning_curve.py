@@ -1,20 +1,28 @@
-"""Learning curve on the `null` task, whose best and idle values are known.
-
-    gap closed = (J - that of wait_only) / (that of the best schedule - that of wait_only)
+"""Learning curves on the scripted tasks `null` and `null_permuted`, where the best controller in hindsight is known.
 
 Trains one controller per seed and evaluates it every few rounds, with frozen weights and statistics, sampled actions,
-on new hosts; `random` and the untrained network play on the same hosts. Intervals are 95 %
-percentile bootstraps over evaluation hosts (of one run) or over runs (of all).
+on new hosts. On the same hosts it is compared with
+
+    idle        wait_only
+    constant    the best schedule that is the same for all hosts, chosen on other hosts
+    explore     explore_then_commit
+    oracle      the best schedule of each host, which knows its qualities
+
+    gap closed = (J - that of idle) / (that of oracle - that of idle)
+
+Intervals are 95 % percentile bootstraps over evaluation hosts (of one run) or over runs (of all).
 
     python scripts/learning_curve.py --seeds 0 1 2 --json learning_curve.json
-    python scripts/learning_curve.py --seeds 0 --rounds 60 --config other_values.toml
+    python scripts/learning_curve.py --task null_permuted --rounds 300 --hosts 128 --config other_values.toml
 """
 
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,27 +32,35 @@ from rich.table import Table
 
 from esper.leyline.errors import EsperError
 from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.runs.build import baseline_of, device_of, engine_of, learner_of
+from esper.runs.build import baseline_of, device_of, engine_of, learner_of, reward_of
 from esper.runs.config import RunConfig
-from esper.runs.evaluate import SEED_OFFSET
+from esper.runs.outcomes import SEED_OFFSET
 from esper.runs.presets import resolve
 from esper.runs.report import objective_of
 from esper.simic.client import SimicClient
 from esper.simic.rewards.objective_value import objective_value
+from esper.simic.scripted_client import ScriptedClient
+from esper.tamiyo.baselines import scheduled
+from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks import presets as _presets  # registers the built-in tasks
+from esper.tasks.null import NullSpec
 from esper.tasks.registry import task_by_name
 from script_report import write_result
 
 assert _presets
 RESAMPLES = 10_000
 SOLVED = 0.8
+SELECTION_OFFSET = 2 * SEED_OFFSET
+"""Added to the training seed for the hosts on which the constant schedule is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure learning curves on the null task."""
+    """Measure learning curves on a scripted task."""
 
+    task: Literal["null", "null_permuted"] = "null"
+    """Task."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Run seeds; one controller each."""
     rounds: int = 40
@@ -84,17 +100,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the curve, the reference controllers, and the gain of the learned one over `random`, paired by host."""
+    """One run: the curve, the other controllers on the same hosts, and what the learned one gains on two of them."""
 
     seed: int
     idle: float
     """100·J of wait_only."""
     best: float
-    """100·J of the best schedule."""
+    """100·J of the oracle, mean over hosts."""
     untrained: Score
     random: Score
+    constant: Score
+    explore: Score
+    oracle: Score
     curve: list[Point]
     gain_on_random: Score
+    gain_on_constant: Score
 
     @property
     def final(self) -> Point:
@@ -115,9 +135,11 @@ def interval(values: Sequence[float]) -> Score:
     return Score(float(samples.mean()), float(low), float(high), samples.tolist())
 
 
-def evaluate(config: RunConfig, hosts: int, make: Callable[[EngineSpec], ClientProtocol]) -> Score:
+def evaluate(
+    config: RunConfig, hosts: int, make: Callable[[EngineSpec], ClientProtocol], offset: int = SEED_OFFSET
+) -> Score:
     """100·J of a controller on fresh hosts."""
-    told = config.engine(run_seed=config.seed + SEED_OFFSET, num_envs=hosts)
+    told = config.engine(run_seed=config.seed + offset, num_envs=hosts)
     engine = engine_of(config, None, device_of(config), engine_config=told)
     client = make(engine.spec)
     engine.reset(client, episode=0)
@@ -126,17 +148,45 @@ def evaluate(config: RunConfig, hosts: int, make: Callable[[EngineSpec], ClientP
     return interval(objective_of(stats, config.reward).tolist())
 
 
-def known(config: RunConfig) -> tuple[float, float]:
-    """100·J of wait_only and of the best schedule."""
+def script_of(config: RunConfig) -> NullSpec:
+    """The dynamics of the task."""
     script = task_by_name(config.task).script
     assert script is not None, "the best schedule is known for scripted tasks"
-    size = (config.episode_length, config.lifecycle.min_training_epochs, len(config.slots))
+    return script
+
+
+def growing(blueprint: int, config: RunConfig) -> Callable[[EngineSpec], ClientProtocol]:
+    """The best schedule with one blueprint in all slots of all hosts."""
+
+    def make(spec: EngineSpec) -> ClientProtocol:
+        rows = null.best_schedule(spec.episode_length, spec.min_training_epochs, spec.num_slots, blueprint)
+        return ScriptedClient(scheduled(Schedule.from_rows("constant", 1, rows), spec), reward_of(config, spec))
+
+    return make
+
+
+def best_constant(config: RunConfig, hosts: int) -> Score:
+    """The best schedule that is the same for all hosts: its blueprint is chosen on other hosts, eight times as many."""
+
+    def chosen_by(blueprint: int) -> float:
+        return evaluate(config, 8 * hosts, growing(blueprint, config), SELECTION_OFFSET).mean
+
+    best = max((row.index for row in null.BLUEPRINTS.values()), key=chosen_by)
+    return evaluate(config, hosts, growing(best, config))
+
+
+def oracle(config: RunConfig, hosts: int) -> Score:
+    """100·J of the best schedule of each evaluation host, by formula."""
+    script, rules = script_of(config), config.lifecycle
+    size = (config.episode_length, rules.min_training_epochs, len(config.slots))
+    best = null.best_of_host(
+        script, config.seed + SEED_OFFSET, torch.arange(hosts), episode=0, min_health=rules.g2_health
+    )
     seeds = len(null.best_schedule(*size)) // 2  # a GERMINATE and a FOSSILIZE each
-    accuracy = np.array([null.host_accuracy(config.episode_length), null.best_schedule_value(*size)])
-    fossils = np.array([0, seeds * null.BLUEPRINTS[null.BEST_BLUEPRINT].params])
-    host = np.full(2, script.host_params)
-    idle, best = (100.0 * objective_value(accuracy, fossils, host, config.reward)).tolist()
-    return idle, best
+    accuracy = np.array([null.best_schedule_value(*size, quality) for quality in best.quality.tolist()])
+    fossils = seeds * null.params(script, best.blueprint, torch.zeros(hosts, dtype=torch.bool)).numpy()
+    host = np.full(hosts, script.host_params)
+    return interval((100.0 * objective_value(accuracy, fossils, host, config.reward)).tolist())
 
 
 def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> Run:
@@ -149,8 +199,11 @@ def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> R
         copy.load_state_dict(client.state_dict())
         return copy
 
+    def baseline(name: str) -> Score:
+        return evaluate(config, options.hosts, lambda spec: baseline_of(name, config, spec))
+
     untrained = evaluate(config, options.hosts, frozen)
-    random = evaluate(config, options.hosts, lambda spec: baseline_of("random", config, spec))
+    random, constant, best = baseline("random"), best_constant(config, options.hosts), oracle(config, options.hosts)
     curve: list[Point] = []
     seconds, done = 0.0, 0
     while done < options.rounds:
@@ -159,40 +212,75 @@ def learn(config: RunConfig, options: Options, tell: Callable[[str], None]) -> R
         seconds, done = seconds + time.process_time() - began, upto
         curve.append(Point(done * options.num_envs, seconds, evaluate(config, options.hosts, frozen)))
         tell(f"seed {config.seed}: {curve[-1].episodes} episodes, 100·J {curve[-1].learned.mean:.2f}")
-    gains = np.subtract(curve[-1].learned.per_host, random.per_host).tolist()
-    return Run(config.seed, *known(config), untrained, random, curve, interval(gains))
+
+    def gain_on(other: Score) -> Score:
+        return interval(np.subtract(curve[-1].learned.per_host, other.per_host).tolist())
+
+    return Run(
+        seed=config.seed,
+        idle=baseline("wait_only").mean,
+        best=best.mean,
+        untrained=untrained,
+        random=random,
+        constant=constant,
+        explore=baseline("explore_then_commit"),
+        oracle=best,
+        curve=curve,
+        gain_on_random=gain_on(random),
+        gain_on_constant=gain_on(constant),
+    )
 
 
-def shown(runs: Sequence[Run]) -> Table:
+def shown(task: str, runs: Sequence[Run]) -> Table:
     """One line per run."""
-    columns = ("seed", "episodes", "CPU seconds", "gap closed", "learned", "untrained", "random", "learned - random")
-    page = Table(title="null task: 100·J, and the share of the gap between wait_only and the best schedule")
-    for column in columns:
+    page = Table(title=f"{task}: 100·J, and the share of the gap between wait_only and the oracle")
+    for column in ("seed", "episodes", "CPU s", "gap closed"):
+        page.add_column(column, justify="right")
+    controllers = ("learned", "untrained", "random", "constant", "explore", "oracle", "learned - constant")
+    for column in controllers:
         page.add_column(column, justify="right")
     for run in runs:
-        scores = (run.final.learned, run.untrained, run.random, run.gain_on_random)
-        cells = (f"{score.mean:.2f} [{score.low:.2f}, {score.high:.2f}]" for score in scores)
+        scores = (run.final.learned, run.untrained, run.random, run.constant, run.explore, run.oracle)
+        cells = [f"{score.mean:.2f}" for score in scores]
+        cells[0] += f" [{scores[0].low:.2f}, {scores[0].high:.2f}]"
+        gain = run.gain_on_constant
         first = (str(run.seed), str(run.final.episodes), f"{run.final.seconds:.0f}", f"{run.gap_closed:.1%}")
-        page.add_row(*first, *cells)
+        page.add_row(*first, *cells, f"{gain.mean:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]")
     return page
+
+
+def over_runs(runs: Sequence[Run]) -> list[str]:
+    """Means over runs with their intervals, one sentence each."""
+    learned = interval([run.final.learned.mean for run in runs])
+    gain = interval([run.gain_on_constant.mean for run in runs])
+    solved = sum(run.gap_closed >= SOLVED for run in runs)
+    lines = [
+        f"100·J, mean over runs {learned.mean:.2f} [{learned.low:.2f}, {learned.high:.2f}]",
+        f"learned - constant, paired by host, mean over runs {gain.mean:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]",
+        f"{solved} of {len(runs)} runs closed at least {SOLVED:.0%} of the gap",
+    ]
+    room = float(np.mean([run.explore.mean - run.constant.mean for run in runs]))
+    if room > 0.0:
+        lines.append(f"{gain.mean / room:.0%} of the way from constant to explore")
+    return lines
 
 
 def main(options: Options) -> int:
     """Learn once per seed, print, and write the numbers; returns the exit code."""
     torch.set_num_threads(1)  # the tensors are too small for several threads
-    console, runs = Console(width=140), []
-    for seed in options.seeds:
-        told = {"task": "null", "preset": options.preset, "num_envs": options.num_envs, "seed": seed}
-        config = resolve(told | {"rounds": options.rounds, "schedule_rounds": options.rounds}, options.config)
-        runs.append(learn(config, options, lambda line: console.print(line, highlight=False)))
-    console.print(shown(runs))
+    console = Console(width=160)
+    told = {"task": options.task, "preset": options.preset, "num_envs": options.num_envs}
+    told |= {"rounds": options.rounds, "schedule_rounds": options.rounds}
+    config = resolve(told, options.config)
+    say = partial(console.print, highlight=False)
+    runs = [learn(replace(config, seed=seed), options, say) for seed in options.seeds]
+    console.print(shown(options.task, runs))
     if len(runs) > 1:
-        total = interval([run.final.learned.mean for run in runs])
-        solved = sum(run.gap_closed >= SOLVED for run in runs)
-        console.print(f"100·J, mean over runs {total.mean:.2f} [{total.low:.2f}, {total.high:.2f}]", highlight=False)
-        console.print(f"{solved} of {len(runs)} runs closed at least {SOLVED:.0%} of the gap", highlight=False)
+        for line in over_runs(runs):
+            say(line)
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}
+        settings["config"] = str(options.config) if options.config else None
         write_result(options.json, "learning_curve", torch.device("cpu"), settings, [asdict(run) for run in runs])
     return 0
 

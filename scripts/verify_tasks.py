@@ -65,7 +65,7 @@ class Budget:
 
 WIDE = Budget(steps=12, batch=32, examples=512, val=500, test=2_000)
 NARROW = Budget(steps=40, batch=32, examples=2_816, val=500, test=2_000)
-DIGITS = Budget(steps=40, batch=64, examples=1_024, val=360, test=360)
+DIGITS = Budget(steps=30, batch=64, examples=768, val=360, test=360)
 TEXT = Budget(steps=12, batch=8, examples=24, val=16, test=64)
 BUDGETS = {"digits": DIGITS, **dict.fromkeys(("cifar_impaired", "cifar_minimal", "cifar_deep_impaired"), NARROW)}
 """Of hosts that growth is to rescue: they are cheap enough for a longer run, which shows it."""

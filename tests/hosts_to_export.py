@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tiny
 from esper.leyline.manifest import GrownSlot, GrowthManifest
+from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.running_seeds import running_seeds
 from esper.tolaria.state import RolloutStats
@@ -30,9 +31,9 @@ class GrownHosts(NamedTuple):
     stats: RolloutStats
 
 
-def grown(*topologies: GrowthManifest, steps: int = 4) -> GrownHosts:
-    """One host of each topology."""
-    engine = tiny.engine(len(topologies), steps)
+def grown(*topologies: GrowthManifest, steps: int = 4, of: TaskSpec | None = None) -> GrownHosts:
+    """One host of each topology, of the tiny task or another one on its images."""
+    engine = tiny.engine(len(topologies), steps, of=of)
     client = ToyClient(engine.spec)
     engine.reset(client, 0)
     engine.plant(topologies)

@@ -98,7 +98,7 @@ def test_tasks_are_listed_with_those_of_plugins_and_where_their_data_are(
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line}
-    assert rows["digits"] == "CNN 8-16, 1x1 354 3 embedded"
+    assert rows["digits"] == "CNN 48-96, 1x1, unshuffle 2 6,058 3 embedded"
     assert rows["cifar_scale"] == "CNN 8-16-32-64-128, 3x3 99,922 5/10 missing"
     assert rows["tinyshakespeare"] == "transformer 4x128 842,496 4 found"
     assert rows["null"] == "none 3/16 none"
@@ -196,7 +196,7 @@ REFUSED = [
     ("evaluate nowhere", "neither a run directory nor a baseline"),
     ("evaluate heuristc", "did you mean 'heuristic'?"),
     ("evaluate folder", "it has no config.toml"),
-    ("evaluate folder data", "folder, data are several run directories; give one, and any baselines"),
+    ("evaluate random --task null --out ten.toml", "cannot be used"),
     ("evaluate folder heuristc", "heuristc is neither a run directory nor a baseline; did you mean 'heuristic'?"),
     ("evaluate static_final wait_only --task null", "none is named; add a run directory, one of random"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
@@ -273,8 +273,8 @@ def test_what_cannot_be_changed_by_a_resume_is_refused(folder: Path, capfd: pyte
     for option in (["--seed", "3"], ["--run-dir", "other"], ["--config", "x.toml"], ["--set", "ppo.lr=0.1"]):
         assert small_runs.resume(folder / "run", *option) == 2
         assert "cannot be changed when a run is resumed" in capfd.readouterr().err
-    assert main(["evaluate", "run", "--task", "null"]) == 2
-    assert "task cannot be changed for an existing run" in capfd.readouterr().err
+    assert main(["evaluate", "run", "--preset", "small"]) == 2
+    assert "preset cannot be changed for an existing run" in capfd.readouterr().err
     assert contents(folder) == before
 
 
@@ -410,10 +410,12 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
     assert process.wait(timeout=PATIENCE) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
     for word in (
-        "operations chosen",
-        "slots by stage",
+        "hosts      live accuracy",
+        "slots      hosts by stage",
+        "operations wait",
+        "unfinished",
         "env-steps/s",
-        "step 40/40",
+        "2 rounds done",
         "eta 0:00",
         "2/2",
         "done: 100·J",

@@ -40,6 +40,7 @@ MAY_READ = {
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
     "export/": "files of a network, outside of any run",
+    "telemetry/page.py": "numpy arrays of steps that were read",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
@@ -78,7 +79,9 @@ MAY_CATCH_ALL = {
     "export/programs.py": "so may the exporters of torch, whose reason is passed on",
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
+    "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
+    "telemetry/background.py": "nor does a sink",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }
 FORBIDDEN = re.compile(

@@ -23,6 +23,7 @@ from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.instances import InstanceDistribution
 from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler
@@ -100,7 +101,8 @@ def population(
         host = deterministic_build(lambda: CNNHost(HOST, SLOTS, image_size=(IMAGE, IMAGE)))
         assert isinstance(host, CNNHost)
     return Population(
-        host, optimizer, num_envs=num_envs, run_seed=run_seed, device=device, host_offset=host_offset
+        host, optimizer, num_envs=num_envs, run_seed=run_seed, device=device,
+        host_ids=torch.arange(host_offset, host_offset + num_envs),
     )  # fmt: skip
 
 
@@ -118,6 +120,7 @@ class Bench:
         data: Dataset | None = None,
         objective: Objective = OBJECTIVE,
         batches_per_step: int | None = None,
+        instances: InstanceDistribution | None = None,
         scaler_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
         **population_settings: object,
@@ -126,7 +129,7 @@ class Bench:
         self.data = (dataset() if data is None else data).to(device)
         data = HostData(
             self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
-            batches_per_step=batches_per_step, scaler=LossScaler(scaler_dtype, num_envs, device),
+            batches_per_step=batches_per_step, scaler=LossScaler(scaler_dtype, num_envs, device), instances=instances,
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

@@ -122,7 +122,7 @@ def test_a_controller_grows_another_task_with_as_many_slots_of_its_family(task, 
     with pytest.raises(ConfigError, match="grew CNN hosts, but task 'zero' has TRANSFORMER hosts"):
         grow(sequences, run)
     three = own_task(slots=["stem.0", "stem.1", "layer2.1"], name="three")
-    with pytest.raises(CheckpointError, match="was made with head_sizes"):
+    with pytest.raises(CheckpointError, match="was trained with 2 slots"):
         grow(three, run)
 
 

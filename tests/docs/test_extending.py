@@ -15,6 +15,7 @@ SAYS = {
     "A reward": ("round 1: committed ", "round 2: committed "),
     "A task": ("esper: bars, 2 hosts x 6 steps x 1 round", "committed test"),
     "A controller": ("live accuracy ", " fossils, "),
+    "A sink": ("sink: csv", "done: 100·J", "round,objective_mean", "\n2,"),
 }
 
 

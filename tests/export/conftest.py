@@ -1,6 +1,7 @@
 """Hosts that every test of this folder may read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,14 @@ from hosts_to_export import TOPOLOGIES, GrownHosts, grown
 def trained() -> GrownHosts:
     """Three hosts with every blueprint, and every algorithm in every slot."""
     return grown(*TOPOLOGIES)
+
+
+@pytest.fixture(scope="session")
+def unshuffled() -> GrownNetwork:
+    """A grown host that unshuffles its images."""
+    task = tiny.task(host=replace(tiny.HOST, unshuffle=2))
+    hosts = grown(TOPOLOGIES[0], of=task)
+    return GrownNetwork.of(hosts.engine, task, tiny.dataset(), hosts.stats, host=0)
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ class Affine(nn.Module):
         return (2.0 if self.honest or not torch.compiler.is_exporting() else 3.0) * x + 1.0
 
 
-def test_the_program_runs_with_any_batch_size(network_of, tmp_path):
-    network = network_of(2)
+@pytest.mark.parametrize("unshuffle", [False, True])
+def test_the_program_runs_with_any_batch_size(network_of, unshuffled, unshuffle, tmp_path):
+    network = unshuffled if unshuffle else network_of(2)
     network.save(tmp_path / "grown", formats=("pt2",))
     program = torch.export.load(tmp_path / "grown" / "model.pt2").module()
     for x in (tiny.dataset().val.x, tiny.dataset().val.x[:1]):
@@ -41,10 +42,11 @@ def test_a_program_that_computes_something_else_is_not_kept(tmp_path):
 
 
 @needs_onnx
-def test_onnxruntime_computes_the_same_as_the_network(network_of, tmp_path):
+@pytest.mark.parametrize("unshuffle", [False, True])
+def test_onnxruntime_computes_the_same_as_the_network(network_of, unshuffled, unshuffle, tmp_path):
     import onnxruntime
 
-    network = network_of(1)
+    network = unshuffled if unshuffle else network_of(1)
     assert network.save(tmp_path / "grown", formats=("onnx",)) == []
     session = onnxruntime.InferenceSession(tmp_path / "grown" / "model.onnx", providers=["CPUExecutionProvider"])
     x = tiny.dataset().val.x

@@ -34,7 +34,7 @@ def images(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("of", "count", "offered"),
     [
-        (spec(), 354, 3),
+        (spec(base=48, unshuffle=2), 6_058, 3),
         (spec(base=4, blocks=3, kernel=3, pools=3), 1702, 6),
         (cifar(blocks=3, pools=3), 6418, 6),
         (cifar(blocks=5, pools=5), 99922, 10),
@@ -124,7 +124,16 @@ def test_batch_norm_counts_no_batches_and_starts_neutral():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"blocks": 1}, {"kernel": 2}, {"pools": 3}, {"pools": -1}, {"base": 0}, {"in_channels": 0}, {"classes": 1}],
+    [
+        {"blocks": 1},
+        {"kernel": 2},
+        {"pools": 3},
+        {"pools": -1},
+        {"base": 0},
+        {"in_channels": 0},
+        {"classes": 1},
+        {"unshuffle": 0},
+    ],
 )
 def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
@@ -155,3 +164,46 @@ def test_a_slot_that_would_see_a_single_value_is_refused():
 def test_an_image_that_is_pooled_away_is_refused():
     with pytest.raises(ConfigError, match="vanish in 3 poolings"):
         host(slots=["r0c0"], of=spec(blocks=3, pools=3), size=(7, 32))
+    with pytest.raises(ConfigError, match="images of 12x16 vanish in 2 poolings after host.unshuffle 4"):
+        host(slots=["r0c0"], of=spec(unshuffle=4, pools=2), size=(12, 16))
+
+
+# -- pixel unshuffle --------------------------------------------------------------------------------------------------
+
+
+def test_squares_of_pixels_become_channels_of_one_position():
+    of = spec(unshuffle=2, pools=0)
+    built, met = host(slots=["r0c0"], of=of, size=(2, 4)).eval(), []
+    built.blocks[0].register_forward_pre_hook(lambda block, inputs: met.append(inputs[0]))
+    built(torch.tensor([[[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]]]), lambda slot, h: h)
+    # the channels: upper left, upper right, lower left, lower right
+    assert met[0].tolist() == [[[[1.0, 3.0]], [[2.0, 4.0]], [[5.0, 7.0]], [[6.0, 8.0]]]]
+
+
+def test_an_unshuffled_host_is_the_same_host_on_images_that_were_unshuffled_before():
+    x = torch.randn(6, 3, 6, 10, generator=torch.Generator().manual_seed(0))
+    built, plain = host(of=cifar(unshuffle=2), size=(6, 10)), host(of=cifar(in_channels=12), size=(3, 5))
+    plain.load_state_dict(built.state_dict())
+    shapes = {}
+    found = built(x, lambda slot, h: shapes.setdefault(slot, h.shape[1:]) and h)
+    assert torch.equal(found, plain(nn.PixelUnshuffle(2)(x), lambda slot, h: h))
+    assert shapes == {"r0c0": (8, 3, 5), "r1c0": (8, 1, 2), "r0c1": (16, 1, 2)}
+    assert shapes == {point.slot_id: built.features(point) for point in built.enabled}
+
+
+def test_the_size_of_an_unshuffled_host_is_counted_by_hand():
+    of = spec(base=32, unshuffle=2)
+    # block 0: 4*32 + 2*32; block 1: 32*64 + 2*64; head: 64*10 + 10
+    assert of.num_params() == 192 + 2_176 + 650 == sum(p.numel() for p in host(of=of).parameters())
+    assert of.largest_activation(8, 8) == 32 * 4 * 4
+    assert spec(base=1, unshuffle=4).largest_activation(16, 16) == 16 * 16  # the copy of the image itself
+    assert spec(base=1).largest_activation(3, 3) == 10  # logits
+
+
+@pytest.mark.parametrize(
+    ("unshuffle", "size", "way_out"),
+    [(2, (7, 8), "set it to 1,"), (4, (8, 6), "set it to 1 or 2,"), (6, (12, 9), "set it to 1 or 3,")],
+)
+def test_images_that_do_not_split_into_squares_are_refused_with_the_factors_that_fit(unshuffle, size, way_out):
+    with pytest.raises(ConfigError, match=rf"host.unshuffle is {unshuffle}, but images of .* {way_out} or crop or pad"):
+        host(slots=["r0c0"], of=spec(unshuffle=unshuffle), size=size)

@@ -293,7 +293,9 @@ class Orthogonal(Skip):
 
 
 def rows_of(spec: ModuleHostSpec, num_envs: int, offset: int = 0) -> torch.Tensor:
-    population = Population(host(spec), OptimizerSpec(), num_envs=num_envs, run_seed=3, device=CPU, host_offset=offset)
+    population = Population(host(spec), OptimizerSpec(), num_envs=num_envs, run_seed=3, device=CPU,
+        host_ids=torch.arange(offset, offset + num_envs),
+    )  # fmt: skip
     population.reset(episode=2)
     weights = population.host_kind.template.parameters.unpack(population.host.params)
     return weights["network.head.weight"].clone()

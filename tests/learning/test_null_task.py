@@ -49,3 +49,16 @@ def test_what_it_gained_was_learned_from_the_rollouts(learned):
     assert gap_closed(learned, learned["untrained"]["mean"]) < 0.3
     assert [point["episodes"] for point in learned["curve"]] == [160, 320, 480, 640]
     assert learned["curve"][0]["learned"]["mean"] < learned["curve"][-1]["learned"]["mean"]
+
+
+@pytest.mark.slow
+def test_the_controllers_that_it_is_compared_with_know_more_from_one_to_the_next(tmp_path):
+    # where hosts differ, a constant schedule is better than none, exploration than that, and hindsight best
+    report = tmp_path / "curve.json"
+    options = ["--task", "null_permuted", "--seeds", "0", "--rounds", "1", "--num-envs", "4", "--json", str(report)]
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(report.read_text())["results"]
+    known = [run["idle"], run["constant"]["mean"], run["explore"]["mean"], run["oracle"]["mean"]]
+    assert known == sorted(known)
+    assert known[2] - known[1] > 5.0

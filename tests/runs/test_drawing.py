@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import tiny
+from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.hosts.slots import InjectionPoint, Surface
 from esper.leyline.stages import HostFamily
-from esper.runs.drawing import drawing
+from esper.runs.drawing import drawing, words
 from esper.tasks import task_by_name, task_names
 
 KEY = ["", "● slots of a run   ○ others: --set 'slots=[\"SLOT\", ...]'"]
@@ -30,6 +31,21 @@ images, 1 channel
   │  max pooling 2x2
   ● r1c0   4 channels
   │  convolution 3x3, batch norm, ReLU
+  ○ r0c1   8 channels
+  │  mean over space, linear
+3 classes
+""")
+
+
+def test_an_unshuffled_image_is_drawn_with_the_channels_that_the_first_block_gets():
+    host = CNNHostSpec(in_channels=3, base=4, blocks=2, kernel=1, pools=0, classes=3, unshuffle=2)
+    assert words(host) == "CNN 4-8, 1x1, unshuffle 2"
+    assert drawing(tiny.task(host=host, enabled=("r0c0",))) == drawn("""
+images, 3 channels
+  │  pixel unshuffle 2x2: 12 channels
+  │  convolution 1x1, batch norm, ReLU
+  ● r0c0   4 channels
+  │  convolution 1x1, batch norm, ReLU
   ○ r0c1   8 channels
   │  mean over space, linear
 3 classes

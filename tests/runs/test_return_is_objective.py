@@ -84,14 +84,26 @@ def test_the_discounted_return_of_the_learner_is_the_objective_for_every_pattern
 
 
 def test_every_decision_is_credited_with_the_end_across_all_rollbacks_after_it(finished):
-    # without a critic and with an unbroken trace the advantage is what is still to come: gamma^(E - t) * J - Phi_{t-1}
+    # without a critic and with an unbroken trace the advantage is what is still to come: gamma^(E - t) * J - Phi_{t-1};
+    # after a rollback Phi_{t-1} is that of the last valid row, whose step is k earlier, divided by gamma^(k - 1)
     buffer, worth, _ = finished
     slabs, none = buffer.slabs, torch.zeros_like(buffer.slabs.values)
     found = compute_gae(slabs.rewards, none, none, slabs.terminal, slabs.truncated, slabs.valid, GAMMA, 1.0)
-    begins = slabs.valid & torch.cat((torch.ones_like(slabs.valid[:, :1]), ~slabs.valid[:, :-1]), dim=1)  # Phi is 0
-    want = worth[:, None] * GAMMA ** torch.arange(E - 1, -1, -1)
-    assert begins.sum() > 500
-    torch.testing.assert_close(found[begins].double(), want[begins], atol=2e-6, rtol=0)
+    carried, want = torch.zeros(len(PATTERNS), dtype=torch.float64), []
+    for t in range(E):
+        want.append(worth * GAMMA ** (E - 1 - t) - carried)
+        carried = torch.where(slabs.valid[:, t], (slabs.rewards[:, t] + carried) / GAMMA, carried / GAMMA)
+    torch.testing.assert_close(found.double(), torch.stack(want, 1) * slabs.valid, atol=2e-6, rtol=0)
+
+
+def test_no_reward_around_a_rollback_is_larger_than_what_changed(finished):
+    # accuracies are between 0 and 40 points; the first valid row is paid its whole potential, the others differences
+    slabs = finished[0].slabs
+    later = slabs.valid & (slabs.valid.cumsum(1) > 1)
+    around = later & ~(slabs.valid.roll(1, 1) & slabs.valid.roll(-1, 1))
+    assert around.sum() > 500
+    assert slabs.rewards[around].abs().max() < 0.3
+    assert (slabs.rewards[around].std() / slabs.rewards[later & ~around].std()).item() < 2.0
 
 
 def test_an_episode_has_one_end_and_as_many_fresh_recurrent_states_as_rollbacks(finished):

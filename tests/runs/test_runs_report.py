@@ -132,11 +132,13 @@ def test_what_is_shown_of_a_round_counts_its_steps_without_those_that_were_rolle
     so_far = RoundSoFar(WEIGHTS)
     (first,) = so_far.add([step()], [0.5])
     assert first["objective_mean"] == 50.0  # of 40 and 60; the seed of 200 parameters is no fossil
+    assert first["objective_std"] == pytest.approx(20 / 2**0.5)
     broken = step(
         t=2, panic_reason=np.array([0, 1]), val_acc=np.array([51.0, NAN]), committed_acc=np.array([40.0, NAN])
     )
     (shown,) = so_far.add([broken], [1.0])
     assert (shown["objective_mean"], shown["committed_accuracy_mean"], shown["live_accuracy_mean"]) == (40, 40, 51)
+    assert np.isnan(shown["objective_std"])  # of one host
     assert shown["ops"] == ops_by_name(np.array([2, 1, 0, 0, 0, 0]))
     assert (shown["round"], shown["t"], shown["env_steps"], shown["seconds"]) == (1, 2, 4, 1.0)
     (fresh,) = so_far.add([step(episode=1)], [0.1])

@@ -35,7 +35,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole: dict[str, Path]) -> None:
     names = {path.name for path in whole["null"].iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints"}
+    assert names == {"config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints", "record"}
     assert [path.name for path in checkpoints(whole["null"] / "checkpoints")] == [
         "round-00003",
         "round-00002",

@@ -1,6 +1,6 @@
 """The columns once more as plain numbers, independent of the tables of the module: places, ranges, what moves them.
 
-Place 0 to 22 are the host, 23 + 31 s + o is column o of slot s.
+Place 0 to 24 are the host, 25 + 31 s + o is column o of slot s.
 """
 
 import math
@@ -34,12 +34,12 @@ HOST_FLOATS = (
 
 
 def column(o: int, slot: int = 0) -> int:
-    return 23 + 31 * slot + o
+    return 25 + 31 * slot + o
 
 
 def ranges(num_slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Lowest and highest value of each column, and whether it is 0 or 1 and nothing between."""
-    width = 23 + 31 * num_slots
+    width = 25 + 31 * num_slots
     low, flag = torch.zeros(width), torch.zeros(width, dtype=torch.bool)
     signed = [*HOST_SIGNED, *(column(o, s) for s in range(num_slots) for o in SLOT_SIGNED)]
     flags = [*HOST_FLAGS, *(column(o, s) for s in range(num_slots) for o in SLOT_FLAGS)]
@@ -62,7 +62,7 @@ def assert_in_range(obs: Observation) -> None:
     flags = features[:, flag]
     assert ((flags == 0) | (flags == 1)).all()
     dormant = (obs.slots.stage == SeedStage.DORMANT).repeat_interleave(31, dim=1)
-    assert (features[:, 23:][dormant] == 0).all()
+    assert (features[:, 25:][dormant] == 0).all()
     assert (observe(obs)[1][obs.slots.stage == SeedStage.DORMANT] == -1).all()
 
 
@@ -155,8 +155,10 @@ MOVED_BY_A_HOST = {
     "val_acc": ({2}, [20.0, NAN]),
     "last_success": ({16}, [0]),
     "last_op": ({18, 20}, [3]),
+    "train_loss": ({23}, [2.0, NAN]),
+    "train_acc": ({24}, [20.0, NAN]),
     **dict.fromkeys(
-        ("train_acc", "train_loss", "prev_val_acc", "prev_val_loss", "committed_acc", "cf_total", "best_acc"),
+        ("prev_val_acc", "prev_val_loss", "committed_acc", "cf_total", "best_acc"),
         (NOTHING, [7.0, NAN]),
     ),
     **dict.fromkeys(
@@ -253,8 +255,8 @@ MEASURED = {
     # name: (columns of its own step, columns of the next step), for a measurement of slot 1 where there are slots
     "val_loss": ({1, 7}, {6}),
     "val_acc": ({2, 12}, {11}),
-    "train_acc": (NOTHING, NOTHING),
-    "train_loss": (NOTHING, NOTHING),
+    "train_acc": ({24}, NOTHING),
+    "train_loss": ({23}, NOTHING),
     "committed_acc": (NOTHING, NOTHING),
     "cf_total": (NOTHING, NOTHING),
     "contribution": ({column(12, 1), column(13, 1)}, {column(13, 1)}),

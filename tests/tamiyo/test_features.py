@@ -11,7 +11,7 @@ from esper.leyline.stages import COOLDOWN, STAGE_CLASS, AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import row, tree_map
 from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, feature_dim, observe
 
-SLOT = {feature.name: 23 + i for i, feature in enumerate(SLOT_FEATURES)}
+SLOT = {feature.name: 25 + i for i, feature in enumerate(SLOT_FEATURES)}
 """Place of each column of slot 0."""
 
 
@@ -48,6 +48,8 @@ def host_block(obs: Observation, n: int) -> list[float]:
         *share,
         float(host["last_success"]),
         *(float(host["last_op"] == op) for op in range(6)),
+        known(host["train_loss"], -1, lambda x: c1(sl(x))),
+        known(host["train_acc"], -1, lambda x: x / 100),
     ]
 
 
@@ -99,7 +101,7 @@ def test_states_of_the_reference_test_hold_every_stage():
     assert stages.unique().tolist() == [stage for stage in SeedStage if stage is not SeedStage.UNKNOWN]
 
 
-@pytest.mark.parametrize(("num_slots", "width"), [(1, 54), (3, 116), (4, 147), (6, 209), (10, 333)])
+@pytest.mark.parametrize(("num_slots", "width"), [(1, 56), (3, 118), (4, 149), (6, 211), (10, 335)])
 def test_the_width_is_that_of_the_host_and_31_per_slot(num_slots, width):
     features, index = observe(random_observation(0, n=2, s=num_slots))
     assert feature_dim(num_slots) == width == features.shape[1]
@@ -115,7 +117,7 @@ def test_a_blending_seed_by_hand():
         grad_vanishing=1, grad_exploding=0, grad_health_prev=0.9, epochs_in_stage=6, contribution_step=28, age=18,
         alpha_mode=AlphaMode.UP,
     )  # fmt: skip
-    got = {feature.name: value for feature, value in zip(SLOT_FEATURES, observe(obs)[0][0, 23:].tolist(), strict=True)}
+    got = {feature.name: value for feature, value in zip(SLOT_FEATURES, observe(obs)[0][0, 25:].tolist(), strict=True)}
     want = {
         "occupied": 1, "stage_blending": 1, "alpha": 0.4, "contribution": -0.25, "contribution_velocity": 1,
         "tempo": 0.25, "alpha_target": 0.7, "alpha_mode": 0.5, "alpha_total": 5 / 60, "alpha_done": 2 / 60,
@@ -131,13 +133,14 @@ def test_the_host_block_by_hand():
     obs = with_hosts(
         obs,
         val_loss=torch.tensor([math.e - 1]), val_acc=torch.tensor([62.5]),
+        train_loss=torch.tensor([0.0]), train_acc=torch.tensor([75.0]),
         loss_hist=torch.tensor([[math.nan, math.inf, -math.inf, 0.0, math.e - 1]]),
         acc_hist=torch.tensor([[math.nan, math.nan, 50.0, 0.0, 62.5]]),
         last_success=torch.tensor([True]), last_op=torch.tensor([3]),
     )  # fmt: skip
     obs = with_slots(obs, stage=torch.tensor([[3, 6, 7, 1]]))
-    want = [1, 1 / 7, 0.625, -1, 1, -1, 0, 1 / 7, -1, -1, 0.5, 0, 0.625, 0.25, 0, 0.5, 1, 0, 0, 0, 1, 0, 0]
-    assert observe(obs)[0][0, :23].tolist() == pytest.approx(want, abs=1e-6)
+    want = [1, 1 / 7, 0.625, -1, 1, -1, 0, 1 / 7, -1, -1, 0.5, 0, 0.625, 0.25, 0, 0.5, 1, 0, 0, 0, 1, 0, 0, 0, 0.75]
+    assert observe(obs)[0][0, :25].tolist() == pytest.approx(want, abs=1e-6)
 
 
 def test_a_missing_measurement_is_told_apart_from_every_measured_value():
@@ -227,7 +230,7 @@ def test_random_states_stay_in_range_and_later_than_the_episode_too(seed):
 def test_a_dormant_slot_is_all_zero_with_index_minus_one_whatever_it_holds():
     obs = everywhere(hostile_observation(0, math.nan), SeedStage.DORMANT, alpha=1.0, age=5, tempo=3)
     features, index = observe(obs)
-    assert (features[:, 23:] == 0).all()
+    assert (features[:, 25:] == 0).all()
     assert (index == -1).all()
 
 
@@ -238,7 +241,7 @@ def test_a_slot_in_cooldown_keeps_its_blueprint_and_shows_only_what_it_was():
     features, index = observe(obs)
     cooling = torch.isin(obs.slots.stage, torch.tensor(sorted(COOLDOWN)))
     assert cooling.any()
-    blocks = features[:, 23:].unflatten(1, (3, 31))[cooling]
+    blocks = features[:, 25:].unflatten(1, (3, 31))[cooling]
     assert torch.equal(index[cooling], obs.slots.blueprint[cooling])
     for i in set(range(31)) - shown:
         want = -1.0 if SLOT_FEATURES[i].name in ("grad_health_prev", "freshness") else 0.0

@@ -10,7 +10,7 @@ from tiny import engine
 from toys import ToyClient, action, script
 
 LENGTH = 24
-COLUMN = {feature.name: 23 + i for i, feature in enumerate(SLOT_FEATURES)}
+COLUMN = {feature.name: 25 + i for i, feature in enumerate(SLOT_FEATURES)}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_velocity_is_zero_until_the_second_measurement_and_not_zero_from_it_
 
 
 def test_a_slot_that_was_pruned_shows_its_stage_and_what_it_was_until_it_is_empty(seen):
-    second = seen[:, 23 + 31 :][:, :31]
+    second = seen[:, 25 + 31 :][:, :31]
     assert not second[:12].any()
     learning = second[19]
     assert learning[24] == 1.0  # gradient health in step 20

@@ -85,8 +85,8 @@ class Rollout:
 @pytest.mark.parametrize(
     ("width", "num_slots", "total"),
     [
-        (512, 1, 3_628_128), (512, 3, 3_664_482), (512, 4, 3_682_659), (512, 6, 3_719_013), (512, 10, 3_791_721),
-        (128, 1, 235_872), (128, 3, 244_962), (128, 4, 249_507), (128, 6, 258_597), (128, 10, 276_777),
+        (512, 1, 3_629_152), (512, 3, 3_665_506), (512, 4, 3_683_683), (512, 6, 3_720_037), (512, 10, 3_792_745),
+        (128, 1, 236_128), (128, 3, 245_218), (128, 4, 249_763), (128, 6, 258_853), (128, 10, 277_033),
     ],
 )  # fmt: skip
 def test_the_number_of_parameters(width, num_slots, total):
@@ -123,6 +123,10 @@ def test_a_run_seed_fixes_every_weight_and_another_seed_changes_them():
     assert drawn == [name for name, p in a.named_parameters() if p.dim() > 1]
 
 
+OP_BIASES = [2.0, 0.0, -1.0, -1.0, 2.0, 0.0]
+"""WAIT, GERMINATE, SET_ALPHA_TARGET, PRUNE, FOSSILIZE, ADVANCE."""
+
+
 def assert_orthogonal(weight: torch.Tensor, gain: float) -> None:
     rows = weight if weight.shape[0] <= weight.shape[1] else weight.t()
     torch.testing.assert_close(rows @ rows.t(), gain**2 * torch.eye(len(rows)), atol=1e-5, rtol=1e-5)
@@ -143,7 +147,7 @@ def test_every_weight_starts_as_the_table_says():
             assert_orthogonal(gate, 1.0)
     for module in network.modules():
         if isinstance(module, nn.Linear):
-            expected = [2.0, 0.0, 0.0, 0.0, 0.0, 0.0] if module is network.head_outputs[Head.OP] else 0.0
+            expected = OP_BIASES if module is network.head_outputs[Head.OP] else 0.0
             assert torch.equal(module.bias, torch.tensor(expected).expand_as(module.bias))
         if isinstance(module, nn.LayerNorm):
             assert module.eps == 1e-5
@@ -297,10 +301,11 @@ def test_the_first_policy_mostly_waits_and_is_uniform_otherwise_and_the_first_va
     available = heads.available.clone()
     available[..., Head.OP] = False
     assert (heads.entropy_avail[available] > 0.999).all()
-    # with k legal ops WAIT has probability e^2 / (e^2 + k - 1), each other one 1 / (e^2 + k - 1)
+    # an op with bias b has probability e^b, divided by the sum of that over the legal ops
     op, log_p = heads.actions[..., Head.OP], heads.log_prob[..., Head.OP]
-    count = rollout.legal.any(-1).sum(-1)
-    want = torch.where(op == LifecycleOp.WAIT, 2.0, 0.0) - (math.exp(2.0) + count - 1).log()
+    biases = torch.tensor(OP_BIASES)
+    total = (biases.exp() * rollout.legal.any(-1)).sum(-1)
+    want = biases[op] - total.log()
     torch.testing.assert_close(log_p, want, atol=0.05, rtol=0)
     assert values.abs().max() < 0.5
     assert values.std() > 0

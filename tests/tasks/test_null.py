@@ -161,3 +161,61 @@ def test_fossils_of_the_best_schedule_reach_its_value_in_the_last_step():
     v = null.strengths(SPEC, one, passes, torch.full((1, 3), 5), torch.ones(1, 3, dtype=torch.int64))
     f = null.coalition_accuracy(SPEC, 60, v, torch.ones(1, 1, 3, dtype=torch.bool))
     assert f.item() == pytest.approx(null.best_schedule_value(60, 10, 3), abs=1e-4)
+
+
+PERMUTED = NullSpec(permuted=True)
+USED = [row.index for row in BLUEPRINTS.values()]
+
+
+def test_without_permutation_every_host_has_the_qualities_of_the_table():
+    assert null.qualities(SPEC, 1, torch.arange(2), episode=3).tolist() == [list(SPEC.quality)] * 2
+
+
+def test_a_permuted_host_has_every_quality_once_and_none_elsewhere():
+    drawn = null.qualities(PERMUTED, 1, torch.arange(50), episode=0)
+    assert drawn[:, USED].sort(dim=1).values.tolist() == [[-2.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0]] * 50
+    unused = [i for i in range(13) if i not in USED]
+    assert not drawn[:, unused].any()
+
+
+def test_every_blueprint_is_equally_often_the_best():
+    # 7,000 hosts: 1,000 each with a standard deviation of 29
+    best = null.qualities(PERMUTED, 1, torch.arange(7_000), episode=0).argmax(dim=1)
+    assert (best.bincount(minlength=8)[1:] - 1_000).abs().max() < 120
+
+
+def test_the_permutation_belongs_to_run_host_and_episode():
+    def drawn(hosts: list[int], run_seed: int = 1, episode: int = 0) -> list[list[float]]:
+        return null.qualities(PERMUTED, run_seed, torch.tensor(hosts), episode=episode).tolist()
+
+    together = drawn([3, 4, 5, 6])
+    assert drawn([5]) == [together[2]]
+    assert drawn([6, 5, 4, 3]) == together[::-1]
+    for other in (drawn([3, 4, 5, 6], run_seed=2), drawn([3, 4, 5, 6], episode=1)):
+        assert other != together
+
+
+def test_the_strength_of_a_seed_follows_the_quality_of_its_host():
+    # p = 10: m = .632121; blueprint 1 is worth 8 on the first host and -2 on the second
+    quality = torch.zeros(2, 13)
+    quality[0, 1], quality[1, 1] = 8.0, -2.0
+    ones = torch.ones(2, 1, dtype=torch.int64)
+    v = null.strengths(SPEC, torch.ones(2, 1), 10 * ones, ones, ones, quality)
+    torch.testing.assert_close(v, torch.tensor([[5.056964], [-1.264241]]), atol=1e-5, rtol=0.0)
+
+
+def test_the_best_blueprint_of_a_host_is_the_best_one_that_passes_its_gate():
+    hosts = torch.arange(300)
+    quality = null.qualities(PERMUTED, 1, hosts, episode=2)
+    healthy = null.best_of_host(PERMUTED, 1, hosts, 2, min_health=0.7)
+    blocked = quality[:, BLUEPRINTS["conv_heavy"].index] == 8.0
+    assert 0 < blocked.sum() < 300
+    assert healthy.quality.tolist() == [6.0 if host else 8.0 for host in blocked.tolist()]
+    assert torch.equal(quality.gather(1, healthy.blueprint[:, None]).squeeze(1), healthy.quality)
+    assert null.best_of_host(PERMUTED, 1, hosts, 2, min_health=0.0).quality.tolist() == [8.0] * 300
+
+
+def test_the_best_schedule_grows_what_it_is_given_and_is_worth_its_quality():
+    assert {step.action[Head.BLUEPRINT] for step in null.best_schedule(60, 3, 2, blueprint=4)} == {4, 0}
+    # 49.876062 + 8 * (2 - e^{-5.9} - e^{-5.5}): germinations in steps 1 and 5
+    assert null.best_schedule_value(60, 3, 2, quality=8.0) == pytest.approx(65.821452, abs=1e-5)

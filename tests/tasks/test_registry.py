@@ -27,7 +27,7 @@ def test_a_name_is_registered_once():
 PRE, POST = ([f"r{row}c{column}" for column in range(5)] for row in (0, 1))
 PRESETS = [
     # host parameters, slots offered and enabled, steps, batches of training and validation, M
-    ("digits", 354, (*PRE[:2], "r1c0"), (*PRE[:2], "r1c0"), 40, (64, 360), 3),
+    ("digits", 6_058, (*PRE[:2], "r1c0"), (*PRE[:2], "r1c0"), 30, (64, 360), 3),
     ("fashion_mnist", 1_702, (*PRE[:3], *POST[:3]), PRE[:3], 60, (256, 2_000), 5),
     ("cifar_baseline", 6_418, (*PRE[:3], *POST[:3]), PRE[:3], 150, (512, 1_000), 10),
     ("cifar_scale", 99_922, (*PRE, *POST), PRE, 150, (512, 1_000), 10),

@@ -2,24 +2,20 @@
 
 import io
 import re
+import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from esper.telemetry.progress import (
-    FIRST_INTERVAL,
-    PLAIN_INTERVAL,
-    RunConsole,
-    RunProgress,
-    Shown,
-    counts,
-    duration,
-    line,
-)
+from esper.telemetry import progress as module
+from esper.telemetry.page import Shown
+from esper.telemetry.progress import FIRST_INTERVAL, PLAIN_INTERVAL, RunConsole, RunProgress, line
 
 ROUND: dict[str, Any] = {
     "round": 2,
     "objective_mean": 58.412,
+    "objective_std": 2.1,
     "committed_accuracy_mean": 58.9,
     "live_accuracy_mean": 61.318,
     "env_steps": 640,
@@ -51,7 +47,7 @@ def written(console: RunConsole) -> list[str]:
 
 def test_a_round_is_one_line() -> None:
     assert line(Shown.of(ROUND), 10, 40, "8:12") == (
-        "round 2/10  eta 8:12  427 env-steps/s  100·J 58.41  committed 58.90  live 61.32  "
+        "round 2/10  eta 8:12  427 env-steps/s  100·J 58.41 ± 2.10  committed 58.90  live 61.32  "
         "ops: wait 510 germinate 61 prune 20  slots: training 9 blending 4"
     )
 
@@ -62,17 +58,6 @@ def test_a_round_under_way_says_how_far_it_is() -> None:
 
 def test_slow_runs_have_a_speed_too() -> None:
     assert "  0.4 env-steps/s" in line(Shown.of(ROUND | {"env_steps": 4, "seconds": 10.0}), 10, 40, "?")
-
-
-def test_nothing_is_said_in_a_word() -> None:
-    assert counts({"WAIT": 0}) == counts({}) == "none"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.2, "0:00"), (59.6, "1:00"), (61.0, "1:01"), (3599.0, "59:59"), (3723.4, "1:02:03")]
-)
-def test_a_duration_is_hours_minutes_seconds(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
 
 
 def test_without_a_terminal_each_round_is_a_line_with_the_time_that_is_left() -> None:
@@ -121,42 +106,6 @@ def test_other_records_are_no_concern_of_the_display() -> None:
     assert written(console) == []
 
 
-def terminal(width: int = 150, height: int = 20) -> RunConsole:
-    return RunConsole(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
-
-
-def screen(progress: RunProgress, width: int = 150) -> str:
-    page = RunConsole(file=io.StringIO(), width=width)
-    page.print(progress.page())
-    return "\n".join(written(page))
-
-
-def test_a_terminal_shows_a_table_with_the_round_under_way_and_a_bar() -> None:
-    console, clock = terminal(), Clock()
-    with RunProgress(console, rounds=10, steps=40, clock=clock) as progress:
-        clock.now += 40.0
-        progress.write("round", ROUND | {"round": 1})
-        progress.write("step", STEP)
-        shown = screen(progress)
-    assert re.search(r"^round +env-steps/s +100·J +committed +live +operations chosen +slots by stage", shown)
-    assert re.search(r"1/10 +427 +58\.41 +58\.90 +61\.32 +wait 510 germinate 61 prune 20 +training 9 blending 4", shown)
-    assert "2/10" in shown
-    assert re.search(r"step +50/400 .*eta 4:40", shown)  # 50 steps in 40 s, 350 are left
-    assert "50/400" in "".join(written(console))
-
-
-@pytest.mark.parametrize(("width", "height"), [(150, 12), (110, 24), (80, 24)])
-def test_the_bar_stays_in_sight_in_a_long_run(width: int, height: int) -> None:
-    progress = RunProgress(terminal(width, height), rounds=500, steps=40)
-    with progress:
-        for number in range(1, 100):
-            progress.write("round", ROUND | {"round": number})
-        shown = screen(progress, width).splitlines()
-    assert len(shown) <= height
-    assert "99/500" in "".join(shown)
-    assert shown[-1].startswith("step")
-
-
 def test_a_console_whose_reader_left_goes_silent() -> None:
     class CloseOutput(io.StringIO):
         def write(self, text: str) -> int:
@@ -179,35 +128,128 @@ def test_a_line_is_not_broken_or_marked_up() -> None:
 
 
 def test_what_was_not_measured_is_a_dash_and_never_nan() -> None:
-    nothing = ROUND | dict.fromkeys(("objective_mean", "committed_accuracy_mean", "live_accuracy_mean"), float("nan"))
+    nothing = ROUND | dict.fromkeys(
+        ("objective_mean", "objective_std", "committed_accuracy_mean", "live_accuracy_mean"), float("nan")
+    )
     assert "  100·J -  committed -  live -  " in line(Shown.of(nothing), 10, 40, "?")
+
+
+def test_alarms_of_a_round_stand_in_its_line() -> None:
+    console = plain()
+    progress = RunProgress(console, rounds=4, steps=40)
+    progress.write("alarm", alarm(round=2))
+    for host in (3, 5, 5):
+        progress.write("alarm", alarm(round=2, host=host, name="gaming_steps", value=1.0, threshold=0.0))
+        progress.write("rollback", {"kind": "rollback", "round": 2, "host": host, "reason": "loss"})
+    progress.write("round", ROUND)
+    progress.write("round", ROUND | {"round": 3})
+    second, third = written(console)
+    assert second.endswith(
+        "  alarms: objective_falls -2.31 (threshold -2), gaming_steps of 2 hosts, rollback of 2 hosts"
+    )
+    assert "alarms" not in third
+
+
+def alarm(**changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "alarm", "round": 1, "t": 40, "host": -1, "name": "objective_falls", "value": -2.309, "threshold": -2.0
+    } | changes  # fmt: skip
+
+
+def terminal(width: int = 80, height: int = 24) -> RunConsole:
+    return RunConsole(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+
+
+def screen(progress: RunProgress) -> list[str]:
+    return [text for text, _ in progress.page()]
+
+
+def test_a_terminal_shows_finished_rounds_the_unfinished_one_and_the_learner() -> None:
+    clock = Clock()
+    progress = RunProgress(terminal(), rounds=10, steps=40, clock=clock)
+    clock.now += 40.0
+    progress.write("round", ROUND | {"round": 1, "growth_ratio_mean": 1.2, "approx_kl": 0.0118, "memory_bytes": PEAK})
+    progress.write("step", STEP)
+    progress.write("alarm", alarm())
+    shown = screen(progress)
+    assert re.search(r"^round 2/10 step 10/40 .* 0:40 eta 4:40  peak 330 MB$", shown[0])  # 50 steps in 40 s, 350 left
+    assert re.search(r"^ +1/10 +58\.41 ± 2\.10 +58\.90 +61\.32 +1\.20x +427$", shown[2])
+    assert re.search(r"^ +2/10 +58\.41 ± 2\.10 +58\.90 +61\.32 +unfinished +427$", shown[3])
+    assert "learner    KL 0.0118" in shown
+    assert shown[-1] == "alarms     round 1: objective_falls -2.31 (threshold -2)"
+
+
+PEAK = {"allocated": None, "reserved": None, "peak": 329_584_640}
+
+
+def test_a_round_that_is_done_replaces_the_unfinished_one() -> None:
     progress = RunProgress(terminal(), rounds=10, steps=40)
-    progress.write("round", nothing)
-    assert re.search(r"2/10 +427 +- +- +-", screen(progress))
+    progress.write("step", STEP)
+    assert "unfinished" in "".join(screen(progress))
+    progress.write("round", ROUND)
+    assert "unfinished" not in "".join(screen(progress))
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_narrow_terminal_shows_the_counts_of_the_newest_round_below_the_table(width: int) -> None:
-    progress = RunProgress(terminal(width), rounds=10, steps=40)
-    progress.write("round", ROUND | {"round": 1})
-    progress.write("round", ROUND | {"ops": {"SET_ALPHA_TARGET": 1000}})
-    header, first, second, operations, slots, bar = screen(progress, width).splitlines()
-    assert header.split() == ["round", "env-steps/s", "100·J", "committed", "live"]
-    assert (first.split()[0], second.split()[0]) == ("1/10", "2/10")
-    assert operations.rstrip() == "operations chosen  set_alpha_target 1000"
-    assert slots.rstrip() == "slots by stage     training 9 blending 4"
-    assert bar.startswith("step")
+def test_only_the_alarms_of_the_newest_rounds_are_kept() -> None:
+    progress = RunProgress(terminal(height=40), rounds=10, steps=40)
+    for number in range(1, 6):
+        progress.write("alarm", alarm(round=number))
+    assert [text[11:19] for text in screen(progress)[-3:]] == ["round 5:", "round 4:", "round 3:"]
 
 
-@pytest.mark.parametrize(("width", "height"), [(140, 24), (150, 12), (110, 12), (80, 24), (60, 10)])
-def test_the_bar_stays_in_sight_whatever_happens_in_a_round(width: int, height: int) -> None:
-    everything = {name: 1000 for name in ("WAIT", "GERMINATE", "SET_ALPHA_TARGET", "PRUNE", "FOSSILIZE", "ADVANCE")}
-    stages = {name: 100 for name in ("GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "EMBARGOED")}
-    progress = RunProgress(terminal(width, height), rounds=500, steps=40)
-    for number in range(1, 100):
-        progress.write("round", ROUND | {"round": number, "ops": everything, "slots": stages})
-    shown = screen(progress, width).splitlines()
-    assert len(shown) < height
-    assert "99/500" in "".join(shown)
-    assert shown[-1].startswith("step")
-    assert "…" not in "".join(shown)
+def test_a_live_terminal_ends_with_the_last_page() -> None:
+    console = terminal()
+    with RunProgress(console, rounds=1, steps=40) as progress:
+        assert progress.is_live
+        progress.write("step", STEP | {"round": 1})
+        progress.write("round", ROUND | {"round": 1})
+    last = "\n".join(written(console)).rpartition("1 round done")[2]
+    assert "1/1" in last
+    assert "unfinished" not in last
+
+
+def test_a_quiet_console_has_no_page() -> None:
+    assert not RunProgress(RunConsole(force_terminal=True, quiet=True), rounds=1, steps=1).is_live
+    assert not RunProgress(plain(), rounds=1, steps=1).is_live
+
+
+def test_drawing_takes_at_most_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, now = [], [50.0]
+
+    def costly(*arguments: object) -> list[tuple[str, str]]:
+        drawn.append(now[0])
+        now[0] += 0.02
+        return []
+
+    monkeypatch.setattr(module, "page", costly)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    progress = RunProgress(terminal(), rounds=1, steps=1)
+    for _ in range(100):
+        progress._drawing()
+        now[0] += 0.25
+    # a page of 20 ms is followed by two seconds without one; it is asked for every quarter of a second
+    assert all(2.0 < b - a < 2.3 for a, b in pairwise(drawn))
+    assert len(drawn) >= 11
+
+
+def test_a_page_is_drawn_while_the_run_writes() -> None:
+    progress = RunProgress(terminal(), rounds=2000, steps=2)
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    def draw() -> None:
+        while not stop.is_set():
+            try:
+                screen(progress)
+            except Exception as error:  # shown by the assertion below
+                failures.append(error)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for number in range(1, 300):
+        progress.write("step", STEP | {"round": number, "t": 1})
+        progress.write("alarm", alarm(round=number, name=f"alarm_{number}"))
+        progress.write("round", ROUND | {"round": number})
+    stop.set()
+    thread.join()
+    assert failures == []

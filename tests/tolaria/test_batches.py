@@ -4,6 +4,8 @@ import torch
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
+from esper.tasks.instances import HostExamples
+from esper.tasks.objectives import PADDING
 from esper.tolaria.batches import SharedBatchIterator
 
 CPU = torch.device("cpu")
@@ -198,3 +200,63 @@ def test_the_data_are_not_copied():
     for split in ("train", "val"):
         found = SharedBatchIterator(data, 1, 4, split, 1, CPU).data
         assert found.x.data_ptr() == data.split(split).x.data_ptr()
+
+
+# -- hosts with examples of their own ----------------------------------------------------------------------------------
+
+
+def chosen() -> HostExamples:
+    """Host 0 has the examples 1, 3, 5, 7; host 1 has 2 and 4, labelled 9 and 4."""
+    index = torch.tensor([[1, 3, 5, 7], [2, 4, -1, -1]])
+    target = torch.tensor([[1, 3, 5, 7], [9, 4, PADDING, PADDING]])
+    return HostExamples(index, target, torch.tensor([4, 2]))
+
+
+def own_iterator() -> SharedBatchIterator:
+    batches = SharedBatchIterator(numbered(), 2, 3, "train", 1, CPU, batches_per_step=2)
+    batches.choose(chosen())
+    return batches
+
+
+def test_each_host_passes_over_its_own_examples_again_and_again():
+    batches, seen = own_iterator(), []
+    for t in (1, 2):
+        batches.begin(t, 0, torch.arange(2))
+        for x, y in batches:
+            assert (tuple(x.shape), tuple(y.shape)) == ((2, 3, 1, 2, 2), (2, 3))
+            seen.append(x[:, :, 0, 0, 0].long())
+    stream = torch.cat(seen, dim=1)
+    for start in range(0, 12, 4):
+        assert sorted(stream[0, start : start + 4].tolist()) == [1, 3, 5, 7]
+    for start in range(0, 12, 2):
+        assert sorted(stream[1, start : start + 2].tolist()) == [2, 4]
+    assert len({tuple(stream[0, start : start + 4].tolist()) for start in range(0, 12, 4)}) > 1
+
+
+def test_labels_are_those_that_the_host_was_given():
+    batches = own_iterator()
+    batches.begin(1, 0, torch.arange(2))
+    for x, y in batches:
+        number = x[:, :, 0, 0, 0].long()
+        assert torch.equal(y[0], number[0])
+        assert torch.equal(y[1], torch.where(number[1] == 2, 9, 4))
+
+
+def test_the_own_order_of_a_host_depends_neither_on_the_others_nor_on_their_number_of_examples():
+    together, alone = own_iterator(), SharedBatchIterator(numbered(), 1, 3, "train", 1, CPU, batches_per_step=2)
+    alone.choose(HostExamples(chosen().index[1:, :2], chosen().target[1:, :2], torch.tensor([2])))
+    for t in (1, 2, 5):
+        together.begin(t, 0, torch.arange(2))
+        alone.begin(t, 0, torch.tensor([1]))
+        assert torch.equal(together.order[1], alone.order[0])
+        assert torch.equal(together.targets[1], alone.targets[0])
+
+
+def test_validation_examples_of_a_host_are_followed_by_some_that_do_not_count():
+    batches = SharedBatchIterator(numbered(), 2, 3, "val", 1, CPU)
+    batches.choose(chosen())
+    first, last = list(batches)
+    assert first.y.tolist() == [[1, 3, 5], [9, 4, PADDING]]
+    assert last.y.tolist() == [[7], [PADDING]]
+    assert first.x[0, :, 0, 0, 0].tolist() == [1.0, 3.0, 5.0]
+    assert len(batches) == 2

@@ -17,17 +17,17 @@ from esper.export.network import GrownNetwork
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, nearest
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.runs import evaluate
+from esper.runs import controllers as known
 from esper.runs.build import dataset_of, device_of, engine_of, reward_of
 from esper.runs.config import RunConfig
+from esper.runs.live import LiveHosts
 from esper.runs.plugins import load_plugins, names_task
 from esper.runs.presets import absolute_plugins, resolve
 from esper.runs.report import RoundSoFar
-from esper.simic.rewards.config import RewardConfig
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule
-from esper.tasks.registry import TaskSpec, task_by_name, task_names
+from esper.tasks.registry import TaskSpec
 from esper.telemetry.progress import RunConsole, RunProgress, warn
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import StepReport
@@ -91,12 +91,12 @@ def _run_of(controller: Controller) -> Run | None:
     """The run that was named, if it was one."""
     if isinstance(controller, Run):
         return controller
-    if isinstance(controller, str) and controller in evaluate.names():
+    if isinstance(controller, str) and controller in known.names():
         return None
     if isinstance(controller, str | Path):
         if not folder(controller).exists():
             raise RunDirectoryError(
-                f"{controller} is neither a run directory nor a baseline; {nearest(str(controller), evaluate.names())}"
+                f"{controller} is neither a run directory nor a baseline; {nearest(str(controller), known.names())}"
             )
         return Run(folder(controller))
     return None
@@ -116,22 +116,15 @@ def _client(
 ) -> tuple[str, Callable[[EngineSpec], ClientProtocol]]:
     """A name for messages, and what makes the client."""
     if run is not None:
-        found = evaluate.trained(run.directory, config, transfer=True)
+        found = known.trained(run.directory, config, transfer=True)
         warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
-        name = run.config["task"]
-        trained_on = task_by_name(name) if name in task_names() else None
-        if trained_on is not None and trained_on.family != spec.family:
-            raise ConfigError(
-                f"the controller of {run.directory} grew {trained_on.family.name} hosts, but task {spec.name!r} has "
-                f"{spec.family.name} hosts, in which other blueprints fit; train one on this task."
-            )
-        return str(run.directory), found.controller[1]
+        return str(run.directory), found.controller.make
     if isinstance(controller, str):
         if controller == STATIC and not config.topology:
             raise ConfigError(
                 f"{STATIC} starts with a structure that is given; set topology, or use another controller."
             )
-        return controller, evaluate.baseline(controller, config)[1]
+        return controller, known.baseline(controller, config).make
     if isinstance(controller, Schedule):
         return controller.id, lambda of: ScriptedClient(scheduled(controller, of), reward_of(config, of))
     assert not isinstance(controller, Run | Path), "found to be a run before"
@@ -155,12 +148,13 @@ def _grown(
         raise ExportError(f"task {task.name!r} is scripted and has no networks; grow another task.")
     networks = f"{best_of} network{'s' * (best_of != 1)}"
     out.say(f"esper: grow {task.name} by {name}, {networks} x {config.episode_length} steps, seed {seed}")
-    watch = _Watch(RunProgress(out, rounds=1, steps=config.episode_length), config.reward)
+    watch = _Watch(out, config)
     engine = engine_of(
         config, dataset, device, engine_config=config.engine(run_seed=seed, num_envs=best_of), on_step=watch
     )
     engine.planted = (GrowthManifest.of_lines(config.topology),) * best_of if config.topology else ()
     client = make(engine.spec)
+    watch.hosts = LiveHosts(engine.spec, client.terms)
     with watch.progress:
         engine.reset(client, episode=0)
         stats = engine.rollout(client)
@@ -177,11 +171,17 @@ def _grown(
 class _Watch:
     """Keeps the reports of the steps, and shows them."""
 
-    def __init__(self, progress: RunProgress, weights: RewardConfig) -> None:
-        self.progress, self.reports, self._so_far = progress, list[StepReport](), RoundSoFar(weights)
+    def __init__(self, out: RunConsole, config: RunConfig) -> None:
+        self.reports, self._so_far = list[StepReport](), RoundSoFar(config.reward)
+        self.hosts: LiveHosts | None = None
+        self.progress = RunProgress(
+            out, rounds=1, steps=config.episode_length, hosts=lambda: self.hosts.shown() if self.hosts else None
+        )
         self._began = time.monotonic()
 
     def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
+        if self.hosts is not None and self.progress.is_live:
+            self.hosts.add(report)
         (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
         self.progress.write("step", shown)

@@ -3,17 +3,24 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from esper.api.session import console, given, in_process
 from esper.runs import training
 from esper.runs.comparison import Comparison
 from esper.runs.config import RunConfig
 from esper.runs.plugins import not_among, require_trusted
-from esper.runs.presets import plugin_names, recorded
+from esper.runs.presets import plugin_names, policy_values, recorded
 from esper.runs.values import merge, read_toml
 from esper.tasks.registry import TaskSpec
+from esper.telemetry.progress import warn
 from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY, require_run
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+    from esper.telemetry.record import Record
 
 
 @final
@@ -61,6 +68,31 @@ class Run:
         """100·J of each round, the mean of its hosts."""
         return [line["objective_mean"] for line in self.rounds]
 
+    def query(self, sql: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
+        """The rows of a SELECT about the run, e.g. `select t, op from decisions where host = 3`; see docs/record.md.
+
+        `params` fill its question marks. Raises QueryError, which names the tables.
+        """
+        with self._record() as record:
+            return record.query(sql, params)
+
+    def frame(self, table: str) -> "pandas.DataFrame":
+        """A table of the record, such as "decisions", or the result of a SELECT, as a pandas frame."""
+        with self._record() as record:
+            return record.frame(_select(table))
+
+    def polars(self, table: str) -> "polars.DataFrame":
+        """The same as a polars frame."""
+        with self._record() as record:
+            return record.polars(_select(table))
+
+    def _record(self) -> "Record":
+        from esper.telemetry.record import open_record
+
+        record = open_record([self.directory])
+        warn(record.complaints)
+        return record
+
     def resume(self, *, rounds: int | None = None, progress: bool = True) -> "Run":
         """Continue a run that was stopped, or make it longer: to `rounds` rounds in all. Returns this run.
 
@@ -83,9 +115,7 @@ class Run:
         """The settings that the policy needs on another task; raises ConfigError for plugins that are not allowed."""
         values = self.config
         require_trusted(plugin_names(values), self._allowed, trust=self._trust)
-        kept = {name: values[name] for name in ("plugins", "reward", "custom_reward", "ppo", "lifecycle")}
-        kept["lifecycle"].pop("min_training_epochs")  # belongs to the task
-        return kept
+        return policy_values(values)
 
     def resolved(self, changes: dict[str, Any]) -> RunConfig:
         """The validated configuration with changes; imports the plugins that the run names, if that is allowed."""
@@ -98,6 +128,11 @@ class Run:
         objective = self.objective
         last = f", 100·J {objective[-1]:.2f}" if objective else ""
         return f"Run({str(self.directory)!r}: {self.config['task']}, {len(objective)} rounds{last})"
+
+
+def _select(table: str) -> str:
+    """The SELECT of a whole table; a SELECT stays as it is."""
+    return f"SELECT * FROM {table}" if table.isidentifier() else table
 
 
 def finished(run: Run, summary: dict[str, Any] | None) -> Run:

@@ -1,3 +1,3 @@
-"""The command line: esper train | evaluate | grow | export | tasks."""
+"""The command line: esper train | evaluate | grow | export | search | tasks."""
 
 from esper.cli.main import main as main

@@ -1,4 +1,4 @@
-"""esper evaluate: compares a trained controller with baselines."""
+"""esper evaluate: compares trained controllers with baselines."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -22,30 +22,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Compare a trained controller with baselines on the same new hosts.
+    """Compare trained controllers with baselines on the same new hosts.
 
-    The controller is not trained further; the run directory is not changed.
+    Controllers are not trained further; run directories are not changed.
     """
 
-    controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE ...")] = ()
-    """A run directory, names of baselines, or both; a run directory alone is compared with all baselines: wait_only,
-    random, fixed_schedule, fixed_schedule_fill, heuristic, static_final, and best_schedule (task null)."""
+    controllers: Annotated[tyro.conf.Positional[tuple[str, ...]], placeholder("RUN|BASELINE|FILE.json ...")] = ()
+    """Run directories, baselines and policy files; several runs are one controller, trained with several seeds. Runs
+    alone are compared with all baselines: wait_only, random, fixed_schedule, fixed_schedule_fill, heuristic,
+    explore_then_commit, static_final, static_common, big_host, untrained, and best_schedule (task null)."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
     task: Text = None
-    """Task, if no run is given. (digits)"""
+    """Task; with runs, another task that their controllers are transferred to. (digits)"""
     preset: Text = None
     """Preset, if no run is given. (quickstart)"""
     reward: Text = None
     """Reward, if no run is given. (objective)"""
     num_envs: Annotated[int, placeholder("N")] = 16
-    """Hosts per controller. (16)"""
+    """Hosts per controller and seed. (16)"""
     episode_length: Number = None
-    """Control steps per episode, if no run is given. (set by the task)"""
+    """Control steps per episode. (as in the run, or set by the task)"""
     topology: FilePath = None
     """The model.json of an exported network that static_final starts with, if no run is given."""
-    seed: Number = None
-    """Seed of the evaluation hosts. (training seed + 1000000)"""
+    seed: Annotated[tyro.conf.UseAppendAction[tuple[int, ...]], placeholder("N")] = ()
+    """Seed of the evaluation hosts: one for each run, or any number without runs. (training seed + 1000000)"""
+    out: FilePath = None
+    """Folder that keeps each outcome as soon as it is known, and evaluation.json; a second call continues there."""
     device: Text = None
     """auto, cpu, cuda or cuda:N. (as in the run)"""
     data_dir: FilePath = None
@@ -53,7 +56,7 @@ class Evaluate:
     plugins: Plugins = ()
     """Plugins to import; with a run, those of its plugins that may be executed."""
     trust: Flag = False
-    """Execute all plugins that the run directory names."""
+    """Execute all plugins that the run directories name."""
     json: FilePath = None
     """Also write the results of every host to this JSON file; - prints JSON instead of the table."""
 
@@ -61,43 +64,65 @@ class Evaluate:
 def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
     from esper.runs.comparison import compare, named
+    from esper.runs.outcome_store import REPORT
 
-    run, baselines = named(command.controllers)
-    config = _evaluated_config(command, run)
-    with _json_file(command.json) as write_json:
+    runs, baselines = named(command.controllers)
+    configs = _configs(command, runs)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(_json_file(command.json))]
         found = compare(
-            config,
-            run,
+            configs,
+            runs,
             baselines,
             best=command.best,
-            seed=command.seed,
+            transfer=command.task is not None or command.episode_length is not None,
+            seeds=command.seed,
             num_envs=command.num_envs,
-            say=RunConsole(stderr=True).say,
+            out=command.out,
+            console=RunConsole(stderr=True),
         )
-        write_json(plain_json(found.report()))
+        if command.out is not None:
+            writers.append(stack.enter_context(_json_file(command.out / REPORT)))
+        for write_json in writers:
+            write_json(plain_json(found.report()))
     if str(command.json) != "-":
         found.show(RunConsole())
     return 0
 
 
-def _evaluated_config(command: Evaluate, run: Path | None) -> "RunConfig":
-    from esper.runs.presets import recorded, resolve
-    from esper.runs.values import read_toml
+def _configs(command: Evaluate, runs: tuple[Path, ...]) -> list["RunConfig"]:
+    """The configuration of each run, or the one that the options give."""
+    from esper.runs.presets import resolve
 
     given = overrides(command)
-    for name in ("seed", "num_envs"):  # of the evaluation hosts, not of the run
-        given.pop(name, None)
-    if run is None:
+    given.pop("num_envs", None)  # of the evaluation hosts, not of the run
+    given.pop("seed", None)
+    if not runs:
         if command.best:
             raise ConfigError("--best needs a run directory; name one, or leave it out.")
-        return resolve(given)
-    allowed = given.pop("plugins", [])
-    if own := sorted(given.keys() - {"device", "data_dir"}):
-        raise ConfigError(f"{', '.join(own)} cannot be changed for an existing run; leave it out.")
-    require_run(run)
+        return [resolve(given)]
     if command.data_dir is not None:
         given["data_dir"] = str(command.data_dir.expanduser().absolute())
-    return recorded(read_toml(run / CONFIG) | given, allowed=allowed, trust=command.trust)
+    return [_of_run(command, run, dict(given)) for run in runs]
+
+
+def _of_run(command: Evaluate, run: Path, given: dict[str, Any]) -> "RunConfig":
+    """The configuration of a run with what may be changed, or that of another task for its policy."""
+    from esper.runs.plugins import not_among, require_trusted
+    from esper.runs.presets import plugin_names, policy_values, recorded, resolve
+    from esper.runs.values import read_toml
+
+    allowed = given.pop("plugins", [])
+    if own := sorted(given.keys() - {"device", "data_dir", "task", "episode_length"}):
+        raise ConfigError(f"{', '.join(own)} cannot be changed for an existing run; leave it out.")
+    require_run(run)
+    values = read_toml(run / CONFIG)
+    if command.task is None or command.task == values.get("task"):
+        return recorded(values | given, allowed=allowed, trust=command.trust)
+    own_plugins = plugin_names(values)
+    require_trusted(own_plugins, allowed, trust=command.trust)
+    kept = policy_values(values) | {name: values[name] for name in ("seed", "preset", "num_envs")}
+    return resolve({**kept, **given, "plugins": [*own_plugins, *not_among(allowed, own_plugins)]})
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def grow(command: Grow) -> int:
     from esper.api.grow import grow as grown_by
     from esper.api.run import Run
     from esper.export.network import require_free
-    from esper.runs.evaluate import names
+    from esper.runs.controllers import names
 
     if command.to is not None:
         require_free(command.to, overwrite=command.overwrite)

@@ -14,7 +14,9 @@ from esper.cli.evaluate import Evaluate, evaluate
 from esper.cli.export import Export, export
 from esper.cli.grow import Grow, grow
 from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
+from esper.cli.query import Query, query
 from esper.cli.report import Report, report
+from esper.cli.search import Search, search
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
 from esper.leyline.errors import EsperError
@@ -24,6 +26,8 @@ Command = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Grow, tyro.conf.subcommand("grow")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Search, tyro.conf.subcommand("search")]
+    | Annotated[Query, tyro.conf.subcommand("query")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
 )
@@ -37,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
     try:
-        command: Train | Evaluate | Grow | Export | Report | Tasks = tyro.cli(
+        command: Train | Evaluate | Grow | Export | Search | Query | Report | Tasks = tyro.cli(
             Command,
             prog="esper",
             args=arguments,
@@ -52,6 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
             return grow(command)
         if isinstance(command, Export):
             return export(command)
+        if isinstance(command, Search):
+            return search(command)
+        if isinstance(command, Query):
+            return query(command)
         if isinstance(command, Report):
             return report(command)
         return tasks(command)

@@ -50,6 +50,8 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
         given["data_dir"] = str(options["data_dir"])
     if options["plugins"]:
         given["plugins"] = joined(options["plugins"])
+    if options.get("sinks"):
+        given["sinks"] = joined(options["sinks"])
     if "reward" in options:
         given["reward"] = {"mode": options["reward"]}
     return nested(given | dict(map(_assignment, assignments)))

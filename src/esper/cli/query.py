@@ -86,8 +86,8 @@ def _overview(record: "Record") -> None:
     from esper.runs.tables import plain_table
     from esper.telemetry.record.schema import TABLES
 
-    page = plain_table("table", "rows", "one row for")
-    page.columns[2].justify = "left"
+    page = plain_table("table", "rows", "content")
+    page.columns[2].justify, page.columns[2].no_wrap = "left", False
     for table in TABLES:
         (count,) = record.query(f"SELECT count(*) AS n FROM {table.name}")
         page.add_row(table.name, str(count["n"]), table.meaning)

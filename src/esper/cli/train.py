@@ -70,11 +70,13 @@ class Train:
     """Plugins that register tasks, blueprints, rewards or listeners."""
     set: Annotated[Names, placeholder("NAME=VALUE ...")] = ()
     """Any other setting of config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
+    sinks: Annotated[Names, placeholder("NAME ...")] = ()
+    """Where metrics go besides the run directory: tensorboard, wandb, trackio, or one from a plugin."""
     run_dir: FilePath = None
     """Run directory to create. (a new folder under runs/)"""
     resume: FilePath = None
-    """Run directory to continue. Only --rounds, --device, --data-dir, --compile and --checkpoint-every can be changed;
-    --trust or --plugins allow its plugins."""
+    """Run directory to continue. Only --rounds, --device, --data-dir, --compile, --checkpoint-every and --sinks can be
+    changed; --trust or --plugins allow its plugins."""
     trust: Flag = False
     """Execute all plugins that a run directory names, with --resume or --config."""
 

@@ -68,6 +68,18 @@ class EngineSpec:
         return torch.arange(self.host_offset, self.host_offset + self.num_envs, device=self.device)
 
 
+def host_numbers(
+    num_envs: int, host_offset: int, distinct_hosts: int | None, device: torch.device | None = None
+) -> Tensor:
+    """[N]: the number that keys the random draws of each host.
+
+    With D distinct hosts the hosts n, n + D, n + 2D, ... are *twins*: they get the same data, weights and seeds, and
+    differ only in what the controller does.
+    """
+    numbers = torch.arange(host_offset, host_offset + num_envs, device=device)
+    return numbers if distinct_hosts is None else numbers % distinct_hosts
+
+
 @runtime_checkable
 class PolicyProtocol(Protocol):
     """A controller: learned, scripted or random. Every call is for all N hosts."""
@@ -165,4 +177,13 @@ class Sink(Protocol):
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take one record of plain values."""
+        ...
+
+
+@runtime_checkable
+class ClosingSink(Sink, Protocol):
+    """A sink that is closed after the run."""
+
+    def close(self) -> None:
+        """Write what is left, and release what is open."""
         ...

@@ -40,6 +40,8 @@ class Stream(IntEnum):
     POLICY_INIT = 9
     MINIBATCH_ORDER = 10
     RESAMPLING = 11
+    INSTANCE = 12
+    SCHEDULE_SEARCH = 13
 
 
 def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:

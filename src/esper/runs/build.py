@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,10 @@ from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
+from esper.tamiyo.policy_files import read_policy, script_of
+from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tasks.datasets import Dataset
+from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
@@ -58,11 +62,15 @@ def engine_of(
     *,
     engine_config: EngineConfig | None = None,
     on_step: StepListener | None = None,
+    task: TaskSpec | None = None,
 ) -> VectorizedEngine:
-    """The engine of a run; raises ConfigError if `capture` is on and the executor does not support it."""
+    """The engine of a run; raises ConfigError if `capture` is on and the executor does not support it.
+
+    `engine_config` and `task` replace those of the configuration.
+    """
     engine = build_engine(
         engine_config or config.engine(),
-        config.task_spec(),
+        task or config.task_spec(),
         dataset,
         device,
         on_step=on_step,
@@ -118,6 +126,12 @@ def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
 def baseline_of(name: str, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
     """A baseline controller with the reward of the run."""
     return ScriptedClient(make_baseline(name, spec), reward_of(config, spec))
+
+
+def policy_file_client(path: Path, config: RunConfig, spec: EngineSpec) -> ClientProtocol:
+    """The controller of a policy file (`tamiyo.policy_files`) with the reward of the run; may raise ConfigError."""
+    script = script_of(read_policy(path, spec), spec)
+    return ScriptedClient(ScriptedPolicy(script, spec), reward_of(config, spec))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,51 @@
-"""A comparison of controllers from start to end: which ones, on which hosts, with the result as tables."""
+"""A comparison of controllers from start to end: which ones, on which hosts, with the result as tables.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+    group   the hosts of one evaluation seed: those of one run (its seed + 1,000,000), or without runs of one given seed
+    job     one controller on one group: one episode of N hosts
+
+Every controller meets the same groups, so that all differences are paired.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
-from esper.runs import evaluate, tables
+from esper.runs import controllers as known
+from esper.runs import tables
+from esper.runs.build import dataset_of, device_of
 from esper.runs.config import RunConfig
-from esper.runs.evaluate import REFERENCE, Row
-from esper.tamiyo.baselines import STATIC
+from esper.runs.controllers import REFERENCE, TRAINED, Controller, Trained
+from esper.runs.identity import CHANGEABLE
+from esper.runs.outcome_store import OutcomeStore, key_of
+from esper.runs.outcomes import SEED_OFFSET, Outcome, run_controller
+from esper.runs.rows import Row, Size, counted, table, verdict
+from esper.runs.values import flat, plain
+from esper.tamiyo.policy_files import SUFFIX
+from esper.tasks.datasets import Dataset, data_label
+from esper.telemetry.evaluation_progress import EvaluationProgress
 from esper.telemetry.progress import RunConsole, warn
+
+_FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
+"""Settings in which the runs of one condition may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The hosts of one seed.
+
+    Attributes:
+        config: of the run, or of the task. seed: of the hosts.
+        run: directory of the trained controller, or None; trained: what was found there.
+    """
+
+    config: RunConfig
+    seed: int
+    run: Path | None = None
+    trained: Trained | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,122 +53,240 @@ class Comparison:
     """Controllers on the same new hosts.
 
     Attributes:
-        config: of the hosts. run: the directory of the trained controller, None without one; place: its checkpoint.
-        seed, num_envs: of the hosts. data: their data set in words. rows: the results, the trained controller first.
-        source: the controller whose structures `static_final` starts with, None where that was not compared.
+        groups: the hosts. num_envs: hosts of each group. data: their data set in words.
+        rows: the results, the trained controller first. notes: sentences about single controllers.
+        reused: how many outcomes were found in the folder.
     """
 
-    config: RunConfig
-    run: Path | None
-    place: str
-    seed: int
+    groups: Sequence[Group]
     num_envs: int
     data: str
     rows: Sequence[Row]
-    source: str | None
+    notes: Sequence[str] = ()
+    reused: int = 0
+
+    @property
+    def size(self) -> Size:
+        """Groups and hosts."""
+        return Size(len(self.groups), self.num_envs, self.groups[0].run is not None)
 
     @property
     def verdict(self) -> str:
-        """One sentence: the trained controller against the best baseline, or that one against wait_only."""
-        return evaluate.verdict(self.rows)
+        """The trained controller against the best baseline, or that one against wait_only."""
+        return verdict(self.rows, self.size)
 
     def report(self) -> dict[str, Any]:
         """The comparison as JSON values, including those of every host."""
-        return evaluate.report(self.rows, self.config, self.data, self.run, self.place, self.seed, self.num_envs)
+        first, config = self.groups[0], self.groups[0].config
+        return {
+            "task": config.task,
+            "data": self.data,
+            "preset": config.preset,
+            "reward": config.reward_name,
+            "run": str(first.run) if first.run else None,
+            "trained": first.trained.place if first.trained else None,
+            "seed": first.seed,
+            "groups": [
+                {
+                    "seed": group.seed,
+                    "run": str(group.run) if group.run else None,
+                    "training_seed": group.config.seed if group.run else None,
+                    "trained": group.trained.place if group.trained else None,
+                }
+                for group in self.groups
+            ],
+            "num_envs": self.num_envs,
+            "episode_length": config.episode_length,
+            "reference": self.rows[0].name if self.rows[0].name == TRAINED else REFERENCE,
+            "unit": self.size.units.removesuffix("s"),
+            "verdict": self.verdict,
+            "notes": list(self.notes),
+            "controllers": [asdict(row) for row in self.rows],
+        }
 
     def show(self, console: RunConsole) -> None:
         """Print the tables and the verdict."""
-        trained = f", trained = {self.run} {self.place}" if self.run else ""
-        task = self.config.task if self.data in ("none", self.config.task) else f"{self.config.task}, data {self.data}"
-        console.say(f"{task}, {_hosts(self.num_envs)} of seed {self.seed}{trained}")
-        for table in (tables.comparison(self.rows), tables.operations(self.rows)):
-            console.print("", table, sep="\n")
-        notes = (*self._static_note(), *tables.rollbacks(self.rows), self.verdict)
-        console.say("\n".join(("", tables.LEGEND, *notes)))
+        task = self.groups[0].config.task
+        named = task if self.data in ("none", task) else f"{task}, data {self.data}"
+        seeds = ", ".join(str(group.seed) for group in self.groups)
+        trained = [f"trained = {group.run} {group.trained.place}" for group in self.groups if group.trained]
+        hosts = counted(self.num_envs, "host")
+        if len(self.groups) == 1:
+            console.say(", ".join([f"{named}, {hosts} of seed {seeds}", *trained]))
+        else:
+            console.say("\n".join([f"{named}, {hosts} of each of the seeds {seeds}", *trained]))
+        for page in (tables.comparison(self.rows), tables.quality_and_cost(self.rows), tables.operations(self.rows)):
+            console.print("", page, sep="\n")
+        notes = (*self.notes, *tables.rollbacks(self.rows), self.verdict)
+        console.say("\n".join(("", tables.legend(self.size.units), *notes)))
 
     def __str__(self) -> str:
         return tables.text(self.show)
 
     __repr__ = __str__
 
-    def _static_note(self) -> list[str]:
-        """A sentence that names the controller whose structure `static_final` starts with."""
-        if self.config.topology and any(row.name == STATIC for row in self.rows):
-            return [f"static_final: each host has {', '.join(self.config.topology)} from step 1."]
-        if self.source is None:
-            return []
-        (row,) = (row for row in self.rows if row.name == self.source)
-        if not any(structure["slots"] for structure in row.structures):
-            return [f"static_final: {self.source} ended without fossilized seeds, so this equals {REFERENCE}."]
-        return [f"static_final: each host has the final structure of {self.source} from step 1."]
 
-
-def named(controllers: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run directory and the baselines among names; raises ConfigError, RunDirectoryError for others."""
-    known = evaluate.names()
+def named(controllers: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """The run directories and the baselines among names; raises ConfigError, RunDirectoryError for others."""
+    names = known.known_names()
     if not controllers:
-        raise ConfigError(f"no controller given; name a run directory, or any of {', '.join(known)}.")
-    runs = [name for name in controllers if name not in known]
-    baselines = [name for name in dict.fromkeys(controllers) if name in known]
+        raise ConfigError(f"no controller given; name a run directory, or any of {', '.join(names)}.")
+    unique = list(dict.fromkeys(controllers))
+    baselines = [name for name in unique if name in names or name.endswith(SUFFIX)]
+    runs = [name for name in unique if name not in baselines]
+    files = [Path(name).name for name in baselines if name.endswith(SUFFIX)]
+    if twice := sorted({name for name in files if files.count(name) > 1}):
+        raise ConfigError(f"several policy files are named {twice[0]}, as their rows would be; rename one.")
     for name in runs:
         if not Path(name).exists():
-            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, known)}")
-    if len(runs) > 1:
-        raise ConfigError(f"{', '.join(runs)} are several run directories; give one, and any baselines.")
-    return Path(runs[0]) if runs else None, tuple(baselines)
+            raise RunDirectoryError(f"{name} is neither a run directory nor a baseline; {nearest(name, names)}")
+    return tuple(map(Path, runs)), tuple(baselines)
 
 
 def compare(
-    config: RunConfig,
-    run: Path | None,
+    configs: Sequence[RunConfig],
+    runs: Sequence[Path],
     baselines: Sequence[str],
     *,
     best: bool = False,
-    seed: int | None = None,
+    transfer: bool = False,
+    seeds: Sequence[int] = (),
     num_envs: int = 16,
-    say: Callable[[str], None],
+    out: Path | None = None,
+    console: RunConsole,
 ) -> Comparison:
-    """Compare the controller of a run, if given, with baselines; none means all that the task supports.
+    """Compare the controllers of runs with baselines; no name of a baseline means all that the task supports.
 
     Args:
-        config: of the run, or of the task.
-        run: its directory, which is not changed.
-        baselines: their names; wait_only is always among them.
+        configs: of the runs, or one of the task without runs.
+        runs: their directories, which are not changed: one condition, trained with several seeds.
+        baselines: their names, or policy files; wait_only is always among them.
         best: use the checkpoint with the highest mean J of ten rounds.
-        seed: of the hosts; None for that of the run + 1,000,000.
-        num_envs: hosts per controller.
-        say: takes a line when a controller begins.
+        transfer: whether the task is another one than that of the runs.
+        seeds: of the hosts, one for each run, or any number without runs. None means the training seeds + 1,000,000.
+        num_envs: hosts per controller and seed.
+        out: folder that keeps every outcome as soon as it is known, and gives those that it has.
+        console: shows the progress.
 
     Raises:
         ConfigError, RegistryError, CheckpointError, DataError: a controller cannot be evaluated.
     """
-    names = dict.fromkeys((*(baselines or evaluate.all_baselines(config)), REFERENCE))
-    controllers, place = [evaluate.baseline(name, config) for name in names], ""
-    if run is not None:
-        found = evaluate.trained(run, config, best=best)
-        controllers.insert(0, found.controller)
-        place = found.place
-        warn(f"{complaint} Using the one {place} instead." for complaint in found.complaints)
-    controllers = evaluate.in_order(controllers, config)
-    seed = config.seed + evaluate.SEED_OFFSET if seed is None else seed
-    outcomes = evaluate.evaluate(
-        config,
-        controllers,
-        run_seed=seed,
-        num_envs=num_envs,
-        on_start=lambda name: say(f"esper: {name}, {_hosts(num_envs)} of {config.task}"),
+    _require_one_condition(configs, runs)
+    names = dict.fromkeys((*(baselines or known.all_baselines(configs[0], with_run=bool(runs))), REFERENCE))
+    groups = _groups(configs, runs, seeds, best, transfer)
+    store = OutcomeStore(out) if out is not None else None
+    with EvaluationProgress(console) as progress:
+        session = _Session(num_envs, store, progress)
+        progress.plan(len(groups) * (len(names) + bool(runs)), configs[0].episode_length)
+        found = [session.outcomes(group, tuple(names)) for group in groups]
+    rows = table(
+        {name: [outcomes[name] for outcomes in found] for name in found[0]}, configs[0].reward, by_run=bool(runs)
     )
+    if store is not None and session.reused:
+        console.say(f"esper: {session.reused} of {len(groups) * len(found[0])} outcomes were found in {store.folder}")
     return Comparison(
-        config=config,
-        run=run,
-        place=place,
-        seed=seed,
+        groups=groups,
         num_envs=num_envs,
-        data=outcomes[0].data,
-        rows=evaluate.table(outcomes, config.reward),
-        source=controllers[0][0] if STATIC in names and not config.topology else None,
+        data=session.data,
+        rows=rows,
+        notes=[note for name in found[0] for note in _notes(groups, [outcomes[name] for outcomes in found])],
+        reused=session.reused,
     )
 
 
-def _hosts(number: int) -> str:
-    return f"{number} host{'s' * (number != 1)}"
+def _notes(groups: Sequence[Group], outcomes: Sequence[Outcome]) -> list[str]:
+    """The notes about one controller, each once, and with the seed where they differ."""
+    notes = [outcome.note for outcome in outcomes]
+    if len(set(notes)) == 1:
+        return notes[:1] if notes[0] else []
+    return [f"seed {group.seed}: {note}" for group, note in zip(groups, notes, strict=True)]
+
+
+def _require_one_condition(configs: Sequence[RunConfig], runs: Sequence[Path]) -> None:
+    """Raise ConfigError unless the runs differ in their seed, and in nothing else that matters."""
+    seeds: dict[int, Path] = {}
+    for run, config in zip(runs, configs, strict=bool(runs)):
+        if config.seed in seeds:
+            raise ConfigError(
+                f"{seeds[config.seed]} and {run} were both trained with seed {config.seed}, so they are not "
+                "independent; compare runs of different seeds."
+            )
+        seeds[config.seed] = run
+        first, own = flat(plain(configs[0])), flat(plain(config))
+        for name in sorted(first.keys() | own.keys()):
+            if name.partition(".")[0] not in _FREE and first.get(name) != own.get(name):
+                raise ConfigError(
+                    f"{runs[0]} and {run} are not runs of one condition: {name} is {first.get(name)} in the first and "
+                    f"{own.get(name)} in the other; compare runs that differ in their seed alone, or each by itself."
+                )
+
+
+def _groups(
+    configs: Sequence[RunConfig], runs: Sequence[Path], seeds: Sequence[int], best: bool, transfer: bool
+) -> list[Group]:
+    """The groups of hosts; raises ConfigError where seeds do not fit the runs."""
+    if runs and seeds and len(seeds) != len(runs):
+        raise ConfigError(
+            f"{counted(len(seeds), 'seed')} given for {counted(len(runs), 'run')}; give one for each run, or leave "
+            "--seed out."
+        )
+    own = list(seeds) or [config.seed + SEED_OFFSET for config in configs]
+    if len(set(own)) < len(own):
+        raise ConfigError(f"the seeds {', '.join(map(str, own))} are not all different; give each once.")
+    if not runs:
+        return [Group(config=configs[0], seed=seed) for seed in own]
+    groups = []
+    for config, run, seed in zip(configs, runs, own, strict=True):
+        found = known.trained(run, config, best=best, transfer=transfer)
+        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        groups.append(Group(config=config, seed=seed, run=run, trained=found))
+    return groups
+
+
+class _Session:
+    """Runs the jobs of a comparison, or finds their outcomes."""
+
+    def __init__(self, num_envs: int, store: OutcomeStore | None, progress: EvaluationProgress) -> None:
+        self._num_envs, self._store, self._progress = num_envs, store, progress
+        self.reused, self.data = 0, "none"
+
+    def outcomes(self, group: Group, names: Sequence[str]) -> dict[str, Outcome]:
+        """The outcome of each controller on the hosts of a group, by name."""
+        config = replace(group.config, compile="off")
+        device = device_of(config)
+        dataset = dataset_of(config, device)
+        self.data = data_label(dataset.identity) if dataset else "none"
+        own = [group.trained.controller] if group.trained else []
+        source = known.source_of([*(c.name for c in own), *names], config)
+        own += [known.baseline(name, config) for name in names if not _is_derived(name)]
+        own.sort(key=lambda controller: controller.name != source)
+        found: dict[str, Outcome] = {}
+        for controller in own:
+            found[controller.name] = self._outcome(group, config, dataset, device, controller)
+        for name in filter(_is_derived, names):
+            start = found[source] if source else next(iter(found.values()))
+            params = start.stats.host_params + start.stats.fossil_params
+            controller = known.derived(name, config, source, start.grown, params)
+            found[name] = self._outcome(group, config, dataset, device, controller)
+        return found
+
+    def _outcome(
+        self, group: Group, config: RunConfig, dataset: Dataset | None, device: torch.device, controller: Controller
+    ) -> Outcome:
+        seed, num_envs = group.seed, self._num_envs
+        key = key_of(config, dataset, controller, run_seed=seed, num_envs=num_envs) if self._store else None
+        if self._store and key and (stored := self._store.get(key)) is not None:
+            self.reused += 1
+            self._progress.reuse()
+            return stored
+        self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
+        outcome = run_controller(
+            config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=self._progress.step
+        )
+        if self._store and key:
+            self._store.put(key, outcome)
+        return outcome
+
+
+def _is_derived(name: str) -> bool:
+    return name in known.DERIVED

@@ -20,6 +20,7 @@ from esper.simic.agent.config import PPOConfig
 from esper.simic.compilation import CompileChoice
 from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
 from esper.tasks.registry import TaskSpec, task_by_name
+from esper.telemetry.sinks import require_sinks
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
 
@@ -96,6 +97,8 @@ class RunConfig:
     """Rounds between checkpoints; the newest three are kept."""
     record_steps: bool = False
     """Whether to write every step of every host to steps.jsonl."""
+    sinks: tuple[str, ...] = ()
+    """Where metrics go besides the run directory: "tensorboard", "wandb", "trackio", or what a plugin registers."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
@@ -108,6 +111,7 @@ class RunConfig:
         for name in ("rounds", "schedule_rounds", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        require_sinks(self.sinks)
         if self.rounds > MAX_EPISODES:
             raise ConfigError(f"rounds is {self.rounds}; it can be at most {MAX_EPISODES}.")
         task = task_by_name(self.task)
@@ -115,6 +119,11 @@ class RunConfig:
         self._check_batches(task)
         self._check_reward()
         self._check_experimental(task)
+        if self.num_envs % self.ppo.twins:
+            raise ConfigError(
+                f"num_envs is {self.num_envs}, which ppo.twins = {self.ppo.twins} does not divide; every host of a "
+                "round needs as many copies as the others."
+            )
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
@@ -169,11 +178,13 @@ class RunConfig:
         return reward_traits(self.reward_name)
 
     def engine(self, *, run_seed: int | None = None, num_envs: int | None = None) -> EngineConfig:
-        """The engine configuration; evaluation overrides seed and number of hosts."""
+        """The engine configuration; evaluation overrides seed and number of hosts, and has no twins."""
+        distinct = self.num_envs // self.ppo.twins if num_envs is None and self.ppo.twins > 1 else None
         limit = self.reward_traits.time_limit if self.time_limit == "mode" else self.time_limit
         return EngineConfig(
             run_seed=self.seed if run_seed is None else run_seed,
             num_envs=self.num_envs if num_envs is None else num_envs,
+            distinct_hosts=distinct,
             episode_length=self.episode_length,
             slots=self.slots,
             time_limit=limit,

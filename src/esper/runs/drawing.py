@@ -21,7 +21,8 @@ def words(host: HostSpec) -> str:
 
 @words.register
 def _(host: CNNHostSpec) -> str:
-    return f"CNN {'-'.join(map(str, host.channels()))}, {host.kernel}x{host.kernel}"
+    unshuffle = f", unshuffle {host.unshuffle}" if host.unshuffle > 1 else ""
+    return f"CNN {'-'.join(map(str, host.channels()))}, {host.kernel}x{host.kernel}{unshuffle}"
 
 
 @words.register
@@ -45,6 +46,8 @@ def parts(host: HostSpec) -> list[Part]:
 def _(host: CNNHostSpec) -> list[Part]:
     points = {point.slot_id: point for point in host.points()}
     found: list[Part] = [f"images, {host.in_channels} channel{'s' * (host.in_channels > 1)}"]
+    if host.unshuffle > 1:
+        found.append(f"pixel unshuffle {host.unshuffle}x{host.unshuffle}: {host.input_channels()} channels")
     for block in range(host.blocks):
         found += [f"convolution {host.kernel}x{host.kernel}, batch norm, ReLU", points[f"r0c{block}"]]
         if block < host.pools:

@@ -112,6 +112,14 @@ def names_task(name: str) -> bool:
     return bool(_parts(name)[1])
 
 
+def source_of(name: str) -> Path | None:
+    """The file of a plugin that was imported; None for a module without one."""
+    if is_file(name):
+        return Path(_parts(name)[0]).expanduser()
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return Path(file) if file else None
+
+
 def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     name = f"esper_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -129,6 +129,13 @@ def recorded(values: Mapping[str, Any], *, allowed: Sequence[str] = (), trust: b
     return parse(RunConfig, values)
 
 
+def policy_values(values: Mapping[str, Any]) -> Values:
+    """Those settings of a run that its policy needs on another task."""
+    kept = {name: values[name] for name in ("plugins", "reward", "custom_reward", "ppo", "lifecycle")}
+    kept["lifecycle"] = {k: v for k, v in kept["lifecycle"].items() if k != "min_training_epochs"}  # of the task
+    return kept
+
+
 def plugin_names(values: Mapping[str, Any]) -> list[str]:
     """The list of plugins; raises ConfigError if it is not a list of names."""
     names = values.get("plugins", [])

@@ -134,19 +134,21 @@ class RoundSoFar:
         objective = 100.0 * objective_value(committed, fossils, host, self._weights)
         ops = self._ops + np.cumsum(_histograms(np.where(valid, op, len(_OPS)), len(_OPS) + 1)[:, :-1], axis=0)
         self._ops = ops[-1]
+        means = (_means_of_known(values) for values in (objective, committed, live))
         rows = zip(
-            reports, seconds, *(_means_of_known(values) for values in (objective, committed, live)), ops.tolist(),
+            reports, seconds, *means, _deviations_of_known(objective), ops.tolist(),
             _histograms(stage, len(SeedStage) + 1).tolist(),
             strict=True,
         )  # fmt: skip
         fields: list[dict[str, object]] = []
-        for report, elapsed, objective_mean, committed_mean, live_mean, op_counts, slots in rows:
+        for report, elapsed, objective_mean, committed_mean, live_mean, objective_std, op_counts, slots in rows:
             self._steps += 1
             fields.append(
                 {
                     "round": report.episode + 1,
                     "t": report.t,
                     "objective_mean": objective_mean,
+                    "objective_std": objective_std,
                     "committed_accuracy_mean": committed_mean,
                     "live_accuracy_mean": live_mean,
                     "ops": dict(zip(_OPS, op_counts, strict=True)),
@@ -172,6 +174,16 @@ def _means_of_known(values: np.ndarray) -> list[float]:
     total = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
     means: list[float] = np.where(count > 0, total / np.maximum(count, 1), np.nan).tolist()
     return means
+
+
+def _deviations_of_known(values: np.ndarray) -> list[float]:
+    """Sample standard deviation of the finite values of each row of `values` [T, N]; NaN for fewer than two."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    means = np.where(known, values, 0.0).sum(axis=1, keepdims=True, dtype=np.float64) / np.maximum(count, 1)[:, None]
+    squares = np.square(np.where(known, values - means, 0.0)).sum(axis=1)
+    deviations: list[float] = np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan).tolist()
+    return deviations
 
 
 def mean_of_known(values: np.ndarray) -> float:

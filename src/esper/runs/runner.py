@@ -156,6 +156,7 @@ class Runner:
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
         result["data"] = data_of(self.shape)
         result["dropped_records"] = self.listeners.num_lost + self.record.dropped
+        result["memory_bytes"] = memory_bytes(self.engine.spec.device)
         head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
         self.records.write_events([head | result])
         self.directory.write_summary(result)

@@ -9,30 +9,64 @@ from typing import Any
 from rich.table import Table
 
 from esper.leyline.actions import LifecycleOp
+from esper.runs.controllers import REFERENCE, TRAINED
 from esper.runs.drawing import drawing, words
-from esper.runs.evaluate import REFERENCE, TRAINED, Difference, Row
+from esper.runs.rows import Row
+from esper.runs.statistics import Estimate
 from esper.tasks.registry import TaskSpec
+from esper.telemetry.figures import size, with_spread
 from esper.telemetry.progress import RunConsole
 
-LEGEND = """Means over hosts, each with its fossilized seeds only (the committed network).
-val, test: accuracy in %. 100·J: val minus the price of added parameters.
-vs: paired difference in 100·J with its 95 % interval."""
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+def legend(units: str) -> str:
+    """What the columns mean; `units` are hosts or runs."""
+    return f"""Means over hosts, each with its fossilized seeds only (the committed network).
+100·J: val minus the price of added parameters ± standard deviation over {units};
+IQM: interquartile mean over {units}; vs: paired difference and 95 % interval;
+better: share of {units} in which it is better; val, test: accuracy in %;
+J test: 100·J with test. FLOPs: of one example; to train and measure a host."""
 
 
 def comparison(rows: Sequence[Row]) -> Table:
-    """Results of the controllers."""
+    """The objective of the controllers."""
     reference = TRAINED if rows[0].name == TRAINED else REFERENCE
-    page = plain_table("controller", "100·J", f"vs {reference}", "val", "test", "growth")
+    page = plain_table("controller", "100·J", "IQM", f"vs {reference}", "better")
+    for row in rows:
+        own = row.name == reference
+        page.add_row(
+            row.name,
+            with_spread(row.objective, row.objective_std),
+            f"{row.objective_iqm.mean:.2f}",
+            "" if own else _with_interval(row.difference),
+            "" if own else f"{100.0 * row.improvement.mean:.0f} %",
+        )
+    return page
+
+
+def quality_and_cost(rows: Sequence[Row]) -> Table:
+    """Accuracy, size and cost of the networks."""
+    page = plain_table("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure")
     for row in rows:
         page.add_row(
             row.name,
-            f"{row.objective:.2f}",
-            "" if row.name == reference else _with_interval(row.difference),
             f"{row.committed:.2f}",
             f"{row.test:.2f}",
+            f"{row.test_objective:.2f}",
             f"{row.growth:.2f}x",
+            *(short(value) for value in (row.flops, row.training_flops, row.measuring_flops)),
         )
     return page
+
+
+def short(value: float) -> str:
+    """A large number in five characters at most, such as 18.3k; "-" for NaN."""
+    if math.isnan(value):
+        return "-"
+    factor, letter = next((unit for unit in _UNITS if value >= unit[0]), _UNITS[-1])
+    scaled = value / factor
+    return f"{scaled:.{0 if scaled >= 100.0 or not letter else 1}f}{letter}"
 
 
 def operations(rows: Sequence[Row]) -> Table:
@@ -52,13 +86,13 @@ def rollbacks(rows: Sequence[Row]) -> list[str]:
 
 def done(summary: Mapping[str, Any]) -> str:
     """The result of a run: its last round, in one line."""
-    hosts = summary["num_envs"]
+    hosts, peak = summary["num_envs"], summary["memory_bytes"]["peak"]
     return (
-        f"done: 100·J {_with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
+        f"done: 100·J {with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
         f"committed validation {summary['final_committed_accuracy_mean']:.2f}, "
         f"committed test {summary['final_test_accuracy_mean']:.2f}; "
         f"growth {summary['growth_ratio_mean']:.2f}x; {hosts} host{'s' * (hosts != 1)}; "
-        f"{summary['env_steps_per_second']:.0f} env-steps/s with updates"
+        f"{summary['env_steps_per_second']:.0f} env-steps/s with updates, {size(peak)} peak memory"
     )
 
 
@@ -122,10 +156,6 @@ def plain_table(first: str, *columns: str) -> Table:
     return page
 
 
-def _with_interval(difference: Difference) -> str:
+def _with_interval(difference: Estimate) -> str:
     interval = "" if math.isnan(difference.low) else f" [{difference.low:+z.2f}, {difference.high:+z.2f}]"
     return f"{difference.mean:+z.2f}{interval}"
-
-
-def _with_spread(value: float, spread: float) -> str:
-    return f"{value:.2f}" + ("" if math.isnan(spread) else f" ± {spread:.2f}")

@@ -15,12 +15,14 @@ from esper.runs.build import Parts, assemble, device_of
 from esper.runs.checkpoint import Checkpoint, Header, load_newest, set_aside
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, require_same_config
+from esper.runs.live import LiveHosts
 from esper.runs.record_rows import begin_record, rewind_record
 from esper.runs.runner import Runner, restore
 from esper.runs.values import plain
 from esper.simic.compilation import is_compiled
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress, warn
+from esper.telemetry.record import open_record
 from esper.telemetry.run_directory import (
     SUMMARY,
     RunDirectory,
@@ -28,6 +30,7 @@ from esper.telemetry.run_directory import (
     require_free,
     require_nothing_to_lose,
 )
+from esper.telemetry.sinks import SINKS, require_installed
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.sharded.executor import ShardedExecutor
 
@@ -41,6 +44,7 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
         RunDirectoryError: the directory exists. ConfigError, DataError: the run cannot be built.
     """
     require_free(path)
+    require_installed(config.sinks)
     parts = _assembled(config, console)
     with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
         return _run(parts.config, parts, directory, None, console, asked=config.executor)
@@ -57,6 +61,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
     Raises:
         CheckpointError, RunDirectoryError, ConfigError: there is nothing to continue from, or nothing to do.
     """
+    require_installed(config.sinks)
     with RunDirectory.reopen(path) as directory:  # checks everything before it changes anything
         checkpoint, damaged, complaints = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
@@ -151,19 +156,37 @@ def _run(
     if start is not None:
         console.say(f"continuing after {start.place} (of {config.rounds})")
     done = start.rounds_done * config.episode_length + start.step if start else 0
-    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
+    hosts = LiveHosts(parts.engine.spec, parts.client.terms)
+    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done, hosts=hosts.shown)
     listeners = Hub({"progress": progress})
     listeners.add_registered(directory.path)
     if start is None:
         begin_record(directory.path, parts.engine.spec, parts.client.terms)
+    for name in config.sinks:
+        where = SINKS[name].where.format(directory.path)
+        console.say(f"sink: {name}{f' ({where})' * bool(where)}")
+    listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
     runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
-    try:
-        with progress:
-            summary = runner.run()
-    except KeyboardInterrupt:
-        console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
-        return None
+    if progress.is_live and parts.engine.on_step is not None:
+        parts.engine.on_step = hosts.before(parts.engine.on_step)
+    with listeners:
+        try:
+            with progress:
+                summary = runner.run()
+        except KeyboardInterrupt:
+            console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
+            return None
     warn([*listeners.complaints(), *runner.record.complaints()])
     console.say(f"stopped; continue with: esper train --resume {directory.path}" if summary is None
                 else tables.done(summary))  # fmt: skip
+    if summary is not None:
+        _say_anomalies(directory.path, console)
     return summary
+
+
+def _say_anomalies(path: Path, console: RunConsole) -> None:
+    """What looks wrong in a complete run, and what of its record cannot be read."""
+    with open_record([path]) as record:
+        warn(record.complaints)
+        for line in record.anomaly_lines():
+            console.say(f"look at {line}")

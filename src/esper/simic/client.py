@@ -24,7 +24,7 @@ from esper.simic.agent.policy_step import Decision, PolicyFunction, PolicyInputs
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.agent.stored_row import Row
-from esper.simic.telemetry.metrics import Read
+from esper.simic.telemetry.aggregation import Read
 from esper.tamiyo.features import feature_dim, observe
 from esper.tamiyo.network import TamiyoNetwork
 
@@ -78,7 +78,7 @@ class SimicClient:
         self._rollback_reward_TN = torch.zeros(shape_TN, device=self.device)
         self._episode_reward = reward if isinstance(reward, EpisodeReward) else None
         self._terminal_column = _terminal_column(reward) if self._episode_reward else None
-        self._terminal_N = torch.zeros(spec.num_envs, device=self.device)
+        self._terminal_N = self._others_N = torch.zeros(spec.num_envs, device=self.device)
         self._decide = policy_form(PolicyStep(self.agent.network, self.agent.selectable, spec.episode_length))
         self._buffer = TamiyoRolloutBuffer(
             spec.num_envs,
@@ -187,7 +187,7 @@ class SimicClient:
     def finish(self, kept: KeptNetwork) -> None:
         """Add the final reward of an `EpisodeReward` to the last valid row of each host."""
         if self._episode_reward is not None:
-            self.buffer.add_final_reward(self._episode_reward.final_reward(kept), self._terminal_N)
+            self.buffer.add_final_reward(self._episode_reward.final_reward(kept), self._terminal_N, self._others_N)
 
     def update(self) -> dict[str, float]:
         """One PPO update from the stored rollout; metrics by name, NaN where missing."""
@@ -206,10 +206,11 @@ class SimicClient:
     # The reward -------------------------------------------------------------------------------------------------------
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
-        """Reward one step, and remember the terminal term for `finish`."""
+        """Reward one step, and remember the terminal term and the sum of the others for `finish`."""
         output, state = self.reward.step(inputs, state)
         if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
             self._terminal_N = output.breakdown[:, self._terminal_column]
+            self._others_N = output.total - self._terminal_N
         return output, state
 
     # Persistence ------------------------------------------------------------------------------------------------------

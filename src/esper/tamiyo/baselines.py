@@ -5,6 +5,7 @@
     fixed_schedule        one seed at fixed steps (schedule `single`)
     fixed_schedule_fill   one seed in every slot at fixed steps (schedule `fill`)
     heuristic             hand-written rules
+    explore_then_commit   measures some blueprints on each host, then grows the best of them
     static_final          waits, on hosts that start with the final structure of another controller
 
 Shape legend: N = hosts, S = slots, V = values of a head.
@@ -23,8 +24,9 @@ from esper.leyline.messages import Observation, StoredStep
 from esper.leyline.protocols import EngineSpec, PolicyProtocol
 from esper.leyline.random import Stream, uniform
 from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.tamiyo.explore_then_commit import ExploreThenCommit
 from esper.tamiyo.heuristic import Heuristic
-from esper.tamiyo.schedules import FixedSchedule, Remaining, Schedule, fill, single
+from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, ScheduleTable, fill, single
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy, canonical_actions
 
 STATIC = "static_final"
@@ -120,7 +122,7 @@ def pick(mask: Bool[Tensor, "*N V"], u: Float[Tensor, "*N"]) -> Int[Tensor, "*N"
 
 def scheduled(schedule: Schedule, spec: EngineSpec) -> ScriptedPolicy[Remaining]:
     """A controller that follows `schedule`."""
-    return ScriptedPolicy(FixedSchedule(schedule, spec), spec)
+    return ScriptedPolicy(FixedSchedules(ScheduleTable([schedule], spec)), spec)
 
 
 PolicyMaker = Callable[[EngineSpec], PolicyProtocol | Script[Any]]
@@ -130,6 +132,7 @@ _MAKERS: dict[str, PolicyMaker] = {
     "fixed_schedule": lambda spec: scheduled(single(spec), spec),
     "fixed_schedule_fill": lambda spec: scheduled(fill(spec), spec),
     "heuristic": Heuristic,
+    "explore_then_commit": ExploreThenCommit,
     STATIC: WaitOnly,  # the comparison plants the structure (`VectorizedEngine.plant`)
 }
 BASELINES = tuple(_MAKERS)

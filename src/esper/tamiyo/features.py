@@ -1,6 +1,6 @@
 """Features: an observation as numbers with declared ranges.
 
-    features [N, 23 + 31 S]  =  host block [23] | slot 0 [31] | slot 1 [31] | ...       all zero for a DORMANT slot
+    features [N, 25 + 31 S]  =  host block [25] | slot 0 [31] | slot 1 [31] | ...       all zero for a DORMANT slot
     blueprint_index [N, S]      which blueprint a slot holds or held last; -1 for a DORMANT slot
 
 Two tables name every column with its range and unit. All columns are encoded together: `clamp(raw / unit, low, high)`.
@@ -65,6 +65,8 @@ HOST_FEATURES: tuple[Feature, ...] = (
     *(_share(f"slots_in_{name}") for name in ("training", "blending", "holding_or_fossilized")),
     _share("last_success"),
     *(_share(f"last_op_{op.name.lower()}") for op in LifecycleOp),
+    _signed("train_loss", _LOG_UNIT),
+    _signed("train_acc", 100.0),
 )
 """The host block, in order. Losses are `sign(x) ln(1 + |x|) / 7`, accuracies are shares."""
 
@@ -141,6 +143,8 @@ def _host_columns(
         counts_NC,
         hosts.last_success[:, None],
         op_table[hosts.last_op],
+        symlog(hosts.train_loss)[:, None],
+        hosts.train_acc[:, None],
     )
 
 

@@ -39,8 +39,14 @@ GAIN = math.sqrt(2.0)
 HEAD_OUTPUT_GAIN = 0.01
 VALUE_OUTPUT_GAIN = 0.1
 FORGET_BIAS = 1.0
-INITIAL_WAIT_LOGIT = 2.0
-"""Initial bias of WAIT: a uniform policy prunes nearly every seed before it is active."""
+INITIAL_OP_LOGITS = {
+    LifecycleOp.WAIT: 2.0,
+    LifecycleOp.FOSSILIZE: 2.0,
+    LifecycleOp.PRUNE: -1.0,
+    LifecycleOp.SET_ALPHA_TARGET: -1.0,
+}
+"""Initial biases of operations, 0 for the others. A uniform policy prunes nearly every seed before it is active, and a
+seed that is ready is seldom committed, so that a policy that starts so learns to wait."""
 WIDTH_MULTIPLE = 8
 """The value head ends at an eighth of the recurrent width."""
 
@@ -225,7 +231,8 @@ def initialize(network: TamiyoNetwork, run_seed: int) -> None:
             for rows in blocks:
                 orthogonal(module.weight[rows], small_gains.get(module, GAIN))
     op_bias = network.get_parameter(f"head_outputs.{int(Head.OP)}.bias")
-    op_bias[LifecycleOp.WAIT] = INITIAL_WAIT_LOGIT
+    for op, logit in INITIAL_OP_LOGITS.items():
+        op_bias[op] = logit
 
 
 def _fill(weight: Tensor, draw: Callable[[Tensor], Tensor]) -> None:

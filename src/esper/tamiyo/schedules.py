@@ -7,10 +7,13 @@ In each step a host executes its first entry that is due and legal; other due en
 An executed entry is removed; an entry that a gate refused remains. Where a gate needs an ADVANCE and no entry can be
 executed, the first slot that can be advanced is advanced.
 
-Shape legend: N = hosts, R = rows (the entries, the ADVANCE rows, and WAIT last).
+Several schedules form a table, in which each host follows one of them, so that one engine compares many.
+
+Shape legend: N = hosts, K = schedules, R = rows of a schedule (its entries, empty rows up to the longest schedule, the
+ADVANCE rows, and WAIT last).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -115,50 +118,81 @@ def _grow(spec: EngineSpec, slot: int, blueprint: int, *, germination: int) -> t
 
 @tensor_dataclass
 class Remaining:
-    """Rows that each host has not executed yet; ADVANCE and WAIT rows always remain."""
+    """The schedule that each host follows, and its rows that the host has not executed yet.
 
+    ADVANCE and WAIT rows always remain.
+    """
+
+    which: Int[Tensor, " N"]
     rows: Bool[Tensor, "N R"]
 
 
 @final
-class FixedSchedule:
-    """Follows a schedule; raises ConfigError if it does not fit the engine."""
+class ScheduleTable:
+    """The rows of several schedules side by side; raises ConfigError if one does not fit the engine."""
 
-    def __init__(self, schedule: Schedule, spec: EngineSpec) -> None:
-        schedule.check(spec)
-        self.schedule = schedule
+    def __init__(self, schedules: Sequence[Schedule], spec: EngineSpec) -> None:
+        for schedule in schedules:
+            schedule.check(spec)
+        self.schedules = tuple(schedules)
         advance = [] if all(spec.auto_gates) else [LifecycleOp.ADVANCE] * spec.num_slots
         idle = [ScheduleEntry(0, canonical_action(op, slot=slot)) for slot, op in enumerate(advance)]
         idle.append(ScheduleEntry(0, canonical_action(LifecycleOp.WAIT)))
-        rows = [*schedule.entries, *idle]
-        self._actions = torch.tensor([entry.action for entry in rows], device=spec.device)
-        self._earliest = torch.tensor([entry.earliest for entry in rows], device=spec.device)
-        self._is_entry = torch.arange(len(rows), device=spec.device) < len(schedule.entries)
-        self._row = torch.arange(len(rows), device=spec.device)
-        self._op, self._slot = self._actions[:, Head.OP], self._actions[:, Head.SLOT]
-        self._place = self._op * spec.num_slots + self._slot
-        gated = self._actions[:, Head.STYLE] == Style.GATED_GATE
-        self._gate_free = ~(gated & (self._op == LifecycleOp.SET_ALPHA_TARGET))
+        longest = max(len(schedule.entries) for schedule in schedules)
+        never = ScheduleEntry(spec.episode_length + 1, canonical_action(LifecycleOp.WAIT))
+        rows = [[*schedule.entries, *[never] * (longest - len(schedule.entries)), *idle] for schedule in schedules]
+        self._actions = torch.tensor([[entry.action for entry in row] for row in rows], device=spec.device)
+        self._earliest = torch.tensor([[entry.earliest for entry in row] for row in rows], device=spec.device)
+        self._row = torch.arange(len(rows[0]), device=spec.device)
+        self._is_entry = self._row < longest
+        op_KR, slot_KR = self._actions[..., Head.OP], self._actions[..., Head.SLOT]
+        self._slot, self._place = slot_KR, op_KR * spec.num_slots + slot_KR
+        gated_KR = self._actions[..., Head.STYLE] == Style.GATED_GATE
+        self._gate_free = ~(gated_KR & (op_KR == LifecycleOp.SET_ALPHA_TARGET))
 
-    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
-        """All rows remain."""
-        del episode
-        return Remaining(rows=torch.ones(len(hosts), len(self._row), dtype=torch.bool, device=hosts.device))
+    def begin(self, which: Int[Tensor, " N"]) -> Remaining:
+        """All rows remain; host n follows schedule `which[n]`."""
+        rows = torch.ones(len(which), len(self._row), dtype=torch.bool, device=which.device)
+        return Remaining(which=which, rows=rows)
 
     def decide(self, obs: Observation, memory: Remaining) -> Int[Tensor, "N 8"]:
-        """The first row that can be executed."""
-        return self._actions[self._first(obs, memory)]
+        """The first row of each host that can be executed."""
+        return self._actions[memory.which, self._first(obs, memory)]
 
     def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
         """Remove the entry that was executed."""
         row_N = self._first(step.obs, memory)
-        executed_N = step.valid & (step.effective_op == self._op[row_N])
+        executed_N = step.valid & (step.effective_op == self._actions[memory.which, row_N, Head.OP])
         gone_NR = (self._row == row_N[:, None]) & executed_N[:, None] & self._is_entry
         return replace(memory, rows=memory.rows & ~gone_NR)
 
     def _first(self, obs: Observation, memory: Remaining) -> Int[Tensor, " N"]:
         """Index of the first row that remains, is due and is legal; WAIT, the last row, always is."""
-        legal_NR = obs.legal.flatten(1).index_select(1, self._place)
-        possible_NR = self._gate_free | obs.has_gate.index_select(1, self._slot)
-        can_NR = legal_NR & possible_NR & memory.rows & (self._earliest <= obs.t)
+        which_N = memory.which
+        legal_NR = obs.legal.flatten(1).gather(1, self._place[which_N])
+        possible_NR = self._gate_free[which_N] | obs.has_gate.gather(1, self._slot[which_N])
+        can_NR = legal_NR & possible_NR & memory.rows & (self._earliest[which_N] <= obs.t)
         return can_NR.to(torch.int8).argmax(dim=1)
+
+
+@final
+class FixedSchedules:
+    """Host n follows the schedule `which[n]` of a table, the first one without `which`."""
+
+    def __init__(self, table: ScheduleTable, which: Int[Tensor, " N"] | None = None) -> None:
+        self.table, self._which = table, which
+
+    def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> Remaining:
+        """All rows remain."""
+        del episode
+        which = torch.zeros_like(hosts) if self._which is None else self._which
+        assert which.shape == hosts.shape, "one schedule per host"
+        return self.table.begin(which)
+
+    def decide(self, obs: Observation, memory: Remaining) -> Int[Tensor, "N 8"]:
+        """The first row that can be executed."""
+        return self.table.decide(obs, memory)
+
+    def remember(self, memory: Remaining, step: StoredStep) -> Remaining:
+        """Remove the entry that was executed."""
+        return self.table.remember(memory, step)

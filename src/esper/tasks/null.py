@@ -9,7 +9,7 @@
 `conv_small` harms, `conv_heavy` never passes the health check of its gate and blocks the next germination until it is
 pruned, `bottleneck` is best. Accuracies and strengths are percentage points.
 
-Shape legend: N = hosts, S = slots, K = coalitions, B = 13 blueprints.
+Shape legend: N = hosts, S = slots, K = coalitions, B = 13 blueprints, b = those of `BLUEPRINTS`.
 """
 
 import math
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_BUILTIN_BLUEPRINTS, TEMPO_TICKS, Head, LifecycleOp
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.random import Stream, to_normal, words
+from esper.leyline.random import Stream, permutation, to_normal, words
 from esper.leyline.stages import HAS_MODULE, AlphaMode, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
@@ -77,6 +77,7 @@ class NullSpec:
         host_params: declared size of the host. max_slots: how many slots can be enabled.
         quality: q of each blueprint index. health: gradient health of each blueprint index.
         algorithm_factor: c of NONE, ADD, MULTIPLY, GATE. faults: injected validation losses.
+        permuted: whether each host draws in each episode which blueprint has which of the qualities (`qualities`).
     """
 
     interaction: float = 0.0
@@ -87,6 +88,7 @@ class NullSpec:
     health: tuple[float, ...] = _by_index("health")
     algorithm_factor: tuple[float, ...] = (0.0, 1.0, 0.5, 0.8)
     faults: tuple[Fault, ...] = ()
+    permuted: bool = False
 
     def __post_init__(self) -> None:
         for name, length in (("quality", NUM_BUILTIN_BLUEPRINTS), ("health", NUM_BUILTIN_BLUEPRINTS),
@@ -152,10 +154,34 @@ def strengths(
     passes: Int[Tensor, "N S"],
     blueprint: Int[Tensor, "N S"],
     algorithm: Int[Tensor, "N S"],
+    quality: Float[Tensor, "N B"] | None = None,
 ) -> Float[Tensor, "N S"]:
-    """What each seed adds in pp, v = alpha m q[blueprint] c[algorithm]; 0 without a seed (blueprint -1, alpha 0)."""
-    table = tables(spec, alpha.device)
-    return alpha * maturity(passes) * table.quality[blueprint.clamp(min=0)] * table.algorithm_factor[algorithm]
+    """What each seed adds in pp, v = alpha m q[blueprint] c[algorithm]; 0 without a seed (blueprint -1, alpha 0).
+
+    `quality` are those of each host (`qualities`); None for the ones of `spec`.
+    """
+    table, index = tables(spec, alpha.device), blueprint.clamp(min=0)
+    quality_NS = table.quality[index] if quality is None else quality.gather(1, index)
+    return alpha * maturity(passes) * quality_NS * table.algorithm_factor[algorithm]
+
+
+def qualities(spec: NullSpec, run_seed: int, hosts: Int[Tensor, " N"], episode: int | Tensor) -> Float[Tensor, "N B"]:
+    """Quality of every blueprint index on each host (global number) in an episode, in pp.
+
+    With `spec.permuted` the qualities of the blueprints in `BLUEPRINTS` are permuted; health and parameters stay.
+    """
+    quality_B = tables(spec, hosts.device).quality
+    quality_NB = quality_B.expand(len(hosts), -1)
+    if not spec.permuted:
+        return quality_NB
+    grown_b = _grown(hosts.device)
+    order_Nb = permutation(run_seed, Stream.INSTANCE, hosts, len(grown_b), episode=episode)
+    return quality_NB.index_copy(1, grown_b, quality_B[grown_b][order_Nb])
+
+
+@lru_cache(maxsize=8)
+def _grown(device: torch.device) -> Tensor:
+    return torch.tensor([row.index for row in BLUEPRINTS.values()], device=device)
 
 
 def scripted_noise(
@@ -242,25 +268,53 @@ def _germinations(episode_length: int, min_training_epochs: int, num_slots: int)
     return [e for e in steps if e + min_training_epochs + _TICKS + 1 < episode_length]
 
 
-def best_schedule_value(episode_length: int, min_training_epochs: int, num_slots: int) -> float:
-    """Committed accuracy (pp) of `best_schedule` at the last step: F* = a(E) + 6 sum_i (1 - e^{-(E - e_i)/10}).
+def best_schedule_value(
+    episode_length: int,
+    min_training_epochs: int,
+    num_slots: int,
+    quality: float = BLUEPRINTS[BEST_BLUEPRINT].quality,
+) -> float:
+    """Committed accuracy (pp) of `best_schedule` at the last step: F* = a(E) + quality sum_i (1 - e^{-(E - e_i)/10}).
 
-    Holds for the built-in qualities without interaction and noise, under the sequential guard. It is optimal: strength
-    grows with age and quality, a step can start one seed, and the guard allows the next one M + 1 steps later.
+    Holds for ADD without interaction and noise, under the sequential guard. With the largest quality that can be grown
+    (`best_of_host`) it is optimal: strength grows with age and quality, a step can start one seed, and the guard allows
+    the next one M + 1 steps later.
     """
     germinations = _germinations(episode_length, min_training_epochs, num_slots)
     grown = sum(-math.expm1(-(episode_length - e) / TIME_CONSTANT) for e in germinations)
-    return min(100.0, host_accuracy(episode_length) + BLUEPRINTS[BEST_BLUEPRINT].quality * grown)
+    return min(100.0, host_accuracy(episode_length) + quality * grown)
 
 
-def best_schedule(episode_length: int, min_training_epochs: int, num_slots: int) -> tuple[BestStep, ...]:
-    """Germinate `bottleneck` in slot i at 1 + i (M + 1), fossilize it at its first legal step, else wait.
+class BestOfHost(NamedTuple):
+    """The best blueprint of each host in hindsight: its index and its quality (pp), both [N]."""
+
+    blueprint: Int[Tensor, " N"]
+    quality: Float[Tensor, " N"]
+
+
+def best_of_host(
+    spec: NullSpec, run_seed: int, hosts: Int[Tensor, " N"], episode: int | Tensor, *, min_health: float
+) -> BestOfHost:
+    """The blueprint of the highest quality of those whose health is at least `min_health`, which their gate asks."""
+    quality_NB = qualities(spec, run_seed, hosts, episode)
+    fails_B = tables(spec, hosts.device).health < min_health  # of indices without a blueprint the health is 0
+    quality_N, blueprint_N = quality_NB.masked_fill(fails_B, -math.inf).max(dim=1)
+    return BestOfHost(blueprint_N, quality_N)
+
+
+def best_schedule(
+    episode_length: int,
+    min_training_epochs: int,
+    num_slots: int,
+    blueprint: int = BLUEPRINTS[BEST_BLUEPRINT].index,
+) -> tuple[BestStep, ...]:
+    """Germinate `blueprint` in slot i at 1 + i (M + 1), fossilize it at its first legal step, else wait.
 
     Where both fall on one step (M = 4) germination goes first: a seed gains by age, not by being fossilized.
     """
     steps = []
     for slot, e in enumerate(_germinations(episode_length, min_training_epochs, num_slots)):
-        steps.append((e, 0, slot, LifecycleOp.GERMINATE, BLUEPRINTS[BEST_BLUEPRINT].index))
+        steps.append((e, 0, slot, LifecycleOp.GERMINATE, blueprint))
         steps.append((e + min_training_epochs + _TICKS + 1, 1, slot, LifecycleOp.FOSSILIZE, 0))
     return tuple(BestStep(e, _action(op, slot, blueprint)) for e, _, slot, op, blueprint in sorted(steps))
 

@@ -13,7 +13,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.objective import Objective, Scores
 
 PADDING = -1
-"""Target of a token that does not count."""
+"""Target of an example or token that does not count."""
 PerExample = Callable[[Tensor, Tensor], Tensor]
 """(outputs [B, ...], targets [B, ...]) -> one number per example [B]."""
 
@@ -21,7 +21,10 @@ PerExample = Callable[[Tensor, Tensor], Tensor]
 @final
 @dataclass(frozen=True)
 class Classification:
-    """Cross-entropy of one class per example; the figure of merit is accuracy in percent."""
+    """Cross-entropy of one class per example; the figure of merit is accuracy in percent.
+
+    Examples of the class `PADDING` do not count.
+    """
 
     num_classes: int
     unit: ClassVar[str] = "accuracy"
@@ -37,8 +40,8 @@ class Classification:
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """Logits [R, classes] and classes [R]."""
-        hits = self.score(outputs, targets)
-        return Scores(F.cross_entropy(outputs.float(), targets, reduction="none"), hits, torch.ones_like(hits))
+        losses = F.cross_entropy(outputs.float(), targets, ignore_index=PADDING, reduction="none")
+        return Scores(losses, self.score(outputs, targets), (targets != PADDING).float())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """1 where the largest logit is that of the class, else 0."""

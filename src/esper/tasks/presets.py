@@ -9,6 +9,7 @@ from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import cifar10, digits, fashion_mnist
 from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories
 from esper.tasks.datasets.tokenizers import ByteTokenizer, Tokenizer
+from esper.tasks.instances import MixedImages
 from esper.tasks.null import NullSpec
 from esper.tasks.objectives import Classification, NextToken
 from esper.tasks.registry import TaskSpec, register_task
@@ -16,16 +17,45 @@ from esper.tasks.registry import TaskSpec, register_task
 DIGITS = register_task(
     TaskSpec(
         name="digits",
-        description="8x8 digits; a host with 1x1 convolutions, which grown seeds improve within seconds.",
+        description="8x8 digits; a host that sees 2x2 pixels at a time, and grown seeds that see their neighbours.",
         family=HostFamily.CNN,
-        host=CNNHostSpec(in_channels=1, base=8, blocks=2, kernel=1, pools=1, classes=10),
+        host=CNNHostSpec(in_channels=1, unshuffle=2, base=48, blocks=2, kernel=1, pools=1, classes=10),
         load=digits.load,
         enabled=("r0c0", "r0c1", "r1c0"),
         objective=Classification(10),
-        episode_length=40,
+        episode_length=30,
         batch_train=64,
         batch_val=360,
-        optimizer=OptimizerSpec(kind="sgd", host_lr=0.02, seed_lr=0.02),
+        batches_per_step=12,
+        optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
+        min_training_epochs=3,
+        target_loss=0.1,
+        typical_loss_delta_std=0.1,
+    )
+)
+
+MIXED_DIGITS = register_task(
+    TaskSpec(
+        name="mixed_digits",
+        description="8x8 digits; each host has its own classes, few examples, and a slot where a seed can help.",
+        family=HostFamily.CNN,
+        host=CNNHostSpec(in_channels=1, unshuffle=2, base=16, kernel=1, blocks=2, pools=1, classes=10),
+        load=digits.load_views,
+        enabled=("r0c0", "r0c1"),
+        objective=Classification(10),
+        episode_length=30,
+        batch_train=32,
+        batch_val=360,
+        batches_per_step=8,
+        optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
+        instances=MixedImages(
+            num_classes=10,
+            classes=(5, 10),
+            fractions=(0.15, 0.3),
+            noises=(0.0, 0.05),
+            lr_factors=(0.8, 1.0),
+            views=len(digits.VIEWS),
+        ),
         min_training_epochs=3,
         target_loss=0.1,
         typical_loss_delta_std=0.1,
@@ -190,5 +220,15 @@ NULL = register_task(
         objective=Classification(10),
         episode_length=60,
         min_training_epochs=10,
+    )
+)
+
+NULL_PERMUTED = register_task(
+    replace(
+        NULL,
+        name="null_permuted",
+        description="The same, but each host draws which blueprint is worth what; a controller must measure it.",
+        script=NullSpec(permuted=True),
+        min_training_epochs=3,
     )
 )

@@ -15,6 +15,7 @@ from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.source import Source
+from esper.tasks.instances import InstanceDistribution
 from esper.tasks.null import NullSpec
 from esper.tasks.objectives import Classification
 
@@ -37,6 +38,7 @@ class TaskSpec:
         batches_per_step: batches of training in one control step, which continue through the permutation of the
             examples; None for the whole split.
         optimizer: how hosts and seeds are trained.
+        instances: what makes hosts differ in their data and learning rate; None for equal ones.
         min_training_epochs: M, epochs that a seed trains before its gate may open.
         target_loss, typical_loss_delta_std, rent_weight: constants of the loss reward, in the unit of the loss.
     """
@@ -56,6 +58,7 @@ class TaskSpec:
     batch_val: int = 0
     batches_per_step: int | None = None
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    instances: InstanceDistribution | None = None
     target_loss: float = 0.3
     typical_loss_delta_std: float = 0.05
     rent_weight: float = 0.05
@@ -68,6 +71,10 @@ class TaskSpec:
             least |= {"batch_train": 1, "batch_val": 1}
         if self.batches_per_step is not None:
             least["batches_per_step"] = 1
+        elif self.instances is not None:
+            raise ConfigError(
+                f"the hosts of task {self.name!r} have training splits of different sizes; set batches_per_step."
+            )
         for setting, smallest in least.items():
             if getattr(self, setting) < smallest:
                 raise ConfigError(f"task.{setting} is {getattr(self, setting)}; it must be at least {smallest}.")

@@ -151,7 +151,7 @@ def of_update(metrics: Mapping[str, float]) -> Iterator[Alarm]:
 def of_flags(steps: Mapping[str, int]) -> Iterator[Alarm]:
     """The reward flags that a host raised in an episode; `steps` counts the steps of each flag."""
     for name, count in steps.items():
-        if _OTHERS["reward_flag_steps"].broken_by(count):
+        if _OTHERS["reward_flag_steps"].broken_by(float(count)):
             yield Alarm(f"{name}_steps", float(count), _OTHERS["reward_flag_steps"].threshold)
 
 

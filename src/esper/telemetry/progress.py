@@ -1,32 +1,33 @@
-"""Progress display of a run: a live table on a terminal, plain lines elsewhere.
+"""Progress display of a run: a live page on a terminal (`page.py`), plain lines elsewhere.
 
-    round  env-steps/s  100·J  committed   live   operations chosen               slots by stage
-     1/10          412  58.41      58.90  61.32   wait 510 germinate 61 prune 20  training 9 blending 4
-     2/10 ...
-    step 312/6400 ----------                          0:00:41 eta 8:12
+    round 2/10 step 10/40  eta 8:12  427 env-steps/s  100·J 58.41 ± 2.10  committed 58.90  live 61.32  ops: wait 510 ...
 
-Terminals under 140 columns show the counts of the newest round only, in two lines under the table.
+The page is drawn by a thread of its own, so rarely that drawing takes at most one percent of the time.
 """
 
-import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.segment import SegmentLines
-from rich.table import Table
+from rich.segment import Segment
+from rich.style import Style
 
-_REFRESH = 0.5  # per second; drawing takes ten milliseconds of the main process
-_WIDE = 140
-_OPERATIONS, _SLOTS = "operations chosen", "slots by stage"
+from esper.telemetry.figures import counts, duration, figure, with_spread
+from esper.telemetry.page import HostsShown, Line, Shown, View, page
+
+REFRESH = 2.0
+"""Pages per second at most."""
+COST = 0.01
+"""Share of the time that drawing may take."""
 FIRST_INTERVAL, PLAIN_INTERVAL = 1.0, 30.0
 """Seconds until an unfinished round prints a plain line: the first in a run, and each later one."""
+_ALARMS = 3
+"""Rounds whose alarms are kept."""
 
 
 class RunConsole(Console):
@@ -51,68 +52,60 @@ def warn(lines: Iterable[str]) -> None:
         RunConsole(stderr=True).say(f"esper: {line}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """The displayed values of a record of kind "step" (a round in progress) or "round".
-
-    `objective` (100·J) and `committed` (pp) are means over hosts for the committed networks, `live` (pp) with all
-    live seeds. `ops` counts effective operations, `slots` slots by stage.
-    """
-
-    round: int
-    step: int | None
-    objective: float
-    committed: float
-    live: float
-    speed: float
-    ops: Mapping[str, int]
-    slots: Mapping[str, int]
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Shown":
-        """The values of a record."""
-        return cls(
-            round=fields["round"],
-            step=fields.get("t"),
-            objective=fields["objective_mean"],
-            committed=fields["committed_accuracy_mean"],
-            live=fields["live_accuracy_mean"],
-            speed=fields["env_steps"] / max(fields["seconds"], 1e-9),
-            ops=fields["ops"],
-            slots=fields["slots"],
-        )
-
-
-def figure(value: float, form: str) -> str:
-    """A formatted number, or "-" for NaN."""
-    return "-" if math.isnan(value) else format(value, form)
-
-
-def counts(numbers: Mapping[str, int]) -> str:
-    """The nonzero counts, e.g. "wait 510 germinate 61"."""
-    return " ".join(f"{name.lower()} {number}" for name, number in numbers.items() if number) or "none"
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, e.g. "1:02:03" or "2:03"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def line(shown: Shown, rounds: int, steps: int, eta: str) -> str:
-    """A round, or a round in progress, as one line of text."""
+def line(shown: Shown, rounds: int, steps: int, eta: str, alarms: str = "") -> str:
+    """A round, or a round in progress, as one line of text; `alarms` are those of the round."""
+    speed = f"{shown.speed:.0f}" if shown.speed >= 10.0 else f"{shown.speed:.1f}"
     inside = f" step {shown.step}/{steps}" if shown.step is not None else ""
     return (
-        f"round {shown.round}/{rounds}{inside}  eta {eta}  {_speed(shown)} env-steps/s  "
-        f"100·J {figure(shown.objective, '.2f')}  committed {figure(shown.committed, '.2f')}  "
+        f"round {shown.round}/{rounds}{inside}  eta {eta}  {speed} env-steps/s  "
+        f"100·J {with_spread(shown.objective, shown.spread)}  committed {figure(shown.committed, '.2f')}  "
         f"live {figure(shown.live, '.2f')}  "
-        f"ops: {counts(shown.ops)}  slots: {counts(shown.slots)}"
+        f"ops: {counts(shown.ops)}  slots: {counts(shown.slots)}{f'  alarms: {alarms}' if alarms else ''}"
     )
 
 
-def _speed(shown: Shown) -> str:
-    return f"{shown.speed:.0f}" if shown.speed >= 10.0 else f"{shown.speed:.1f}"
+class _Lines:
+    """Lines for rich, without its measuring and wrapping: they fit already."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        self._lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for i, (text, style) in enumerate(self._lines):
+            if i:
+                yield Segment.line()
+            yield Segment(text, Style.parse(style) if style else None)
+
+
+class _Alarms:
+    """The alarms of the newest rounds in words; the thread that draws may ask while the run adds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rounds: dict[int, dict[str, list[Mapping[str, Any]]]] = {}
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Take an event of kind "alarm" or "rollback"."""
+        name = fields["name"] if fields["kind"] == "alarm" else "rollback"
+        with self._lock:
+            self._rounds.setdefault(fields["round"], {}).setdefault(name, []).append(fields)
+            while len(self._rounds) > _ALARMS:
+                del self._rounds[min(self._rounds)]
+
+    def of(self, round: int) -> str:
+        """Those of a round, e.g. "objective_falls -2.31 (threshold -2.00), rollback of 2 hosts"; "" if none."""
+        with self._lock:
+            return ", ".join(self._words(name, events) for name, events in self._rounds.get(round, {}).items())
+
+    def sentences(self) -> list[str]:
+        """Those of each round, the newest last."""
+        return [f"round {number}: {self.of(number)}" for number in sorted(self._rounds.copy())]
+
+    def _words(self, name: str, events: list[Mapping[str, Any]]) -> str:
+        hosts = len({event["host"] for event in events})
+        if events[0]["host"] >= 0:
+            return f"{name} of {hosts} host{'s' * (hosts != 1)}"
+        return f"{name} {events[-1]['value']:.3g} (threshold {events[-1]['threshold']:g})"
 
 
 @final
@@ -120,9 +113,10 @@ class RunProgress:
     """Displays a run; a listener, and a context manager around the run.
 
     Args:
-        console: output; the live table needs a terminal.
+        console: output; the live page needs a terminal.
         rounds, steps: total rounds, and control steps per round.
         done: control steps completed before a resume.
+        hosts: gives the hosts of the newest step, when a page is drawn.
         clock: monotonic seconds.
     """
 
@@ -133,25 +127,27 @@ class RunProgress:
         rounds: int,
         steps: int,
         done: int = 0,
+        hosts: Callable[[], HostsShown | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._rounds, self._steps, self._clock = console, rounds, steps, clock
+        self._hosts = hosts
         self._first = self._finished = done
         self._began = clock()
         self._next_line = self._began + FIRST_INTERVAL
         self._history: list[Shown] = []
         self._now: Mapping[str, object] | None = None  # newest record of kind "step", converted only when it is drawn
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("eta {task.fields[eta]}"),
-            console=console,
-        )
-        self._task = self._bar.add_task("steps", total=rounds * steps, completed=done, eta="...")
-        live = Live(console=console, get_renderable=self.page, refresh_per_second=_REFRESH)
-        self._live = live if console.is_terminal and not console.quiet else None
+        self._learner: Mapping[str, float] = {}
+        self._memory: int | None = None
+        self._alarms = _Alarms()
+        self._drawn, self._next_page = _Lines([]), 0.0
+        live = Live(console=console, get_renderable=self._drawing, refresh_per_second=REFRESH)
+        self._live = live if self.is_live else None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a page, instead of lines."""
+        return self._console.is_terminal and not self._console.quiet
 
     def __enter__(self) -> "RunProgress":
         if self._live is not None:
@@ -159,21 +155,18 @@ class RunProgress:
         return self
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+        self._next_page = 0.0  # the last page shows the end
         if self._live is not None:
             self._live.__exit__(*error)
 
-    def write(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Take a record; only kinds "step" and "round" are displayed."""
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Take a record; only kinds "step", "round", "alarm" and "rollback" are displayed."""
         if kind == "step":
             self._step(fields)
         elif kind == "round":
-            shown = Shown.of(fields)
-            self._finished = shown.round * self._steps
-            if self._live is None:
-                self._print(shown)
-            else:
-                self._history.append(shown)
-                self._now = None
+            self._round(fields)
+        elif kind in ("alarm", "rollback"):
+            self._alarms.add(fields)
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         self._now = fields
@@ -181,8 +174,20 @@ class RunProgress:
         if self._live is None and self._clock() >= self._next_line and self._finished % self._steps:
             self._print(Shown.of(fields))
 
+    def _round(self, fields: Mapping[str, Any]) -> None:
+        shown = Shown.of(fields)
+        self._finished = shown.round * self._steps
+        if self._live is None:
+            self._print(shown)
+            return
+        self._learner = {name: value for name, value in fields.items() if isinstance(value, float)}
+        self._memory = fields.get("memory_bytes", {}).get("peak")
+        self._history.append(shown)
+        self._now = None
+
     def _print(self, shown: Shown) -> None:
-        self._console.say(line(shown, self._rounds, self._steps, self._eta()))
+        alarms = self._alarms.of(shown.round)
+        self._console.say(line(shown, self._rounds, self._steps, self._eta(), alarms))
         self._next_line = self._clock() + PLAIN_INTERVAL
 
     def _eta(self) -> str:
@@ -191,38 +196,29 @@ class RunProgress:
             return "..."
         return duration((self._clock() - self._began) / ran * (self._rounds * self._steps - self._finished))
 
-    def page(self) -> RenderableType:
-        """The table of the last rounds and the progress bar, at most as high as the terminal."""
-        self._bar.update(self._task, completed=self._finished, eta=self._eta())
-        width, height = self._console.size
-        shown = [*self._history, *([Shown.of(self._now)] if self._now else [])][-height:]
-        while True:
-            page = Group(*self._table(shown, wide=width >= _WIDE), self._bar)
-            lines = self._console.render_lines(page, pad=False)
-            too_many = len(lines) - height + 1
-            if too_many <= 0 or len(shown) <= 1:
-                return SegmentLines(lines, new_lines=True)  # reuses the rendered lines
-            shown = shown[max(too_many * len(shown) // len(lines), 1) :]
+    def _drawing(self) -> _Lines:
+        """The page; the one before if drawing it now would cost too much."""
+        began = time.perf_counter()
+        if began >= self._next_page:
+            self._drawn = _Lines(self.page())
+            ended = time.perf_counter()
+            self._next_page = ended + (ended - began) / COST
+        return self._drawn
 
-    def _table(self, rounds: Sequence[Shown], *, wide: bool) -> list[RenderableType]:
-        """One line per round, with counts in columns if `wide`, else those of the newest round below."""
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("round", "env-steps/s", "100·J", "committed", "live"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for column in (_OPERATIONS, _SLOTS) if wide else ():
-            table.add_column(column, overflow="fold")
-        for shown in rounds:
-            numbers = (
-                f"{shown.round}/{self._rounds}",
-                _speed(shown),
-                figure(shown.objective, ".2f"),
-                figure(shown.committed, ".2f"),
-                figure(shown.live, ".2f"),
-            )
-            table.add_row(*numbers, *((counts(shown.ops), counts(shown.slots)) if wide else ()))
-        if wide or not rounds:
-            return [table]
-        below = Table.grid(padding=(0, 2, 0, 0))
-        below.add_row(_OPERATIONS, counts(rounds[-1].ops))
-        below.add_row(_SLOTS, counts(rounds[-1].slots))
-        return [table, below]
+    def page(self) -> list[Line]:
+        """The lines of the page as it is now."""
+        width, height = self._console.size
+        view = View(
+            rounds=self._rounds,
+            steps=self._steps,
+            finished=self._finished,
+            elapsed=self._clock() - self._began,
+            eta=self._eta(),
+            history=self._history[:],
+            now=Shown.of(self._now) if self._now else None,
+            hosts=self._hosts(),
+            learner=self._learner,
+            alarms=self._alarms.sentences(),
+            memory=self._memory,
+        )
+        return page(view, width, height)

@@ -4,6 +4,9 @@
     validation   x [B, ...],    y [B, ...]       the same examples for all hosts, in a fixed order
     test         as validation                   at the end of a run only
 
+In a task whose hosts differ each host has examples of its own (`choose`), so that validation and test batches are
+x [N, B, ...] and y [N, B] too; a host with fewer examples than the others has rows that do not count.
+
 A step of training takes the whole split, or `batches_per_step` batches of it. Then the stream of a host is its
 permutations one after another, and a step continues where the last one ended:
 
@@ -21,8 +24,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation
+from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation, word_rows
 from esper.tasks.datasets import Dataset, SplitName
+from esper.tasks.instances import HostExamples
 
 
 class Batch(NamedTuple):
@@ -47,8 +51,10 @@ class SharedBatchIterator:
 
     Attributes:
         data: the examples as they are stored.
-        order: indices of the examples [N, n] of the step that has begun. drawn: numbers of their augmentation
-            [N, n, K], None without one.
+        order: indices of the examples [N, n] of the step that has begun, -1 where there is none. drawn: numbers of
+            their augmentation [N, n, K], None without one.
+        targets: [N, n] in the same order, None where they are those of the data.
+        chosen: the examples of each host, None where all hosts have the same.
 
     Raises:
         ConfigError: a batch size below 1, or the test split before the end.
@@ -80,7 +86,15 @@ class SharedBatchIterator:
         whole = not self._shuffles or batches_per_step is None
         self._count = len(self.data) if whole else batch_size * (batches_per_step or 1)
         self.order: Int[Tensor, "N n"] | None = None
+        self.targets: Int[Tensor, "N n"] | None = None
         self.drawn: Int[Tensor, "N n K"] | None = None
+        self.chosen: HostExamples | None = None
+
+    def choose(self, chosen: HostExamples) -> None:
+        """Give each host its own examples of the split, from now on."""
+        self.chosen, self._smallest = chosen, int(chosen.count.min())
+        if not self._shuffles:
+            self.order, self.targets, self._count = chosen.index, chosen.target, chosen.index.shape[1]
 
     def begin(self, t: int, episode: int, hosts: Int[Tensor, " N"]) -> None:
         """Draw the order and the augmentation of step t (from 1 on); `hosts` are global numbers.
@@ -91,20 +105,39 @@ class SharedBatchIterator:
         assert hosts.shape == (self._num_envs,)
         if not self._shuffles:
             return
+        if self._augmentation is not None:
+            self.drawn = self._augmentation.draw(self._run_seed, hosts, episode, t, self._count)
+        if self.chosen is not None:
+            self.order, self.targets = self._own_order(self.chosen, t, episode, hosts)
+            return
         size, seed = len(self.data), self._run_seed
         first, last = (t - 1) * self._count, t * self._count
         passes = range(first // size + 1, (last - 1) // size + 2)
-        if passes[-1] > MAX_EPISODE_LENGTH:
-            raise ConfigError(
-                f"step {t} reaches pass {passes[-1]} over the {size} training examples; an episode can make "
-                f"{MAX_EPISODE_LENGTH}. Lower batches_per_step, the batch size or the episode length."
-            )
+        _check_passes(passes[-1], t, size)
         orders = [permutation(seed, Stream.TRAIN_ORDER, hosts, size, episode=episode, t=number) for number in passes]
         skipped = first - (passes[0] - 1) * size
         ordered = orders[0] if len(orders) == 1 else torch.cat(orders, dim=1)
         self.order = ordered[:, skipped : skipped + self._count]
-        if self._augmentation is not None:
-            self.drawn = self._augmentation.draw(seed, hosts, episode, t, self._count)
+
+    def _own_order(
+        self, chosen: HostExamples, t: int, episode: int, hosts: Int[Tensor, " N"]
+    ) -> tuple[Int[Tensor, "N n"], Int[Tensor, "N n"]]:
+        """Examples and targets of step t: the stream of a host goes through permutations of its own examples."""
+        most, size_N1 = chosen.index.shape[1], chosen.count[:, None]
+        place_Nn = torch.arange((t - 1) * self._count, t * self._count, device=hosts.device)
+        first_N1 = (t - 1) * self._count // size_N1
+        number_Nn = place_Nn // size_N1 - first_N1
+        there = torch.arange(most, device=hosts.device) < size_N1
+        passes = 2 + (self._count - 1) // self._smallest
+        _check_passes(t * self._count // self._smallest + 1, t, self._smallest)
+        orders = []
+        for number in range(passes):
+            key = word_rows(
+                self._run_seed, Stream.TRAIN_ORDER, hosts, most, episode=episode, t=first_N1[:, 0] + number + 1
+            )
+            orders.append(key.masked_fill(~there, 2**32).argsort(dim=1, stable=True))
+        chosen_Nn = torch.cat(orders, dim=1).gather(1, number_Nn * most + place_Nn % size_N1)
+        return chosen.index.gather(1, chosen_Nn), chosen.target.gather(1, chosen_Nn)
 
     def __len__(self) -> int:
         """Batches per step of training, or per pass."""
@@ -118,12 +151,28 @@ class SharedBatchIterator:
             if self.order is None:
                 yield self._batch(self.data.x[start:stop], self.data.y[start:stop])
             else:
-                yield self._gather(self.order[:, start:stop], None if self.drawn is None else self.drawn[:, start:stop])
+                yield self._gather(self.order, slice(start, stop))
 
-    def _gather(self, index_NB: Tensor, drawn: Tensor | None) -> Batch:
-        flat = index_NB.reshape(-1)
-        x, y = (of.index_select(0, flat).view(*index_NB.shape, *of.shape[1:]) for of in (self.data.x, self.data.y))
-        return self._batch(x if drawn is None or self._augmentation is None else self._augmentation(x, drawn), y)
+    def _gather(self, order: Int[Tensor, "N n"], some: slice) -> Batch:
+        index_NB = order[:, some].clamp(min=0)  # what does not count has a target that says so
+        x, y = (
+            of.index_select(0, index_NB.reshape(-1)).view(*index_NB.shape, *of.shape[1:])
+            for of in (self.data.x, self.data.y)
+        )
+        if self.targets is not None:
+            y = self.targets[:, some]
+        if self.drawn is not None and self._augmentation is not None:
+            x = self._augmentation(x, self.drawn[:, some])
+        return self._batch(x, y)
 
     def _batch(self, x: Tensor, y: Tensor) -> Batch:
         return Batch(x if self._inputs is None else self._inputs(x), y)
+
+
+def _check_passes(number: int, t: int, size: int) -> None:
+    """Raise ConfigError where so many passes over a split would reuse random numbers."""
+    if number > MAX_EPISODE_LENGTH:
+        raise ConfigError(
+            f"step {t} reaches pass {number} over the {size} training examples; an episode can make "
+            f"{MAX_EPISODE_LENGTH}. Lower batches_per_step, the batch size or the episode length."
+        )

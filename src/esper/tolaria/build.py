@@ -4,17 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.errors import ConfigError
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.protocols import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import chosen_amp
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.engine import Properties, StepListener, VectorizedEngine
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
@@ -69,7 +70,21 @@ def build_engine(
         host_offset=config.host_offset,
         device=device,
     )
-    return VectorizedEngine(config, executor, spec, on_step=on_step, form=form)
+    return VectorizedEngine(config, executor, spec, on_step=on_step, form=form, properties=_properties(config, task))
+
+
+def _properties(config: EngineConfig, task: TaskSpec) -> Properties | None:
+    """The properties of the hosts' instances in an episode; None where all hosts are equal."""
+    instances = task.instances
+    if instances is None:
+        return None
+    hosts = host_numbers(config.num_envs, config.host_offset, config.distinct_hosts)
+
+    def properties(episode: int) -> dict[str, np.ndarray]:
+        found = instances.properties(config.run_seed, hosts, episode)
+        return {name: values.numpy() for name, values in found.items()}
+
+    return properties
 
 
 def _executor(
@@ -85,7 +100,7 @@ def _executor(
             num_slots=len(config.slots),
             run_seed=config.run_seed,
             device=device,
-            host_offset=config.host_offset,
+            host_ids=host_numbers(config.num_envs, config.host_offset, config.distinct_hosts, device),
         )
         return scripted, replace(config, workers=1)
     assert dataset is not None

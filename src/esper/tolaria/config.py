@@ -30,6 +30,7 @@ class EngineConfig:
     Attributes:
         run_seed: key of every random draw.
         num_envs: N. host_offset: global number of the first host of this process.
+        distinct_hosts: how many hosts differ, the others are their twins (`leyline.protocols.host_numbers`); None: all.
         episode_length: E, control steps per episode.
         slots: enabled slots in action order.
         time_limit: the last step is bootstrapped ("truncate") or a true end ("terminate").
@@ -55,6 +56,7 @@ class EngineConfig:
     amp: AmpMode = "off"
     capture: CaptureChoice = "off"
     host_offset: int = 0
+    distinct_hosts: int | None = None
     workers: int = 1
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
     governor: GovernorConfig = field(default_factory=GovernorConfig)
@@ -75,6 +77,8 @@ class EngineConfig:
                 f"host_offset is {self.host_offset} with {self.num_envs} hosts; global host numbers lie between 0 and "
                 f"{_MAX_HOSTS - 1}."
             )
+        if self.distinct_hosts is not None and self.distinct_hosts < 1:
+            raise ConfigError(f"distinct_hosts is {self.distinct_hosts}; at least 1 host must differ from the others.")
         if not 0 <= self.run_seed < 2**63:
             raise ConfigError(f"seed is {self.run_seed}; it must be a whole number from 0 to 2^63 - 1.")
         for name, choices in _CHOICES.items():

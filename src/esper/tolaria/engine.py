@@ -38,6 +38,8 @@ from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
 
 StepListener = Callable[[StepReport], None]
+Properties = Callable[[int], Mapping[str, np.ndarray]]
+"""Episode -> what is recorded of the instance of each host [N], by name."""
 
 
 class VectorizedEngine:
@@ -50,6 +52,7 @@ class VectorizedEngine:
         on_step: called with the report of each step in order, when `apply_structure` has read it. Its exceptions are
             raised after the structure was applied, so that the engine can continue.
         form: eager or compiled phases, see `phases`.
+        properties: of the instances in a task whose hosts differ. They are recorded; no client sees them.
     """
 
     def __init__(
@@ -60,9 +63,10 @@ class VectorizedEngine:
         *,
         on_step: StepListener | None = None,
         form: PhaseForm = eager,
+        properties: Properties | None = None,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
-        self.on_step = on_step
+        self.on_step, self._properties = on_step, properties
         self.planted: Sequence[GrowthManifest] = ()
         """Structure that each host has from the first step of every episode."""
         self.timer = PhaseTimer(spec.device, enabled=False)
@@ -148,7 +152,7 @@ class VectorizedEngine:
         client.finish(final)
         seconds, reads = time.perf_counter() - began, reads_so_far() - reads
         cost = RolloutCost(seconds=seconds, steps=steps, env_steps=steps * self.spec.num_envs, reads=reads)
-        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost)
+        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
 
     def train(
         self,
@@ -238,7 +242,12 @@ class VectorizedEngine:
     def outcome(self) -> RolloutStats:
         """The statistics of a finished episode that a checkpoint restored."""
         cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
-        return reading.rollout_stats(self.episode, self.state, self.kept_network(), self._subset_acc, cost)
+        final = self.kept_network()
+        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
+
+    def _instance(self) -> Mapping[str, np.ndarray]:
+        """What is recorded of the hosts' instances in this episode."""
+        return {} if self._properties is None else self._properties(self.episode)
 
     def kept_network(self) -> KeptNetwork:
         """The network that the episode leaves of each host, measured after the last structure was applied."""

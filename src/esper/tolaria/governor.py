@@ -2,12 +2,14 @@
 
     rule  condition                                                          outcome
     1     the loss is NaN or infinite                                        panic: nan
-    2     a host that had learned is back at guessing                        panic: lobotomy
-    3     fewer than `min_history` losses are remembered                     healthy, remember the loss
-    4     the loss is above three bounds (guessing, mean, mean + noise)      a strike; three: panic, divergence
+    2     fewer than `min_history` losses are remembered                     healthy, remember the loss
+    3     a host that had learned is back at guessing                        a strike; three in a row: panic, lobotomy
+    4     the loss is above three bounds (guessing, mean, mean + noise)      a strike; three in a row: panic, divergence
     5     otherwise                                                          healthy, remember the loss, clear strikes
 
-The first rule that applies decides. All arithmetic is float64, masked over hosts, without a host read.
+The first rule that applies decides; strikes of both rules add up. One loss does not show a lobotomy: in a noisy epoch a
+network that is right in half of the cases has the loss of guessing too, and recovers in the next. All arithmetic is
+float64, masked over hosts, without a host read.
 """
 
 import math
@@ -39,7 +41,7 @@ class GovernorConfig:
     Attributes:
         guess: loss of blind guessing, ln(number of classes); ln(vocabulary) for language tasks.
         window: number of healthy losses remembered. min_history: how many of them a comparison needs.
-        max_strikes: consecutive anomalies that cause a panic.
+        max_strikes: consecutive losses at guessing or above all bounds that cause a panic.
         guess_factor, std_factor, mean_factor: a loss is an anomaly if it is above all of `guess_factor * guess`,
             `mean + std_factor * std` and `mean_factor * mean`.
         learned_share: a host has learned if its mean loss is below this share of `guess`.
@@ -93,7 +95,7 @@ class GovernorState:
 class GovernorVerdict:
     """The verdict of one step.
 
-    `healthy` hosts ended in rule 3 or 5. `thresholds` are the three bounds of rule 4 in the order of the configuration;
+    `healthy` hosts ended in rule 2 or 5. `thresholds` are the three bounds of rule 4 in the order of the configuration;
     the last two are NaN while nothing is remembered. `strikes` are counted before a rollback clears them.
     """
 
@@ -129,12 +131,12 @@ def check(
     finite_N = loss_N.abs() < math.inf
     guessing_N = (loss_N - config.guess).abs() < config.guess_band * config.guess
     lobotomy_N = enough_N & (mean_N < config.learned_share * config.guess) & guessing_N
-    calm_N = finite_N & ~lobotomy_N
-    diverging_N = calm_N & enough_N & (loss_N[:, None] > thresholds_N3).all(dim=1)
-    healthy_N = calm_N & ~diverging_N
-    strikes_N = (state.strikes + diverging_N).masked_fill(healthy_N, 0)
-    struck_out_N = diverging_N & (strikes_N >= config.max_strikes)
-    reason_N = struck_out_N * int(PanicReason.DIVERGENCE) + lobotomy_N * int(PanicReason.LOBOTOMY)
+    diverging_N = enough_N & finite_N & ~lobotomy_N & (loss_N[:, None] > thresholds_N3).all(dim=1)
+    struck_N = lobotomy_N | diverging_N
+    healthy_N = finite_N & ~struck_N
+    strikes_N = (state.strikes + struck_N).masked_fill(healthy_N, 0)
+    struck_out_N = struck_N & (strikes_N >= config.max_strikes)
+    reason_N = torch.where(lobotomy_N, int(PanicReason.LOBOTOMY), int(PanicReason.DIVERGENCE)) * struck_out_N
     reason_N = reason_N.masked_fill(~finite_N, int(PanicReason.NAN))
     verdict = GovernorVerdict(
         panic=reason_N != PanicReason.NONE,

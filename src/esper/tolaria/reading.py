@@ -1,6 +1,6 @@
 """The packed read of a control step: which tensors leave the device, and what the host makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from dataclasses import replace as data_replace
 
@@ -181,7 +181,12 @@ def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepRepo
 
 
 def rollout_stats(
-    episode: int, state: ParallelEnvState, kept: KeptNetwork, subset_acc: Float[Tensor, "N J"], cost: RolloutCost
+    episode: int,
+    state: ParallelEnvState,
+    kept: KeptNetwork,
+    subset_acc: Float[Tensor, "N J"],
+    cost: RolloutCost,
+    instance: Mapping[str, np.ndarray],
 ) -> RolloutStats:
     """The statistics of an episode: the one read of a round."""
     slots, hosts, tally = state.slots, state.hosts, state.tally
@@ -209,4 +214,5 @@ def rollout_stats(
         alpha=alpha,
         subset_acc=subsets,
         cost=cost,
+        instance=instance,
     )

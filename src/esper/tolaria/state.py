@@ -1,6 +1,7 @@
 """The state of N hosts besides their parameters, and the reports of a step and of an episode."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -202,6 +203,7 @@ class RolloutStats:
         flags: steps with each flag of the reward [N, 2].
         stage, blueprint, algorithm, alpha: the slots at the end [N, S].
         subset_acc: accuracy of every subset of the live seeds [N, J] (J = 0 where not measured).
+        instance: properties of each host's instance by name; empty where hosts are equal.
     """
 
     episode: int
@@ -224,6 +226,7 @@ class RolloutStats:
     alpha: np.ndarray
     subset_acc: np.ndarray
     cost: RolloutCost
+    instance: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def growth(self) -> np.ndarray:

@@ -11,7 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.simic.agent.advantages import compute_gae, discounted_returns, gae_scan, normalize_advantages
+from esper.simic.agent.advantages import (
+    compute_gae,
+    discounted_returns,
+    gae_scan,
+    normalize_advantages,
+    paired_rewards,
+)
 
 GAMMA, LAMBDA = 0.995, 0.98
 
@@ -219,3 +225,31 @@ def test_a_small_deviation_is_raised_to_the_floor_and_flagged():
 def test_a_rollout_without_a_valid_step_has_advantages_of_zero():
     found = normalize_advantages(rows([math.nan, 3.0]), flags(2), 0.1)
     assert found.advantages.tolist() == [[0.0, 0.0]]
+
+
+# -- twins ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_counts_by_its_difference_from_the_mean_of_the_other_twins():
+    rewards = rows(
+        [1.0, 2.0], [10.0, 20.0], [4.0, 2.0], [30.0, 0.0], [7.0, 5.0], [50.0, 10.0]
+    )  # hosts 0, 2, 4; 1, 3, 5
+    paired = paired_rewards(rewards, torch.ones(6, 2, dtype=torch.bool), 3)
+    want = rows([-4.5, -1.5], [-30.0, 15.0], [0.0, -1.5], [0.0, -15.0], [4.5, 3.0], [30.0, 0.0])
+    assert torch.equal(paired, want)
+
+
+def test_an_invalid_step_of_a_twin_counts_as_nothing():
+    valid = torch.tensor([[True], [False], [True]])
+    assert paired_rewards(rows([2.0], [100.0], [4.0]), valid, 3).tolist()[::2] == [[0.0], [3.0]]
+
+
+def test_without_twins_rewards_stay():
+    rewards = rows([1.0, 2.0])
+    assert paired_rewards(rewards, torch.ones(1, 2, dtype=torch.bool), 1) is rewards
+
+
+def test_paired_rewards_of_twins_that_do_the_same_vanish():
+    rewards = torch.randn(4, 5).repeat(3, 1)
+    paired = paired_rewards(rewards, torch.ones(12, 5, dtype=torch.bool), 3)
+    torch.testing.assert_close(paired, torch.zeros(12, 5), atol=1e-6, rtol=0.0)

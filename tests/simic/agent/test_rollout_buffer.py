@@ -332,10 +332,10 @@ def test_the_end_of_an_episode_is_paid_to_the_last_valid_row_discounted_by_the_s
         row = {name: value[0] for name, value in column(t).items()} | {"truncated": False, "terminal": False}
         for n, last in enumerate(last_valid):
             buffer.add(n, **row | {"reward": rewards[0, 0], "valid": last is not None and t <= last})
-    buffer.add_final_reward(torch.tensor([8.0, 8.0, 8.0, 8.0]), torch.full((4,), 5.0))
-    # in time: 8 in the place of 5; one step before the end 1/2 * 8, three before 1/8 * 8
+    buffer.add_final_reward(torch.full((4,), 8.0), torch.full((4,), 5.0), torch.full((4,), -16.0))
+    # in time: 8 in the place of 5; one step before the end 1/2 * (8 - 16), three before 1/8 * (8 - 16)
     ends = [row[last] for row, last in zip(buffer.slabs.rewards.tolist(), last_valid, strict=True) if last is not None]
-    assert ends == [1 + 3, 1 + 4, 1 + 1]
+    assert ends == [1 + 3, 1 - 4, 1 - 1]
     assert buffer.slabs.rewards.sum() == sum(ends) + 4 + 3 + 1
     assert buffer.slabs.terminal.nonzero().tolist() == [[0, 4], [1, 3], [2, 1]]
 

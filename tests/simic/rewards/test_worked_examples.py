@@ -270,6 +270,7 @@ def test_example_32_thanks_a_seed_for_help_it_gave_ten_steps_before_it_was_fossi
 
 def test_a_rollback_in_step_2_of_4_leaves_the_return_at_the_discounted_objective():
     # the example of docs/rewards.md: potentials 0.40 and 0.30, J 0.50; row 2 is neutral
+    # row 1: .995 * .4 = .398;  row 3: .995 * .3 - .4 / .995 = -.10351;  row 4: .5 - .3 = .2
     reward, rewards = make_reward("objective"), [0.0] * 5
     state = reward.initial_state(1, 1, 4, torch.device("cpu"))
     for step, accuracy in ((1, 40.0), (2, float("nan")), (3, 30.0), (4, 45.0)):
@@ -283,7 +284,7 @@ def test_a_rollback_in_step_2_of_4_leaves_the_return_at_the_discounted_objective
         rewards[step] = out.total.item()
         if step == 2:
             rewards[2], state = 0.0, reward.reset_hosts(state, torch.tensor([True]))
-    assert rewards[1:] == pytest.approx([0.0, 0.0, 0.2985, 0.2])
+    assert rewards[1:] == pytest.approx([0.398, 0.0, -0.1035101, 0.2], abs=1e-6)
     assert sum(0.995 ** (t - 1) * r for t, r in enumerate(rewards) if t) == pytest.approx(0.995**3 * 0.5)
 
 

@@ -5,10 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows
+from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows, ShapeError
 from esper.tolaria.executors.native.executor import _values_of_bytes
+from esper.tolaria.executors.native.kernel_library import stride_of
+from esper.tolaria.executors.native.layer_rules import images
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 
 SPACE = 2
@@ -18,7 +21,7 @@ def doubling(rows: int) -> Program:
     """Images [lanes, rows] in space 2 are written as rows, and doubled into space 3."""
     a = Assembler(trainable=False)
     h = a.rows(rows)
-    a.emit(Operation.TRANSPOSE, Place(SPACE, 0), h, sizes=(rows,))
+    a.emit(Operation.TRANSPOSE, Place(SPACE, 0), h, sizes=(rows, 1, 1, 1))
     a.emit(Operation.SCALE, Place(SPACE + 2, 0), h, Place(SPACE + 1, 0), sizes=(rows, 1))
     return a.program()
 
@@ -100,7 +103,7 @@ def summing(rows: int) -> Program:
     """Images [lanes, rows] and two classes: the loss of logits that are the first two numbers is added to a total."""
     a = Assembler(trainable=False)
     h = a.rows(rows)
-    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(rows,))
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(rows, 1, 1, 1))
     a.emit(Operation.CROSS_ENTROPY, Rows(h.first, 2), Place(LABELS, 0), Place(TOTALS, 0), None, sizes=(2,))
     return a.program()
 
@@ -139,7 +142,15 @@ def test_without_an_order_all_hosts_take_all_examples():
     assert (found[:, 0] > 0.0).all()
 
 
-@pytest.mark.parametrize("wrong", [-1, 5])
+def test_a_host_whose_order_ends_with_minus_one_has_fewer_examples():
+    images, labels = torch.rand(5, 1, 2, 2), torch.arange(5) % 2
+    order = torch.tensor([[0, 1, 2], [3, 4, -1], [1, -1, -1]])
+    found = totals_of(images, labels, order, 2)
+    for n, own in enumerate(([0, 1, 2], [3, 4], [1])):
+        assert torch.equal(found[n], totals_of(images, labels, torch.tensor([own]), 2, hosts=1)[0])
+
+
+@pytest.mark.parametrize("wrong", [-2, 5])
 def test_an_order_beyond_the_examples_is_refused(wrong):
     images, labels = torch.zeros(5, 1, 2, 2), torch.zeros(5, dtype=torch.int64)
     order = torch.tensor([[0, 1], [2, wrong], [3, 4]])
@@ -159,7 +170,7 @@ def test_bytes_become_numbers_and_windows_of_images_as_in_pytorch(seed, border, 
     table = _values_of_bytes(pixels, 2) if stored_as_bytes else None
     a = Assembler(trainable=False)
     h = a.rows(40)
-    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(40,))
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(2, 4, 5, 1))
     a.emit(Operation.SCALE, Place(5, 0), h, Place(TOTALS, 0), sizes=(1, 40))
     out, one, spaces = torch.zeros(2, 40, 16), torch.ones(1), Spaces(2, 6)
     spaces.rows(TOTALS, out)
@@ -169,6 +180,36 @@ def test_bytes_become_numbers_and_windows_of_images_as_in_pytorch(seed, border, 
     Machine().run_batches(Workload.of_each([a.program()] * 2), spaces, examples)
     found = out[..., :3].transpose(1, 2).reshape(want.shape)
     assert torch.equal(found, pixels(want) if stored_as_bytes else want.float())
+
+
+@pytest.mark.parametrize(("shape", "factor"), [((1, 8, 8), 2), ((3, 6, 10), 2), ((2, 9, 3), 3), ((2, 5, 7), 1)])
+@pytest.mark.parametrize("lanes", [1, 16, 21])
+def test_images_are_unshuffled_while_they_are_copied_as_in_pytorch(shape, factor, lanes):
+    x = torch.randn(lanes, *shape, generator=torch.Generator().manual_seed(0))
+    a = Assembler(trainable=False)
+    h = images(a, Place(SPACE, 0), shape, factor)
+    a.emit(Operation.SCALE, Place(SPACE + 2, 0), h.rows, Place(SPACE + 1, 0), sizes=(1, h.rows.size))
+    assert a.program().rows == x[0].numel()  # the copy that is made anyway
+    out, spaces = torch.zeros(x[0].numel(), stride_of(lanes)), Spaces(1, SPACE + 3)
+    for k, tensor in enumerate((x, out, torch.ones(1))):
+        spaces.share(SPACE + k, tensor)
+    Machine().run(Workload.of_each([a.program()]), spaces, lanes)
+    want = nn.PixelUnshuffle(factor)(x)
+    assert h.shape == want.shape[1:]
+    assert torch.equal(out[:, :lanes].t().reshape(want.shape), want)
+
+
+def test_images_that_squares_do_not_fill_are_refused():
+    with pytest.raises(ShapeError, match=r"pixels beyond whole squares: found \(1, 0\)"):
+        images(Assembler(trainable=False), Place(SPACE, 0), (1, 7, 8), 2)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 2, 0, 0, 0], [1, 2, 2, -1, 0, 0], [1, 4, 1, 2, 0, 0], [2, 2, 2, 1, 0, 0]])
+def test_squares_beyond_an_image_are_not_carried_out(sizes):
+    program = doubling(4)
+    program.code["size"][0] = sizes
+    with pytest.raises(IndexError, match=r"instruction 0, .*, does not fit the memory that it was given"):
+        run(Machine(), [program], [0], torch.ones(1, 20, 4))
 
 
 def test_threads_begin_with_the_host_that_has_the_most_work():

@@ -210,13 +210,20 @@ def test_equal_logits_are_the_first_class_and_what_is_not_a_number_is_no_answer(
     assert world.totals[0, 1] == (world.y == 3).sum()  # as argmax has it, which takes the first that is not a number
 
 
-def test_a_host_of_kernel_1_on_images_that_are_not_square():
-    spec = replace(SPEC, kernel=1, pools=2)
-    host = CNNHost(spec, ("r0c0",), image_size=(5, 7))
+@pytest.mark.parametrize(
+    ("spec", "size"),
+    [
+        (replace(SPEC, kernel=1, pools=2), (5, 7)),
+        (replace(SPEC, unshuffle=2), (6, 10)),
+        (replace(SPEC, unshuffle=3, kernel=1), (6, 9)),
+    ],
+)
+def test_hosts_on_images_that_are_not_square(spec, size):
+    host = CNNHost(spec, ("r0c0",), image_size=size)
     plain, layout, values = built(host, 1)
     buffers_layout = buffer_layout(host)
-    host_layout = HostLayout(host, layout, buffers_layout, 5, 7)
-    x, y = random_features(3, 2, 5, 7), torch.tensor([0, 1, 2])
+    host_layout = HostLayout(host, layout, buffers_layout, *size)
+    x, y = random_features(3, 2, *size), torch.tensor([0, 1, 2])
     grads, totals = torch.zeros_like(values), torch.zeros(1, 2, dtype=DOUBLE)
     buffers = buffers_layout.pack(dict(plain.named_buffers()))
     spaces = Spaces(1, num_spaces(1))

@@ -17,8 +17,8 @@ from esper.tolaria.executors.native.optimizer_step import clipped_step
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
 ADAMW = replace(SGD, kind="adamw")
 HOST_SIZE, SEED_SIZE, GATE_SIZE = 40, 21, 9
-DECAY, FIRST = NUM_WORKING, NUM_WORKING + 1
-"""The mask, then five spaces for each row: host, seed and gate of slot 0, seed and gate of slot 1."""
+DECAY, FACTOR, FIRST = NUM_WORKING, NUM_WORKING + 1, NUM_WORKING + 2
+"""The mask, the factor of the rates, then five spaces for each row: host, seeds and gates of both slots."""
 NUM_SPACES = FIRST + 5 * 5
 
 
@@ -26,12 +26,14 @@ def space_of(row):
     return FIRST + 5 * row
 
 
-def run(spec, steps, spaces):
+def run(spec, steps, spaces, rate_factor=1.0):
     """Run steps of (rate, [(row, size)], whether the mask decides what decays)."""
+    factor = torch.tensor([rate_factor], dtype=DOUBLE)
+    spaces.share(FACTOR, factor)
     a = Assembler(trainable=True)
     for rate, rows, masked in steps:
         mask = Place(DECAY, 0) if masked else None
-        clipped_step(a, spec, rate, [(space_of(row), size) for row, size in rows], mask)
+        clipped_step(a, spec, rate, Place(FACTOR, 0), [(space_of(row), size) for row, size in rows], mask)
     Machine(dtype=DOUBLE).run(Workload.of_each([a.program()]), spaces, 1)
 
 
@@ -69,8 +71,9 @@ class Row:
     st.sampled_from([1e-9, 0.01, 1.0, 1e4]),
     st.lists(st.booleans(), min_size=2, max_size=2),
     st.booleans(),
+    st.sampled_from([1.0, 0.25]),
 )
-def test_a_host_and_its_seeds_step_like_the_reference(spec, seed, scale, trainable, gated):
+def test_a_host_and_its_seeds_step_like_the_reference(spec, seed, scale, trainable, gated, rate_factor):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(HOST_SIZE) % 3 > 0
     decay = mask.to(DOUBLE)
@@ -88,11 +91,11 @@ def test_a_host_and_its_seeds_step_like_the_reference(spec, seed, scale, trainab
             together.append((rows, spec.seed_lr, None))
             sizes = [(1 + 2 * s, SEED_SIZE), (2 + 2 * s, GATE_SIZE)]
             steps.append((spec.seed_lr, sizes[: 1 + gated], False))
-    run(spec, steps, spaces)
+    run(spec, steps, spaces, rate_factor)
     for rows, rate, decayed in together:
         norm = torch.cat([row.reference[1] for row in rows], dim=1).norm()
         for row in rows:
-            row.step_reference(spec, (spec.grad_clip / (norm + 1e-6)).clamp(max=1.0), rate, decayed)
+            row.step_reference(spec, (spec.grad_clip / (norm + 1e-6)).clamp(max=1.0), rate * rate_factor, decayed)
             row.check()
 
 

@@ -451,14 +451,25 @@ void blend_backward(int rows, int algorithm, bool active, const T* h, const T* d
 
 // -- input and loss ---------------------------------------------------------------------------------------------------
 
-// Images [lanes][rows] to rows of lanes.
-template <class T> void transpose(int rows, const T* images, T* y, int lanes, int stride) {
+// Images [lanes][channels][height][width] to rows of lanes. Each square of factor x factor pixels becomes channels of one
+// position, as in torch.nn.PixelUnshuffle; rows are in the order [channels][factor][factor][height / factor][width /
+// factor].
+template <class T>
+void transpose(int channels, int height, int width, int factor, const T* images, T* y, int lanes, int stride) {
     constexpr int TILE = 16;
-    for (int first = 0; first < rows; first += TILE)
+    const int rows = channels * height * width, area = height * width;
+    int64_t to[TILE];  // where the rows of a tile begin
+    for (int first = 0; first < rows; first += TILE) {
+        const int count = std::min(TILE, rows - first);
+        for (int k = 0; k < count; ++k) {
+            const int c = (first + k) / area, y_ = (first + k) % area / width, x_ = (first + k) % width;
+            const int square = (c * factor + y_ % factor) * factor + x_ % factor;
+            to[k] = (int64_t(square) * (height / factor) + y_ / factor) * (width / factor) + x_ / factor;
+        }
         for (int lane = 0; lane < stride; ++lane)
-            for (int r = first; r < first + TILE && r < rows; ++r)
-                y[static_cast<int64_t>(r) * stride + lane] =
-                    lane < lanes ? images[static_cast<int64_t>(lane) * rows + r] : T(0);
+            for (int k = 0; k < count; ++k)
+                y[to[k] * stride + lane] = lane < lanes ? images[static_cast<int64_t>(lane) * rows + first + k] : T(0);
+    }
 }
 
 // Cross entropy. Adds to `totals` = {sum of losses, correct answers}; `grad` (or null) gets the gradient of the mean

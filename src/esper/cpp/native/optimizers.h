@@ -22,6 +22,8 @@ template <class T> T clip_factor(T squares, T most) {
 
 template <class T> struct Rates {
     T rate, decay, first, second, epsilon;  // momentum is `first`
+
+    Rates times(T factor) const { return {rate * factor, decay, first, second, epsilon}; }
 };
 
 // g := factor g + decay w;  m := mu m + g;  w := w - rate m. `mask` (null: none) marks the elements that decay.

@@ -14,14 +14,14 @@
 
 // X(name, operands): the size of each operand, as a letter of `bytes_of`.
 #define ESPER_OPERATIONS(X)                                                                                            \
-    X(TRANSPOSE, "mr") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow")                 \
+    X(TRANSPOSE, "mp") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow")                 \
     X(DEPTHWISE, "idi") X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iid") X(BATCH_NORM, "fccccccf")       \
     X(BATCH_NORM_BACKWARD, "fccccccff") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
     X(GROUP_NORM_BACKWARD, "fcccggfccc") X(MAX_POOL, "pq") X(MAX_POOL_BACKWARD, "pqp") X(MEAN, "fr")                   \
     X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fc") X(SCALE, "cff") X(SCALE_BACKWARD, "cffc")      \
     X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "1rrr") X(SHIFT_BACKWARD, "1rrr1") X(ACTIVATE, "rr")       \
     X(ACTIVATE_BACKWARD, "rrr") X(BLEND, "rrb1r") X(BLEND_BACKWARD, "rrb1rrb") X(CROSS_ENTROPY, "rltr")                \
-    X(SQUARE_NORM, "c1") X(CLIP, "1") X(SGD, "1cccc") X(ADAMW, "1cccccs")
+    X(SQUARE_NORM, "c1") X(CLIP, "1") X(SGD, "11cccc") X(ADAMW, "11cccccs")
 
 namespace esper {
 
@@ -69,14 +69,14 @@ template <class T> struct Host {
             case 'c': return n0 * number;                     // one for each channel or weight
             case 'w': return n0 * n1 * taps * number;         // weights of a convolution
             case 'd': return n0 * taps * number;              // weights of a depthwise convolution
-            case 'm': return n0 * lanes * number;             // images
+            case 'm': return n0 * n1 * n2 * lanes * number;   // images
             case 'b': return row;                             // a row of lanes
             case 'r': return n0 * row;                        // rows
             case 'g': return n2 * row;                        // a row for each group
             case 'f': return n0 * n1 * row;                   // channels of positions
             case 'i': return n0 * n2 * n3 * row;              // inputs of a convolution
             case 'o': return n1 * n2 * n3 * row;              // outputs of a convolution
-            case 'p': return n0 * n1 * n2 * row;              // input of pooling
+            case 'p': return n0 * n1 * n2 * row;              // images, or input of pooling
             case 'q': return n0 * (n1 / 2) * (n2 / 2) * row;  // output of pooling
             case 'l': return int64_t(lanes) * 8;              // labels
             case 't': return 16;                              // totals
@@ -95,6 +95,8 @@ template <class T> struct Host {
     // Whether the instruction exists and stays within the memory that it was given.
     bool fits(const Instruction& i) const {
         if (i.operation < 0 || i.operation > ADAMW || scratch_bytes(i) > scratch_size) return false;
+        // squares that fill the image: no row is left out, and none lies beyond the last
+        if (i.operation == TRANSPOSE && (i.size[3] < 1 || i.size[1] % i.size[3] || i.size[2] % i.size[3])) return false;
         const char* letters = OPERANDS_OF[i.operation];
         for (int k = 0; letters[k]; ++k) {
             if (i.space[k] == NOTHING) continue;
@@ -122,7 +124,7 @@ template <class T> struct Host {
         for (int k = 0; OPERANDS_OF[i.operation][k]; ++k) p[k] = at(i, k);
         const Affine<T> affine{p[1], p[2]};  // of the normalizations
         switch (i.operation) {
-            case TRANSPOSE: return transpose<T>(n[0], p[0], p[1], lanes, stride);
+            case TRANSPOSE: return transpose<T>(n[0], n[1], n[2], n[3], p[0], p[1], lanes, stride);
             case CONVOLVE: return convolve<T>(shape, p[0], p[1], false, p[2], lanes, stride, scratch);
             case CONVOLVE_INPUT_GRAD:
                 return convolve<T>(shape.transposed(), p[0], p[1], true, p[2], lanes, stride, scratch);
@@ -165,8 +167,9 @@ template <class T> struct Host {
                 return cross_entropy<T>(n[0], p[0], at<int64_t>(i, 1), at<double>(i, 2), p[3], scratch, lanes, stride);
             case SQUARE_NORM: return square_norm<T>(n[0], p[0], i.flag, p[1]);
             case CLIP: *p[0] = clip_factor<T>(*p[0], number); return;
-            case SGD: return sgd<T>(n[0], rates, *p[0], p[1], p[2], p[3], p[4]);
-            case ADAMW: return adamw<T>(n[0], rates, *p[0], p[1], p[2], p[3], p[4], p[5], at<int64_t>(i, 6));
+            case SGD: return sgd<T>(n[0], rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5]);
+            case ADAMW:
+                return adamw<T>(n[0], rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5], p[6], at<int64_t>(i, 7));
         }
     }
 };
@@ -174,13 +177,14 @@ template <class T> struct Host {
 // The examples of a pass over the data. Each host takes them in its own order, or all take them as they lie.
 struct Examples {
     const void* images;     // [available][numbers], null where the batch lies in the spaces of the hosts already
-    const int64_t* labels;  // [available]
-    const int64_t* order;   // [hosts][count] places of examples; null: 0 to count - 1
+    const int64_t* labels;  // [available], or [hosts][count] with own_labels
+    const int64_t* order;   // [hosts][count] places of examples, -1 after the last; null: 0 to count - 1
     const void* table;     // [channels][256] numbers; then images are bytes that stand for them. null: numbers
     const int64_t* moves;  // [hosts][count][3]: window down and right, and whether it is flipped. null: as they are
     int64_t available, numbers, count, batch;
     int64_t padded;  // fill a batch with examples of label -1 up to its stride, which is fastest
     int64_t channels, height, width, border;  // of an image; black pixels around it, for windows
+    int64_t own_labels;
 };
 
 // The working memory of one thread, and their sizes in bytes. Lanes beyond the batch must be zero.
@@ -225,7 +229,8 @@ template <class T> class Pass {
         give(NUMBERS, memory_.numbers, memory_.numbers_size);
         if (!examples_.images) return run_batch(h, static_cast<int>(examples_.batch), true);
         for (int64_t start = 0; start < examples_.count; start += examples_.batch) {
-            const int found = static_cast<int>(std::min(examples_.batch, examples_.count - start));
+            const int found = left(h, start);
+            if (!found) break;
             const int lanes = examples_.padded ? stride_of(found) : found;
             if (!gather(h, start, found, lanes)) return NO_SUCH_EXAMPLE;
             // the first batch is the largest: what fits it fits the others
@@ -247,19 +252,28 @@ template <class T> class Pass {
         return DONE;
     }
 
+    // Examples of the batch that begins here; a host with fewer examples than the others ends with -1.
+    int left(int64_t h, int64_t start) const {
+        int found = static_cast<int>(std::min(examples_.batch, examples_.count - start));
+        if (examples_.order)
+            while (found && examples_.order[h * examples_.count + start + found - 1] == -1) --found;
+        return found;
+    }
+
     // Copies a batch of images and labels; false if the data have no such example.
     bool gather(int64_t h, int64_t start, int found, int lanes) {
         const int64_t numbers = examples_.numbers;
         T* images = static_cast<T*>(memory_.images);
         for (int k = 0; k < found; ++k) {
-            const int64_t at = examples_.order ? examples_.order[h * examples_.count + start + k] : start + k;
+            const int64_t place = h * examples_.count + start + k;
+            const int64_t at = examples_.order ? examples_.order[place] : start + k;
             if (at < 0 || at >= examples_.available) return false;
-            const int64_t* move = examples_.moves ? examples_.moves + (h * examples_.count + start + k) * 3 : nullptr;
+            const int64_t* move = examples_.moves ? examples_.moves + place * 3 : nullptr;
             if (const T* table = static_cast<const T*>(examples_.table))
                 copy_image(static_cast<const uint8_t*>(examples_.images) + at * numbers, table, move, images + k * numbers);
             else
                 copy_image(static_cast<const T*>(examples_.images) + at * numbers, nullptr, move, images + k * numbers);
-            memory_.labels[k] = examples_.labels[at];
+            memory_.labels[k] = examples_.labels[examples_.own_labels ? place : at];
         }
         std::fill_n(images + found * numbers, (lanes - found) * numbers, T(0));
         std::fill_n(memory_.labels + found, lanes - found, int64_t(-1));

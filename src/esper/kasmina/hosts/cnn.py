@@ -1,7 +1,7 @@
 """The convolutional host.
 
-x -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -> ... (r0c1) ... -> mean over space -> linear
-     block 0                                                   block 1           head
+x -> pixel unshuffle -> conv -> batch norm -> ReLU -> (r0c0) -> pool -> (r1c0) -> ... (r0c1) ... -> mean over space
+                        block 0                                                   block 1              -> linear: head
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,8 @@ class CNNHostSpec:
     Attributes:
         in_channels: channels of the input image. base: channels of the first block, doubled in each later one.
         blocks: number of blocks (at least 2). kernel: 1 or 3. pools: the first `pools` blocks end with a 2x2 pooling.
-        classes: number of logits.
+        classes: number of logits. unshuffle: each f x f pixels of the image become channels of one position
+            (`torch.nn.PixelUnshuffle`), so that block 0 gets f^2 in_channels; 1 leaves the image as it is.
     """
 
     in_channels: int
@@ -37,10 +38,12 @@ class CNNHostSpec:
     kernel: int
     pools: int
     classes: int
+    unshuffle: int = 1
     family: ClassVar[HostFamily] = HostFamily.CNN
 
     def __post_init__(self) -> None:
-        for name, least in (("in_channels", 1), ("base", 1), ("blocks", 2), ("pools", 0), ("classes", 2)):
+        least_of = {"in_channels": 1, "base": 1, "blocks": 2, "pools": 0, "classes": 2, "unshuffle": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"host.{name} is {getattr(self, name)}; it must be at least {least}.")
         if self.kernel not in (1, 3):
@@ -54,6 +57,10 @@ class CNNHostSpec:
         """Output channels of each block."""
         return tuple(self.base * 2**i for i in range(self.blocks))
 
+    def input_channels(self) -> int:
+        """Channels that block 0 gets."""
+        return self.in_channels * self.unshuffle**2
+
     def points(self) -> tuple[InjectionPoint, ...]:
         """All points in action order."""
         channels, n = self.channels(), self.blocks
@@ -64,15 +71,17 @@ class CNNHostSpec:
         return (*pre, *post)
 
     def largest_activation(self, height: int, width: int) -> int:
-        """Floats of the largest features of one image, or of its logits."""
+        """Floats of the largest features of one image, of its logits, or of its copy that is unshuffled."""
+        copied = self.in_channels * height * width if self.unshuffle > 1 else 0
+        height, width = height // self.unshuffle, width // self.unshuffle
         halvings = (min(i, self.pools) for i in range(self.blocks))
         features = (c * (height >> k) * (width >> k) for c, k in zip(self.channels(), halvings, strict=True))
-        return max(self.classes, *features)
+        return max(self.classes, copied, *features)
 
     def num_params(self) -> int:
-        """sum_i (c_{i-1} c_i k^2 + 2 c_i) + c_{n-1} classes + classes."""
+        """sum_i (c_{i-1} c_i k^2 + 2 c_i) + c_{n-1} classes + classes, where c_{-1} are the channels of the input."""
         outputs = self.channels()
-        inputs = (self.in_channels, *outputs)
+        inputs = (self.input_channels(), *outputs)
         convs = sum(a * b * self.kernel**2 + 2 * b for a, b in zip(inputs, outputs, strict=False))
         return convs + outputs[-1] * self.classes + self.classes
 
@@ -82,14 +91,23 @@ class CNNHostSpec:
         return CNNHost(self, slot_ids, image_size=(height, width))
 
     def check_image(self, height: int, width: int, points: Iterable[InjectionPoint]) -> None:
-        """Refuse images that are too small.
+        """Refuse images that are too small, or whose size is no multiple of `unshuffle`.
 
         Raises:
-            ConfigError: a pooling has no input, or C*H*W = 1 at one of the `points`.
+            ConfigError: their size is no multiple, a pooling has no input, or C*H*W = 1 at one of the `points`.
         """
-        if min(height, width) >> self.pools < 1:
+        factor = self.unshuffle
+        if height % factor or width % factor:
+            fitting = [f for f in range(1, factor) if not (height % f or width % f)]
             raise ConfigError(
-                f"images of {height}x{width} vanish in {self.pools} poolings; use larger ones or a smaller host.pools."
+                f"host.unshuffle is {factor}, but images of {height}x{width} do not split into squares of "
+                f"{factor}x{factor} pixels; set it to {' or '.join(map(str, fitting))}, or crop or pad the images."
+            )
+        if min(height, width) // factor >> self.pools < 1:
+            unshuffled = f" after host.unshuffle {factor}" if factor > 1 else ""
+            raise ConfigError(
+                f"images of {height}x{width} vanish in {self.pools} poolings{unshuffled}; use larger ones or a smaller "
+                "host.pools."
             )
         for point in points:
             if self.features(point, (height, width)) == (1, 1, 1):
@@ -103,7 +121,7 @@ class CNNHostSpec:
         block = int(point.slot_id.partition("c")[2])
         halvings = min(block + (point.surface is Surface.POST_POOL), self.pools)
         height, width = image_size
-        return point.channels, height >> halvings, width >> halvings
+        return point.channels, height // self.unshuffle >> halvings, width // self.unshuffle >> halvings
 
 
 @final
@@ -130,7 +148,7 @@ class CNNHost(Host):
         """A host with these slots enabled, for images of `image_size` (height, width).
 
         Raises:
-            ConfigError: a slot that does not exist, or an image that is too small (`CNNHostSpec.check_image`).
+            ConfigError: a slot that does not exist, or an image that does not fit (`CNNHostSpec.check_image`).
         """
         super().__init__()
         self.spec = spec
@@ -140,7 +158,7 @@ class CNNHost(Host):
         self.image_size = image_size
         self.largest_activation = spec.largest_activation(*image_size)
         channels = spec.channels()
-        inputs = (spec.in_channels, *channels)
+        inputs = (spec.input_channels(), *channels)
         self.blocks = nn.ModuleList(Block(a, b, spec.kernel) for a, b in zip(inputs, channels, strict=False))
         self.head = nn.Linear(channels[-1], spec.classes)
         drop_batch_counters(self)
@@ -159,6 +177,8 @@ class CNNHost(Host):
 
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
         """Logits [B, classes] of images [B, C, H, W]; `apply` runs once per enabled slot, in execution order."""
+        if self.spec.unshuffle > 1:
+            x = F.pixel_unshuffle(x, self.spec.unshuffle)
         for i, block in enumerate(self.blocks):
             x = block(x)
             if f"r0c{i}" in self._slots:

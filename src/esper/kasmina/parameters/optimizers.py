@@ -97,7 +97,7 @@ def step_rows(
     params: Float[Tensor, "R P"],
     grad: Float[Tensor, "R P"],
     state: OptimizerState,
-    lr: float,
+    lr: float | Float[Tensor, "R 1"],
     decay_mask: Bool[Tensor, " P"] | None = None,
     active: Bool[Tensor, " R"] | None = None,
 ) -> None:
@@ -108,7 +108,7 @@ def step_rows(
         params: the weights.
         grad: their gradients, already clipped.
         state: the result of `init_state` for these rows.
-        lr: learning rate of these rows.
+        lr: learning rate of these rows, or of each.
         decay_mask: elements that are decayed; None for none (seeds).
         active: rows that take part (None: all); the others do not change, whatever their gradient is.
     """
@@ -126,17 +126,24 @@ def step_rows(
 
 
 def _sgd(
-    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: SGDState, lr: float, decay_mask: Tensor | None
+    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: SGDState, lr: float | Tensor, decay_mask: Tensor | None
 ) -> None:
     """Momentum without dampening: g := g + wd * w;  m := mu * m + g;  w := w - lr * m."""
     if decay_mask is not None:
         grad.addcmul_(params, decay_mask * spec.sgd_weight_decay)
     state.momentum.mul_(spec.momentum).add_(grad)
-    params.add_(state.momentum, alpha=-lr)
+    _descend(params, state.momentum, lr)
+
+
+def _descend(params: Tensor, direction: Tensor, lr: float | Tensor) -> None:
+    if isinstance(lr, Tensor):
+        params.addcmul_(direction, lr, value=-1.0)
+    else:
+        params.add_(direction, alpha=-lr)
 
 
 def _adamw(
-    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: AdamWState, lr: float, decay_mask: Tensor | None
+    spec: OptimizerSpec, params: Tensor, grad: Tensor, state: AdamWState, lr: float | Tensor, decay_mask: Tensor | None
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019): w := w - lr * wd * w - lr * (m / c1) / (sqrt(v / c2) + eps).
 
@@ -152,4 +159,7 @@ def _adamw(
     c1_R1, c2_R1 = 1.0 - beta1**steps_R1, 1.0 - beta2**steps_R1
     factor_R1 = (c1_R1 / c2_R1.sqrt()).to(params.dtype)
     denominator = state.exp_avg_sq.sqrt().mul_(factor_R1).add_((spec.eps * c1_R1).to(params.dtype))
-    params.addcdiv_(state.exp_avg, denominator, value=-lr)
+    if isinstance(lr, Tensor):
+        _descend(params, state.exp_avg / denominator, lr)
+    else:
+        params.addcdiv_(state.exp_avg, denominator, value=-lr)

@@ -41,7 +41,7 @@ class Population:
     Args:
         host: a new host, whose weights are not used; it is moved to the device.
         optimizer: how hosts and seeds are trained.
-        num_envs: N. host_offset: global number of the first host.
+        num_envs: N. host_ids: global numbers [N] of the hosts, on the CPU; None for 0 to N - 1.
         run_seed: key of the random streams that draw weights.
     """
 
@@ -53,13 +53,14 @@ class Population:
         num_envs: int,
         run_seed: int,
         device: torch.device,
-        host_offset: int = 0,
+        host_ids: Int[Tensor, " N"] | None = None,
     ) -> None:
         self.num_envs, self.run_seed, self.device = num_envs, run_seed, device
-        self.optimizer_spec, self._host_offset = optimizer, host_offset
+        self.optimizer_spec = optimizer
         self.points = host.enabled
         self.num_slots = len(self.points)
-        self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
+        self._numbers = torch.arange(num_envs) if host_ids is None else host_ids
+        self.host_ids = self._numbers.to(device)
         self.family = host.family
         self.host_module = host
         self.moment = Moment(run_seed)
@@ -142,7 +143,7 @@ class Population:
         params = fresh_rows(kind.start.table, self.run_seed, stream, numbers, **key, first_block=first_block)
         buffers = kind.start.buffers.expand(len(hosts), -1)
         if kind.start.rebuilt:
-            on_cpu = torch.from_numpy(hosts) + self._host_offset
+            on_cpu = self._numbers[torch.from_numpy(hosts)]
             built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, on_cpu, **key, block=REBUILD_BLOCK))
             params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
         return params, buffers.to(self.device)

@@ -22,14 +22,14 @@ from esper.leyline.messages import Hidden
 from esper.leyline.random import Stream, permutation
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
-from esper.simic.agent.advantages import discounted_returns
+from esper.simic.agent.advantages import discounted_returns, paired_rewards
 from esper.simic.agent.config import PPOConfig as PPOConfig
 from esper.simic.agent.config import entropy_coefficient, floor_scale, value_coefficient
 from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
 from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
 from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
-from esper.simic.telemetry.metrics import Read, aggregate_ppo_metrics
+from esper.simic.telemetry.aggregation import Read, aggregate_ppo_metrics
 from esper.tamiyo.heads import check_logits, evaluate_heads, relevance
 from esper.tamiyo.network import TamiyoNetwork
 
@@ -102,10 +102,11 @@ def run_ppo_updates(
     without a finite minibatch.
     """
     slabs = buffer.slabs
-    accumulated_NT = discounted_returns(slabs.rewards, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
+    rewards_NT = paired_rewards(slabs.rewards, slabs.valid, config.twins)
+    accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
     return_moments = masked_moments(accumulated_NT, slabs.valid)
     scale = agent.returns.scale_with(return_moments)
-    buffer.compute_advantages_and_returns(scale_rewards(slabs.rewards, scale))
+    buffer.compute_advantages_and_returns(scale_rewards(rewards_NT, scale))
     normalized = buffer.normalize_advantages(config.advantage_std_floor)
 
     weights = loss_weights(agent, config, slabs.rewards.device)

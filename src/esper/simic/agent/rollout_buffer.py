@@ -173,16 +173,18 @@ class TamiyoRolloutBuffer:
             slabs.truncated.logical_and_(~open_NT)
             slabs.bootstrap_values.masked_fill_(open_NT, 0.0)
 
-    def add_final_reward(self, final: Float[Tensor, " N"], rewarded: Float[Tensor, " N"]) -> None:
+    def add_final_reward(
+        self, final: Float[Tensor, " N"], rewarded: Float[Tensor, " N"], others: Float[Tensor, " N"]
+    ) -> None:
         """Add the final reward of the episode to the last valid row of each host, and make it terminal.
 
-        A row of the last step has `rewarded` of it already. A row k steps earlier gets gamma^k * final, so that the
-        discounted return does not depend on k.
+        A row of the last step has `rewarded` of it already. A row k steps earlier gets gamma^k times the final reward
+        and the `others` of the last step, so that the discounted return does not depend on k.
         """
         slabs, last = self.slabs, self.num_steps - 1
         step_NT = torch.where(slabs.valid, torch.arange(self.max_steps, device=slabs.valid.device), -1)
         place_N = step_NT.amax(dim=1)
-        due = torch.where(place_N == last, final - rewarded, final * self.gamma ** (last - place_N))
+        due = torch.where(place_N == last, final - rewarded, (final + others) * self.gamma ** (last - place_N))
         found_N1, place_N1 = (place_N >= 0)[:, None], place_N.clamp(min=0)[:, None]
         self._change("rewards", place_N1, lambda reward: torch.where(found_N1, reward + due[:, None], reward))
         cut_N1 = slabs.truncated.gather(1, place_N1)

@@ -3,9 +3,10 @@
     step t < E    gamma * Phi_t - Phi_{t-1}          Phi_0 = Phi_E = 0
     step E        J - Phi_{E-1}
 
-J and Phi are the same function (`worth`): J of the committed network, Phi of the current one. After a rollback the
-reward of the row before it becomes -Phi_{t-2} (its next potential counts as 0), and the next step starts from 0. So the
-discounted rewards of an episode sum to gamma^(E-1) * J, with or without rollbacks.
+J and Phi are the same function (`worth`): J of the committed network, Phi of the current one. A step with a rollback
+has no reward; the first one after it continues from the last potential before it, divided by gamma for each step
+between: what the rollback destroyed is missing there. So the discounted rewards of an episode sum to gamma^(E-1) * J,
+with or without rollbacks, and a rollback adds no large rewards that must cancel.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,10 @@ from esper.simic.rewards.objective_value import objective_value
 
 @tensor_dataclass
 class Potentials:
-    """Phi after the last step and after the one before, float64; both 0 at the start and after a rollback."""
+    """Phi after the last step and after the one before, float64, 0 at the start.
+
+    After a rollback both are those of the last valid step, `last` divided by gamma for each step since.
+    """
 
     last: Float[Tensor, " N"]
     before: Float[Tensor, " N"]
@@ -68,12 +72,13 @@ class ObjectiveReward:
         return output, Potentials(last=potential, before=state.last)
 
     def rollback_reward(self, state: Potentials) -> Float[Tensor, " N"]:
-        """[N]: reward of the last row of a host that is rolled back now."""
-        return (self._rollback_penalty - state.before).to(torch.float32)
+        """[N]: reward of the last row of a host that is rolled back now: the one it had, and the penalty."""
+        return (self.config.gamma * state.last - state.before + self._rollback_penalty).to(torch.float32)
 
     def reset_hosts(self, state: Potentials, mask: Bool[Tensor, " N"]) -> Potentials:
-        """Carried state with the masked hosts as at the start of an episode."""
-        return Potentials(last=state.last.masked_fill(mask, 0.0), before=state.before.masked_fill(mask, 0.0))
+        """Carried state where the masked hosts continue from the potential before this step, which had no reward."""
+        carried = state.before / self.config.gamma
+        return Potentials(last=torch.where(mask, carried, state.last), before=state.before)
 
     def final_reward(self, kept: KeptNetwork) -> Float[Tensor, " N"]:
         """J of the network at the end of the episode."""

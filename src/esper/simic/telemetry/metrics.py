@@ -1,4 +1,4 @@
-"""Metrics of an update: declared in one table, reduced on the device, read once.
+"""Metrics of an update, declared in one table, each with the reducer that `aggregation` applies to its rows.
 
 A row is a vector of all M metrics, NaN where missing. Rows come from minibatches, epochs and the update as a whole:
 
@@ -10,7 +10,7 @@ A row is a vector of all M metrics, NaN where missing. Rows come from minibatche
 A metric that is missing in all rows is NaN, not 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -20,10 +20,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.actions import HEAD_NAMES
-from esper.leyline.tensor_dataclass import tensor_dataclass
-
-Read = Callable[[Tensor], list[float]]
-"""Reads one vector to the host; the only host read of an update."""
 
 
 class Reducer(IntEnum):
@@ -78,52 +74,10 @@ def metric_row(values: Mapping[str, Tensor]) -> Float[Tensor, " M"]:
     undeclared = values.keys() - set(METRIC_NAMES)
     if undeclared:
         raise KeyError(f"{sorted(undeclared)} are not declared; add them to METRICS.")
-    missing = _constants(next(iter(values.values())).device).missing
+    missing = _missing(next(iter(values.values())).device)
     return torch.stack([values.get(name, missing).detach().to(torch.float64) for name in METRIC_NAMES])
 
 
-def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
-    """One number per metric from the rows of an update in the order of time; no host read."""
-    constants = _constants(rows.device)
-    present = ~rows.isnan()
-    known = present.any(dim=0)
-    weights = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).index_select(1, constants.weight)
-    weights = torch.where(present, weights, 0.0).nan_to_num()
-    mean = (torch.where(weights > 0, rows, 0.0) * weights).sum(0) / weights.sum(0)
-    order = torch.arange(1, rows.shape[0] + 1, device=rows.device)[:, None]
-    last = rows.gather(0, (present * order).argmax(dim=0, keepdim=True))[0]
-    by_reducer = torch.stack(
-        (
-            mean,
-            torch.where(present, rows, -torch.inf).amax(0),
-            torch.where(present, rows, torch.inf).amin(0),
-            rows.nansum(0),
-            last,
-            (present & (rows != 0)).any(0).to(rows.dtype),
-        )
-    )
-    reduced = by_reducer.gather(0, constants.reducer[None])[0]
-    return torch.where(known, reduced, torch.nan)
-
-
-def aggregate_ppo_metrics(rows: Sequence[Float[Tensor, " M"]], read: Read = Tensor.tolist) -> dict[str, float]:
-    """Metrics by name from the rows of an update; calls `read` once."""
-    return dict(zip(METRIC_NAMES, read(reduce_metrics(torch.stack(list(rows)))), strict=True))
-
-
-@tensor_dataclass
-class _Table:
-    reducer: Tensor
-    weight: Tensor
-    missing: Tensor
-
-
 @lru_cache
-def _constants(device: torch.device) -> _Table:
-    """The table as index tensors; an unweighted metric has the extra column of ones as its weight."""
-    weights = [METRIC_NAMES.index(m.weight) if m.weight else len(METRICS) for m in METRICS]
-    return _Table(
-        reducer=torch.tensor([int(m.reducer) for m in METRICS], device=device),
-        weight=torch.tensor(weights, device=device),
-        missing=torch.full((), torch.nan, dtype=torch.float64, device=device),
-    )
+def _missing(device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=torch.float64, device=device)

@@ -10,9 +10,12 @@ import torch
 
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.splits import stratified_split
+from esper.tasks.datasets.variants import PLAIN, View, with_views
 
 NUM_CLASSES = 10
 NUM_TEST = NUM_VAL = 360
+VIEWS = (PLAIN, View(tile=2, region=4))
+"""The second one hides patterns of neighbouring 2x2 blocks, so that only a seed behind the first pooling finds some."""
 PIXEL_MAX, MEAN, STD = 16.0, 0.3053, 0.3760
 
 
@@ -43,3 +46,8 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         test=Split(x[test], y[test]),
         num_classes=NUM_CLASSES,
     )
+
+
+def load_views(data_dir: Path | None, run_seed: int) -> Dataset:
+    """The same examples once in each of `VIEWS`."""
+    return with_views(load(data_dir, run_seed), VIEWS, run_seed)

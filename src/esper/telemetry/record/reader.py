@@ -39,6 +39,7 @@ class Record:
             f"memory_limit = '{MEMORY}'",
             "temp_directory = ''",
             f"threads = {min(os.cpu_count() or 1, 8)}",
+            "parquet_metadata_cache = true",  # parts never change
         ):
             self._database.execute(f"SET {setting}")
         names = _unique_names(paths)

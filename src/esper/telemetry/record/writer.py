@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Full, Queue
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, final, runtime_checkable
 
 from esper.telemetry.record.parts import Place, Rows, write_part
 
@@ -27,6 +27,7 @@ DROP_BYTES = 8 * MOST_BYTES
 """Size of the waiting steps at which they are dropped, because the disk is too slow."""
 
 
+@runtime_checkable
 class Step(Protocol):
     """What the writer must know of a step."""
 

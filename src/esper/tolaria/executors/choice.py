@@ -12,6 +12,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.kinds import outputs_of_host
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, StackingError
+from esper.leyline.protocols import host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.objectives import Classification
@@ -89,7 +90,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
         num_envs=config.num_envs,
         run_seed=config.run_seed,
         device=device,
-        host_offset=config.host_offset,
+        host_ids=host_numbers(config.num_envs, config.host_offset, config.distinct_hosts),
     )
     check_scores(task.objective, outputs_of_host(population.host_kind, x), y)
     scaler = LossScaler(amp_dtype(config.amp, device), config.num_envs, device)
@@ -101,6 +102,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
         batch_val=task.batch_val,
         batches_per_step=task.batches_per_step,
         scaler=scaler,
+        instances=task.instances,
     )
 
 

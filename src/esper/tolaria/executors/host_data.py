@@ -4,7 +4,7 @@ from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.kasmina.hosts.host import Host
@@ -16,6 +16,7 @@ from esper.leyline.objective import Objective
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
 from esper.tasks.datasets import Dataset, SplitName
+from esper.tasks.instances import InstanceDistribution, Instances
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_structure
@@ -38,11 +39,13 @@ class HostData:
         batch_train, batch_val: examples per batch and host.
         batches_per_step: of training; None for the whole split.
         scaler: precision of training.
+        instances: what makes hosts differ; None for equal ones.
 
     Attributes:
         structure: of the last `apply_structure`. episode: of the last `reset`.
         execution_order: slots in the order in which the network runs them.
         decay_mask: [P] elements of a host that decoupled weight decay applies to.
+        lr_factor: [N] of the learning rates in this episode; None for 1.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class HostData:
         batch_val: int,
         scaler: LossScaler,
         batches_per_step: int | None = None,
+        instances: InstanceDistribution | None = None,
     ) -> None:
         self.population, self.dataset, self.objective, self.scaler = population, dataset, objective, scaler
         self.batch_train, self.batch_val = batch_train, batch_val
@@ -66,6 +70,9 @@ class HostData:
         self.decay_mask = host_decay_mask(population.optimizer_spec, layout.matrix_mask.to(population.device))
         self.episode = 0
         self.structure = empty_structure(population.num_envs, population.num_slots)
+        self.lr_factor: Float[Tensor, " N"] | None = None
+        self._distribution = instances
+        self._instances: Instances | None = None
 
     def _batches(
         self, split: SplitName, size: int, *, run_finished: bool = False, batches_per_step: int | None = None
@@ -88,6 +95,17 @@ class HostData:
         self.population.reset(episode)
         self.scaler.reset()
         self.structure = empty_structure(self.population.num_envs, self.population.num_slots)
+        self._draw_instances()
+
+    def _draw_instances(self) -> None:
+        """Give each host what makes it differ in this episode."""
+        if self._distribution is None:
+            return
+        p = self.population
+        drawn = self._distribution.draw(p.run_seed, p.host_ids, self.episode, self.dataset)
+        self._instances, self.lr_factor = drawn, drawn.lr_factor
+        self._train.choose(drawn.train)
+        self._val.choose(drawn.val)
 
     def apply_structure(self, structure: Structure) -> None:
         """Restore, clear, draw and snapshot rows as the lifecycle decided in the step that ended."""
@@ -107,7 +125,12 @@ class HostData:
 
     def evaluation(self, split: EvaluationSplit) -> SharedBatchIterator:
         """The validation split, or the test split at the end of a run."""
-        return self._val if split == "val" else self._batches("test", self.batch_val, run_finished=True)
+        if split == "val":
+            return self._val
+        batches = self._batches("test", self.batch_val, run_finished=True)
+        if self._instances is not None:
+            batches.choose(self._instances.test)
+        return batches
 
     @property
     def host(self) -> Host:
@@ -157,6 +180,7 @@ class HostData:
         self.scaler.scale.copy_(state["loss_scale"])
         self.scaler.good_steps.copy_(state["good_steps"])
         self.episode = int(state["episode"])
+        self._draw_instances()
 
 
 def examples(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """One optimizer step of all hosts, seeds and gates that a train pass trains."""
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, clip_factor, step_rows
@@ -19,6 +19,7 @@ class StackedOptimizer:
     Args:
         population: whose rows are trained. hosts: all of its hosts. rows: seeds and gates.
         scaler: precision of training. decay_mask: elements of a host that are decayed.
+        lr_factor: factors of the learning rates of each host and its seeds, None for 1.
         trainable: which seeds and which gates in `rows` are trained, None for all. The others must have gradient 0, and
             keep every bit.
     """
@@ -30,11 +31,12 @@ class StackedOptimizer:
         rows: TrainedRows,
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
+        lr_factor: Float[Tensor, " N"] | None = None,
         trainable: tuple[Bool[Tensor, " R"], Bool[Tensor, " G"]] | None = None,
     ) -> None:
         self._spec: OptimizerSpec = population.optimizer_spec
         self._hosts, self._seeds, self._gates = hosts, rows.seeds, rows.gates
-        self._scaler, self._decay_mask = scaler, decay_mask
+        self._scaler, self._decay_mask, self._lr_factor = scaler, decay_mask, lr_factor
         self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
         self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
         self._trainable_seeds = trainable and trainable[0]
@@ -61,13 +63,20 @@ class StackedOptimizer:
         spec = self._spec
         host_clip, seed_clip = (clip_factor(norm, spec.grad_clip) for norm in (host_norm, seed_norm))
         gate_clip = seed_clip[self._gate_of]
-        self._step(self._hosts, host_clip, spec.host_lr, self._decay_mask, finite)
+        factor = self._lr_factor
+        self._step(self._hosts, host_clip, _rates(spec.host_lr, factor), self._decay_mask, finite)
         if len(self._seed_host):
             finite_R = None if finite is None else finite[self._seed_host]
-            self._step(self._seeds, seed_clip, spec.seed_lr, None, _both(finite_R, self._trainable_seeds))
+            factor = None if factor is None else factor[self._seed_host]
+            self._step(
+                self._seeds, seed_clip, _rates(spec.seed_lr, factor), None, _both(finite_R, self._trainable_seeds)
+            )
             if len(self._gate_of):
                 finite_G = None if finite_R is None else finite_R[self._gate_of]
-                self._step(self._gates, gate_clip, spec.seed_lr, None, _both(finite_G, self._trainable_gates))
+                factor = None if factor is None else factor[self._gate_of]
+                self._step(
+                    self._gates, gate_clip, _rates(spec.seed_lr, factor), None, _both(finite_G, self._trainable_gates)
+                )
 
     def _finite(self, host_norm_N: Tensor, seed_norm_R: Tensor) -> Tensor | None:
         if not self._scaler.enabled:
@@ -77,9 +86,16 @@ class StackedOptimizer:
         self._scaler.update(finite)
         return finite
 
-    def _step(self, working: Working, factor_R: Tensor, lr: float, decay: Tensor | None, active: Tensor | None) -> None:
+    def _step(
+        self, working: Working, factor_R: Tensor, lr: float | Tensor, decay: Tensor | None, active: Tensor | None
+    ) -> None:
         working.grad.mul_(factor_R[:, None])
         step_rows(self._spec, working.params, working.grad, working.optimizer, lr, decay, active)
+
+
+def _rates(lr: float, factor: Tensor | None) -> float | Tensor:
+    """The learning rate of all rows, or that of each [R, 1]."""
+    return lr if factor is None else lr * factor[:, None]
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -17,11 +17,11 @@ from esper.tolaria.executors.protocol import ValidationPass
 
 @final
 class SummedScores(NamedTuple):
-    """Sums over examples: the score of each coalition, the loss of each host's first one, and the weight of any."""
+    """Sums over a host's examples: the score of each coalition, the loss of the first one, and the weight."""
 
     score: Float64[Tensor, "N K"]
     loss: Float64[Tensor, " N"]
-    weight: Float64[Tensor, ""]
+    weight: Float64[Tensor, " N"]
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def sums(scores: Sequence[Scores]) -> Scores:
 
 def measured(objective: Objective, sums: SummedScores) -> ValidationPass:
     """The figure of merit of every coalition, and the mean loss of the first one."""
-    points = objective.points(sums.score, sums.weight)
+    points = objective.points(sums.score, sums.weight[:, None])
     return ValidationPass(accuracy=points.float(), loss=(sums.loss / sums.weight).float())
 
 

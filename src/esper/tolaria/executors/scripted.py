@@ -3,7 +3,7 @@
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
@@ -26,6 +26,7 @@ class ScriptedExecutor:
         script: constants of the dynamics.
         num_envs, num_slots: N and S.
         run_seed: key of the scripted noise.
+        host_ids: numbers [N] of the hosts.
     """
 
     def __init__(
@@ -36,16 +37,17 @@ class ScriptedExecutor:
         num_slots: int,
         run_seed: int,
         device: torch.device,
-        host_offset: int = 0,
+        host_ids: Int[Tensor, " N"] | None = None,
     ) -> None:
         self.script, self.run_seed, self.device = script, run_seed, device
         self.host_params = script.host_params
-        self.host_ids = torch.arange(host_offset, host_offset + num_envs, device=device)
+        self.host_ids = torch.arange(num_envs, device=device) if host_ids is None else host_ids
         # hosts are the innermost axis in memory, as in SlotState
         self.passes = torch.zeros(num_slots, num_envs, dtype=torch.int64, device=device).t()
         self._nan = torch.full((num_slots, num_envs), torch.nan, device=device).t()
         self._never = torch.zeros(num_slots, num_envs, dtype=torch.bool, device=device).t()
         self._episode, self._t = 0, 0
+        self._quality: Tensor | None = None
         everything = torch.arange(NUM_BUILTIN_BLUEPRINTS, device=device)
         params = null.params(script, everything, torch.zeros_like(everything, dtype=torch.bool))
         self.costs = SeedCosts(
@@ -54,10 +56,19 @@ class ScriptedExecutor:
             selectable=params > 0,
         )
 
+    @property
+    def quality(self) -> Float[Tensor, "N B"]:
+        """What each blueprint adds to each host in this episode (pp), which no observation shows."""
+        return null.qualities(self.script, self.run_seed, self.host_ids, self._episode)
+
     def reset(self, episode: int) -> None:
         """Fresh hosts: no seed has been trained."""
-        self._episode, self._t = episode, 0
+        self._begin(episode, t=0)
         self.passes.zero_()
+
+    def _begin(self, episode: int, t: int) -> None:
+        self._episode, self._t = episode, t
+        self._quality = self.quality if self.script.permuted else None
 
     def apply_structure(self, structure: Structure) -> None:
         """Nothing to do: `train_epoch` reads the lifecycle on the device."""
@@ -83,17 +94,20 @@ class ScriptedExecutor:
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """Accuracy of each coalition by formula; injected faults replace the loss."""
-        strength = null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm)
+        strength = self._strength(slots)
         accuracy = null.coalition_accuracy(self.script, t, strength, coalitions.sets, self._noise())
         loss = null.inject_faults(self.script, null.validation_loss(accuracy[:, 0]), self.host_ids, t)
         return ValidationPass(accuracy=accuracy, loss=loss)
 
     def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
         """Accuracy of the host with its fossilized seeds; on the test split without noise."""
-        strength = null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm)
+        strength = self._strength(slots)
         committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
         noise = self._noise() if split == "val" else None
         return null.coalition_accuracy(self.script, self._t, strength, committed, noise).squeeze(1)
+
+    def _strength(self, slots: SlotState) -> Float[Tensor, "N S"]:
+        return null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm, self._quality)
 
     def _noise(self) -> Tensor | None:
         """Noise of the accuracy of each host in this step, None without noise."""
@@ -108,4 +122,5 @@ class ScriptedExecutor:
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`."""
         copy_into(self.state_dict(), state, "scripted hosts")
-        self._episode, self._t = (int(v) for v in state["place"])
+        episode, t = (int(v) for v in state["place"])
+        self._begin(episode, t)

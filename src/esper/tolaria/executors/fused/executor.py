@@ -83,7 +83,7 @@ class FusedExecutor(NetworkExecutor):
         p, data = self.population, self.data
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
-        optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask)
+        optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factor)
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         host = host._replace(draws=p.host_draws(slice(None)))
         groups = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
@@ -103,7 +103,7 @@ class FusedExecutor(NetworkExecutor):
         p, data = self.population, self.data
         score = torch.zeros(p.num_envs, num_columns, dtype=torch.float64, device=p.device)
         loss = torch.zeros(p.num_envs, dtype=torch.float64, device=p.device)
-        weight = torch.zeros((), dtype=torch.float64, device=p.device)
+        weight = torch.zeros_like(loss)
         self.stacked_modules.train(False)
         runs = []
         for bucket in buckets([data.plan(rows) for rows in sets], data.execution_order, num_columns, p.device):
@@ -111,13 +111,15 @@ class FusedExecutor(NetworkExecutor):
             host = frozen_rows(self.stacked_modules.host, p.host.params[bucket.index], p.host.buffers[bucket.index])
             runs.append((bucket, host, self._apply(bucket, groups)))
         for x, y in batches:
-            for i, (bucket, host, apply) in enumerate(runs):
-                num_first, num_states = bucket.num_first, bucket.num_states
-                for part in measure_states(data, host, apply, bucket.state_of, num_states, x, y, num_first=num_first):
+            for bucket, host, apply in runs:
+                some_x, some_y = (of if batches.chosen is None else of[bucket.index] for of in (x, y))
+                for part in measure_states(
+                    data, host, apply, bucket.state_of, bucket.num_states, some_x, some_y,
+                    num_first=bucket.num_first, own=batches.chosen is not None,
+                ):  # fmt: skip
                     score[bucket.index] += part.score
                     loss[bucket.index] += part.loss
-                    if i == 0:
-                        weight += part.weight
+                    weight[bucket.index] += part.weight
         return SummedScores(score, loss, weight)
 
     def _apply(self, bucket: Bucket, groups: dict[str, list[SlotGroup]]) -> Callable[[int, str, Tensor], Tensor]:

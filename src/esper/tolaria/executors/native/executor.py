@@ -107,7 +107,8 @@ class NativeExecutor(NetworkExecutor):
         hosts = p.host.begin(torch.arange(p.num_envs), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
         alpha, batches = slots.alpha.contiguous(), data.train_batches(t)
-        spaces = training_spaces(p, alpha, hosts, rows, self._decay)
+        lr_factor = torch.ones(p.num_envs) if data.lr_factor is None else data.lr_factor.contiguous()
+        spaces = training_spaces(p, alpha, hosts, rows, self._decay, lr_factor)
         totals = torch.zeros(p.num_envs, 2, dtype=torch.float64)
         if others.size:  # first, because it clears the gradients of all hosts
             train = streamed.train_function(data, others.tolist(), hosts, rows, alpha)
@@ -118,8 +119,9 @@ class NativeExecutor(NetworkExecutor):
         assert batches.order is not None
         chosen, stored = torch.from_numpy(ours), batches.data
         order, moves = batches.order[chosen], None if batches.drawn is None else batches.drawn[chosen]
+        labels = stored.y if batches.targets is None else batches.targets[chosen]
         examples = Examples(
-            stored.x, stored.y, order, batches.batch_size, table=self._table, moves=moves, border=self._border
+            stored.x, labels, order, batches.batch_size, table=self._table, moves=moves, border=self._border
         )
         self._machine.run_batches(work, spaces.of(ours), examples)
         count = torch.full((p.num_envs,), float(order.shape[1]), dtype=torch.float64)
@@ -165,7 +167,11 @@ class NativeExecutor(NetworkExecutor):
         spaces, stored = population_spaces(p, alpha).of(ours), batches.data
         totals = torch.zeros(len(ours), max(plan.num_states for plan in plans), 2, dtype=torch.float64)
         spaces.rows(Space.TOTALS, totals)
-        examples = Examples(stored.x, stored.y, None, _EXAMPLES, padded=True, table=self._table)
+        labels, order, weight = stored.y, None, torch.full((p.num_envs,), float(len(stored)), dtype=torch.float64)
+        if batches.chosen is not None:
+            own = torch.from_numpy(ours)
+            labels, order, weight = batches.chosen.target[own], batches.chosen.index[own], batches.chosen.count.double()
+        examples = Examples(stored.x, labels, order, _EXAMPLES, padded=True, table=self._table)
         self._machine.run_batches(Workload.of_each(programs), spaces, examples)
         states = np.zeros((len(ours), num_columns), dtype=np.int64)
         for row, plan in zip(states, plans, strict=True):
@@ -173,7 +179,7 @@ class NativeExecutor(NetworkExecutor):
         index = torch.from_numpy(states)
         hits, losses = totals[..., 1].gather(1, index), totals[..., 0].gather(1, index[:, :1])[:, 0]
         valid = torch.arange(num_columns) < torch.tensor([[len(sets[n])] for n in ours])
-        found = SummedScores(hits * valid, losses, torch.tensor(float(len(stored)), dtype=torch.float64))
+        found = SummedScores(hits * valid, losses, weight)
         if others.size:
             theirs = streamed.sum_scores(self.data, others.tolist(), batches, alpha, sets, num_columns)
             score, loss = _merged(ours, found[:2], others, theirs[:2])

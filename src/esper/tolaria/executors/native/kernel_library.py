@@ -19,7 +19,7 @@ class ExamplesStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("images", "labels", "order", "table", "moves")),
         *((name, ctypes.c_int64) for name in ("available", "numbers", "count", "batch", "padded")),
-        *((name, ctypes.c_int64) for name in ("channels", "height", "width", "border")),
+        *((name, ctypes.c_int64) for name in ("channels", "height", "width", "border", "own_labels")),
     )
 
 

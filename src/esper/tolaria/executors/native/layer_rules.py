@@ -85,6 +85,21 @@ Layer = tuple[Features, Backward]
 Rule = Callable[[Assembler, Any, Weights, Features], Layer]
 
 
+def images(a: Assembler, place: Place, shape: tuple[int, int, int], unshuffle: int = 1) -> Features:
+    """A batch of images [B, C, H, W] at `place` as features, unshuffled as by `nn.PixelUnshuffle`.
+
+    The copy is made anyway, so that another order of the rows costs nothing.
+
+    Raises:
+        ShapeError: squares of `unshuffle` x `unshuffle` pixels do not fill an image.
+    """
+    channels, height, width = shape
+    expect("pixels beyond whole squares", (height % unshuffle, width % unshuffle), (0, 0))
+    rows = a.rows(channels * height * width)
+    a.emit(Operation.TRANSPOSE, place, rows, sizes=(*shape, unshuffle))
+    return Features(rows, channels * unshuffle**2, height // unshuffle, width // unshuffle)
+
+
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 

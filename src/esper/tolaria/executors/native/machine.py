@@ -24,8 +24,10 @@ class Examples:
     """The data of a pass.
 
     Attributes:
-        images: [n, C, H, W], of the machine's dtype, or bytes with a `table`. labels: [n] int64.
-        order: [H, count] int64, the examples that each host takes in turn; None: all of them, as they lie.
+        images: [n, C, H, W], of the machine's dtype, or bytes with a `table`.
+        labels: [n] int64, or [H, count] in the order in which each host takes its examples.
+        order: [H, count] int64, the examples that each host takes in turn, -1 after its last; None: all of them, as
+            they lie.
         batch: examples at a time; the last batch may be shorter.
         padded: fill the last batch with examples that are not counted, which is fastest.
         table: [C, 256], the numbers that the bytes of each channel stand for.
@@ -58,8 +60,8 @@ class Examples:
         channels, height, width = self.images.shape[1:]
         assert self.table is None or self.table.shape == (channels, 256)
         pointers = (None if x is None else x.data_ptr() for x in tensors)
-        sizes = len(self.labels), channels * height * width, self.count, self.batch, self.padded
-        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border)
+        sizes = len(self.images), channels * height * width, self.count, self.batch, self.padded
+        return ExamplesStruct(*pointers, *sizes, channels, height, width, self.border, self.labels.dim() == 2)
 
 
 def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: int) -> dict[str, int]:

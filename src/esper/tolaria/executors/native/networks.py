@@ -25,6 +25,7 @@ from esper.tolaria.executors.native.layer_rules import (
     batch_norm_relu,
     chain,
     convolution,
+    images,
     in_reverse,
     linear,
     max_pool,
@@ -35,11 +36,12 @@ from esper.tolaria.executors.native.seed_rules import RULES, altered
 
 Space = IntEnum(
     "Space",
-    "IMAGES LABELS TOTALS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS HOST_BUFFERS DECAY",
+    "IMAGES LABELS TOTALS HOST HOST_GRADS HOST_FIRST HOST_SECOND HOST_STEPS HOST_BUFFERS DECAY RATE",
     start=NUM_WORKING,
 )
 """Spaces of a host besides the working memory. TOTALS: for each state of the network a pair of float64, the sum of the
-losses and the number of correct answers. DECAY: mask of the host's weights that decay."""
+losses and the number of correct answers. DECAY: mask of the host's weights that decay. RATE: factor of the learning
+rates."""
 SlotSpace = IntEnum(
     "SlotSpace",
     "SEED SEED_GRADS SEED_FIRST SEED_SECOND SEED_STEPS GATE GATE_GRADS GATE_FIRST GATE_SECOND GATE_STEPS ALPHA",
@@ -142,10 +144,8 @@ def _forward(
     """The logits of all states, and the backward pass of the single state that training has."""
     host, grads = layout.host, int(Space.HOST_GRADS) if a.trainable else None
     weights = Weights(layout.layout, Space.HOST, grads, layout.buffers, Space.HOST_BUFFERS)
-    channels, height, width = host.spec.in_channels, layout.height, layout.width
-    images = Features(a.rows(channels * height * width), channels, height, width)
-    a.emit(Operation.TRANSPOSE, Place(Space.IMAGES, 0), images.rows, sizes=(images.rows.size,))
-    states, backwards = [images], list[Backward]()
+    shape = (host.spec.in_channels, layout.height, layout.width)
+    states, backwards = [images(a, Place(Space.IMAGES, 0), shape, host.spec.unshuffle)], list[Backward]()
 
     def apply(layer: Callable[[Features], Layer]) -> None:
         for k, x in enumerate(states):
@@ -193,13 +193,14 @@ def _loss(a: Assembler, logits: Features, state: int, grad: Rows | None) -> None
 
 def _step(a: Assembler, layout: HostLayout, seeds: Mapping[str, ActiveSeed], optimizer: OptimizerSpec) -> None:
     """A host is clipped by the norm of its gradient, a seed together with its gate."""
-    clipped_step(a, optimizer, optimizer.host_lr, [(Space.HOST, layout.layout.total)], Place(Space.DECAY, 0))
+    rate = Place(Space.RATE, 0)
+    clipped_step(a, optimizer, optimizer.host_lr, rate, [(Space.HOST, layout.layout.total)], Place(Space.DECAY, 0))
     for seed in seeds.values():
         if seed.trainable:
             rows = [(slot_space(seed.s, SlotSpace.SEED), seed.seed.layout.total)]
             if seed.gate_trainable and seed.gate is not None:
                 rows.append((slot_space(seed.s, SlotSpace.GATE), seed.gate.layout.total))
-            clipped_step(a, optimizer, optimizer.seed_lr, rows, None)
+            clipped_step(a, optimizer, optimizer.seed_lr, rate, rows, None)
 
 
 def _blended(a: Assembler, seed: ActiveSeed, h: Features) -> Layer:

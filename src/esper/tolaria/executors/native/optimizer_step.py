@@ -11,11 +11,16 @@ from esper.tolaria.executors.native.assembler import Assembler, Operation, Place
 
 
 def clipped_step(
-    a: Assembler, spec: OptimizerSpec, rate: float, rows: Sequence[tuple[int, int]], mask: Place | None
+    a: Assembler,
+    spec: OptimizerSpec,
+    rate: float,
+    rate_factor: Place,
+    rows: Sequence[tuple[int, int]],
+    mask: Place | None,
 ) -> None:
     """Step rows (space, number of weights) that are clipped together by the norm of their gradient.
 
-    `mask` marks the weights that decay; without one all do.
+    The number at `rate_factor` multiplies the learning rate. `mask` marks the weights that decay; without one all do.
     """
     factor = a.numbers(1)
     for k, (space, count) in enumerate(rows):
@@ -23,7 +28,7 @@ def clipped_step(
     a.emit(Operation.CLIP, factor, numbers=(spec.grad_clip,))
     for space, count in rows:
         weights, gradient, *moments = (Place(space + k, 0) for k in range(5))
-        operands = factor, gradient, mask, weights
+        operands = rate_factor, factor, gradient, mask, weights
         if spec.kind == "sgd":
             rates: tuple[float, ...] = (rate, spec.sgd_weight_decay, spec.momentum)
             a.emit(Operation.SGD, *operands, moments[0], sizes=(count,), numbers=rates)

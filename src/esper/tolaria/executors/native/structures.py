@@ -144,10 +144,13 @@ def population_spaces(population: Population, alpha: Tensor) -> Spaces:
     return spaces
 
 
-def training_spaces(population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows, decay: Tensor) -> Spaces:
-    """The same for a train pass, in which trained rows lie in working copies; `decay` is float32."""
+def training_spaces(
+    population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows, decay: Tensor, lr_factor: Tensor
+) -> Spaces:
+    """The same for a train pass, in which trained rows lie in working copies; `decay`, `lr_factor` [N] are float32."""
     spaces, everyone = population_spaces(population, alpha), np.arange(population.num_envs)
     spaces.share(Space.DECAY, decay)
+    spaces.rows(Space.RATE, lr_factor)
     _trained(spaces, hosts, Space.HOST, everyone, everyone)
     for s in range(population.num_slots):
         for working, kind, own, of_host in _rows_of_slot(rows, s):

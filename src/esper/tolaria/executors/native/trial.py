@@ -14,7 +14,7 @@ from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.parameters.flat_layout import FlatLayout, buffer_layout, parameter_layout
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, ShapeError
 from esper.tolaria.executors.native.kernel_library import stride_of
-from esper.tolaria.executors.native.layer_rules import Features, Rule, Weights
+from esper.tolaria.executors.native.layer_rules import Rule, Weights, images
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
 from esper.tolaria.executors.native.seed_rules import RULES
 
@@ -99,15 +99,12 @@ def by_instructions(
     """
     batch, channels, height, width = x.shape
     a, one = Assembler(trainable=trainable), Place(_ONES, 0)  # SCALE by one copies rows between spaces
-    h = Features(a.rows(x[0].numel()), channels, height, width)
-    a.emit(Operation.TRANSPOSE, Place(_IMAGES, 0), h.rows, sizes=(h.rows.size,))
+    h = images(a, Place(_IMAGES, 0), (channels, height, width))
     weights = Weights(layout, _VALUES, _GRADS if trainable else None, buffer_layout(module), _BUFFERS)
     y, backward = rule(a, module, weights, h)
     a.emit(Operation.SCALE, one, y.rows, Place(_OUT, 0), sizes=(1, y.rows.size))
     if trainable:
-        g = a.rows(y.rows.size)
-        a.emit(Operation.TRANSPOSE, Place(_GRAD_OUT, 0), g, sizes=(g.size,))
-        into = backward(g, input_grad)
+        into = backward(images(a, Place(_GRAD_OUT, 0), y.shape).rows, input_grad)
         if into is not None:
             a.emit(Operation.SCALE, one, into, Place(_GRAD_IN, 0), sizes=(1, into.size))
     out, grad_in = (torch.zeros(f.rows.size, stride_of(batch), dtype=x.dtype) for f in (y, h))

@@ -124,7 +124,8 @@ class StaticExecutor(HostOwner):
         host, slot = every // p.num_slots, every % p.num_slots
         rows = TrainedRows(seed_host=host, seed_slot=slot, gate_of=every, seeds=seeds, gates=gates)
         trainable = (masks.trainable.flatten(), masks.gate_trainable.flatten())
-        return StackedOptimizer(p, hosts, rows, self.data.scaler, self.data.decay_mask, trainable)
+        data = self.data
+        return StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factor, trainable)
 
     @torch.no_grad()
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
@@ -143,7 +144,7 @@ class StaticExecutor(HostOwner):
         states = static_states(sets, data.execution_order)
         host = frozen_rows(self.stacked_modules.host, p.host.params, p.host.buffers)
         score = torch.zeros(sets.shape[:2], dtype=torch.float64, device=p.device)
-        loss, weight = torch.zeros_like(score[:, 0]), torch.zeros_like(score[0, 0])
+        loss, weight = torch.zeros_like(score[:, 0]), torch.zeros_like(score[:, 0])
         self.stacked_modules.train(False)
 
         def apply(batch: int, slot_id: str, h: Tensor) -> Tensor:
@@ -151,8 +152,10 @@ class StaticExecutor(HostOwner):
             active = slots_of_pass[slot_id](h, p.num_envs)
             return states.branch(self._rank[slot_id], h.view(shape), active.view(shape)).flatten(0, 2)
 
-        for x, y in data.evaluation(split):
-            for part in measure_states(data, host, apply, states.final, states.num_states, x, y):
+        batches = data.evaluation(split)
+        own = batches.chosen is not None
+        for x, y in batches:
+            for part in measure_states(data, host, apply, states.final, states.num_states, x, y, own=own):
                 score += part.score
                 loss += part.loss
                 weight += part.weight

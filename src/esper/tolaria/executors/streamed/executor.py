@@ -62,7 +62,7 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     p = data.population
     hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
     rows = begin_training(p, data.structure)
-    optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask)
+    optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factor)
     train_batch = train_function(data, range(p.num_envs), hosts, rows, slots.alpha)
 
     def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
@@ -136,15 +136,16 @@ def sum_scores(
     states = {n: p.index(np.array(plan.state_of_coalition)) for n, plan in plans.items()}
     score = torch.zeros(len(some), num_columns, dtype=torch.float64, device=p.device)
     loss = torch.zeros(len(some), dtype=torch.float64, device=p.device)
-    weight = torch.zeros((), dtype=torch.float64, device=p.device)
+    weight = torch.zeros_like(loss)
     streams = host_streams(p.num_envs, p.device)
     _set_mode(p, training=False)
     for x, y in batches:
         streams.fork()
         for i, (n, plan) in enumerate(plans.items()):
             size = data.examples_at_once(plan.num_states)
+            x_n, y_n = (x, y) if batches.chosen is None else (x[n], y[n])
             with streams.of(n):
-                for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
+                for some_x, some_y in zip(x_n.split(size), y_n.split(size), strict=True):
                     outputs = _state_outputs(data, n, plan, seeds[n], some_x)
                     targets = some_y.repeat(plan.num_states, *(1,) * (some_y.dim() - 1))
                     found = data.objective.score(outputs, targets).view(plan.num_states, -1)
@@ -152,8 +153,7 @@ def sum_scores(
                     first = outputs.unflatten(0, (plan.num_states, -1))[plan.state_of_coalition[0]]
                     main = data.objective.scores(first, some_y)
                     loss[i] += main.loss.sum(dtype=torch.float64)
-                    if i == 0:
-                        weight += main.weight.sum(dtype=torch.float64)
+                    weight[i] += main.weight.sum(dtype=torch.float64)
         streams.join()
     return SummedScores(score, loss, weight)
 

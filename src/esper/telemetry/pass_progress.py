@@ -1,0 +1,62 @@
+"""Progress of a search: a bar on a terminal, plain lines elsewhere.
+
+grid  pass 12/65 --------            0:00:14 eta 1:02
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from esper.telemetry.figures import duration
+from esper.telemetry.progress import FIRST_INTERVAL, PLAIN_INTERVAL, RunConsole
+
+
+@final
+class PassProgress:
+    """Counts passes; a context manager around the work.
+
+    Args:
+        console: output; the bar needs a terminal.
+        passes: total.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, console: RunConsole, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._passes, self._clock = console, passes, clock
+        self._done, self._stage, self._began = 0, "", clock()
+        self._next_line = self._began + FIRST_INTERVAL
+        self._bar = Progress(
+            TextColumn("{task.description}  pass"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta {task.fields[eta]}"),
+            console=console,
+        )
+        self._task = self._bar.add_task("", total=passes, eta="...")
+        self._live = console.is_terminal and not console.quiet
+
+    def __enter__(self) -> "PassProgress":
+        if self._live:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+        if self._live:
+            self._bar.stop()
+
+    def stage(self, name: str) -> None:
+        """The work has reached another stage."""
+        self._stage = name
+        self._bar.update(self._task, description=name)
+
+    def advance(self) -> None:
+        """One pass is done."""
+        self._done += 1
+        left = (self._clock() - self._began) / self._done * (self._passes - self._done)
+        self._bar.update(self._task, completed=self._done, eta=duration(left))
+        if not self._live and self._clock() >= self._next_line:
+            self._console.say(f"{self._stage}  pass {self._done}/{self._passes}  eta {duration(left)}")
+            self._next_line = self._clock() + PLAIN_INTERVAL

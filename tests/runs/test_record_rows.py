@@ -1,0 +1,148 @@
+"""The rows of the record: their size at worst, and the columns that need more than stacking."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_runs_events import SPEC
+from test_runs_report import step
+
+from esper.leyline.actions import HEAD_NAMES, HEADS, LifecycleOp
+from esper.leyline.protocols import EngineSpec
+from esper.leyline.stages import HostFamily, SeedStage
+from esper.runs.record_rows import RecordRows, bytes_of
+from esper.telemetry.record.parts import Rows, parts_in
+from esper.telemetry.record.writer import RecordWriter
+from esper.tolaria.governor import PanicReason
+from esper.tolaria.state import StepReport
+
+BYTES_PER_STEP = 100
+
+
+def rows(*reports: StepReport) -> dict[str, Rows]:
+    return {found.kind: found for found in RecordRows(SPEC, ("gain", "rent"))(reports)}
+
+
+def text(found: Rows, column: str) -> list[str | None]:
+    numbers, names = found.columns[column], found.labels[column]
+    return [names[number] if number >= 0 else None for number in numbers]
+
+
+def test_hosts_have_global_numbers_and_steps_their_place() -> None:
+    columns = rows(step(t=3), step(t=4))["steps"].columns
+    assert columns["round"].tolist() == [1, 1, 1, 1]
+    assert columns["t"].tolist() == [3, 3, 4, 4]
+    assert columns["host"].tolist() == [10, 11, 10, 11]
+    assert columns["term_rent"].tolist() == [0.0, -0.5, 0.0, -0.5]
+    assert columns["p_germinate"].tolist() == [0.0, 0.5, 0.0, 0.5]
+
+
+def test_a_head_is_named_where_the_operation_reads_it() -> None:
+    actions = np.array([[1, 2, 2, 2, 0, 0, 0, LifecycleOp.GERMINATE], [1, 0, 2, 1, 2, 3, 1, LifecycleOp.PRUNE]])
+    found = rows(step(actions=actions, effective_op=np.array([LifecycleOp.GERMINATE, LifecycleOp.WAIT])))["steps"]
+    assert text(found, "op") == ["GERMINATE", "PRUNE"]
+    assert text(found, "slot") == [SPEC.slot_ids[1]] * 2
+    assert text(found, "blueprint") == [SPEC.blueprint_names[2], None]
+    assert text(found, "tempo") == ["SLOW", None]
+    assert text(found, "alpha_target") == ["HALF", None]
+    assert text(found, "alpha_speed") == [None, "SLOW"]
+    assert text(found, "alpha_curve") == [None, "COSINE"]
+    assert found.columns["success"].tolist() == [True, False]
+
+
+def test_a_host_that_is_rolled_back_decides_nothing() -> None:
+    found = rows(step(panic_reason=np.array([0, PanicReason.LOBOTOMY])))["steps"]
+    assert text(found, "rollback") == [None, "lobotomy"]
+    assert text(found, "op") == ["WAIT", None]
+    for name in ("reward", "value", "p_wait", "term_gain"):
+        assert np.isnan(found.columns[name]).tolist() == [False, True]
+    assert rows(step(panic_reason=np.array([1, 1])))["coalitions"].columns["accuracy"].tolist() == []
+
+
+def test_growth_counts_the_fossils_that_were_measured() -> None:
+    stage = np.array([[SeedStage.DORMANT, SeedStage.DORMANT], [SeedStage.DORMANT, SeedStage.FOSSILIZED]])
+    assert rows(step(stage=stage))["steps"].columns["growth"].tolist() == [1.0, 1.2]
+    assert rows(step())["steps"].columns["total_params"].tolist() == [1000, 1200]
+
+
+def test_slots_with_a_seed_have_a_row() -> None:
+    stage = np.array([[SeedStage.DORMANT, SeedStage.PRUNED], [SeedStage.EMBARGOED, SeedStage.BLENDING]])
+    found = rows(step(stage=stage, blueprint=np.array([[-1, 2], [-1, 1]])))["slots"]
+    assert found.columns["host"].tolist() == [11]
+    assert text(found, "slot") == [SPEC.slot_ids[1]]
+    assert text(found, "stage") == ["BLENDING"]
+    assert text(found, "blueprint") == [SPEC.blueprint_names[1]]
+
+
+def test_coalitions_name_their_members_also_where_the_last_step_measures_more() -> None:
+    sets = np.array([[[False, False]] * 3, [[True, True], [False, True], [True, False]]])
+    last = step(
+        t=2, measured_sets=sets, measured_valid=np.array([[True, False, False], [True] * 3]),
+        measured_acc=np.array([[50.0, 0, 0], [60.0, 55.0, 52.0]]),
+    )  # fmt: skip
+    found = rows(step(), last)["coalitions"]
+    a, b = SPEC.slot_ids[:2]
+    assert text(found, "members") == ["", b, "", "", f"{a}+{b}", b, a]
+    assert found.columns["accuracy"].tolist() == [50.0, 60.0, 40.0, 50.0, 60.0, 55.0, 52.0]
+    assert found.columns["t"].tolist() == [1, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_step_of_a_host_takes_at_most_a_hundred_bytes_even_if_nothing_repeats(tmp_path: Path) -> None:
+    num_hosts, num_slots, steps = 16, 3, 60
+    spec = EngineSpec(
+        run_seed=0, num_envs=num_hosts, slot_ids=("r0c0", "r0c1", "r0c2"), episode_length=steps, family=HostFamily.CNN,
+        selectable=(1, 2), blueprint_names=tuple(f"blueprint_{i}" for i in range(13)),
+    )  # fmt: skip
+    draw = np.random.default_rng(0)
+    writer = RecordWriter(tmp_path / "record", RecordRows(spec, ("potential", "terminal")), bytes_of)
+    for t in range(1, steps + 1):
+        writer.add(random_step(draw, t, num_hosts, num_slots))
+    writer.close()
+    assert writer.complaints() == []
+    assert len(parts_in(tmp_path / "record")) == 3
+    size = sum(file.stat().st_size for file in (tmp_path / "record").iterdir())
+    assert size == writer.written_bytes
+    assert 40 * num_hosts * steps < size < BYTES_PER_STEP * num_hosts * steps
+
+
+def random_step(draw: np.random.Generator, t: int, num_hosts: int, num_slots: int) -> StepReport:
+    """A step in which every number is new, as no run has it; accuracies are of 1,000 examples."""
+
+    def floats(*shape: int) -> np.ndarray:
+        return draw.random(shape, dtype=np.float32)
+
+    def accuracy(*shape: int) -> np.ndarray:
+        return (draw.integers(300, 700, shape) / 10).astype(np.float32)
+
+    per_host, per_slot, sets = (num_hosts,), (num_hosts, num_slots), 4
+    sizes = (num_slots, 13, *(head.size for head in HEADS[2:]))
+    live = draw.random(per_slot) < 0.5
+    return step(
+        t=t,
+        stage=np.where(live, int(SeedStage.BLENDING), int(SeedStage.DORMANT)),
+        serial=np.ones(per_slot, dtype=np.int64),
+        blueprint=np.where(live, draw.integers(1, 13, per_slot), -1),
+        **{name: floats(*per_slot) for name in ("alpha", "contribution")},
+        **{name: floats(*per_host) for name in ("val_loss", "train_loss", "reward", "value", "op_log_prob")},
+        **{name: accuracy(*per_host) for name in ("val_acc", "train_acc", "committed_acc")},
+        params=np.where(live, 500, 0),
+        host_params=np.full(per_host, 1000),
+        num_coalitions=np.full(per_host, sets),
+        breakdown=floats(num_hosts, 2),
+        flags=np.zeros((num_hosts, 2), dtype=np.bool_),
+        op_prob=floats(num_hosts, 6),
+        actions=np.stack([draw.integers(0, size, num_hosts) for size in sizes], axis=1),
+        effective_op=draw.integers(0, 6, num_hosts),
+        panic_reason=np.zeros(per_host, dtype=np.int64),
+        measured_sets=draw.random((num_hosts, sets, num_slots)) < 0.5,
+        measured_valid=np.ones((num_hosts, sets), dtype=np.bool_),
+        measured_acc=accuracy(num_hosts, sets),
+        op_moves=np.zeros((3, num_hosts, num_slots), dtype=np.int64),
+    )
+
+
+def test_head_names_are_columns_of_the_schema() -> None:
+    columns = rows(step())["steps"].columns
+    assert set(HEAD_NAMES) <= columns.keys()
+    with pytest.raises(KeyError):
+        columns["feature_0"]

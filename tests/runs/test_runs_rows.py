@@ -1,0 +1,192 @@
+"""Rows, verdict and tables of a comparison, with numbers worked out by hand."""
+
+import dataclasses
+import io
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from rich.console import Console
+from test_runs_report import NAN, WEIGHTS, stats
+
+from esper.runs.controllers import all_baselines, known_names
+from esper.runs.outcomes import Outcome
+from esper.runs.presets import resolve
+from esper.runs.rows import Row, Size, table, verdict
+from esper.runs.statistics import Estimate
+from esper.runs.tables import comparison, done, legend, operations, quality_and_cost, rollbacks, short
+from esper.runs.training_cost import TrainingCost
+
+SIX = Size(1, 6, True)
+
+
+def printed(*tables: object) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*tables)
+    return console.export_text()
+
+
+def outcome(name: str, *committed: float, fossil_params: Sequence[int] = (0, 0)) -> Outcome:
+    """Hosts of 1000 parameters: J is their accuracy unless fossils are given."""
+    found = stats(
+        committed_acc=np.array(committed),
+        fossil_params=np.resize(np.array(fossil_params), len(committed)),
+        host_params=np.full(len(committed), 1000),
+        rollbacks=np.zeros(len(committed), dtype=np.int64),
+    )
+    return Outcome(name=name, stats=found, test_acc=np.array(committed) - 1.0)
+
+
+def table_of(*outcomes: Outcome) -> list[Row]:
+    return table({one.name: [one] for one in outcomes}, WEIGHTS, by_run=True)
+
+
+def rows_of(*outcomes: Outcome) -> dict[str, Row]:
+    return {row.name: row for row in table_of(*outcomes)}
+
+
+def test_differences_in_j_are_paired_host_by_host() -> None:
+    rows = rows_of(outcome("wait_only", 10.0, 50.0), outcome("x", 13.0, 54.0, fossil_params=(0, 500)))
+    # differences 3 and 4 - 3 ln(1.5) = 2.783605; a bootstrap of two hosts has these two as its ends
+    row = rows["x"]
+    assert dataclasses.astuple(row.difference) == pytest.approx((2.891802, 2.783605, 3.0), abs=1e-6)
+    assert row.committed_std == pytest.approx(28.991378)
+    assert row.objective == pytest.approx(33.5 - 1.216395 / 2, abs=1e-6)
+    assert row.test_objective == pytest.approx(row.objective - 1.0)  # accuracy on the test split is 1 below
+    assert row.difference_test == row.difference
+    assert row.improvement == Estimate(1.0, 1.0, 1.0)
+    assert rows["wait_only"].difference == Estimate(0.0, 0.0, 0.0)
+    assert rows["wait_only"].improvement.mean == 0.5
+
+
+def test_with_several_runs_the_statistics_are_of_runs() -> None:
+    trained = [outcome("trained", 10.0, 20.0), outcome("trained", 30.0, 50.0)]
+    waits = [outcome("wait_only", 10.0, 10.0), outcome("wait_only", 20.0, 20.0)]
+    rows = table({"trained": trained, "wait_only": waits}, WEIGHTS, by_run=True)
+    assert rows[0].units == [15.0, 40.0]
+    assert rows[0].objective == 27.5
+    assert rows[0].objective_std == pytest.approx(25.0 / math.sqrt(2.0))
+    assert rows[0].hosts["objective"] == [10.0, 20.0, 30.0, 50.0]
+    assert rows[1].difference == Estimate(-12.5, -20.0, -5.0)  # of the runs: -5 and -20
+    by_host = table({"trained": trained, "wait_only": waits}, WEIGHTS, by_run=False)
+    assert by_host[1].units == [10.0, 10.0, 20.0, 20.0]
+    assert by_host[1].difference.mean == -12.5
+
+
+def test_one_host_has_a_mean_and_no_spread() -> None:
+    rows = rows_of(outcome("wait_only", 13.0), outcome("x", 14.0))
+    assert (rows["x"].committed, rows["x"].difference.mean) == (14.0, pytest.approx(1.0))
+    assert math.isnan(rows["x"].objective_std)
+    assert math.isnan(rows["x"].difference.low)
+    assert rows["x"].needed is None
+    lines = printed(comparison(list(rows.values()))).splitlines()
+    assert lines[1].split() == ["x", "14.00", "14.00", "+1.00", "100", "%"]
+    assert verdict(list(rows.values()), Size(1, 1, False)) == (
+        "x does not differ significantly from wait_only: +1.00 in 100·J on 1 host; +1.00 with test accuracy."
+    )
+
+
+def test_the_run_comes_first_then_the_strongest_constant_schedule_then_the_others_by_j() -> None:
+    one = {"wait_only": 1.0, "fixed_schedule": 2.0, "random": 5.0, "trained": 0.0, "fixed_schedule_fill": 3.0}
+    found = table_of(*(outcome(name, value, value) for name, value in one.items()))
+    assert [row.name for row in found] == ["trained", "fixed_schedule_fill", "random", "fixed_schedule", "wait_only"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        ((10.0, 11.0) * 3, "trained is worse than the best baseline, b: -3.50 in 100·J on 6 hosts, "),
+        ((15.0, 16.0) * 3, "trained is better than the best baseline, b: +1.50 in 100·J on 6 hosts, "),
+        ((13.0, 16.0) * 3, "trained does not differ significantly from the best baseline, b: +0.50 in 100·J on 6 "
+                           "hosts, "),
+    ],
+)  # fmt: skip
+def test_the_last_line_says_how_the_run_compares_to_the_best_baseline(trained: tuple[float, ...], said: str) -> None:
+    rows = table_of(outcome("a", *[11.0] * 6), outcome("b", *[14.0] * 6), outcome("trained", *trained))
+    found = verdict(rows, SIX)
+    assert found.startswith(said)
+    assert "95 % interval" in found
+    assert "over hosts" in found
+    # s = 1.643168: 2.801585^2 (s / 2)^2 = 5.30, and 1.92
+    assert ("To detect a difference of 2, 8 hosts would be needed." in found) == ("not differ" in said)
+    assert found.endswith("One run says nothing about other training seeds; a claim needs 10 runs.")
+
+
+def test_too_few_runs_that_agree_are_not_called_significant() -> None:
+    def runs(name: str, *values: float) -> list[Outcome]:
+        return [outcome(name, value, value) for value in values]
+
+    few = table(
+        {"trained": runs("trained", 2.0, 3.0, 4.0), "wait_only": runs("wait_only", 1, 1, 1)}, WEIGHTS, by_run=True
+    )
+    assert few[1].difference.excludes_zero
+    assert verdict(few, Size(3, 2, True)) == (
+        "trained does not differ significantly from the best baseline, wait_only: +2.00 in 100·J on 3 runs of 2 hosts, "
+        "95 % interval +1.00 to +3.00 over runs, better in 100 % of runs; +2.00 with test accuracy. 3 runs cannot show "
+        "a difference; at least 6 are needed. 3 runs are few; a claim needs 10."
+    )
+    enough = {"trained": runs("trained", *range(2, 12)), "wait_only": runs("wait_only", *[1] * 10)}
+    found = verdict(table(enough, WEIGHTS, by_run=True), Size(10, 2, True))
+    assert found.startswith("trained is better than the best baseline, wait_only: +5.50 in 100·J on 10 runs of 2 hosts")
+    assert found.endswith("with test accuracy.")
+
+
+def test_without_a_run_the_last_line_compares_the_best_baseline_to_waiting() -> None:
+    idle, size = outcome("wait_only", *[11.0] * 6), Size(1, 6, False)
+    worse, better = outcome("a", *[10.0] * 6), outcome("a", *[12.0, 13.0] * 3)
+    assert verdict(table_of(idle, worse), size) == "No baseline is better than wait_only on 6 hosts."
+    found = verdict(table_of(idle, better), size)
+    assert found.startswith("a is better than wait_only: +1.50 in 100·J on 6 hosts")
+    assert found.endswith("better in 100 % of hosts; +1.50 with test accuracy.")
+
+
+def test_the_tables_fit_into_eighty_columns() -> None:
+    names = dict.fromkeys(("trained", *known_names(), *all_baselines(resolve({"task": "null"}), with_run=True)))
+    cost = TrainingCost(*(np.array([value, value]) for value in (999_499.0, 8.88e17, 999.94e12)))
+    outcomes = [outcome(name, 100.0, 10.0 if name == "trained" else 99.0, fossil_params=(98_000,)) for name in names]
+    rows = table_of(*(dataclasses.replace(one, cost=cost) for one in outcomes))
+    text = printed(comparison(rows), quality_and_cost(rows), operations(rows)) + legend("hosts")
+    assert "…" not in text
+    assert all(name in text for name in names)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_large_numbers_are_short() -> None:
+    numbers = (NAN, 0.0, 7.0, 999.0, 5_376.0, 171_400.0, 9.96e6, 3.2e9, 4e12, 2.5e15)
+    assert [short(x) for x in numbers] == [
+        *("-", "0", "7", "999", "5.4k", "171k", "10.0M", "3.2G", "4.0T", "2.5P")
+    ]  # fmt: skip
+
+
+def test_hosts_that_were_rolled_back_are_told_below_the_tables() -> None:
+    marked = {"wait_only": (0, 0), "whole": (0, 0), "once": (1, 0), "often": (2, 1)}
+    outcomes = [
+        Outcome(name=name, stats=stats(rollbacks=np.array(times)), test_acc=np.zeros(2))
+        for name, times in marked.items()
+    ]
+    rows = rows_of(*outcomes)
+    assert rollbacks([rows["whole"], rows["once"], rows["often"]]) == [
+        "once: hosts were rolled back once.",
+        "often: hosts were rolled back 3 times.",
+    ]
+
+
+def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -> None:
+    found = {
+        "num_envs": 16,
+        "final_objective_mean": 58.412,
+        "final_objective_std": 3.25,
+        "final_committed_accuracy_mean": 59.0,
+        "final_test_accuracy_mean": 57.5,
+        "growth_ratio_mean": 1.25,
+        "env_steps_per_second": 20.4,
+        "memory_bytes": {"allocated": None, "reserved": None, "peak": 468_000_000},
+    }
+    assert done(found) == (
+        "done: 100·J 58.41 ± 3.25; committed validation 59.00, committed test 57.50; growth 1.25x; 16 hosts; "
+        "20 env-steps/s with updates, 468 MB peak memory"
+    )
+    alone = done(found | {"num_envs": 1, "final_objective_std": NAN})
+    assert alone.startswith("done: 100·J 58.41; committed")
+    assert "; 1 host; " in alone

@@ -1,0 +1,303 @@
+"""The record of real runs of seconds: complete, interrupted, damaged, old, and of a later version."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from esper.leyline.errors import QueryError, RunDirectoryError
+from esper.telemetry.record import Record, open_record
+from esper.telemetry.record.parts import Part, parts_in
+from esper.telemetry.record.schema import TABLES
+from small_runs import interrupted_at, resume, train
+
+HOSTS, STEPS, ROUNDS = 3, 8, 3  # of `small_runs`, where host 1 is rolled back in step 5
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run, which also wrote steps.jsonl."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    assert train(path, "null", ROUNDS, "--set", "record_steps=true") == 0
+    return path
+
+
+@pytest.fixture
+def record(run: Path) -> Iterator[Record]:
+    with open_record([run]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def lines(run: Path, name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def part_of(run: Path, kind: str = "steps") -> Path:
+    return next(run / "record" / part.name for part in parts_in(run / "record") if part.kind == kind)
+
+
+def test_every_table_begins_with_the_run_and_has_the_columns_of_the_schema(record: Record) -> None:
+    for table in TABLES:
+        columns = record.columns(table.name)
+        assert list(columns)[: 1 + len(table.columns)] == ["run", *table.types], table.name
+        assert {name: columns[name] for name in table.types} == table.types
+    assert record.complaints == []
+
+
+def test_steps_are_those_of_the_json_lines(run: Path, record: Record) -> None:
+    rows = record.query(
+        "SELECT s.*, d.op, d.success, d.value FROM steps s LEFT JOIN decisions d USING (run, round, t, host) "
+        "ORDER BY round, t, host"
+    )
+    expected = lines(run, "steps.jsonl")
+    assert len(rows) == len(expected) == HOSTS * STEPS * ROUNDS
+    for row, line in zip(rows, expected, strict=True):
+        for name in ("val_acc", "train_loss", "committed_acc", "total_params", "reward", "op", "success", "value"):
+            assert row[name] == pytest.approx(line.get(name)), (name, line)
+    assert [(row["host"], row["rollback"]) for row in rows if row["rollback"]] == [(1, "nan")] * ROUNDS
+
+
+def test_heads_that_an_operation_does_not_read_are_missing(record: Record) -> None:
+    wait, *_ = record.query("SELECT slot, blueprint, style, alpha_curve FROM decisions WHERE op = 'WAIT' LIMIT 1")
+    assert set(wait.values()) == {None}
+    (born,) = record.query(
+        "SELECT count(*) AS n, count(slot) AS slot, count(blueprint) AS blueprint, count(tempo) AS tempo, "
+        "count(alpha_speed) AS speed FROM decisions WHERE op = 'GERMINATE'"
+    )
+    assert born["n"] == born["slot"] == born["blueprint"] == born["tempo"] > 0
+    assert born["speed"] == 0
+
+
+def test_probabilities_of_the_operations_sum_to_one_and_include_the_chosen_one(run: Path, record: Record) -> None:
+    rows = record.query("SELECT * FROM decisions ORDER BY round, t, host")
+    chosen = [line for line in lines(run, "steps.jsonl") if line["op"] is not None]
+    for row, line in zip(rows, chosen, strict=True):
+        shares = {name: row[name] for name in row if name.startswith("p_")}
+        assert sum(shares.values()) == pytest.approx(1.0, abs=1e-5)
+        assert shares[f"p_{row['op'].lower()}"] == pytest.approx(line["op_probability"], rel=1e-5)
+
+
+def test_rewards_are_the_sums_of_their_terms(record: Record) -> None:
+    rows = record.query(
+        "SELECT any_value(reward) AS reward, sum(value) AS terms FROM steps JOIN rewards USING (run, round, t, host) "
+        "GROUP BY round, t, host"
+    )
+    assert len(rows) == HOSTS * STEPS * ROUNDS - ROUNDS  # a rolled back host has no reward
+    assert [row["terms"] for row in rows] == pytest.approx([row["reward"] for row in rows], abs=1e-6)
+
+
+def test_seeds_live_from_the_step_of_their_birth_to_that_of_their_end(run: Path, record: Record) -> None:
+    changes = [event for event in lines(run, "events.jsonl") if event["kind"] == "stage_changed"]
+    by_rollback = {
+        (event["round"], event["host"], slot): event["t"]
+        for event in lines(run, "events.jsonl")
+        if event["kind"] == "rollback"
+        for slot in event["pruned"]  # type: ignore[attr-defined]
+    }
+    seeds = record.query("SELECT * FROM seeds")
+    assert len(seeds) == sum(event["to"] == "GERMINATED" for event in changes) > 0
+    for seed in seeds:
+        place = {name: seed[name] for name in ("round", "host", "slot", "serial")}
+        own = [event for event in changes if place.items() <= event.items()]
+        times = {event["to"]: event["t"] for event in own}
+        assert seed["germinated_t"] == times["GERMINATED"]
+        assert seed["fossilized_t"] == times.get("FOSSILIZED")
+        rolled_back = by_rollback.get((seed["round"], seed["host"], seed["slot"]))
+        assert seed["pruned_t"] in (times.get("PRUNED"), rolled_back)
+
+
+def test_coalitions_hold_the_measured_accuracies(record: Record) -> None:
+    (wrong,) = record.query(
+        "SELECT count(*) AS n FROM steps WHERE val_acc IS NOT NULL AND (run, round, t, host, val_acc) NOT IN "
+        "(SELECT (run, round, t, host, accuracy) FROM coalitions)"
+    )
+    assert wrong["n"] == 0
+    (empty,) = record.query("SELECT count(*) AS n FROM coalitions WHERE len(members) = 0")
+    assert empty["n"] > 0
+
+
+def test_rounds_and_updates_are_those_of_metrics(run: Path, record: Record) -> None:
+    metrics = lines(run, "metrics.jsonl")
+    rounds = record.query("SELECT * FROM rounds ORDER BY round")
+    assert [row["objective"] for row in rounds] == [line["objective_mean"] for line in metrics]
+    assert rounds[0]["ops_wait"] == metrics[0]["ops"]["WAIT"]  # type: ignore[index]
+    updates = record.query("SELECT * FROM updates ORDER BY round")
+    assert [row["approx_kl"] for row in updates] == [line["approx_kl"] for line in metrics]
+    assert "objective_mean" not in updates[0]
+
+
+def test_arrays_mark_missing_numbers_as_nan(record: Record) -> None:
+    found = record.arrays("SELECT reward, rollback FROM steps WHERE host = 1 AND round = 1 ORDER BY t")
+    assert np.isnan(found["reward"]).tolist() == [t == 5 for t in range(1, STEPS + 1)]
+    assert found["rollback"].tolist() == [None] * 4 + ["nan"] + [None] * 3
+
+
+def test_questions_can_have_parameters(record: Record) -> None:
+    assert record.query("SELECT DISTINCT host FROM steps WHERE host = ?", [2]) == [{"host": 2}]
+
+
+def test_several_runs_are_told_apart_by_name(run: Path, copy: Path, tmp_path: Path) -> None:
+    twin = Path(shutil.copytree(run, tmp_path / "other" / "whole"))
+    with open_record([run, copy, twin]) as record:
+        names = [row["run"] for row in record.query("SELECT run FROM runs")]
+        counts = record.query("SELECT run, count(*) AS n FROM steps GROUP BY run")
+    assert names == [f"{run.parent.name}/whole", "copy", "other/whole"]
+    assert {row["n"] for row in counts} == {HOSTS * STEPS * ROUNDS}
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        *("COPY steps TO '{path}/stolen.csv'", "ATTACH '{path}/other.db'", "INSTALL httpfs", "LOAD httpfs"),
+        *("SET threads = 1", "DROP VIEW steps", "CREATE TABLE x (y INTEGER)", "EXPLAIN ANALYZE COPY steps TO 'x'"),
+        *("SELECT 1; SELECT 2", "", "PRAGMA version", "EXPORT DATABASE '{path}/all'"),
+        *("SELECT * FROM read_text('/etc/hostname')", "SELECT * FROM '{path}/secret.csv'"),
+        *("SELECT * FROM read_csv('{path}/secret.csv')", "SELECT * FROM glob('/*')", "SELECT * FROM python_secret"),
+        *("SELECT * FROM read_parquet('https://example.org/x.parquet')", "SELECT nothing FROM steps", "SELEC 1"),
+    ],
+)
+def test_only_the_record_can_be_read_and_nothing_is_written(record: Record, tmp_path: Path, sql: str) -> None:
+    python_secret = {"secret": np.arange(3)}
+    (tmp_path / "secret.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(QueryError, match=r"Tables: runs, rounds, episodes, steps, decisions"):
+        record.query(sql.format(path=tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["secret.csv"]
+    assert len(python_secret) == 1
+    assert record.query("SELECT count(*) AS n FROM runs") == [{"n": 1}]
+
+
+def test_a_damaged_part_is_named_and_the_rest_is_shown(copy: Path) -> None:
+    part = part_of(copy)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(bytes(content))
+    with open_record([copy]) as record:
+        assert any(part.name in line and "is damaged" in line for line in record.complaints)
+        assert any("no rows for round 1, step 1 to round 3, step 8" in line for line in record.complaints)
+        assert record.query("SELECT count(*) AS n FROM rounds") == [{"n": ROUNDS}]
+        assert record.query("SELECT count(*) > 0 AS some FROM slots") == [{"some": True}]
+
+
+def test_a_missing_part_is_named_by_its_steps(copy: Path) -> None:
+    part_of(copy).unlink()
+    part_of(copy, "slots").unlink()
+    with open_record([copy]) as record:
+        (line,) = record.complaints
+        assert "no rows for round 1, step 1 to round 3, step 8" in line
+
+
+def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -> None:
+    part = part_of(copy)
+    target = part.rename(tmp_path / "elsewhere.parquet")
+    part.symlink_to(target)
+    events = copy / "events.jsonl"
+    events.rename(tmp_path / "elsewhere.jsonl")
+    events.symlink_to(tmp_path / "elsewhere.jsonl")
+    (copy / "steps.jsonl").unlink()
+    with open_record([copy]) as record:
+        assert any(part.name in line and "not a regular file" in line for line in record.complaints)
+        assert any("events.jsonl is not a regular file" in line for line in record.complaints)
+        assert record.query("SELECT * FROM steps") == record.query("SELECT * FROM episodes") == []
+
+
+def test_a_folder_that_is_a_link_is_refused(copy: Path, tmp_path: Path) -> None:
+    (copy / "record").rename(tmp_path / "elsewhere")
+    (copy / "record").symlink_to(tmp_path / "elsewhere")
+    with open_record([copy]) as record:
+        assert any("is a link" in line for line in record.complaints)
+
+
+def test_a_record_of_a_later_version_says_so_and_shows_what_it_can(copy: Path) -> None:
+    for file in list((copy / "record").glob("*.parquet")):
+        file.rename(file.with_name(file.name.replace("-v1-", "-v9-")))
+    about = copy / "record" / "about.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"version": "7.5"}))
+    with open_record([copy]) as record:
+        (line,) = record.complaints
+        assert "was recorded by esper 7.5 (record version 9; this one knows 1)" in line
+        assert record.query("SELECT count(*) AS n FROM steps") == [{"n": HOSTS * STEPS * ROUNDS}]
+
+
+def test_a_run_of_json_lines_alone_has_the_same_tables(run: Path, copy: Path) -> None:
+    shutil.rmtree(copy / "record")
+    with open_record([copy]) as old, open_record([run]) as new:
+        for sql in (
+            "SELECT round, t, host, val_acc, reward FROM steps ORDER BY ALL",
+            "SELECT round, t, host, op, slot, blueprint, style, success FROM decisions ORDER BY ALL",
+            "SELECT round, host, slot, serial, blueprint, germinated_t, fossilized_t FROM seeds ORDER BY ALL",
+        ):
+            found, expected = (
+                [tuple(round(x, 4) if isinstance(x, float) else x for x in row.values()) for row in one.query(sql)]
+                for one in (old, new)
+            )
+            assert found == expected
+        assert old.query("SELECT p_wait FROM decisions LIMIT 1") == [{"p_wait": None}]
+        assert old.query("SELECT * FROM coalitions") == []
+        assert old.complaints == []
+
+
+def test_the_half_line_of_a_killed_run_is_left_out(copy: Path) -> None:
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 4, "objec')
+    with open_record([copy]) as record:
+        assert any("metrics.jsonl has 1 damaged lines" in line for line in record.complaints)
+        assert record.query("SELECT max(round) AS n FROM rounds") == [{"n": ROUNDS}]
+
+
+def test_an_evaluation_in_the_directory_becomes_rows(copy: Path) -> None:
+    hosts = {"objective": [60.0, 62.0], "committed": [61.0, 63.0], "test": [59.0, 60.0], "growth": [1.1, 1.2]}
+    means = {"name": "trained", "objective": 61.0, "committed": 62.0, "test": 59.5, "growth": 1.15, "hosts": hosts}
+    (copy / "evaluation.json").write_text(json.dumps({"controllers": [means]}))
+    with open_record([copy]) as record:
+        rows = record.query("SELECT controller, host, objective, training_flops FROM evaluations")
+    assert [tuple(row.values()) for row in rows] == [
+        ("trained", None, 61.0, None),
+        ("trained", 0, 60.0, None),
+        ("trained", 1, 62.0, None),
+    ]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.toml"):
+        open_record([tmp_path])
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_frame_has_the_rows(record: Record, library: str) -> None:
+    pytest.importorskip(library)
+    sql = "SELECT host, reward FROM steps WHERE round = 1 AND t = 5 ORDER BY host"
+    found = record.frame(sql) if library == "pandas" else record.polars(sql)
+    assert list(found["host"]) == [0, 1, 2]
+    missing = list(found["reward"])[1]
+    assert missing is None or math.isnan(missing)
+
+
+def test_a_run_that_was_stopped_and_continued_has_every_step_once(tmp_path: Path, run: Path) -> None:
+    path = tmp_path / "stopped"
+    with interrupted_at(2, 4):
+        assert train(path, "null", ROUNDS, "--set", "record_steps=true") == 130
+    assert {part.last for part in parts_in(path / "record")} == {(2, 5)}  # the step after the signal
+    assert resume(path) == 0
+    everything = "SELECT * EXCLUDE run FROM {} ORDER BY ALL"
+    with open_record([path]) as found, open_record([run]) as expected:
+        for table in ("steps", "decisions", "slots", "coalitions", "rewards", "seeds"):
+            assert repr(found.query(everything.format(table))) == repr(expected.query(everything.format(table)))
+        assert found.complaints == []
+
+
+def test_part_names_say_what_is_inside() -> None:
+    part = Part("steps", (1, 1), (1000000, 60), 0xABC)
+    assert part.name == "steps-000001.0001-1000000.0060-v1-00000abc.parquet"
+    assert Part.of_name(part.name) == part
+    assert Part.of_name("secrets-000001.0001-000001.0060-v1-00000abc.parquet") is None
+    assert Part.of_name(".steps-000001.0001-000001.0060-v1-00000abc.parquet.draft-1") is None

@@ -1,0 +1,187 @@
+"""Each anomaly is found in a record that has the fault, and in no healthy one. Numbers are worked out by hand."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+
+from esper.telemetry import anomalies
+from esper.telemetry.anomalies import RULES, Alarm, in_words, of_flags, of_trend, of_update, rule_of, share_between
+from esper.telemetry.record import open_record
+from esper.telemetry.record.parts import RECORD, Rows, write_part
+
+HOSTS, ROUNDS = 8, 20
+METRICS = {
+    "approx_kl": 0.005, "ratio_max": 2.0, "ratio_min": 0.5, "explained_variance": 0.6, "grad_norm": 3.0,
+    "value_std": 0.5, "return_std": 1.0, "hidden_rms": 0.4, "cell_rms": 1.0, "entropy_op": 0.5, "entropy_slot": 0.6,
+    "nonfinite_minibatches": 0.0, "actions_outside_mask": 0.0, "nonfinite_logits": 0.0,
+}  # fmt: skip
+"""Of a healthy update."""
+
+
+class Written:
+    """A record of 20 rounds of 8 hosts that a test changes before it is written.
+
+    `rounds` are lines of metrics.jsonl, `episodes` events; `p_wait` by round; `flagged` steps (round, host).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rounds: list[dict[str, Any]] = [
+            {"round": n, "objective_mean": 50.0 + n, "memory_bytes": {"peak": 1000}, **METRICS}
+            for n in range(1, ROUNDS + 1)
+        ]
+        self.episodes: list[dict[str, Any]] = [
+            {"kind": "episode", "round": n, "host": h, "rollbacks": 0, "shaped_return": float(h)}
+            for n in range(1, ROUNDS + 1)
+            for h in range(HOSTS)
+        ]
+        self.p_wait = [0.8] * ROUNDS
+        self.flagged: list[tuple[int, int]] = []
+
+    def change(self, rounds: Sequence[int], **values: object) -> "Written":
+        for n in rounds:
+            self.rounds[n - 1].update(values)
+        return self
+
+    def found(self) -> list[tuple[str, int, int | None, float]]:
+        """Kind, round, host and value of each anomaly."""
+        self.path.mkdir()
+        (self.path / RECORD).mkdir()
+        (self.path / "config.toml").write_text("episode_length = 1\n[ppo]\nmax_grad_norm = 0.5\n")
+        for name, rows in (("metrics", self.rounds), ("events", self.episodes)):
+            (self.path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        places = [(n, h) for n in range(1, ROUNDS + 1) for h in range(HOSTS)]
+        columns = {
+            "round": np.array([n for n, _ in places], dtype=np.int32),
+            "t": np.ones(len(places), dtype=np.int32),
+            "host": np.array([h for _, h in places], dtype=np.int32),
+            "op": np.zeros(len(places), dtype=np.int8),
+            "p_wait": np.array([self.p_wait[n - 1] for n, _ in places], dtype=np.float32),
+            "flag_ransomware": np.array([place in self.flagged for place in places]),
+        }
+        with duckdb.connect(":memory:") as database:
+            write_part(self.path / RECORD, Rows("steps", columns, {"op": ["WAIT"]}), (1, 1), (ROUNDS, 1), database)
+        with open_record([self.path]) as record:
+            rows = record.query("SELECT * FROM anomalies")
+            assert all(row["message"] and row["advice"] for row in rows)
+            assert record.complaints == []
+        return [(row["kind"], row["round"], row["host"], row["value"]) for row in rows]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path / "run")
+
+
+def test_a_healthy_run_has_no_anomalies(written: Written) -> None:
+    assert written.found() == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [
+        *(("ratio_max", 5.5), ("ratio_min", 0.05), ("approx_kl", 0.2), ("explained_variance", -0.75)),
+        *(("hidden_rms", 1e-7), ("cell_rms", 12.0), ("cell_rms", 0.0), ("grad_norm", 0.0), ("entropy_op", 0.07)),
+        *(("entropy_slot", 0.05), ("nonfinite_minibatches", 1.0), ("actions_outside_mask", 1.0)),
+        ("nonfinite_logits", 1.0),
+    ],
+)
+def test_an_update_beyond_a_threshold_is_found(written: Written, metric: str, value: float) -> None:
+    assert written.change([7], **{metric: value}).found() == [(metric, 7, None, value)]
+
+
+def test_a_gradient_that_is_always_clipped_hard_is_found(written: Written) -> None:
+    # limit 0.5, threshold 20 times as much: ten rounds above 10
+    assert written.change(range(11, 21), grad_norm=12.0).found() == [("gradient_always_clipped", 20, None, 24.0)]
+
+
+def test_one_small_gradient_among_ten_is_enough(written: Written) -> None:
+    assert written.change(range(12, 21), grad_norm=12.0).found() == []
+
+
+def test_a_critic_that_became_constant_is_found(written: Written) -> None:
+    found = written.change(range(1, 11), value_std=0.01, return_std=1.0).found()
+    assert found == [("value_collapse", 10, None, 0.01)]
+
+
+def test_a_recurrent_state_at_its_limits_is_found(written: Written) -> None:
+    assert written.change([3], hidden_rms=0.95).found() == [("lstm_saturated", 3, None, 0.95)]
+
+
+def test_a_policy_that_only_waits_is_found(written: Written) -> None:
+    written.p_wait[10:] = [0.98] * 10
+    ((kind, number, host, value),) = written.found()
+    assert (kind, number, host) == ("policy_waits", 20, None)
+    assert value == pytest.approx(0.98)
+
+
+def test_waiting_where_nothing_else_is_legal_is_no_drift(written: Written) -> None:
+    written.p_wait[10:] = [1.0] * 10
+    assert written.found() == []
+
+
+def test_many_rolled_back_hosts_are_found(written: Written) -> None:
+    for host in (0, 3, 6):
+        written.episodes[host]["rollbacks"] = 1
+    assert written.found() == [("rollbacks", 1, None, 0.375)]
+
+
+def test_rollbacks_that_make_the_return_are_found(written: Written) -> None:
+    # two of eight hosts at -10, the others at 0: all of the variance is between the groups
+    for host in range(HOSTS):
+        written.episodes[host] |= {"rollbacks": int(host < 2), "shaped_return": -10.0 * (host < 2)}
+    ((kind, number, _, value),) = written.found()
+    assert (kind, number) == ("rollbacks_dominate_return", 1)
+    assert value == pytest.approx(1.0)
+
+
+def test_memory_that_grows_is_found(written: Written) -> None:
+    written.change([20], memory_bytes={"peak": 1600})
+    assert written.found() == [("memory_grows", 20, None, 1.6)]
+
+
+def test_an_objective_that_falls_or_stands_still_is_found(tmp_path: Path) -> None:
+    falling = Written(tmp_path / "falling").change(range(1, 11), objective_mean=60.0)
+    falling.change(range(11, 21), objective_mean=55.0)
+    assert falling.found() == [("objective_falls", 20, None, -5.0)]
+    level = Written(tmp_path / "level").change(range(1, 21), objective_mean=60.0)
+    assert level.found() == [("objective_stands_still", 20, None, 0.0)]
+
+
+def test_steps_that_game_the_reward_are_found_by_host(written: Written) -> None:
+    written.flagged = [(2, 5), (4, 1)]
+    assert written.found() == [("ransomware_steps", 2, 5, 1.0), ("ransomware_steps", 4, 1, 1.0)]
+
+
+def test_the_share_of_the_variance_between_two_groups() -> None:
+    # values 0, 2 | 4, 6: means 1 and 5, variance 5, share 1/2 · 1/2 · 16 / 5
+    assert share_between([True, True, False, False], [0.0, 2.0, 4.0, 6.0]) == pytest.approx(0.8)
+    assert math.isnan(share_between([True, False, False], [1.0, 2.0, 3.0]))  # one host tells nothing
+    assert math.isnan(share_between([True, True, False, False], [1.0] * 4))
+
+
+def test_missing_metrics_raise_nothing() -> None:
+    assert list(of_update({name: math.nan for name in RULES})) == []
+    assert list(of_flags({"ransomware": 0})) == []
+    assert list(of_trend(20, [1.0] * 19)) == []
+
+
+def test_every_alarm_has_a_rule() -> None:
+    extremes: list[Mapping[str, float]] = [dict.fromkeys(RULES, 1e9), dict.fromkeys(RULES, -1e9)]
+    alarms = [alarm for metrics in extremes for alarm in of_update(metrics)]
+    assert {alarm.name for alarm in alarms} == {*anomalies._ABOVE, *anomalies._BELOW}
+    assert all(
+        rule_of(alarm).advice for alarm in [*alarms, *of_flags({"own": 2}), Alarm("objective_falls", -3.0, -2.0)]
+    )
+
+
+def test_a_kind_is_told_in_a_line() -> None:
+    row = {"kind": "approx_kl", "first": 3, "last": 9, "n": 2, "value": 0.25, "message": "Far.", "advice": "Less."}
+    assert in_words(row) == "approx_kl (rounds 3 to 9, 2 times; 0.25): Far. Less."
+    assert in_words(row | {"last": 3, "n": 1}) == "approx_kl (round 3; 0.25): Far. Less."

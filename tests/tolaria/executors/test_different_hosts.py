@@ -1,0 +1,122 @@
+"""Hosts with examples, labels and learning rates of their own, in every executor."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from against_streamed import compare
+
+import tiny
+from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.leyline.actions import LifecycleOp
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
+from esper.tasks.instances import MixedImages
+from esper.tasks.objectives import Classification
+from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.static.executor import StaticExecutor
+from tiny import CLASSES
+from toys import ToyClient, script
+
+MIXED = MixedImages(
+    num_classes=CLASSES, classes=(2, CLASSES), fractions=(1.0, 0.3), noises=(0.0, 0.3), lr_factors=(1.0, 0.25)
+)
+SETTINGS = {"instances": MIXED, "batches_per_step": 3, "objective": Classification(CLASSES)}
+EXECUTORS = {
+    "native": NativeExecutor,
+    "fused": lambda data: FusedExecutor(data, measures_together=True),
+    "fused, measured by host": lambda data: FusedExecutor(data, measures_together=False),
+    "static": StaticExecutor,
+}
+
+
+def grown(bench):
+    bench.grow("r0c0", "conv_light", SeedStage.TRAINING, hosts=[0, 1])
+    bench.grow("r0c1", "depthwise", SeedStage.HOLDING, alpha=1.0, hosts=[1, 2, 3])
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_every_executor_is_the_streamed_one(name, optimizer):
+    spec = OptimizerSpec(kind=optimizer, host_lr=0.01, seed_lr=0.02)
+    compare(EXECUTORS[name], grown, num_envs=6, epochs=2, optimizer=spec, **SETTINGS)
+
+
+def task(**changes):
+    return tiny.task(instances=MIXED, batches_per_step=3, **changes)
+
+
+def episode(num_envs, **config):
+    """The states and properties after a short episode in which every host grows the same."""
+    engine = tiny.engine(num_envs, 4, of=task(), **config)
+    germinate = (0, 1, 2, 1, 2, 0, 0, int(LifecycleOp.GERMINATE))
+    client = ToyClient(engine.spec, script(num_envs, 4, {1: {n: germinate for n in range(num_envs)}}))
+    engine.reset(client, 1)
+    return engine.rollout(client)
+
+
+def test_a_host_is_trained_alike_alone_and_among_others():
+    together, alone = episode(4), episode(1, host_offset=2)
+    assert together.val_acc[2] == alone.val_acc[0]
+    assert together.committed_acc[2] == alone.committed_acc[0]
+    for name, values in together.instance.items():
+        assert values[2] == alone.instance[name][0]
+
+
+def test_two_processes_train_as_one():
+    whole, shared = episode(4), episode(4, workers=2)
+    assert np.array_equal(whole.val_acc, shared.val_acc)
+    assert np.array_equal(whole.committed_acc, shared.committed_acc)
+
+
+def test_twins_are_the_same_host():
+    twins, hosts = episode(4, distinct_hosts=2), episode(2)
+    for n in range(4):
+        assert twins.val_acc[n] == hosts.val_acc[n % 2]
+        assert twins.returns[n] == hosts.returns[n % 2]
+    assert hosts.val_acc[0] != hosts.val_acc[1]
+
+
+def test_twins_of_scripted_hosts_are_the_same_host():
+    from esper.tasks.registry import task_by_name
+
+    null = task_by_name("null")
+    noisy = replace(null, script=replace(null.script, sigma=1.0))
+    engine = tiny.engine(6, 5, of=noisy, distinct_hosts=3)
+    engine.reset(ToyClient(engine.spec, script(6, 5, {})), 0)
+    stats = engine.rollout(ToyClient(engine.spec, script(6, 5, {})))
+    assert np.array_equal(stats.val_acc[:3], stats.val_acc[3:])
+    assert len(set(stats.val_acc.tolist())) == 3
+
+
+def test_a_restored_episode_has_the_same_instances():
+    of = task()
+    client = script(3, 4, {})
+    whole, first, second = (tiny.engine(3, 4, of=of) for _ in range(3))
+    for engine in (whole, first):
+        engine.reset(ToyClient(engine.spec, client), 2)
+    for _ in range(2):
+        first.step(ToyClient(first.spec, client))
+    toy = ToyClient(second.spec, client)
+    second.load_state_dict(first.state_dict(), toy)
+    found, want = second.rollout(toy), whole.rollout(ToyClient(whole.spec, client))
+    assert np.array_equal(found.committed_acc, want.committed_acc)
+
+
+def test_the_test_split_is_that_of_the_host():
+    engine = tiny.engine(3, 2, of=task())
+    client = ToyClient(engine.spec, script(3, 2, {}))
+    engine.reset(client, 0)
+    engine.rollout(client)
+    data = engine.executor.data
+    chosen = data.evaluation("test").chosen
+    assert chosen is not None
+    hits = engine.test().double() / 100.0 * chosen.count
+    assert torch.allclose(hits, hits.round(), atol=1e-3)
+
+
+def test_a_task_with_instances_needs_a_number_of_batches():
+    with pytest.raises(ConfigError, match="training splits of different sizes; set batches_per_step"):
+        tiny.task(instances=MIXED)

@@ -124,7 +124,16 @@ def test_batch_norm_counts_no_batches_and_starts_neutral():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"blocks": 1}, {"kernel": 2}, {"pools": 3}, {"pools": -1}, {"base": 0}, {"in_channels": 0}, {"classes": 1}, {"unshuffle": 0}],
+    [
+        {"blocks": 1},
+        {"kernel": 2},
+        {"pools": 3},
+        {"pools": -1},
+        {"base": 0},
+        {"in_channels": 0},
+        {"classes": 1},
+        {"unshuffle": 0},
+    ],
 )
 def test_impossible_hosts_are_refused_by_the_name_of_the_value(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
@@ -155,7 +164,7 @@ def test_a_slot_that_would_see_a_single_value_is_refused():
 def test_an_image_that_is_pooled_away_is_refused():
     with pytest.raises(ConfigError, match="vanish in 3 poolings"):
         host(slots=["r0c0"], of=spec(blocks=3, pools=3), size=(7, 32))
-    with pytest.raises(ConfigError, match="images of 12x16 vanish in 2 poolings after host.unshuffle 4"):
+    with pytest.raises(ConfigError, match=r"images of 12x16 vanish in 2 poolings after host\.unshuffle 4"):
         host(slots=["r0c0"], of=spec(unshuffle=4, pools=2), size=(12, 16))
 
 

@@ -186,8 +186,9 @@ def _results(stats: RolloutStats, weights: RewardConfig) -> Iterator[Event]:
     counts = ("germinated", "pruned", "fossilized", "contributing", "refused", "rollbacks")
     columns = [*floats.values(), *(getattr(stats, name) for name in counts)]
     names, operations = (*floats, *counts), [op.name for op in LifecycleOp]
+    instances = {name: values.tolist() for name, values in stats.instance.items()}
     for n, (*values, ops) in enumerate(zip(*(column.tolist() for column in columns), stats.ops.tolist(), strict=True)):
         results = {**dict(zip(names, values, strict=True)), "ops": dict(zip(operations, ops, strict=True))}
-        if stats.instance:
-            results["instance"] = {name: values_N[n].item() for name, values_N in stats.instance.items()}
+        if instances:
+            results["instance"] = {name: column[n] for name, column in instances.items()}
         yield results

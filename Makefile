@@ -36,9 +36,9 @@ train: $(STAMP)
 SEED ?= 1
 FOUND := runs/mixed_digits-learn-s$(SEED)
 
-learn: $(STAMP)  # two cores, 1 GB of memory; the search has half the budget of the controller
+learn: $(STAMP)  # two cores, 1 GB of memory; the search spends as many env-steps as the controller
 	$(BIN)/esper train --preset learn --seed $(SEED) --run-dir $(FOUND) $(ARGS)
-	$(BIN)/esper search mixed_digits --preset learn --seed $(SEED) --budget 460000 --num-envs 16 --out $(FOUND)-search
+	$(BIN)/esper search mixed_digits --preset learn --seed $(SEED) --num-envs 64 --out $(FOUND)-search
 	$(BIN)/esper evaluate $(FOUND) $(FOUND)-search/best_schedule.json $(FOUND)-search/best_rule.json \
 		wait_only heuristic explore_then_commit random untrained static_final static_common big_host \
 		--num-envs 128 --out $(FOUND)-evaluation

@@ -81,6 +81,10 @@ class Train:
     """Execute all plugins that a run directory names, with --resume or --config."""
 
 
+NEW_HOSTS = 32
+"""Hosts on which a finished run is compared with the best schedule of its task."""
+
+
 def train(command: Train) -> int:
     """Start or resume a run."""
     from esper.runs import training
@@ -102,7 +106,19 @@ def train(command: Train) -> int:
         return EXIT_STOPPED
     if not config.topology:
         console.say(f"compare with baselines: esper evaluate {path}")
+        _say_against_best_schedule(config, path, console)
     return 0
+
+
+def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunConsole) -> None:
+    """The last line of a run on a task whose best schedule is known: 100·J of both on new hosts."""
+    from esper.runs.comparison import compare
+    from esper.runs.controllers import BEST_SCHEDULE, has_best_schedule
+
+    if not has_best_schedule(config):
+        return
+    found = compare([config], [path], [BEST_SCHEDULE], num_envs=NEW_HOSTS, console=console)
+    console.say(f"beside the best constant schedule: {found.verdict}")
 
 
 def _continued(command: Train, path: Path) -> "RunConfig":

@@ -1,6 +1,6 @@
 """The controllers that a comparison knows, by name, and what decides their actions.
 
-baselines   `tamiyo.baselines`, registered policies, and best_schedule where it is known
+baselines   `tamiyo.baselines`, registered policies, and best_schedule where it is known (on paper, or by a search)
 policies    files that end in .json
 trained     the policy of a run; `untrained` is its network at initialization
 derived     baselines that start with what another controller, their *source*, has grown:
@@ -96,11 +96,18 @@ def known_names() -> tuple[str, ...]:
 
 def all_baselines(config: RunConfig, *, with_run: bool) -> tuple[str, ...]:
     """Names of the baselines that the task supports; those that belong to a trained controller only with a run."""
-    own = (*BASELINES, BEST_SCHEDULE) if _is_solved(config) else BASELINES
+    own = (*BASELINES, BEST_SCHEDULE) if has_best_schedule(config) else BASELINES
     if not with_run:
         return own
     widens = isinstance(task_by_name(config.task).host, CNNHostSpec | TransformerHostSpec)
     return (*own, UNTRAINED, COMMON, *((BIG_HOST,) if widens else ()))
+
+
+def has_best_schedule(config: RunConfig) -> bool:
+    """Whether `best_schedule` is known: worked out on paper, or searched for the slots and steps of this run."""
+    task = task_by_name(config.task)
+    searched = task.best_schedule is not None and config.slots == task.enabled
+    return _is_solved(config) or (searched and config.episode_length == task.episode_length)
 
 
 def _is_solved(config: RunConfig) -> bool:
@@ -124,16 +131,22 @@ def baseline(name: str, config: RunConfig) -> Controller:
     if name == UNTRAINED:
         return Controller(name=name, make=partial(_untrained, config), identity={"ppo": plain(config.ppo)})
     if name == BEST_SCHEDULE:
+        if not has_best_schedule(config):
+            raise ConfigError(
+                f"the best schedule of task {config.task!r} is not known for these slots and steps; leave "
+                f"{BEST_SCHEDULE} out, or find it with esper search."
+            )
         if not _is_solved(config):
-            raise ConfigError(f"the best schedule of task {config.task!r} is not known; leave {BEST_SCHEDULE} out.")
+            return replace(_of_file(task_by_name(config.task).best_schedule, config), name=name)
         return Controller(name=name, make=partial(_best_schedule, config))
     if name not in policy_names():
         raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")
     return Controller(name=name, make=partial(baseline_of, name, config))
 
 
-def _of_file(path: Path, config: RunConfig) -> Controller:
+def _of_file(path: Path | None, config: RunConfig) -> Controller:
     """The policy in a file, under the name of the file."""
+    assert path is not None
     identity = {"policy": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
     return Controller(name=path.name, make=partial(policy_file_client, path, config), identity=identity)
 

@@ -1,6 +1,7 @@
 """The built-in tasks."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
@@ -34,6 +35,8 @@ DIGITS = register_task(
     )
 )
 
+SCHEDULES = Path(__file__).parent / "schedules"
+
 MIXED = MixedImages(
     num_classes=10,
     classes=(5, 10),
@@ -59,6 +62,7 @@ MIXED_DIGITS = register_task(
         batches_per_step=8,
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
         instances=MIXED,
+        best_schedule=SCHEDULES / "mixed_digits.json",
         min_training_epochs=3,
         target_loss=0.1,
         typical_loss_delta_std=0.1,
@@ -91,6 +95,7 @@ MIXED_FASHION_MNIST = register_task(
         host=CNNHostSpec(in_channels=1, unshuffle=3, base=16, kernel=1, blocks=2, pools=1, classes=10),
         load=fashion_mnist.load_views,
         source=fashion_mnist.SOURCE,
+        best_schedule=None,
         batch_val=500,
         instances=replace(MIXED, fractions=(0.05, 0.1), views=len(fashion_mnist.VIEWS)),
     )

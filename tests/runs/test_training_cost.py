@@ -24,10 +24,11 @@ def meter(hosts: int = 2, steps: int = 12, planted: tuple[GrowthManifest, ...] =
     return CostMeter(tiny.task(), tiny.dataset(), engine.spec, params, planted)
 
 
-def report(
-    t: int, seed: int | None = None, stage: SeedStage = SeedStage.TRAINING, *, alpha: float = 0.0, gate: int = 0
-):
-    """The second of two hosts has a seed in slot r0c1, the first has none."""
+def report(t: int, seed: int | None = None, *, gate: int = 0, measured: tuple[bool, ...] = (False,)):
+    """After step t the second of two hosts has a seed in slot r0c1 or none; the first never has one.
+
+    `measured` are the coalitions of the second host in step t: whether the seed is on.
+    """
     shape = (2, 3)
     fields = {
         "stage": np.full(shape, int(SeedStage.DORMANT)),

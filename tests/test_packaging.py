@@ -28,6 +28,7 @@ MAY_READ = {
     "tolaria/executors/scoring.py": "an objective is tried once, on the CPU, before the first step",
     "api/task.py": "tries a loss of the user's, before the run",
     "tolaria/runtime.py": "the border between device and host",
+    "tolaria/build.py": "properties of instances, which are drawn on the CPU to be recorded",
     "tolaria/prefixes.py": "numpy arrays of the structure that was read",
     "tolaria/memory_prediction.py": "makes a structure for two passes of one host, before the run",
     "tolaria/executors/": "numpy arrays of the structure that was read (`tolist` alone: see ONLY)",

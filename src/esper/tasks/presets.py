@@ -87,6 +87,16 @@ FASHION_MNIST = register_task(
     )
 )
 
+MIXED_DIGITS_WIDE = register_task(
+    replace(
+        MIXED_DIGITS,
+        name="mixed_digits_wide",
+        description="mixed_digits with hosts twice as wide; does a controller transfer?",
+        host=CNNHostSpec(in_channels=1, unshuffle=2, base=32, kernel=1, blocks=2, pools=1, classes=10),
+        best_schedule=None,
+    )
+)
+
 MIXED_FASHION_MNIST = register_task(
     replace(
         MIXED_DIGITS,

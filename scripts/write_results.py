@@ -1,9 +1,10 @@
-"""Draws the pictures and writes the tables of docs/results.md from runs and their comparison.
+r"""Draws the pictures and writes the tables of docs/results.md from runs and their comparison.
 
     esper train --preset learn --seed 1 --run-dir runs/learn-1      (and 2, 3)
     esper search mixed_digits --preset learn --seed 1 --out runs/search-1
     esper evaluate runs/learn-1 runs/learn-2 runs/learn-3 ... --num-envs 128 --out runs/evaluation
-    python scripts/write_results.py runs/evaluation/evaluation.json runs/learn-1 runs/learn-2 runs/learn-3
+    python scripts/write_results.py runs/evaluation/evaluation.json runs/learn-1 runs/learn-2 runs/learn-3 \
+        --by-seed seed-1.json seed-2.json seed-3.json
 
 The page has tables between two markers; what stands around them is written by hand.
 """
@@ -40,6 +41,8 @@ class Options:
     """What `esper evaluate` wrote."""
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN ...")]
     """The run directories of the trained controller."""
+    by_seed: tuple[Path, ...] = ()
+    """The same comparison for each run alone."""
     page: Path = Path("docs/results.md")
     """The page with the markers; its folder gets the pictures."""
 
@@ -52,7 +55,9 @@ def main(options: Options) -> int:
     references = {row["name"]: row["objective"] for row in controllers if row["name"] != "trained"}
     draw(curves(options.runs, references), folder / "results_learning.png")
     draw(frontier(controllers), folder / "results_frontier.png")
-    text = "\n\n".join((comparison(report), by_kind(controllers), grown(controllers)))
+    alone = [json.loads(path.read_text(encoding="utf-8")) for path in options.by_seed]
+    parts = (comparison(report), each_seed(alone), by_kind(controllers), grown(controllers))
+    text = "\n\n".join(part for part in parts if part)
     page = options.page.read_text(encoding="utf-8")
     options.page.write_text(between_markers(page, text, MARKERS), encoding="utf-8")
     return 0
@@ -74,6 +79,26 @@ def comparison(report: Mapping[str, Any]) -> str:
             f"{row['committed']:.1f} | {row['test']:.1f} | {row['growth']:.2f}x | "
             f"{row['training_flops'] / 1e6:,.0f} M |"
         )
+    return "\n".join(lines)
+
+
+def each_seed(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The controller of each training seed against every baseline, on its own new hosts."""
+    if not reports:
+        return ""
+    others = [row["name"] for row in reports[0]["controllers"] if row["name"] != reports[0]["reference"]]
+    lines = [
+        "### Each training seed by itself",
+        "",
+        f"Differences of the trained controller from each baseline, on {reports[0]['num_envs']} new hosts of each seed.",
+        "",
+        "| against | " + " | ".join(f"hosts of seed {report['seed']}" for report in reports) + " |",
+        "| --- |" + " ---: |" * len(reports),
+    ]
+    rows = [{row["name"]: row for row in report["controllers"]} for report in reports]
+    lines.append("| (100·J) | " + " | ".join(f"{row[reports[0]['reference']]['objective']:.2f}" for row in rows) + " |")
+    for name in others:
+        lines.append(f"| {name} | " + " | ".join(_interval(row[name]["difference"], sign=-1.0) for row in rows) + " |")
     return "\n".join(lines)
 
 

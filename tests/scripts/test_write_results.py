@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import write_results
-from write_results import Options, by_kind, comparison, grown, main
+from write_results import Options, by_kind, comparison, each_seed, grown, main
 
 
 def seed(slot, blueprint):
@@ -65,3 +65,12 @@ def test_the_page_keeps_what_stands_around_the_markers(tmp_path: Path):
     assert "old" not in text
     assert "trained is better." in text
     assert {path.name for path in tmp_path.glob("*.png")} == {"results_learning.png", "results_frontier.png"}
+
+
+def test_each_seed_has_a_column_of_its_own():
+    report = REPORT | {"num_envs": 4, "seed": 1_000_001}
+    lines = each_seed([report, report | {"seed": 1_000_002}]).splitlines()
+    assert "on 4 new hosts of each seed" in lines[2]
+    assert lines[4] == "| against | hosts of seed 1000001 | hosts of seed 1000002 |"
+    assert lines[-2:] == ["| (100·J) | 79.00 | 79.00 |", "| wait_only | +1.50 [+1.00, +2.00] | +1.50 [+1.00, +2.00] |"]
+    assert each_seed([]) == ""

@@ -1,0 +1,134 @@
+"use strict";
+// Starts the view that the address names, and draws its sections again when files of its runs have changed.
+
+const address = new URL(location.href);
+const view = VIEWS[address.pathname], names = address.searchParams.getAll("run");
+const whole = (name) => (/^\d+$/.test(address.searchParams.get(name) ?? "") ? Number(address.searchParams.get(name)) : null);
+const state = { round: whole("round"), host: whole("host"), step: whole("step"), order: address.searchParams.get("order"), sort: address.searchParams.get("sort") };
+const places = new Map();  // section id: { place, body, text }
+let busy = false, again = false, pause = 2000;
+
+/** Shows `state` in the address, without the token; going back leaves the view. */
+function remember() {
+  history.replaceState(null, "", link(address.pathname, { run: names, ...state, step: scrub.step ?? state.step }) + location.hash);
+}
+
+function go(change) {
+  Object.assign(state, change);
+  if (!(state.order in ORDERS)) state.order = null;
+  remember();
+  places.forEach((one) => { if (one.section.needs.some((name) => name in { overview: 0, round: 0, anomalies: 0 })) one.text = null; });
+  refresh();
+}
+
+/** A payload as text; an error as a sentence. */
+async function fetched(name) {
+  const place = name === "host" ? { round: state.round, host: state.host } : name === "round" ? { round: state.round } : {};
+  let answer;
+  try {
+    answer = await fetch(link(`/api/${name}`, { run: name === "overview" ? [] : names, ...place }));
+  } catch {
+    throw new Error("esper serve does not answer; start it again.");
+  }
+  const text = await answer.text();
+  if (answer.ok) return text;
+  let why = text.replace(/^esper: /, "");
+  try { why = JSON.parse(text).error; } catch { /* a plain sentence */ }
+  throw new Error(why);
+}
+
+async function redraw(one, load) {
+  const { section, place, body } = one;
+  let text, content;
+  try {
+    const texts = await Promise.all(section.needs.map(load));
+    text = texts.join("\n");
+    if (text === one.text) return;
+    content = () => section.draw(Object.fromEntries(section.needs.map((name, i) => [name, JSON.parse(texts[i])])));
+  } catch (error) {
+    text = error.message;
+    if (text === one.text) return;
+    content = () => el("p", { class: "finding" }, error.message);
+  }
+  one.text = text;
+  place.style.minHeight = `${place.offsetHeight}px`;  // charts come a moment later; nothing below must jump
+  const chosen = choices(body);
+  body.replaceChildren(...present(content()));
+  choose(body, chosen);
+  setTimeout(() => { place.style.minHeight = ""; }, 400);
+}
+
+const controls = (body) => [...body.querySelectorAll(".controls select, .controls input, form input, .scroll")];
+
+/** What the user has chosen in a section, by its place. */
+const choices = (body) => controls(body).map((c) => ({ value: c.value, checked: c.checked, focus: c === document.activeElement, top: c.scrollTop, left: c.scrollLeft }));
+
+function choose(body, chosen) {
+  const now = controls(body);
+  if (now.length !== chosen.length) return;
+  now.forEach((control, i) => {
+    const { value, checked, focus, top, left } = chosen[i];
+    if (control.closest("form") || control.matches("[type=checkbox]")) {
+      if (control.checked !== checked) { control.checked = checked; control.dispatchEvent(new Event("change")); }
+    } else if (control.matches("select:not([aria-label]), [type=search]") && control.value !== value) {
+      control.value = value;
+      if (control.value === value) control.dispatchEvent(new Event(control.type === "search" ? "input" : "change"));
+    }
+    control.scrollTo?.(left, top);
+    if (focus) control.focus({ preventScroll: true });
+  });
+}
+
+/** Loads what has changed; at most a fifth of the time, so that a server beside a training takes little of it. */
+async function refresh() {
+  if (busy) { again = true; return; }
+  busy = true;
+  const began = performance.now(), texts = new Map();
+  const load = (name) => texts.get(name) ?? texts.set(name, fetched(name)).get(name);
+  await Promise.all([...places.values()].map((one) => redraw(one, load)));
+  const runs = view.sections.some((section) => section.needs.includes("runs")) ? await load("runs").then(JSON.parse, () => null) : null;
+  if (runs) document.querySelector("header").replaceChildren(...heading(runs));
+  pause = Math.max(1000, 4 * (performance.now() - began));
+  busy = false;
+  if (again) { again = false; setTimeout(refresh, pause); }
+}
+
+function frame() {
+  const title = names.join(", ") || "Runs";
+  document.title = `${view.title}: ${title}`;
+  document.querySelector("header").replaceChildren(el("h1", {}, title));
+  const item = ([path, { title, single }]) => el("li", {}, el("a", { href: path === "/" ? "/" : link(path, { run: single ? names[0] : names }), "aria-current": path === address.pathname ? "page" : null }, title));
+  document.querySelector("nav").replaceChildren(el("ul", {}, Object.entries(VIEWS).filter(([path]) => path === "/" || names.length).map(item)));
+  const sections = view.sections.filter((section) => !section.single || names.length === 1);
+  document.querySelector("main").replaceChildren(...sections.map((section) => {
+    const body = el("div", {}, say("reading …")), place = framed(section, body);
+    places.set(section.id, { section, place, body, text: null });
+    return place;
+  }));
+}
+
+/** Follows the runs while the page is seen; a hidden one must not hold a connection, of which browsers allow six. */
+function connect() {
+  const status = document.querySelector("footer");
+  const source = new EventSource(link("/api/events", { run: names }));
+  source.addEventListener("ready", () => { status.textContent = "Follows the files of the runs."; refresh(); });
+  source.addEventListener("changed", () => { status.textContent = `Last change: ${new Date().toLocaleTimeString()}.`; document.body.dataset.changes = Number(document.body.dataset.changes ?? 0) + 1; refresh(); });
+  source.addEventListener("error", () => { status.textContent = "esper serve does not answer; trying again."; });
+  document.addEventListener("visibilitychange", () => { source.close(); if (!document.hidden) connect(); }, { once: true });
+}
+
+async function begin() {
+  if (view !== VIEWS["/"] && !names.length) {  // the only run, or a choice
+    const { runs } = JSON.parse(await fetched("overview"));
+    if (runs.length !== 1) { location.replace("/"); return; }
+    names.push(runs[0].run);
+  }
+  remember();
+  frame();
+  let settled;
+  watch(document.body, () => { clearTimeout(settled); settled = setTimeout(remember, 250); });
+  if (!document.hidden) refresh();
+  connect();
+}
+
+begin();

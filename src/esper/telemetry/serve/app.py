@@ -153,7 +153,7 @@ def _page() -> str:
             *(f'<link rel="stylesheet" href="{address(name)}">' for name in STYLES),
             *(f'<script defer src="{address(name)}"></script>' for name in SCRIPTS),
             '</head>\n<body>\n<a class="skip" href="#main">Skip to the content</a>',
-            '<header></header>\n<nav aria-label="Views"></nav>\n<main id="main" tabindex="-1">',
+            '<header></header>\n<nav aria-label="Views"></nav>\n<main id="main" tabindex="-1" aria-busy="true">',
             "<noscript>This page is drawn by its scripts; allow them to run.</noscript></main>",
             '<footer role="status"></footer>\n</body>\n</html>\n',
         ]

@@ -8,7 +8,7 @@ const rowsOf = (columns, y, low, high) => (columns.round ?? []).map((x, i) => ({
 const rolling = (rows, span) => rows.map((row, i) => (span < 2 ? row : { ...row, ...Object.fromEntries(["y", "low", "high"].filter((k) => row[k] != null).map((k) => [k, d3.mean(rows.slice(Math.max(0, i - span + 1), i + 1), (r) => r[k])])) }));
 
 const named = (runs) => (runs.length > 1 ? (run) => run : () => "");
-const present = (...elements) => elements.flat().filter(Boolean);
+const present = (...elements) => elements.flat(Infinity).filter(Boolean);
 const say = (text) => el("p", { class: "faint" }, text);
 
 /** A part that a control redraws; `make(state)` gives elements. */

@@ -39,21 +39,22 @@ async function fetched(name) {
 
 async function redraw(one, load) {
   const { section, place, body } = one;
-  let text, content;
+  let text, content, failed = null;
   try {
     const texts = await Promise.all(section.needs.map(load));
     text = texts.join("\n");
     if (text === one.text) return;
     content = () => section.draw(Object.fromEntries(section.needs.map((name, i) => [name, JSON.parse(texts[i])])));
   } catch (error) {
-    text = error.message;
+    failed = text = error.message;
     if (text === one.text) return;
     content = () => el("p", { class: "finding" }, error.message);
   }
-  one.text = text;
+  Object.assign(one, { text, failed });
   place.style.minHeight = `${place.offsetHeight}px`;  // charts come a moment later; nothing below must jump
   const chosen = choices(body);
   body.replaceChildren(...present(content()));
+  place.hidden = !body.hasChildNodes();
   choose(body, chosen);
   setTimeout(() => { place.style.minHeight = ""; }, 400);
 }
@@ -85,9 +86,12 @@ async function refresh() {
   busy = true;
   const began = performance.now(), texts = new Map();
   const load = (name) => texts.get(name) ?? texts.set(name, fetched(name)).get(name);
-  await Promise.all([...places.values()].map((one) => redraw(one, load)));
+  const all = [...places.values()];
+  await Promise.all(all.map((one) => redraw(one, load)));
+  all.forEach((one, i) => { if (one.failed) one.place.hidden = all.slice(0, i).some((other) => other.failed === one.failed); });  // said once
   const runs = view.sections.some((section) => section.needs.includes("runs")) ? await load("runs").then(JSON.parse, () => null) : null;
   if (runs) document.querySelector("header").replaceChildren(...heading(runs));
+  document.querySelector("main").setAttribute("aria-busy", "false");
   pause = Math.max(1000, 4 * (performance.now() - began));
   busy = false;
   if (again) { again = false; setTimeout(refresh, pause); }

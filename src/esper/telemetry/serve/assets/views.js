@@ -27,7 +27,7 @@ function age(seconds) {
   return passed < 90 ? `${Math.round(passed)} s ago` : passed < 5400 ? `${Math.round(passed / 60)} min ago` : passed < 129600 ? `${Math.round(passed / 3600)} h ago` : new Date(1000 * seconds).toISOString().slice(0, 10);
 }
 
-const condition = (run) => (run.finished ? "finished" : run.changed === null ? "empty" : `not finished, written ${age(run.changed)}`);
+const condition = (run) => (run.finished ? "finished" : run.changed === null ? "empty" : `written ${age(run.changed)}`);
 const RUN_COLUMNS = [
   ["run", (run) => el("a", { href: link("/run", { run: run.run }) }, run.run), true, (run) => run.run],
   ["100·J ± sd", (run) => plusMinus(run.objective, run.objective_std), false, (run) => run.objective],
@@ -66,7 +66,7 @@ function overviewSection({ overview }) {
   const several = overview.runs.length > 1;
   const box = ["", (run) => el("input", { type: "checkbox", name: "run", value: run.run, "aria-label": `compare ${run.run}` }), true, null];
   const notes = [...overview.notes, ...overview.runs.flatMap((run) => run.complaints)];
-  const runs = overview.runs.length ? sortable(several ? [...RUN_COLUMNS, box] : RUN_COLUMNS, overview.runs, "Runs") : null;
+  const runs = overview.runs.length ? sortable(several ? [RUN_COLUMNS[0], box, ...RUN_COLUMNS.slice(1)] : RUN_COLUMNS, overview.runs, "Runs") : null;
   runs?.classList.add("tall");
   return present(notes.map((text) => el("p", { class: "finding" }, text)),
     runs && el("form", { action: "/run" }, runs, several ? el("p", {}, el("button", {}, "Compare the chosen runs")) : null),
@@ -164,7 +164,7 @@ function follow(charts) {
 function stepPanel(found, colors) {
   const [steps, decisions, slots, rewards] = [found.steps, found.decisions, found.slot_rows, found.rewards].map(byStep);
   const most = d3.max(found.rewards, (row) => Math.abs(row.value)) ?? 0, both = found.rewards.some((row) => row.value < 0);
-  const body = el("div", {}), parts = el("div", { class: "parts" }), panel = el("aside", { class: "panel", "aria-label": "The step" }, body, parts);
+  const body = el("div", {}), parts = el("div", { class: "parts" }), panel = el("aside", { class: "panel", "aria-label": "The step", tabindex: 0 }, body, parts);
   const draw = (t) => {
     const [step] = steps.get(t) ?? [{}], [decision] = decisions.get(t) ?? [];
     const values = new Map((rewards.get(t) ?? []).map((row) => [row.term, row.value]));

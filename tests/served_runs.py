@@ -80,8 +80,9 @@ def add_parts(path: Path, number: int, hosts: int, steps: int) -> None:
     }  # fmt: skip
     stage = np.select([kept, t > middle // 2], [2, 1], 0)
     zeros = np.zeros(t.shape, int)
-    seeds = place | {"slot": zeros, "serial": zeros, "stage": stage, "blueprint": zeros, "params": zeros + 50,
-                     "alpha": np.clip((t - middle // 2) / (middle - middle // 2), 0.0, 1.0), "contribution": 1.0 * t}  # fmt: skip
+    alpha = np.clip((t - middle // 2) / (middle - middle // 2), 0.0, 1.0)
+    seeds = place | {"slot": zeros, "serial": zeros, "stage": stage, "blueprint": zeros, "params": zeros + 50}
+    seeds |= {"alpha": alpha, "contribution": 1.0 * t}
     last = t == steps
     sets = {name: np.tile(column[last], 2) for name, column in place.items()}
     sets |= {"members": np.repeat([0, 1], hosts), "accuracy": np.repeat([30.0, 45.0], hosts)}
@@ -97,7 +98,8 @@ def add_parts(path: Path, number: int, hosts: int, steps: int) -> None:
 @contextmanager
 def serving(path: Path, access: Access | None = None) -> Iterator[str]:
     """A server in a thread of this process; gives its address."""
-    config = uvicorn.Config(application(Runs(path), access or Access()), port=0, log_level="error", lifespan="off",
+    runs = Runs(path)
+    config = uvicorn.Config(application(runs, access or Access()), port=0, log_level="error", lifespan="off",
                             timeout_graceful_shutdown=1)  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -110,3 +112,4 @@ def serving(path: Path, access: Access | None = None) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+        runs.close()

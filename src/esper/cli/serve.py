@@ -56,17 +56,18 @@ def serve(command: Serve) -> int:
         raise ConfigError("nothing to serve is named; give a run directory or a folder of them: esper serve runs")
     if command.token == "":
         raise ConfigError("--token is empty; give a secret, or leave it out to have one made.")
-    runs = Runs(command.path)
     token = command.token if command.token or _is_local(command.host) else secrets.token_urlsafe(16)
     names = ("localhost", socket.gethostname(), command.host, *joined(command.allow_host))
-    with _listening(command.host, command.port) as port:
+    with Runs(command.path) as runs, _listening(command.host, command.port) as port:
         start = f"/run?run={quote(runs.root.name)}" if runs.is_single else "/"
         secret = f"{'&' if '?' in start else '?'}token={quote(token)}" if token else ""
         shown = f"[{command.host}]" if ":" in command.host else command.host
         RunConsole().say(f"{runs.root} at http://{shown}:{port.getsockname()[1]}{start}{secret} (Ctrl-C ends)")
         app = application(runs, Access(names=names, token=token))
         # the access log would hold the token
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+        settings = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+        )
         with suppress(KeyboardInterrupt):  # the way to end it
             uvicorn.Server(settings).run(sockets=[port])
     return 0

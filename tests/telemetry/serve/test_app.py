@@ -5,7 +5,7 @@ import http.client
 import json
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,8 +28,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(folder: Path) -> TestClient:
-    return TestClient(application(Runs(folder), Access()), base_url="http://127.0.0.1")
+def client(folder: Path) -> Iterator[TestClient]:
+    with Runs(folder) as runs:
+        yield TestClient(application(runs, Access()), base_url="http://127.0.0.1")
 
 
 @pytest.mark.parametrize("path", VIEWS)
@@ -139,7 +140,9 @@ def test_a_stream_names_the_runs_that_change_appear_and_go(folder):
 def test_a_stream_of_one_run_is_silent_about_others(folder):
     shutil.copytree(folder / "a", folder / "b")
     acts = [lambda: (add_round(folder / "b", 3), add_round(folder / "a", 3))]
-    assert first_events(changes(Runs(folder), frozenset({"a"}), poll=0.02), acts)[1] == 'event: changed\ndata: ["a"]\n\n'
+    assert (
+        first_events(changes(Runs(folder), frozenset({"a"}), poll=0.02), acts)[1] == 'event: changed\ndata: ["a"]\n\n'
+    )
 
 
 def test_a_round_that_is_appended_arrives_as_an_event_and_then_as_data(folder):

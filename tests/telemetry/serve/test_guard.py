@@ -1,5 +1,6 @@
 """Who may read: each request that is refused, with its reason, and those that are not."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ LOCAL = "http://127.0.0.1:8080"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "a")
-    return Runs(folder)
+    with Runs(folder) as runs:
+        yield runs
 
 
 @pytest.fixture

@@ -86,7 +86,9 @@ async def changes(runs: Runs, names: frozenset[str], poll: float = POLL) -> Asyn
     """Server-sent events: `ready` at once, then `changed` with the names of the runs whose files have changed.
 
     Args:
-        runs: those to watch. names: report these alone, or all if there are none. poll: seconds between looks.
+        runs: where to look.
+        names: report these alone, or all if there are none.
+        poll: seconds between looks.
     """
 
     def look() -> Mapping[str, str]:

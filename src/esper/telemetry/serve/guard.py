@@ -92,7 +92,8 @@ class Guard:
             return refused(403, "this data is for the page of esper serve alone, not for pages of other sites.")
         if not (self._brings_token(request) or self._has_cookie(request)):
             return refused(
-                401, "this page needs its token; open the address with ?token= that esper serve printed when it started."
+                401,
+                "this page needs its token; open the address with ?token= that esper serve printed when it started.",
             )
         return None
 

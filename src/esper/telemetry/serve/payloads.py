@@ -69,7 +69,9 @@ def host(record: Record, place: Place) -> Payload:
     chosen = place.get("host", best["host"])
     result = next((row for row in of_round if row["host"] == chosen), None)
     if result is None:
-        raise QueryError(f"round {number} has no host {chosen}; it has {of_round[0]['host']} to {of_round[-1]['host']}.")
+        raise QueryError(
+            f"round {number} has no host {chosen}; it has {of_round[0]['host']} to {of_round[-1]['host']}."
+        )
     return known | {"host": chosen, "result": result} | _episode(record, (run["run"], number, chosen))
 
 

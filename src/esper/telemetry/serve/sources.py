@@ -39,11 +39,20 @@ class _Opened:
     record: Record
     lock: threading.Lock = field(default_factory=threading.Lock)
     answers: dict[str, bytes] = field(default_factory=dict)
+    closed: bool = False
+
+    def close(self) -> None:
+        """Close the record when its present reader is done."""
+        with self.lock:
+            self.closed = True
+            self.record.close()
 
 
 @final
 class Runs:
     """The runs below a path; safe to use from several threads.
+
+    Records stay open until `close`, or the end of a `with` block.
 
     Args:
         path: a run directory, or a folder of them.
@@ -109,26 +118,46 @@ class Runs:
             UnknownRunError: a name is not that of a run.
             EsperError: what `make` raises.
         """
-        opened = self._open(names)
-        with opened.lock:
-            if key not in opened.answers:
-                if len(opened.answers) >= ANSWERS:
-                    opened.answers.clear()
-                opened.answers[key] = encoded(make(opened.record))
-            return opened.answers[key]
+        while True:
+            opened = self._open(names)
+            with opened.lock:
+                if opened.closed:  # meanwhile, by another thread
+                    continue
+                if key not in opened.answers:
+                    if len(opened.answers) >= ANSWERS:
+                        opened.answers.clear()
+                    opened.answers[key] = encoded(make(opened.record))
+                return opened.answers[key]
 
     def _open(self, names: tuple[str, ...]) -> _Opened:
-        """The record of these runs as they are now. One that is no longer held closes when its last reader is done."""
+        """The record of these runs as they are now."""
         paths = [self.path_of(name) for name in names]
         version = "".join(map(version_of, paths))  # before reading: what changes meanwhile is read again
         with self._lock:
-            kept = self._opened.pop(names, None)
+            kept, old = self._opened.pop(names, None), []
             if kept is None or kept.version != version:
+                old = [kept] if kept else []
                 kept = _Opened(version, open_record(paths))
             self._opened[names] = kept
             while len(self._opened) > OPEN:
-                del self._opened[next(iter(self._opened))]
-            return kept
+                old.append(self._opened.pop(next(iter(self._opened))))
+        for one in old:
+            one.close()
+        return kept
+
+    def close(self) -> None:
+        """Close all records."""
+        with self._lock:
+            old = list(self._opened.values())
+            self._opened.clear()
+        for one in old:
+            one.close()
+
+    def __enter__(self) -> "Runs":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def version_of(run: Path) -> str:

@@ -12,12 +12,11 @@ import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import uvicorn
 from playwright.sync_api import sync_playwright
 
 from esper.cli import main as esper
-from esper.telemetry.serve.app import application
 from esper.telemetry.serve.guard import Access
+from esper.telemetry.serve.server import server_of
 from esper.telemetry.serve.sources import Runs
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -36,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         page = Path(folder) / "report.html"
         if esper(["report", str(given.run), "--out", str(page)]):
             return 2
-        server = uvicorn.Server(uvicorn.Config(application(runs, Access()), port=0, log_level="error", lifespan="off"))
+        server = server_of(runs, Access())
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

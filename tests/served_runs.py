@@ -13,12 +13,11 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
-import uvicorn
 
 from esper.leyline.actions import LifecycleOp
 from esper.telemetry.record.parts import RECORD, Rows, write_about, write_part
-from esper.telemetry.serve.app import application
 from esper.telemetry.serve.guard import Access
+from esper.telemetry.serve.server import server_of
 from esper.telemetry.serve.sources import Runs
 
 OPS = [op.name for op in LifecycleOp]
@@ -99,9 +98,7 @@ def add_parts(path: Path, number: int, hosts: int, steps: int) -> None:
 def serving(path: Path, access: Access | None = None) -> Iterator[str]:
     """A server in a thread of this process; gives its address."""
     runs = Runs(path)
-    config = uvicorn.Config(application(runs, access or Access()), port=0, log_level="error", lifespan="off",
-                            timeout_graceful_shutdown=1)  # fmt: skip
-    server = uvicorn.Server(config)
+    server = server_of(runs, access or Access())
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -57,7 +57,15 @@ def test_the_printed_address_opens_the_page_and_an_interrupt_ends_it(tmp_path: P
         address = found[1].replace("0.0.0.0", "127.0.0.1")
         with urllib.request.urlopen(address, timeout=60) as answer:
             assert b"<main" in answer.read()
+        origin, _, query = address.partition("/run")
+        data = f"{origin}/api/curves{query}"
+        with urllib.request.urlopen(data, timeout=60) as answer:
+            assert answer.read().startswith(b'{"a run":')
+        stream = urllib.request.urlopen(data.replace("curves", "events"), timeout=60)
+        assert stream.readline() == b"event: ready\n"
         process.send_signal(signal.SIGINT)
+        with stream:
+            assert b"" in iter(stream.readline, None)  # it ends by itself
         assert process.wait(60) == 0
         assert process.stderr
         assert process.stderr.read() == ""

@@ -41,10 +41,8 @@ class Serve:
 def serve(command: Serve) -> int:
     """Answer requests until interrupted."""
     try:
-        import uvicorn
-
-        from esper.telemetry.serve.app import application
         from esper.telemetry.serve.guard import Access
+        from esper.telemetry.serve.server import server_of
     except ImportError as error:
         raise ConfigError(
             f"esper serve needs starlette and uvicorn, and importing them failed ({error}); "
@@ -63,13 +61,8 @@ def serve(command: Serve) -> int:
         secret = f"{'&' if '?' in start else '?'}token={quote(token)}" if token else ""
         shown = f"[{command.host}]" if ":" in command.host else command.host
         RunConsole().say(f"{runs.root} at http://{shown}:{port.getsockname()[1]}{start}{secret} (Ctrl-C ends)")
-        app = application(runs, Access(names=names, token=token))
-        # the access log would hold the token
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
-        )
         with suppress(KeyboardInterrupt):  # the way to end it
-            uvicorn.Server(settings).run(sockets=[port])
+            server_of(runs, Access(names=names, token=token)).run(sockets=[port])
     return 0
 
 

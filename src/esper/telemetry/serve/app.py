@@ -8,7 +8,7 @@
 """
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -39,9 +39,9 @@ _OWN = ("glance.js", "views.js", "live.js", "live.css")
 _TYPES = {"js": "text/javascript", "css": "text/css"}
 
 
-def application(runs: Runs, access: Access) -> Starlette:
-    """The server of some runs, as an ASGI application."""
-    served = _Server(runs)
+def application(runs: Runs, access: Access, ends: Callable[[], bool] = lambda: False) -> Starlette:
+    """The answers for some runs, as an ASGI application; streams end when `ends()` is true."""
+    served = _Server(runs, ends)
     routes = [
         *(Route(path, _view) for path in VIEWS),
         Route("/assets/{name}", _asset),
@@ -59,8 +59,8 @@ def application(runs: Runs, access: Access) -> Starlette:
 class _Server:
     """The answers that depend on the runs; files are read in threads, so that streams go on."""
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs, self._overview = runs, Overview(runs)
+    def __init__(self, runs: Runs, ends: Callable[[], bool]) -> None:
+        self._runs, self._overview, self._ends = runs, Overview(runs), ends
 
     async def overview(self, request: Request) -> Response:
         del request
@@ -79,16 +79,20 @@ class _Server:
     async def events(self, request: Request) -> Response:
         names = frozenset(request.query_params.getlist("run"))
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(changes(self._runs, names), media_type="text/event-stream", headers=headers)
+        stream = changes(self._runs, names, ends=self._ends)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
-async def changes(runs: Runs, names: frozenset[str], poll: float = POLL) -> AsyncIterator[str]:
+async def changes(
+    runs: Runs, names: frozenset[str], poll: float = POLL, ends: Callable[[], bool] = lambda: False
+) -> AsyncIterator[str]:
     """Server-sent events: `ready` at once, then `changed` with the names of the runs whose files have changed.
 
     Args:
         runs: where to look.
         names: report these alone, or all if there are none.
         poll: seconds between looks.
+        ends: whether to stop.
     """
 
     def look() -> Mapping[str, str]:
@@ -97,7 +101,7 @@ async def changes(runs: Runs, names: frozenset[str], poll: float = POLL) -> Asyn
     known = await run_in_threadpool(look)
     yield _event("ready", sorted(known))
     quiet = 0.0
-    while True:
+    while not ends():
         await anyio.sleep(poll)
         now = await run_in_threadpool(look)
         changed = sorted(name for name in {*known, *now} if known.get(name) != now.get(name))

@@ -55,16 +55,14 @@ def host(record: Record, place: Place) -> Payload:
     """
     run, first, newest = _rounds(record)
     number = place.get("round", newest)
-    of_round = record.query(
-        "select * exclude (run, instance), instance::varchar as instance from episodes where run = ? and round = ? "
-        "order by host", (run["run"], number),
-    )  # fmt: skip
     known: Payload = {"run": run["run"], "length": run["episode_length"], "slots": run["slots"] or []}
-    known |= {"first": first, "newest": newest, "round": number, "hosts": [row["host"] for row in of_round]}
+    known |= {"first": first, "newest": newest, "round": number}
+    if number is None:
+        return known | {"hosts": [], "host": None}
+    of_round = record.query(_RESULTS, (run["run"], number))
     if not of_round:
-        if number is None:
-            return known | {"host": None}
         raise QueryError(f"round {number} of {run['run']} is not there; rounds {first} to {newest} are.")
+    known["hosts"] = [row["host"] for row in of_round]
     best = max(of_round, key=lambda row: -1e9 if row["objective"] is None else row["objective"])
     chosen = place.get("host", best["host"])
     result = next((row for row in of_round if row["host"] == chosen), None)
@@ -73,6 +71,10 @@ def host(record: Record, place: Place) -> Payload:
             f"round {number} has no host {chosen}; it has {of_round[0]['host']} to {of_round[-1]['host']}."
         )
     return known | {"host": chosen, "result": result} | _episode(record, (run["run"], number, chosen))
+
+
+_RESULTS = """
+select * exclude (run, instance), instance::varchar as instance from episodes where run = ? and round = ? order by host"""
 
 
 def _episode(record: Record, where: tuple[str, int, int]) -> Payload:

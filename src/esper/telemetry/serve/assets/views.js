@@ -174,8 +174,8 @@ function stepPanel(found, colors) {
       el("h3", {}, `Reward ${signed(step.reward, 4)}`),
       Object.keys(colors).length ? listed(Object.entries(colors).map(([term, color]) => [words(term), bar(values.get(term), most, color, both), signed(values.get(term) ?? 0, 4)])) : say("No term of the reward was recorded."),
       decision && decision.value !== null ? say(`The critic expected a return of ${number(decision.value, 3)} (scaled).`) : null,
-      el("h3", {}, "Measured"),
-      listed([["accuracy, all seeds", number(step.val_acc) + " %"], ["kept network", number(step.committed_acc) + " %"], ["training accuracy", number(step.train_acc) + " %"], ["growth", number(step.growth) + "×"]]),
+      el("h3", {}, "Accuracy and size"),
+      listed([["with all seeds", number(step.val_acc) + " %"], ["kept network", number(step.committed_acc) + " %"], ["training", number(step.train_acc) + " %"], ["growth", number(step.growth) + "×"]]),
       slots.has(t) ? el("div", {}, el("h3", {}, "Seeds after the step"), table([["slot", (s) => s.slot, true], ["blueprint", (s) => s.blueprint ?? "–", true], ["stage", (s) => words(s.stage), true], ["alpha", (s) => number(s.alpha)], ["points", (s) => signed(s.contribution)]], slots.get(t), "Seeds after the step")) : null));
   };
   const measured = Object.keys(found.waterfalls).map(Number);

@@ -74,7 +74,8 @@ def host(record: Record, place: Place) -> Payload:
 
 
 _RESULTS = """
-select * exclude (run, instance), instance::varchar as instance from episodes where run = ? and round = ? order by host"""
+select * exclude (run, instance), instance::varchar as instance from episodes where run = ? and round = ?
+order by host"""
 
 
 def _episode(record: Record, where: tuple[str, int, int]) -> Payload:

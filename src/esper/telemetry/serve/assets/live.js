@@ -98,7 +98,7 @@ async function refresh() {
 }
 
 function frame() {
-  const title = names.join(", ") || "Runs";
+  const title = names.join(", ") || "esper";
   document.title = `${view.title}: ${title}`;
   document.querySelector("header").replaceChildren(el("h1", {}, title));
   const item = ([path, { title, single }]) => el("li", {}, el("a", { href: path === "/" ? "/" : link(path, { run: single ? names[0] : names }), "aria-current": path === address.pathname ? "page" : null }, title));

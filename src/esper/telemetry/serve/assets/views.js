@@ -70,7 +70,7 @@ function overviewSection({ overview }) {
   runs?.classList.add("tall");
   return present(notes.map((text) => el("p", { class: "finding" }, text)),
     runs && el("form", { action: "/run" }, runs, several ? el("p", {}, el("button", {}, "Compare the chosen runs")) : null),
-    runs && say("100·J: accuracy of the network that is kept minus the price of its growth; mean and standard deviation over the hosts of the last round."));
+    runs && say("100·J: accuracy of the network that is kept minus the price of its growth; mean and standard deviation over the hosts of the last round. Each curve has its own scale."));
 }
 
 // Run ---------------------------------------------------------------------------------------------------------------

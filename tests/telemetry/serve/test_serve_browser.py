@@ -56,16 +56,16 @@ def page(browser: Any, url: str, width: int = 1200, scheme: str = "light", error
     assert errors or said == []
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(tab: Any, condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition; the page forbids the scripts that playwright's own wait would add."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.05)
+        tab.wait_for_timeout(50)
 
 
 def drawn(tab: Any) -> None:
-    until(lambda: tab.evaluate("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))"))
+    until(tab, lambda: tab.evaluate("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))"))
 
 
 VIEWS = [
@@ -102,10 +102,10 @@ def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
         heading = tab.get_by_role("button", name="100·J ± sd")
         heading.focus()
         tab.keyboard.press("Enter")
-        until(lambda: rows() == ["a", HOSTILE, "new"])  # 30, 10, none
+        until(tab, lambda: rows() == ["a", HOSTILE, "new"])  # 30, 10, none
         assert tab.locator("th[aria-sort=descending]").count() == 1
         tab.get_by_role("button", name="100·J ± sd").click()
-        until(lambda: rows() == [HOSTILE, "a", "new"])
+        until(tab, lambda: rows() == [HOSTILE, "a", "new"])
         assert "sort=100" in tab.url
 
         tab.get_by_role("link", name="a", exact=True).click()
@@ -114,7 +114,7 @@ def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
         host = tab.locator(".cell").nth(1)
         assert "19.0 %" in host.inner_text()  # 10 + t + host in the last of eight steps
         tab.keyboard.press("ArrowLeft")
-        until(lambda: "18.0 %" in host.inner_text())
+        until(tab, lambda: "18.0 %" in host.inner_text())
         host.click()
 
         tab.wait_for_selector(".panel")
@@ -124,16 +124,16 @@ def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
         assert panel.locator("h3").first.inner_text() == "Step 7"
         for _ in range(3):
             tab.keyboard.press("ArrowLeft")
-        until(lambda: "fossilize" in panel.locator(".decision").inner_text())  # in step 4
+        until(tab, lambda: "fossilize" in panel.locator(".decision").inner_text())  # in step 4
         assert panel.locator(".chosen").inner_text().split() == ["fossilize", "10.0", "%"]
         assert "+0.2500" in panel.inner_text()
-        until(lambda: "step=4" in tab.url)
+        until(tab, lambda: "step=4" in tab.url)
         tab.locator("#steps button", has_text="1").first.click()
-        until(lambda: "germinate s0, norm" in panel.inner_text())
+        until(tab, lambda: "germinate s0, norm" in panel.inner_text())
 
         tab.go_back()
         tab.wait_for_selector(".cell")
-        until(lambda: "18.0 %" in tab.locator(".cell").nth(1).inner_text())  # where we left it
+        until(tab, lambda: "18.0 %" in tab.locator(".cell").nth(1).inner_text())  # where we left it
         tab.go_back()
         tab.wait_for_selector("#overview th[aria-sort=ascending]")
 
@@ -143,9 +143,9 @@ def test_an_address_shows_the_same_round_host_and_step_to_others(browser, addres
         assert "Host 0, round 2:" in tab.inner_text("#place")
         assert tab.locator(".panel h3").first.inner_text() == "Step 3"
         tab.get_by_role("button", name="next host").click()
-        until(lambda: "Host 1, round 2:" in tab.inner_text("#place"))
+        until(tab, lambda: "Host 1, round 2:" in tab.inner_text("#place"))
         tab.get_by_role("button", name="next round").click()
-        until(lambda: "Host 1, round 3:" in tab.inner_text("#place"))
+        until(tab, lambda: "Host 1, round 3:" in tab.inner_text("#place"))
         assert tab.locator(".panel h3").first.inner_text() == "Step 3"
         assert "round=3&host=1&step=3" in tab.url
 
@@ -173,18 +173,18 @@ def test_what_is_not_there_is_said_once(browser, address, view, words):
 
 def test_the_page_of_a_running_training_follows_it(browser, tmp_path):
     run = write_run(tmp_path / "live", rounds=1)
-    with serving(tmp_path) as address, page(browser, f"{address}/run?run=live") as tab:
+    with serving(tmp_path) as address, page(browser, f"{address}/run?run=live", errors=True) as tab:
         tab.wait_for_selector(".cell")
         assert tab.locator("#result .tile b").first.inner_text() == "10.00"
         tab.locator("#curves select").select_option("3")
         tab.evaluate("scrollTo(0, 400)")
         add_round(run, 2)
-        until(lambda: tab.locator("#result .tile b").first.inner_text() == "20.00")
-        until(lambda: tab.locator("#glance input[type=number]").input_value() == "2")
+        until(tab, lambda: tab.locator("#result .tile b").first.inner_text() == "20.00")
+        until(tab, lambda: tab.locator("#glance input[type=number]").input_value() == "2")
         assert tab.locator("#curves select").input_value() == "3"  # what was chosen stays
         assert abs(tab.evaluate("scrollY") - 400) < 5  # and so does the place
         shutil.rmtree(run)
-        until(lambda: "there is no run" in tab.inner_text("#result"))
+        until(tab, lambda: "there is no run" in tab.inner_text("#result"))
 
 
 def test_the_token_leaves_the_address_and_stays_in_the_browser(browser, folder):
@@ -199,30 +199,40 @@ def test_the_token_leaves_the_address_and_stays_in_the_browser(browser, folder):
         other.close()
 
 
-SCRUB = """async (steps) => {
-  const frames = [], work = [];
+SCRUB = """async ([from, to]) => {
+  const frames = [];
   let last = await new Promise(requestAnimationFrame);
-  for (let i = 1; i <= steps; i++) {
-    const began = performance.now();
+  for (let i = from; i <= to; i++) {
     setStep(i);
     const now = await new Promise(requestAnimationFrame);
-    document.body.offsetHeight;  // style and layout of this frame
-    work.push(performance.now() - Math.max(began, now));
     frames.push(now - last);
     last = now;
   }
-  const of = (values, q) => d3.quantile(values, q);
-  return { median: of(frames, 0.5), p95: of(frames, 0.95), work: of(work, 0.95) };
+  return { median: d3.quantile(frames, 0.5), p95: d3.quantile(frames, 0.95) };
 }"""
+IDLE = SCRUB.replace("setStep(i);", "")
 
 
 @pytest.mark.parametrize("view", ["/run?run=large", "/host?run=large&host=5"])
 def test_a_frame_is_short_while_the_step_moves_through_64_hosts_of_150_steps(browser, tmp_path, view):
+    """The page's thread may work for 50 ms in a frame; where nothing else keeps the processor, that is its length."""
     write_run(tmp_path / "large", hosts=64, steps=150, rounds=1)
     with serving(tmp_path) as address, page(browser, address + view) as tab:
         tab.wait_for_selector(".scrub")
         drawn(tab)
-        found = tab.evaluate(SCRUB, 150)
-        print(view, {name: round(value, 1) for name, value in found.items()})
-        assert found["median"] < FRAME
-        assert found["work"] < FRAME
+        chrome = tab.context.new_cdp_session(tab)
+        chrome.send("Performance.enable", {"timeDomain": "threadTicks"})
+        idle = tab.evaluate(IDLE, [1, 40])
+
+        def worked() -> float:
+            metrics = {one["name"]: one["value"] for one in chrome.send("Performance.getMetrics")["metrics"]}
+            return 1000.0 * metrics["TaskDuration"]
+
+        before = worked()
+        found = tab.evaluate(SCRUB, [1, 150])
+        work = (worked() - before) / 150
+        assert tab.evaluate("scrub.step") == 150
+        print(f"{view}: {work:.1f} ms of work in a frame; from frame to frame {found}, at rest {idle}")
+        assert work < FRAME
+        if idle["p95"] < 2 * 1000 / 60:  # else other programs keep the processor, and the clock says nothing
+            assert found["median"] < FRAME

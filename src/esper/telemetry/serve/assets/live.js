@@ -6,7 +6,7 @@ const view = VIEWS[address.pathname], names = address.searchParams.getAll("run")
 const whole = (name) => (/^\d+$/.test(address.searchParams.get(name) ?? "") ? Number(address.searchParams.get(name)) : null);
 const state = { round: whole("round"), host: whole("host"), step: whole("step"), order: address.searchParams.get("order"), sort: address.searchParams.get("sort") };
 const places = new Map();  // section id: { place, body, text }
-let busy = false, again = false, pause = 2000;
+let busy = false, wanted = null, rested = 0, timer;
 
 /** Shows `state` in the address, without the token; going back leaves the view. */
 function remember() {
@@ -18,7 +18,7 @@ function go(change) {
   if (!(state.order in ORDERS)) state.order = null;
   remember();
   places.forEach((one) => { if (one.section.needs.some((name) => name in { overview: 0, round: 0, anomalies: 0 })) one.text = null; });
-  refresh();
+  ask("now");
 }
 
 /** A payload as text; an error as a sentence. */
@@ -80,21 +80,28 @@ function choose(body, chosen) {
   });
 }
 
-/** Loads what has changed; at most a fifth of the time, so that a server beside a training takes little of it. */
+/** Asks for a refresh: "now" after a click; "later", after files have changed, when four times as long has passed as the
+ * last one took, so that a server beside a training takes little of it. */
+function ask(when) {
+  if (busy) { wanted = wanted === "now" ? wanted : when; return; }
+  clearTimeout(timer);
+  timer = setTimeout(refresh, when === "now" ? 0 : Math.max(0, rested - performance.now()));
+}
+
 async function refresh() {
-  if (busy) { again = true; return; }
   busy = true;
-  const began = performance.now(), texts = new Map();
+  const began = performance.now(), texts = new Map(), all = [...places.values()];
   const load = (name) => texts.get(name) ?? texts.set(name, fetched(name)).get(name);
-  const all = [...places.values()];
   await Promise.all(all.map((one) => redraw(one, load)));
   all.forEach((one, i) => { if (one.failed) one.place.hidden = all.slice(0, i).some((other) => other.failed === one.failed); });  // said once
-  const runs = view.sections.some((section) => section.needs.includes("runs")) ? await load("runs").then(JSON.parse, () => null) : null;
+  const runs = all.some(({ section }) => section.needs.includes("runs")) ? await load("runs").then(JSON.parse, () => null) : null;
   if (runs) document.querySelector("header").replaceChildren(...heading(runs));
   document.querySelector("main").setAttribute("aria-busy", "false");
-  pause = Math.max(1000, 4 * (performance.now() - began));
+  rested = performance.now() + 4 * (performance.now() - began);
   busy = false;
-  if (again) { again = false; setTimeout(refresh, pause); }
+  const next = wanted;
+  wanted = null;
+  if (next) ask(next);
 }
 
 function frame() {
@@ -115,8 +122,8 @@ function frame() {
 function connect() {
   const status = document.querySelector("footer");
   const source = new EventSource(link("/api/events", { run: names }));
-  source.addEventListener("ready", () => { status.textContent = "Follows the files of the runs."; refresh(); });
-  source.addEventListener("changed", () => { status.textContent = `Last change: ${new Date().toLocaleTimeString()}.`; document.body.dataset.changes = Number(document.body.dataset.changes ?? 0) + 1; refresh(); });
+  source.addEventListener("ready", () => { status.textContent = "Follows the files of the runs."; ask("later"); });
+  source.addEventListener("changed", () => { status.textContent = `Last change: ${new Date().toLocaleTimeString()}.`; ask("later"); });
   source.addEventListener("error", () => { status.textContent = "esper serve does not answer; trying again."; });
   document.addEventListener("visibilitychange", () => { source.close(); if (!document.hidden) connect(); }, { once: true });
 }
@@ -131,7 +138,7 @@ async function begin() {
   frame();
   let settled;
   watch(document.body, () => { clearTimeout(settled); settled = setTimeout(remember, 250); });
-  if (!document.hidden) refresh();
+  ask("now");
   connect();
 }
 

@@ -17,6 +17,7 @@ from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
 from esper.cli.query import Query, query
 from esper.cli.report import Report, report
 from esper.cli.search import Search, search
+from esper.cli.serve import Serve, serve
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
 from esper.leyline.errors import EsperError
@@ -29,6 +30,7 @@ Command = (
     | Annotated[Search, tyro.conf.subcommand("search")]
     | Annotated[Query, tyro.conf.subcommand("query")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
 )
 
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
     try:
-        command: Train | Evaluate | Grow | Export | Search | Query | Report | Tasks = tyro.cli(
+        command: Train | Evaluate | Grow | Export | Search | Query | Report | Serve | Tasks = tyro.cli(
             Command,
             prog="esper",
             args=arguments,
@@ -62,6 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
             return query(command)
         if isinstance(command, Report):
             return report(command)
+        if isinstance(command, Serve):
+            return serve(command)
         return tasks(command)
     except EsperError as error:
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)

@@ -14,7 +14,7 @@ HOSTS = 64
 def hosts(record: Record) -> dict[str, list[Payload]]:
     """For each run the newest and the best round, host by host and step by step."""
     return {
-        run: [_round(record, run, number, names) for number, names in _chosen(found.last, found.best).items()]
+        run: [round_of(record, run, number, names) for number, names in _chosen(found.last, found.best).items()]
         for run, found in rounds_of(record).items()
     }
 
@@ -26,7 +26,7 @@ def _chosen(last: int, best: int) -> dict[int, str]:
     return {last: "newest and best"} if last == best else {last: "newest", best: "best 100·J"}
 
 
-def _round(record: Record, run: str, number: int, label: str) -> Payload:
+def round_of(record: Record, run: str, number: int, label: str) -> Payload:
     """The hosts of a round, at most `HOSTS`; `total` is the number of all."""
     place = (run, number)
     results = record.query("select * exclude (run, round, instance), instance::varchar as instance from episodes "

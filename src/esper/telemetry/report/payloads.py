@@ -171,11 +171,15 @@ def payload(record: Record, name: str) -> object:
         record: the opened record.
         name: a key of `PAYLOADS`.
     """
-    return plain_json(_rounded(PAYLOADS[name](record)))
+    return rounded(PAYLOADS[name](record))
+
+
+def rounded(value: object) -> object:
+    """`value` as JSON values, with floats of six significant digits, which are shorter by half."""
+    return plain_json(_rounded(value))
 
 
 def _rounded(value: object) -> object:
-    """`value` with floats of six significant digits, which are shorter by half."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

@@ -8,7 +8,7 @@ const rowsOf = (columns, y, low, high) => (columns.round ?? []).map((x, i) => ({
 const rolling = (rows, span) => rows.map((row, i) => (span < 2 ? row : { ...row, ...Object.fromEntries(["y", "low", "high"].filter((k) => row[k] != null).map((k) => [k, d3.mean(rows.slice(Math.max(0, i - span + 1), i + 1), (r) => r[k])])) }));
 
 const named = (runs) => (runs.length > 1 ? (run) => run : () => "");
-const present = (...elements) => elements.flat().filter(Boolean);
+const present = (...elements) => elements.flat(Infinity).filter(Boolean);
 const say = (text) => el("p", { class: "faint" }, text);
 
 /** A part that a control redraws; `make(state)` gives elements. */
@@ -282,15 +282,23 @@ const SECTIONS = [
   { id: "settings", title: "Settings", needs: ["runs", "anomalies"], draw: settingSection },
 ];
 
+/** What the page is about: a heading and a line. */
+function heading(runs) {
+  const about = runs.length === 1 ? [runs[0]].map((run) => [`task ${run.task}`, run.data && run.data !== run.task ? `data ${run.data}` : "", `preset ${run.preset}`, `reward ${run.reward}`, `seed ${run.seed}`, run.commit ? `commit ${run.commit.slice(0, 10)}` : "", run.device, run.started?.slice(0, 16)].filter(Boolean).join(" · ")) : [`${runs.length} runs`];
+  return [el("h1", {}, runs.map((run) => run.run).join(", ") || "Report"), say(about[0])];
+}
+
+/** A section with what it draws. */
+const framed = ({ id, title }, ...content) => el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...content);
+
 /** Draws all sections with the payloads that `load(name)` promises. */
 async function start(load) {
-  const runs = await load("runs");
-  document.title = runs.map((run) => run.run).join(", ") || "Report";
-  const about = runs.length === 1 ? [runs[0]].map((run) => [`task ${run.task}`, run.data && run.data !== run.task ? `data ${run.data}` : "", `preset ${run.preset}`, `reward ${run.reward}`, `seed ${run.seed}`, run.commit ? `commit ${run.commit.slice(0, 10)}` : "", run.device, run.started?.slice(0, 16)].filter(Boolean).join(" · ")) : [`${runs.length} runs`];
-  document.querySelector("header").replaceChildren(el("h1", {}, document.title), say(about[0]));
+  const [title, about] = heading(await load("runs"));
+  document.title = title.textContent;
+  document.querySelector("header").replaceChildren(title, about);
   document.querySelector("nav").replaceChildren(el("ul", {}, SECTIONS.map(({ id, title }) => el("li", {}, el("a", { href: `#${id}` }, title)))));
-  document.querySelector("main").replaceChildren(...await Promise.all(SECTIONS.map(async ({ id, title, needs, draw }) => {
-    const payloads = Object.fromEntries(await Promise.all(needs.map(async (name) => [name, await load(name)])));
-    return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), draw(payloads));
+  document.querySelector("main").replaceChildren(...await Promise.all(SECTIONS.map(async (section) => {
+    const payloads = Object.fromEntries(await Promise.all(section.needs.map(async (name) => [name, await load(name)])));
+    return framed(section, section.draw(payloads));
   })));
 }

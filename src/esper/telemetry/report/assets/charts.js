@@ -16,7 +16,7 @@ const plot = (width, options) => Plot.plot({ width, height: 230, ...MARGIN, styl
 const wholeTicks = (low, high, width) => d3.ticks(low, high, Math.max(2, width / 70)).filter(Number.isInteger);
 
 /** Lines over x, with a band where rows have low and high. Series are [{name, color, dash, rows: [{x, y, low, high}]}]. */
-function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend }) {
+function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend, xDomain }) {
   const shown = series.filter((one) => one.rows.some((row) => row.y !== null && row.y !== undefined));
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.rows.map((row) => ({ ...row, name: one.name, color: one.color })));
@@ -25,7 +25,7 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
   const draw = (width) => plot(width, {
     height, marginLeft,
     insetLeft: 6, insetRight: 6,
-    x: { label: xLabel, ticks: (Number.isInteger(low) && high - low < 1e6 ? wholeTicks(low, high, width) : 5), domain: low === high ? [low - 0.5, high + 0.5] : [low, high] },
+    x: { label: xLabel, ticks: (Number.isInteger(low) && high - low < 1e6 ? wholeTicks(low, high, width) : 5), domain: xDomain ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
     y: { label: null, grid: true, domain, nice: !domain, ticks: 5, tickFormat: shown.some((one) => one.rows.some((row) => Math.abs(row.y) > 1e4)) ? "~s" : undefined },
     marks: [
       ...shown.filter((one) => one.rows.some((row) => row.low != null)).map((one) => Plot.areaY(one.rows, { x: "x", y1: "low", y2: "high", fill: one.color, fillOpacity: 0.18 })),
@@ -51,14 +51,15 @@ function stacked(rows, width) {
 }
 
 /** Stacked bars over a number; `colors` give the order of the parts. */
-function bars({ title, note, rows, colors, xLabel, unit = "", percent = false, line, top, key = true }) {
+function bars({ title, note, rows, colors, xLabel, unit = "", percent = false, line, top, key = true, xDomain, marginLeft = MARGIN.marginLeft }) {
   if (!rows.length) return null;
   const order = Object.keys(colors);
   const xs = d3.sort(new Set(rows.map((row) => row.x)));
   const step = xs.length > 1 ? d3.min(d3.pairs(xs), ([a, b]) => b - a) : 1;
   const boxes = stacked(d3.sort(rows, (row) => order.indexOf(row.part)), step * 0.92);
   const draw = (width) => plot(width, {
-    x: { label: xLabel, ticks: wholeTicks(xs[0], xs.at(-1), width), domain: [xs[0] - step / 2, xs.at(-1) + step / 2] },
+    marginLeft,
+    x: { label: xLabel, ticks: wholeTicks(xs[0], xs.at(-1), width), domain: xDomain ?? [xs[0] - step / 2, xs.at(-1) + step / 2] },
     y: { label: null, grid: true, ticks: 5, percent, tickFormat: percent ? (value) => `${value} %` : undefined, nice: true, domain: top && [0, 100 * top] },
     color: { domain: order, range: order.map((name) => colors[name]) },
     marks: [

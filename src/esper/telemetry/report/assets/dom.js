@@ -89,6 +89,7 @@ function figure({ title, note, key, draw, rows = [] }) {
     svg.setAttribute("role", "img");
     svg.setAttribute("aria-label", `${title}. ${note ?? ""}`);
     place.replaceChildren(svg);
+    place.dispatchEvent(new Event("drawn", { bubbles: true }));
   }).observe(place);
   return el("figure", {}, el("figcaption", {}, el("h3", {}, title), note ? el("p", {}, note) : null, key ?? null),
     place, el("div", { class: "tools" }, rows.length ? button : null, save), data);

@@ -1,0 +1,88 @@
+"""esper serve: shows runs as a live page."""
+
+import ipaddress
+import secrets
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import tyro
+
+from esper.cli.options import Names, Text, joined, placeholder
+from esper.leyline.errors import ConfigError
+from esper.telemetry.progress import RunConsole
+
+LAST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Show runs as a live page in the browser, which follows those that are training.
+
+    It only reads. Without --host it can be reached from this machine alone; elsewhere a token is needed, which is in
+    the address that is printed.
+    """
+
+    path: Annotated[tyro.conf.Positional[Path | None], placeholder("RUN|DIR")] = None
+    """A run directory, or a folder of run directories."""
+    port: int = 8080
+    """Port to listen on; 0 chooses a free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 means all networks."""
+    token: Text = None
+    """Secret that the address must bring once. (generated where --host can be reached from elsewhere)"""
+    allow_host: Annotated[Names, placeholder("NAME ...")] = ()
+    """Further names by which browsers reach this machine, e.g. behind a proxy."""
+
+
+def serve(command: Serve) -> int:
+    """Answer requests until interrupted."""
+    try:
+        from esper.telemetry.serve.guard import Access
+        from esper.telemetry.serve.server import server_of
+    except ImportError as error:
+        raise ConfigError(
+            f"esper serve needs starlette and uvicorn, and importing them failed ({error}); "
+            "pip install 'esper-growth[serve]', or write a page with esper report."
+        ) from error
+    from esper.telemetry.serve.sources import Runs
+
+    if command.path is None:
+        raise ConfigError("nothing to serve is named; give a run directory or a folder of them: esper serve runs")
+    if command.token == "":
+        raise ConfigError("--token is empty; give a secret, or leave it out to have one made.")
+    token = command.token if command.token or _is_local(command.host) else secrets.token_urlsafe(16)
+    names = ("localhost", socket.gethostname(), command.host, *joined(command.allow_host))
+    with Runs(command.path) as runs, _listening(command.host, command.port) as port:
+        start = f"/run?run={quote(runs.root.name)}" if runs.is_single else "/"
+        secret = f"{'&' if '?' in start else '?'}token={quote(token)}" if token else ""
+        shown = f"[{command.host}]" if ":" in command.host else command.host
+        RunConsole().say(f"{runs.root} at http://{shown}:{port.getsockname()[1]}{start}{secret} (Ctrl-C ends)")
+        with suppress(KeyboardInterrupt):  # the way to end it
+            server_of(runs, Access(names=names, token=token)).run(sockets=[port])
+    return 0
+
+
+def _is_local(host: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens; raises ConfigError."""
+    if not 0 <= port <= LAST_PORT:
+        raise ConfigError(f"--port is {port}, expected 0 to {LAST_PORT}.")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"{host}, port {port}, cannot be listened on ({error.strerror or error}); choose another with --port, e.g. "
+            "--port 0 for a free one, or another --host."
+        ) from error

@@ -1,0 +1,192 @@
+"""The answers of the live page, and its stream of changes."""
+
+import asyncio
+import http.client
+import json
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from importlib.resources import files
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.testclient import TestClient
+
+from esper.telemetry.report.payloads import PAYLOADS
+from esper.telemetry.serve.app import VIEWS, application, changes
+from esper.telemetry.serve.guard import Access
+from esper.telemetry.serve.payloads import LIVE
+from esper.telemetry.serve.sources import Runs
+from served_runs import add_round, serving, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path / "a")
+    return tmp_path
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[TestClient]:
+    with Runs(folder) as runs:
+        yield TestClient(application(runs, Access()), base_url="http://127.0.0.1")
+
+
+@pytest.mark.parametrize("path", VIEWS)
+def test_each_view_is_the_same_page_with_scripts_from_here_alone(client, path):
+    page = client.get(path, params={"run": "a"}).text
+    linked = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert all(link.startswith(("/assets/", "#", "data:,")) for link in linked)
+    assert not re.search(r"<script[^>]*>[^<]", page)
+    for link in linked:
+        if link.startswith("/assets/"):
+            answer = client.get(link)
+            assert answer.status_code == 200
+            assert "immutable" in answer.headers["cache-control"]
+
+
+def test_the_page_shows_what_the_report_shows(client):
+    assert PAYLOADS.keys() <= LIVE.keys()
+    for name in LIVE:
+        answer = client.get(f"/api/{name}", params={"run": "a"})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "application/json"
+    (run,) = client.get("/api/runs?run=a").json()
+    assert (run["run"], run["last"]["objective"], run["finished"]) == ("a", 20, False)
+
+
+def test_several_runs_are_compared(client, folder):
+    shutil.copytree(folder / "a", folder / "b")
+    (difference,) = client.get("/api/differences?run=a&run=b").json()
+    assert (difference["objective"], difference["pairs"]) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/api/runs?run=nope", 404, "there is no run 'nope' here"),
+        ("/api/runs", 400, "no run is named"),
+        ("/api/secrets?run=a", 404, "there is no data called 'secrets'"),
+        ("/api/round?run=a&round=x", 400, "round is 'x', expected a number"),
+        ("/api/host?run=a&host=-1", 400, "host is '-1', expected a number"),
+        ("/api/host?run=a&host=77", 422, "round 2 has no host 77"),
+    ],
+)
+def test_what_cannot_be_answered_is_a_sentence(client, path, status, words):
+    answer = client.get(path)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]
+
+
+def test_an_unknown_page_names_the_way_back(client):
+    answer = client.get("/nowhere")
+    assert (answer.status_code, answer.text) == (404, "esper: /nowhere is not here; the overview is at /.\n")
+
+
+def test_a_run_of_a_later_version_is_shown_with_the_esper_that_reads_it(client, folder):
+    record = folder / "a" / "record"
+    for part in record.glob("steps-*"):
+        part.rename(record / part.name.replace("-v1-", "-v9-"))
+    about = json.loads((record / "about.json").read_text())
+    (record / "about.json").write_text(json.dumps(about | {"version": "7.0"}))
+    (complaint,) = client.get("/api/anomalies?run=a").json()["complaints"]
+    assert "was recorded by esper 7.0" in complaint
+    assert client.get("/api/round?run=a").json()["round"] == 2
+
+
+def test_a_damaged_part_is_named_and_the_rest_is_shown(client, folder):
+    part = sorted((folder / "a" / "record").glob("steps-000002*"))[0]
+    part.write_bytes(part.read_bytes()[:-5])
+    complaints = client.get("/api/anomalies?run=a").json()["complaints"]
+    assert any(part.name in text for text in complaints)
+    assert client.get("/api/round?run=a").json()["round"] == 1
+
+
+def test_a_run_that_is_removed_while_it_is_served_is_missed_with_a_sentence(client, folder):
+    assert client.get("/api/runs?run=a").status_code == 200
+    shutil.rmtree(folder / "a")
+    assert client.get("/api/runs?run=a").status_code == 404
+    assert "holds no run yet" in client.get("/api/overview").json()["notes"][0]
+
+
+def first_events(stream: AsyncIterator[str], acts: list) -> list[str]:
+    """The events of a stream; each act happens before the next event is awaited."""
+
+    async def collect() -> list[str]:
+        found = [await anext(stream)]
+        for act in acts:
+            act()
+            found.append(await asyncio.wait_for(anext(stream), 20))
+        return found
+
+    return asyncio.run(collect())
+
+
+def test_a_stream_names_the_runs_that_change_appear_and_go(folder):
+    found = first_events(
+        changes(Runs(folder), frozenset(), poll=0.02),
+        [
+            lambda: add_round(folder / "a", 3),
+            lambda: shutil.copytree(folder / "a", folder / "b"),
+            lambda: shutil.rmtree(folder / "b"),
+        ],
+    )
+    assert found[0] == 'event: ready\ndata: ["a"]\n\n'
+    assert found[1] == 'event: changed\ndata: ["a"]\n\n'
+    assert all('"b"' in event for event in found[2:])
+
+
+def test_a_stream_of_one_run_is_silent_about_others(folder):
+    shutil.copytree(folder / "a", folder / "b")
+    acts = [lambda: (add_round(folder / "b", 3), add_round(folder / "a", 3))]
+    assert (
+        first_events(changes(Runs(folder), frozenset({"a"}), poll=0.02), acts)[1] == 'event: changed\ndata: ["a"]\n\n'
+    )
+
+
+def test_a_round_that_is_appended_arrives_as_an_event_and_then_as_data(folder):
+    with serving(folder) as address:
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+        connection.request("GET", "/api/events?run=a")
+        stream = connection.getresponse()
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert stream.readline() == b"event: ready\n"
+        add_round(folder / "a", 3)
+        assert b"event: changed\n" in (stream.readline() for _ in range(4))
+        connection.close()
+        other = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+        other.request("GET", "/api/curves?run=a")
+        assert json.loads(other.getresponse().read())["a"]["round"] == [1, 2, 3]
+        other.close()
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of #rrggbb (WCAG 2.2)."""
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_computed_as_wcag_says():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_texts_and_curves_can_be_read_on_both_grounds(scheme):
+    assets = files("esper.telemetry.report").joinpath("assets")
+    blocks = re.findall(r":root \{(.*?)\}", assets.joinpath("style.css").read_text("utf-8"), re.DOTALL)
+    colors = dict(re.findall(r"--(\w+): (#\w{6})", blocks[scheme]))
+    for ground in ("paper", "panel"):
+        for text in ("ink", "faint", "link", "bad"):
+            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)  # AA for text
+        charts = assets.joinpath("charts.js").read_text("utf-8")
+        for name in ("blue", "vermillion"):  # curves that no other mark tells apart
+            (color,) = re.findall(rf'{name}: "(#\w{{6}})"', charts)
+            assert contrast(color, colors[ground]) >= 3.0, (name, ground)  # AA for graphics

@@ -1,0 +1,132 @@
+"""Who may read: each request that is refused, with its reason, and those that are not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from esper.telemetry.serve.app import application
+from esper.telemetry.serve.guard import COOKIE, HEADERS, Access
+from esper.telemetry.serve.sources import Runs
+from served_runs import write_run
+
+EVERYWHERE = ("/", "/run", "/assets/live.js", "/api/overview", "/api/runs?run=a", "/api/events", "/nowhere")
+LOCAL = "http://127.0.0.1:8080"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "a")
+    with Runs(folder) as runs:
+        yield runs
+
+
+@pytest.fixture
+def client(runs: Runs) -> TestClient:
+    return TestClient(application(runs, Access()), base_url=LOCAL)
+
+
+@pytest.fixture
+def guarded(runs: Runs) -> TestClient:
+    return TestClient(application(runs, Access(token="pass word")), base_url="http://192.168.1.5:8080")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("path", EVERYWHERE)
+def test_nothing_but_reading_is_possible(client, method, path):
+    answer = client.request(method, path)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("path", ["/", "/api/overview", "/assets/live.css"])
+def test_head_gives_the_headers_alone(client, path):
+    answer = client.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:1", "[::1]:8080", "192.168.1.5", "LOCALHOST."])
+def test_an_address_that_cannot_be_a_foreign_name_is_answered(client, host):
+    assert client.get("/", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "localhost.evil"])
+@pytest.mark.parametrize("path", EVERYWHERE)
+def test_a_foreign_name_that_points_here_is_refused(client, host, path):
+    answer = client.get(path, headers={"Host": host})
+    assert answer.status_code == 403
+    assert "--allow-host" in answer.text
+
+
+def test_a_name_that_was_allowed_is_answered(runs):
+    client = TestClient(application(runs, Access(names=("gpu-box",))), base_url=LOCAL)
+    assert client.get("/", headers={"Host": "gpu-box:8080"}).status_code == 200
+    assert client.get("/", headers={"Host": "localhost"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:9999"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/api/events", "/api/overview"])
+def test_pages_of_others_get_neither_events_nor_data(client, headers, path):
+    answer = client.get(path, headers=headers)
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_our_own_page_gets_data(client):
+    own = {"Origin": LOCAL, "Sec-Fetch-Site": "same-origin"}
+    assert client.get("/api/overview", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize("path", EVERYWHERE)
+@pytest.mark.parametrize("token", [None, "wrong", "pass", "pass word "])
+def test_without_the_token_nothing_is_told(guarded, path, token):
+    answer = guarded.get(path, params=None if token is None else {"token": token})
+    assert answer.status_code == 401
+    assert "needs its token" in answer.text
+    assert "set-cookie" not in answer.headers
+
+
+def test_the_token_in_the_address_becomes_a_cookie_that_scripts_and_other_sites_cannot_use(guarded):
+    answer = guarded.get("/", params={"token": "pass word"})
+    assert answer.status_code == 200
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith(f"{COOKIE}=")
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert "pass" not in cookie
+    assert guarded.get("/api/overview").status_code == 200  # the client kept it
+    guarded.cookies.clear()
+    assert guarded.get("/api/overview", headers={"Cookie": f"{COOKIE}=guess"}).status_code == 401
+
+
+def test_no_cookie_without_a_token(client):
+    assert "set-cookie" not in client.get("/?token=anything").headers
+
+
+@pytest.mark.parametrize("path", [*EVERYWHERE[:-2], "/nowhere", "/api/runs?run=nope"])
+def test_every_answer_forbids_foreign_scripts_and_frames(client, path):
+    headers = client.get(path).headers
+    assert all(headers[name] == value for name, value in HEADERS.items())
+    (scripts,) = (rule for rule in headers["content-security-policy"].split("; ") if rule.startswith("script-src"))
+    assert scripts == "script-src 'self'"
+
+
+def test_names_in_the_address_never_become_paths(client, runs, tmp_path: Path):
+    write_run(tmp_path / "outside")
+    for name in ("../outside", str(tmp_path / "outside"), "a/../../outside", "%2e%2e/outside"):
+        answer = client.get("/api/runs", params={"run": name})
+        assert answer.status_code == 404
+        assert "there is no run" in answer.json()["error"]
+    for path in ("/assets/../app.py", "/assets/..%2fapp.py", "/assets/%2fetc%2fpasswd", "/assets/NOTICE.md"):
+        assert client.get(path).status_code == 404

@@ -1,0 +1,238 @@
+"""The live page in a real browser: what a user does, the page of a running training, and the time of a frame."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chromium import browser_tests, chromium
+from esper.telemetry.serve.guard import Access
+from served_runs import add_round, serving, write_run
+
+pytestmark = browser_tests
+FRAME = 50.0
+"""Milliseconds that a frame may take while the step moves."""
+HOSTILE = "b<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    write_run(folder / "a", rounds=3, finished=True)
+    write_run(folder / HOSTILE, rounds=1)
+    write_run(folder / "new", rounds=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with serving(folder) as address:
+        yield address
+
+
+@contextmanager
+def page(browser: Any, url: str, width: int = 1200, scheme: str = "light", errors: bool = False) -> Iterator[Any]:
+    """A page that is drawn. Unless `errors`, a message of its console and a foreign request fail the test."""
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    said: list[str] = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    start = url.partition("?")[0].rsplit("/", 1)[0]
+    tab.on("request", lambda request: None if request.url.startswith((start, "data:")) else said.append(request.url))
+    tab.goto(url)
+    tab.wait_for_selector("main[aria-busy=false]")
+    yield tab
+    tab.close()
+    assert errors or said == []
+
+
+def until(tab: Any, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for a condition; the page forbids the scripts that playwright's own wait would add."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        tab.wait_for_timeout(50)
+
+
+def drawn(tab: Any) -> None:
+    until(tab, lambda: tab.evaluate("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))"))
+
+
+VIEWS = [
+    "/",
+    "/run?run=a",
+    f"/run?run=a&run={HOSTILE}",
+    "/run?run=new",
+    "/host?run=a",
+    "/policy?run=a",
+    "/anomalies?run=a",
+]
+
+
+NAMED = """[...document.querySelectorAll('button, input, select, a')].every((e) =>
+    e.innerText?.trim() || e.ariaLabel || e.labels?.length)"""
+"""Whether a screen reader can say what each control is."""
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+def test_every_view_is_drawn_without_complaint_and_fits_the_width(browser, address, view, width, scheme):
+    with page(browser, address + view, width, scheme) as tab:
+        drawn(tab)
+        text = tab.inner_text("main")
+        assert [word for word in ("reading …", "[object", "NaN", "undefined", "not defined") if word in text] == []
+        assert tab.locator("main section:visible").count() > 0
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.evaluate(NAMED)
+
+
+def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
+    with page(browser, address) as tab:
+        rows = lambda: tab.locator("#overview tbody tr td:first-child").all_inner_texts()  # noqa: E731
+        heading = tab.get_by_role("button", name="100·J ± sd")
+        heading.focus()
+        tab.keyboard.press("Enter")
+        until(tab, lambda: rows() == ["a", HOSTILE, "new"])  # 30, 10, none
+        assert tab.locator("th[aria-sort=descending]").count() == 1
+        tab.get_by_role("button", name="100·J ± sd").click()
+        until(tab, lambda: rows() == [HOSTILE, "a", "new"])
+        assert "sort=100" in tab.url
+
+        tab.get_by_role("link", name="a", exact=True).click()
+        tab.wait_for_selector(".cell")
+        assert tab.locator(".cell").count() == 3
+        host = tab.locator(".cell").nth(1)
+        assert "19.0 %" in host.inner_text()  # 10 + t + host in the last of eight steps
+        tab.keyboard.press("ArrowLeft")
+        until(tab, lambda: "18.0 %" in host.inner_text())
+        host.click()
+
+        tab.wait_for_selector(".panel")
+        assert "step=7" in tab.url
+        assert "host=1" in tab.url
+        panel = tab.locator(".panel")
+        assert panel.locator("h3").first.inner_text() == "Step 7"
+        for _ in range(3):
+            tab.keyboard.press("ArrowLeft")
+        until(tab, lambda: "fossilize" in panel.locator(".decision").inner_text())  # in step 4
+        assert panel.locator(".chosen").inner_text().split() == ["fossilize", "10.0", "%"]
+        assert "+0.2500" in panel.inner_text()
+        until(tab, lambda: "step=4" in tab.url)
+        tab.locator("#steps button", has_text="1").first.click()
+        until(tab, lambda: "germinate s0, norm" in panel.inner_text())
+
+        tab.go_back()
+        tab.wait_for_selector(".cell")
+        until(tab, lambda: "18.0 %" in tab.locator(".cell").nth(1).inner_text())  # where we left it
+        tab.go_back()
+        tab.wait_for_selector("#overview th[aria-sort=ascending]")
+
+
+def test_an_address_shows_the_same_round_host_and_step_to_others(browser, address):
+    with page(browser, f"{address}/host?run=a&round=2&host=0&step=3") as tab:
+        assert "Host 0, round 2:" in tab.inner_text("#place")
+        assert tab.locator(".panel h3").first.inner_text() == "Step 3"
+        tab.get_by_role("button", name="next host").click()
+        until(tab, lambda: "Host 1, round 2:" in tab.inner_text("#place"))
+        tab.get_by_role("button", name="next round").click()
+        until(tab, lambda: "Host 1, round 3:" in tab.inner_text("#place"))
+        assert tab.locator(".panel h3").first.inner_text() == "Step 3"
+        assert "round=3&host=1&step=3" in tab.url
+
+
+def test_chosen_runs_are_compared(browser, address):
+    with page(browser, address) as tab:
+        tab.get_by_label("compare a", exact=True).check()
+        tab.get_by_label(f"compare {HOSTILE}").check()
+        tab.get_by_role("button", name="Compare the chosen runs").click()
+        tab.wait_for_selector("#result table")
+        assert HOSTILE in tab.inner_text("#result")
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        ("/run?run=nope", "there is no run 'nope' here"),
+        ("/host?run=a&round=99", "round 99 of a is not there; rounds 1 to 3 are"),
+    ],
+)
+def test_what_is_not_there_is_said_once(browser, address, view, words):
+    with page(browser, address + view, errors=True) as tab:
+        assert tab.locator(".finding:visible", has_text=words).count() == 1
+
+
+def test_the_page_of_a_running_training_follows_it(browser, tmp_path):
+    run = write_run(tmp_path / "live", rounds=1)
+    with serving(tmp_path) as address, page(browser, f"{address}/run?run=live", errors=True) as tab:
+        tab.wait_for_selector(".cell")
+        assert tab.locator("#result .tile b").first.inner_text() == "10.00"
+        tab.locator("#curves select").select_option("3")
+        tab.evaluate("scrollTo(0, 400)")
+        add_round(run, 2)
+        until(tab, lambda: tab.locator("#result .tile b").first.inner_text() == "20.00")
+        until(tab, lambda: tab.locator("#glance input[type=number]").input_value() == "2")
+        assert tab.locator("#curves select").input_value() == "3"  # what was chosen stays
+        assert abs(tab.evaluate("scrollY") - 400) < 5  # and so does the place
+        shutil.rmtree(run)
+        until(tab, lambda: "there is no run" in tab.inner_text("#result"))
+
+
+def test_the_token_leaves_the_address_and_stays_in_the_browser(browser, folder):
+    with serving(folder, Access(token="open")) as address:
+        with page(browser, f"{address}/run?run=a&token=open") as tab:
+            assert "token" not in tab.url
+            tab.reload()
+            tab.wait_for_selector("main[aria-busy=false]")
+            assert tab.locator("#result .tile").count() > 0
+        other = browser.new_page()
+        assert other.goto(f"{address}/run?run=a").status == 401
+        other.close()
+
+
+SCRUB = """async ([from, to]) => {
+  const frames = [];
+  let last = await new Promise(requestAnimationFrame);
+  for (let i = from; i <= to; i++) {
+    setStep(i);
+    const now = await new Promise(requestAnimationFrame);
+    frames.push(now - last);
+    last = now;
+  }
+  return { median: d3.quantile(frames, 0.5), p95: d3.quantile(frames, 0.95) };
+}"""
+IDLE = SCRUB.replace("setStep(i);", "")
+
+
+@pytest.mark.parametrize("view", ["/run?run=large", "/host?run=large&host=5"])
+def test_a_frame_is_short_while_the_step_moves_through_64_hosts_of_150_steps(browser, tmp_path, view):
+    """The page's thread may work for 50 ms in a frame; where nothing else keeps the processor, that is its length."""
+    write_run(tmp_path / "large", hosts=64, steps=150, rounds=1)
+    with serving(tmp_path) as address, page(browser, address + view) as tab:
+        tab.wait_for_selector(".scrub")
+        drawn(tab)
+        chrome = tab.context.new_cdp_session(tab)
+        chrome.send("Performance.enable", {"timeDomain": "threadTicks"})
+        idle = tab.evaluate(IDLE, [1, 40])
+
+        def worked() -> float:
+            metrics = {one["name"]: one["value"] for one in chrome.send("Performance.getMetrics")["metrics"]}
+            return 1000.0 * metrics["TaskDuration"]
+
+        before = worked()
+        found = tab.evaluate(SCRUB, [1, 150])
+        work = (worked() - before) / 150
+        assert tab.evaluate("scrub.step") == 150
+        print(f"{view}: {work:.1f} ms of work in a frame; from frame to frame {found}, at rest {idle}")
+        assert work < FRAME
+        if idle["p95"] < 2 * 1000 / 60:  # else other programs keep the processor, and the clock says nothing
+            assert found["median"] < FRAME

@@ -1,0 +1,210 @@
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from esper.leyline.errors import RunDirectoryError
+from esper.telemetry.record import Record
+from esper.telemetry.serve.overview import POINTS, Overview, thinned
+from esper.telemetry.serve.payloads import LIVE
+from esper.telemetry.serve.sources import OPEN, Runs, UnknownRunError, version_of
+from served_runs import add_parts, add_round, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path / "a", finished=True)
+    write_run(tmp_path / "b", rounds=1)
+    return tmp_path
+
+
+@pytest.fixture
+def runs(folder: Path) -> Iterator[Runs]:
+    with Runs(folder) as runs:
+        yield runs
+
+
+def answer(runs: Runs, name: str, *names: str, **place: int) -> object:
+    return json.loads(runs.answer(names, f"{name} {place}", lambda record: LIVE[name](record, place)))
+
+
+def test_a_folder_and_a_run_directory_can_both_be_served(folder):
+    assert list(Runs(folder).found()) == ["a", "b"]
+    assert list(Runs(folder / "a").found()) == ["a"]
+
+
+def test_folders_that_are_no_runs_are_left_out_and_an_empty_one_says_what_to_do(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "file.txt").touch()
+    (note,) = Runs(tmp_path).notes()
+    assert "holds no run yet" in note
+    assert "esper train --run-dir" in note
+
+
+@pytest.mark.parametrize("name", ["missing", "file.txt"])
+def test_what_is_no_folder_is_refused(tmp_path, name):
+    (tmp_path / "file.txt").touch()
+    with pytest.raises(RunDirectoryError, match="name a run directory"):
+        Runs(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["../a", "a/../b", "/etc", "", "a/record", "."])
+def test_a_path_is_no_name_of_a_run(folder, name):
+    with pytest.raises(UnknownRunError):
+        Runs(folder).path_of(name)
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder, tmp_path_factory, runs):
+    outside = write_run(tmp_path_factory.mktemp("outside") / "secret")
+    (folder / "link").symlink_to(outside)
+    (folder / "alias").symlink_to(folder / "a")
+    assert list(runs.found()) == ["a", "alias", "b"]
+    assert any(note.startswith("link leads out of") for note in runs.notes())
+
+
+def test_files_of_a_run_that_are_links_are_not_read(folder, tmp_path_factory, runs):
+    secret = tmp_path_factory.mktemp("outside") / "secret.json"
+    secret.write_text('{"password": "x"}')
+    (folder / "b" / "summary.json").symlink_to(secret)
+    (shown,) = answer(runs, "runs", "b")
+    assert shown["summary"] == {}
+    complaints = answer(runs, "anomalies", "b")["complaints"]
+    assert any("summary.json is not a regular file" in text for text in complaints)
+
+
+def test_the_overview_has_a_row_for_each_run(folder):
+    rows = {row["run"]: row for row in Overview(Runs(folder)).table()["runs"]}
+    assert (rows["a"]["objective"], rows["a"]["objective_std"], rows["a"]["best"]) == (20.0, 1.0, 20.0)
+    assert rows["a"]["curve"] == [10.0, 20.0]
+    assert (rows["a"]["round"], rows["a"]["rounds"], rows["a"]["finished"]) == (2, 4, True)
+    assert (rows["b"]["round"], rows["b"]["finished"], rows["b"]["reward"]) == (1, False, "objective")
+    assert rows["a"]["seconds"] == 4.0
+
+
+def test_the_overview_shows_what_is_left_of_a_damaged_run(folder):
+    (folder / "a" / "config.toml").write_text("task = ")
+    with (folder / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 3, "obj')  # a round that is being written
+    row = Overview(Runs(folder)).table()["runs"][0]
+    assert (row["task"], row["objective"]) == (None, 20.0)
+    assert [text.split(" ")[1:3] for text in row["complaints"]] == [["cannot", "be"], ["has", "1"]]
+
+
+def test_a_long_curve_is_thinned_to_means_of_neighbours():
+    assert thinned([]) == []
+    assert thinned([1.0, 3.0]) == [1.0, 3.0]
+    long = thinned([float(i % 2) for i in range(4 * POINTS)])
+    assert long == [0.5] * POINTS
+
+
+def test_the_version_changes_with_each_round_part_and_summary(folder):
+    run, seen = folder / "b", set()
+    for change in (
+        lambda: None,
+        lambda: add_round(run, 2, parts=False),
+        lambda: add_parts(run, 2, 3, 8),
+        lambda: (run / "evaluation.json").write_text("{}"),
+        lambda: (run / "summary.json").write_text("{}"),
+    ):
+        change()
+        seen.add(version_of(run))
+    assert len(seen) == 5
+
+
+def test_a_record_is_read_again_only_when_its_files_have_changed(folder, runs):
+    made = []
+    make = lambda record: made.append(record) or len(made)  # noqa: E731
+    assert [runs.answer(("b",), "n", make) for _ in range(2)] == [b"1", b"1"]
+    add_round(folder / "b", 2)
+    assert runs.answer(("b",), "n", make) == b"2"
+    assert made[0] is not made[1]
+
+
+def test_few_records_stay_open(folder, runs):
+    for i in range(OPEN + 1):
+        shutil.copytree(folder / "b", folder / f"c{i}")
+        answer(runs, "curves", f"c{i}")
+    assert len(runs._opened) == OPEN
+
+
+def test_a_round_is_the_newest_whose_steps_are_there(folder, runs):
+    add_round(folder / "b", 2, parts=False)  # its parts are written some seconds later
+    found = answer(runs, "round", "b")
+    assert (found["round"], found["first"], found["newest"], found["total"]) == (1, 1, 1, 3)
+    add_parts(folder / "b", 2, 3, 8)
+    found = answer(runs, "round", "b")
+    assert found["round"] == 2
+    host = found["hosts"][1]
+    assert host["steps"]["val_acc"] == [12, 13, 14, 15, 16, 17, 18, 19]  # 10 + t + host
+    assert [(s["stage"], s["t"], len(s["alpha"])) for s in host["segments"]] == [
+        ("TRAINING", 1, 2), ("BLENDING", 3, 1), ("FOSSILIZED", 4, 5)]  # fmt: skip
+
+
+def test_a_host_has_everything_about_its_episode(folder, runs):
+    found = answer(runs, "host", "a", round=1, host=2)
+    assert (found["host"], found["result"]["objective"], found["hosts"]) == (2, 12, [0, 1, 2])
+    assert [row["op"] for row in found["decisions"]] == ["GERMINATE", "WAIT", "WAIT", "FOSSILIZE", *["WAIT"] * 4]
+    assert (found["decisions"][0]["slot"], found["decisions"][0]["p_wait"]) == ("s0", 0.5)
+    assert {row["term"]: row["value"] for row in found["rewards"] if row["t"] == 3} == {"potential": 0.5, "rent": -0.25}
+    assert found["waterfalls"]["8"]["parts"] == [{"members": ["s0"], "value": 15}]  # 45 - 30
+    assert len(found["slot_rows"]) == 8
+
+
+def test_without_a_number_the_best_host_of_the_newest_round_is_shown(folder, runs):
+    found = answer(runs, "host", "a")
+    assert (found["round"], found["host"], found["result"]["objective"]) == (2, 2, 22)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "words"),
+    [
+        ("round", {"round": 9}, "round 9 of a is not there; rounds 1 to 2 are"),
+        ("host", {"round": 0}, "round 0 of a is not there"),
+        ("host", {"host": 7}, "round 2 has no host 7; it has 0 to 2"),
+    ],
+)
+def test_places_that_are_not_there_are_explained(folder, name, place, words, runs):
+    with pytest.raises(Exception, match=words):
+        answer(runs, name, "a", **place)
+
+
+def test_a_run_without_rounds_has_no_hosts(tmp_path):
+    write_run(tmp_path / "new", rounds=0)
+    with Runs(tmp_path) as runs:
+        assert answer(runs, "round", "new")["hosts"] == []
+        assert answer(runs, "host", "new")["host"] is None
+        assert answer(runs, "policy", "new") == {"new": {}}
+
+
+def test_the_policy_is_the_mean_of_its_probabilities(folder, runs):
+    found = answer(runs, "policy", "a")["a"]
+    assert found["first"]["rounds"] == [1, 1]
+    assert found["last"]["rounds"] == [2, 2]
+    assert found["last"]["steps"][7] == {
+        "t": 8, "wait": 0.5, "germinate": 0.1, "set_alpha_target": 0.1, "prune": 0.1, "fossilize": 0.1, "advance": 0.1,
+        "value": 0.8,
+    }  # fmt: skip
+
+
+def test_a_record_that_is_replaced_is_closed_when_its_reader_is_done(folder, runs):
+    reading, go_on, found = threading.Event(), threading.Event(), []
+
+    def slow(record: Record) -> object:
+        reading.set()
+        assert go_on.wait(30)
+        found.append(record.query("select count(*) as n from rounds")[0]["n"])
+        return None
+
+    reader = threading.Thread(target=runs.answer, args=(("b",), "slow", slow))
+    reader.start()
+    assert reading.wait(30)
+    add_round(folder / "b", 2)
+    other = threading.Thread(target=runs.answer, args=(("b",), "curves", lambda record: found.append("new")))
+    other.start()
+    go_on.set()
+    reader.join()
+    other.join()
+    assert sorted(map(str, found)) == ["1", "new"]

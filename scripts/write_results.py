@@ -96,9 +96,9 @@ def each_seed(reports: Sequence[Mapping[str, Any]]) -> str:
         "| --- |" + " ---: |" * len(reports),
     ]
     rows = [{row["name"]: row for row in report["controllers"]} for report in reports]
-    lines.append("| (100·J) | " + " | ".join(f"{row[reports[0]['reference']]['objective']:.2f}" for row in rows) + " |")
-    for name in others:
-        lines.append(f"| {name} | " + " | ".join(_interval(row[name]["difference"], sign=-1.0) for row in rows) + " |")
+    own = [f"{row[reports[0]['reference']]['objective']:.2f}" for row in rows]
+    cells = {name: [_interval(row[name]["difference"], sign=-1.0) for row in rows] for name in others}
+    lines += [f"| {name} | {' | '.join(values)} |" for name, values in {"(100·J)": own, **cells}.items()]
     return "\n".join(lines)
 
 

@@ -90,7 +90,7 @@ def each_seed(reports: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "### Each training seed by itself",
         "",
-        f"Differences of the trained controller from each baseline, on {reports[0]['num_envs']} new hosts of each seed.",
+        f"Trained controller minus each baseline, on {reports[0]['num_envs']} new hosts of each seed.",
         "",
         "| against | " + " | ".join(f"hosts of seed {report['seed']}" for report in reports) + " |",
         "| --- |" + " ---: |" * len(reports),

@@ -56,7 +56,7 @@ def page(browser: Any, url: str, width: int = 1200, scheme: str = "light", error
     assert errors or said == []
 
 
-def until(tab: Any, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(tab: Any, condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for a condition; the page forbids the scripts that playwright's own wait would add."""
     end = time.monotonic() + seconds
     while not condition():

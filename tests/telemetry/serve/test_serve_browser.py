@@ -1,5 +1,6 @@
 """The live page in a real browser: what a user does, the page of a running training, and the time of a frame."""
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def page(browser: Any, url: str, width: int = 1200, scheme: str = "light", error
     assert errors or said == []
 
 
-def until(tab: Any, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(tab: Any, condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for a condition; the page forbids the scripts that playwright's own wait would add."""
     end = time.monotonic() + seconds
     while not condition():
@@ -210,7 +211,6 @@ SCRUB = """async ([from, to]) => {
   }
   return { median: d3.quantile(frames, 0.5), p95: d3.quantile(frames, 0.95) };
 }"""
-IDLE = SCRUB.replace("setStep(i);", "")
 
 
 @pytest.mark.parametrize("view", ["/run?run=large", "/host?run=large&host=5"])
@@ -222,7 +222,6 @@ def test_a_frame_is_short_while_the_step_moves_through_64_hosts_of_150_steps(bro
         drawn(tab)
         chrome = tab.context.new_cdp_session(tab)
         chrome.send("Performance.enable", {"timeDomain": "threadTicks"})
-        idle = tab.evaluate(IDLE, [1, 40])
 
         def worked() -> float:
             metrics = {one["name"]: one["value"] for one in chrome.send("Performance.getMetrics")["metrics"]}
@@ -232,7 +231,7 @@ def test_a_frame_is_short_while_the_step_moves_through_64_hosts_of_150_steps(bro
         found = tab.evaluate(SCRUB, [1, 150])
         work = (worked() - before) / 150
         assert tab.evaluate("scrub.step") == 150
-        print(f"{view}: {work:.1f} ms of work in a frame; from frame to frame {found}, at rest {idle}")
+        print(f"{view}: {work:.1f} ms of work in a frame; from frame to frame {found}")
         assert work < FRAME
-        if idle["p95"] < 2 * 1000 / 60:  # else other programs keep the processor, and the clock says nothing
+        if os.getloadavg()[0] < (os.cpu_count() or 1):  # else the clock measures the programs beside the browser
             assert found["median"] < FRAME

@@ -81,7 +81,7 @@ function choose(body, chosen) {
 }
 
 /** Asks for a refresh: "now" after a click; "later", after files have changed, when four times as long has passed as the
- * last one took, so that a server beside a training takes little of it. */
+ * last one took (at most 15 s), so that a server beside a training takes little of it. */
 function ask(when) {
   if (busy) { wanted = wanted === "now" ? wanted : when; return; }
   clearTimeout(timer);
@@ -97,7 +97,7 @@ async function refresh() {
   const runs = all.some(({ section }) => section.needs.includes("runs")) ? await load("runs").then(JSON.parse, () => null) : null;
   if (runs) document.querySelector("header").replaceChildren(...heading(runs));
   document.querySelector("main").setAttribute("aria-busy", "false");
-  rested = performance.now() + 4 * (performance.now() - began);
+  rested = performance.now() + Math.min(15000, 4 * (performance.now() - began));
   busy = false;
   const next = wanted;
   wanted = null;

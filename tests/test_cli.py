@@ -44,7 +44,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     first, note, memory, second, third, *rounds, done, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
-    assert re.fullmatch(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB, 0\.\d MiB for each host", memory)
+    assert re.fullmatch(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB, \d+\.\d MiB for each host", memory)
     assert second == "run directory: runs/digits-quickstart-s3, device: cpu"
     assert third == "executor: native (C++ compiled for this CPU), 2 threads"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
@@ -98,11 +98,11 @@ def test_tasks_are_listed_with_those_of_plugins_and_where_their_data_are(
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line}
-    assert rows["digits"] == "CNN 48-96, 1x1, unshuffle 2 6,058 3 embedded"
+    assert rows["digits"] == "CNN 48-96, 1x1, unshuffle 2 6,058 3 ready"
     assert rows["cifar_scale"] == "CNN 8-16-32-64-128, 3x3 99,922 5/10 missing"
     assert rows["tinyshakespeare"] == "transformer 4x128 842,496 4 found"
     assert rows["null"] == "none 3/16 none"
-    assert rows["task_to_be_listed"] == "CNN 4-8, 3x3 375 3 embedded"
+    assert rows["task_to_be_listed"] == "CNN 4-8, 3x3 375 3 ready"
     text = "".join("".join(lines).split())  # long lines are wrapped
     assert f"tinyshakespeare:foundin{folder}" in text
     assert "cifar10:missing;expecteddata_batch_1," in text
@@ -247,7 +247,7 @@ def test_bad_input_is_refused_in_one_paragraph_and_leaves_everything_as_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "train, evaluate, grow, export, tasks"),
+        ("", "train, evaluate, grow, export, search, query, report,"),
         ("bogus", "Unrecognized options: bogus"),
         ("train --roundz 3", "--rounds"),
         ("train --rounds ten", "ten"),
@@ -413,7 +413,6 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
         "hosts      live accuracy",
         "slots      hosts by stage",
         "operations wait",
-        "unfinished",
         "env-steps/s",
         "2 rounds done",
         "eta 0:00",

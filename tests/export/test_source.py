@@ -76,11 +76,11 @@ def test_the_forward_pass_reads_as_a_person_would_write_it(network_of, tmp_path)
 def test_an_unshuffled_host_is_written_and_counted_with_the_channels_that_its_blocks_get(unshuffled, tmp_path):
     assert unshuffled.save(tmp_path / "grown") == []
     text, x = (tmp_path / "grown" / "model.py").read_text(), tiny.dataset().val.x
-    assert "        x = pixel_unshuffle(x, 2)\n        x = self.host.blocks[0](x)\n" in text
+    assert "        x = torch.pixel_unshuffle(x, 2)\n        x = self.host.blocks[0](x)\n" in text
     assert "nn.Conv2d(4, 4, 3, padding=1, bias=False)" in text
     with torch.no_grad():
         torch.testing.assert_close(run(text, unshuffled.module, x)(x), unshuffled.module(x), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(load(tmp_path / "grown")(x), unshuffled.module(x), rtol=0.0, atol=0.0)
+        torch.testing.assert_close(load(tmp_path / "grown").module(x), unshuffled.module(x), rtol=0.0, atol=0.0)
     host = tiny.task().host.build(tiny.SLOTS, torch.zeros(1, 1, 6, 6))
     more = 3 * 4 * 9  # weights of three more input channels
     assert unshuffled.description.host_params == sum(p.numel() for p in host.parameters()) + more

@@ -20,7 +20,7 @@ from esper.tamiyo.features import HOST_FEATURES, SLOT_FEATURES, observe
 
 NAN, INF = math.nan, math.inf
 HOST_FLAGS = range(16, 23)  # last_success, last_op
-HOST_SIGNED = range(1, 13)  # losses and accuracies
+HOST_SIGNED = (*range(1, 13), 23, 24)  # losses and accuracies
 SLOT_FLAGS = (*range(11), 25, 26)  # occupied, stage, vanishing, exploding
 SLOT_SIGNED = (12, 13, 20, 22, 27, 29)  # contribution, two velocities, interactions, health before, freshness
 MEASURED_SLOT_FLOATS = (

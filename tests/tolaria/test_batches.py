@@ -253,7 +253,7 @@ def test_the_own_order_of_a_host_depends_neither_on_the_others_nor_on_their_numb
 
 
 def test_validation_examples_of_a_host_are_followed_by_some_that_do_not_count():
-    batches = SharedBatchIterator(numbered(), 2, 3, "val", 1, CPU)
+    batches = SharedBatchIterator(numbered(n_val=8), 2, 3, "val", 1, CPU)
     batches.choose(chosen())
     first, last = list(batches)
     assert first.y.tolist() == [[1, 3, 5], [9, 4, PADDING]]

@@ -172,6 +172,7 @@ def compare(
         ConfigError, RegistryError, CheckpointError, DataError: a controller cannot be evaluated.
     """
     _require_one_condition(configs, runs)
+    configs[0].engine(num_envs=num_envs)  # refuses an impossible number of hosts before anything is shown
     names = dict.fromkeys((*(baselines or known.all_baselines(configs[0], with_run=bool(runs))), REFERENCE))
     groups = _groups(configs, runs, seeds, best, transfer)
     store = OutcomeStore(out) if out is not None else None

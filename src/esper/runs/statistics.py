@@ -29,7 +29,7 @@ LEAST_UNITS = 6
 interval of a percentile bootstrap excludes 0 whatever its level is: for less than 5 % it takes 6."""
 _CHUNKS = 10
 
-Strata = Sequence[Float[np.ndarray, " U"]]
+Strata = Sequence[Float[np.ndarray, " _"]]
 Statistic = Callable[[Float[np.ndarray, "*R U"]], Float[np.ndarray, "*R"]]
 
 

@@ -98,15 +98,20 @@ def done(summary: Mapping[str, Any]) -> str:
 
 def tasks(found: Sequence[TaskSpec], data_dir: Path | None) -> Table:
     """The registered tasks."""
-    page = plain_table("task", "host", "parameters", "slots", "data")
+    page = plain_table("task", "host", "params", "slots", "data")
     for column in (page.columns[1], page.columns[4]):
         column.justify = "left"
     for task in found:
-        host, params = ("none", "") if task.host is None else (words(task.host), f"{task.host.num_params():,}")
+        host, params = ("none", "") if task.host is None else (words(task.host), _count(task.host.num_params()))
         enabled, offered = len(task.enabled), len(task.offered)
         slots = str(enabled) if enabled == offered else f"{enabled}/{offered}"
         page.add_row(task.name, host, params, slots, _data(task, data_dir))
     return page
+
+
+def _count(number: int) -> str:
+    """A number of parameters, short enough for eighty columns."""
+    return f"{number:,}" if number < 1e6 else f"{number / 1e6:.1f} M"
 
 
 def data_lines(found: Sequence[TaskSpec], data_dir: Path | None) -> list[str]:
@@ -136,7 +141,7 @@ def task(found: TaskSpec, data_dir: Path | None) -> list[str]:
 
 def _data(task: TaskSpec, data_dir: Path | None) -> str:
     if task.source is None:
-        return "embedded" if task.load else "none"
+        return "ready" if task.load else "none"
     return "found" if task.source.folder(data_dir) else "missing"
 
 

@@ -25,7 +25,7 @@ esper query RUN1 RUN2 "select run, max(objective) from rounds group by run"
 ```python
 run = esper.load("runs/digits-quickstart-s0")
 run.query("select t, op, slot, p_wait from decisions where round = 1 and host = ?", [0])
-run.frame("seeds")       # pandas
+run.frame("seeds")  # pandas
 run.polars("decisions")  # polars; pip install 'esper-growth[frames]' has both
 ```
 

@@ -116,6 +116,7 @@ def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
         assert "19.0 %" in host.inner_text()  # 10 + t + host in the last of eight steps
         tab.keyboard.press("ArrowLeft")
         until(tab, lambda: "18.0 %" in host.inner_text())
+        until(tab, lambda: "step=7" in tab.url, 20.0)  # the address follows a moment later
         host.click()
 
         tab.wait_for_selector(".panel")

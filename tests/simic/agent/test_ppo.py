@@ -415,3 +415,12 @@ def test_the_coefficients_of_an_update_are_those_of_its_place_in_the_run(rolled_
     assert found[2] == pytest.approx([0.01, 0.5, 0.5])
     metrics = learn(client)
     assert [metrics[name] for name in names] == pytest.approx(found[2])
+
+
+def test_the_learning_rate_falls_in_equal_steps_to_its_final_fraction(rolled_out):
+    client = rolled_out(lr=1e-3, lr_final_fraction=0.1)
+    found = [ppo.learning_rate(client.config, position, 4) for position in (0, 1, 3, 9)]
+    assert found == pytest.approx([1e-3, 0.7e-3, 1e-4, 1e-4])
+    client.agent.schedule_position = 19  # the last of 20 updates
+    assert learn(client)["lr"] == pytest.approx(1e-4)
+    assert ppo.learning_rate(rolled_out(lr=1e-3).config, 9, 10) == 1e-3

@@ -16,6 +16,7 @@ class PPOConfig:
         update_epochs: passes over the rollout per update. num_minibatches: per pass, at most N; each has whole rows.
         target_kl: no further pass once the approximate KL divergence exceeds 1.5 times this.
         lr, adam_betas, adam_eps: Adam. max_grad_norm: limit of the L2 norm of the policy gradient.
+        lr_final_fraction: share of `lr` in the last update; linear over the run, 1 for a constant rate.
         ent_coef, ent_coef_end: entropy coefficient, linear over the run.
         vf_coef_start, vf_coef, vf_coef_warmup: value coefficient, linear from `vf_coef_start` to `vf_coef` over the
             first `vf_coef_warmup` updates, then constant.
@@ -36,6 +37,7 @@ class PPOConfig:
     num_minibatches: int = 4
     target_kl: float = 0.015
     lr: float = 5e-4
+    lr_final_fraction: float = 1.0
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-5
     max_grad_norm: float = 1.0
@@ -53,7 +55,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         for name in ("feature_width", "hidden_width", "num_layers", "update_epochs", "num_minibatches", "twins"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("gamma", "gae_lambda", "forced_value_weight"):
+        for name in ("gamma", "gae_lambda", "forced_value_weight", "lr_final_fraction"):
             self._require(name, 0.0 <= getattr(self, name) <= 1.0, "in [0, 1]")
         for name in ("observation_momentum", "return_momentum"):
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "in [0, 1)")
@@ -68,6 +70,11 @@ class PPOConfig:
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ConfigError(f"ppo.{name} is {getattr(self, name)}, expected {expected}; change ppo.{name}.")
+
+
+def learning_rate(config: PPOConfig, position: int, total_updates: int) -> float:
+    """Linear from `lr` in the first update to `lr_final_fraction * lr` in the last."""
+    return config.lr * (1.0 + (config.lr_final_fraction - 1.0) * progress(position, total_updates))
 
 
 def entropy_coefficient(config: PPOConfig, position: int, total_updates: int) -> float:

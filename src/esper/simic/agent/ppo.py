@@ -24,7 +24,7 @@ from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
 from esper.simic.agent.advantages import discounted_returns, paired_rewards
 from esper.simic.agent.config import PPOConfig as PPOConfig
-from esper.simic.agent.config import entropy_coefficient, floor_scale, value_coefficient
+from esper.simic.agent.config import entropy_coefficient, floor_scale, learning_rate, value_coefficient
 from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
 from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
 from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
@@ -110,10 +110,11 @@ def run_ppo_updates(
     normalized = buffer.normalize_advantages(config.advantage_std_floor)
 
     weights = loss_weights(agent, config, slabs.rewards.device)
-    rows = [update_row(slabs, normalized, scale, weights, config.lr, agent.selectable)]
+    lr = learning_rate(config, agent.schedule_position, agent.total_updates)
+    rows = [update_row(slabs, normalized, scale, weights, lr, agent.selectable)]
     if hidden is not None:
         rows.append(health_row(hidden))
-    rows += _run_epochs(agent, buffer, config, weights, update_index=update_index, run_seed=run_seed)
+    rows += _run_epochs(agent, buffer, config, weights, lr, update_index=update_index, run_seed=run_seed)
 
     agent.returns.update(return_moments)
     agent.observations.update(masked_moments(slabs.raw_states, slabs.valid))
@@ -181,6 +182,7 @@ def _run_epochs(
     buffer: TamiyoRolloutBuffer,
     config: PPOConfig,
     weights: LossWeights,
+    lr: float,
     *,
     update_index: int,
     run_seed: int,
@@ -196,7 +198,7 @@ def _run_epochs(
     for epoch, order_N in zip(epochs.unbind(0), order_KN.unbind(0), strict=True):
         results = []
         for hosts in order_N.tensor_split(groups):
-            results.append(_train_minibatch(agent, buffer.sequences(hosts), config, weights, stopped))
+            results.append(_train_minibatch(agent, buffer.sequences(hosts), config, weights, lr, stopped))
             agent.optimizer = results[-1].optimizer
         weight = torch.stack([result.kl_weight for result in results]).sum()
         kl = torch.stack([result.kl_sum for result in results]).sum() / weight
@@ -208,7 +210,12 @@ def _run_epochs(
 
 
 def _train_minibatch(
-    agent: PPOAgent, batch: SequenceBatch, config: PPOConfig, weights: LossWeights, stopped: Bool[Tensor, ""]
+    agent: PPOAgent,
+    batch: SequenceBatch,
+    config: PPOConfig,
+    weights: LossWeights,
+    lr: float,
+    stopped: Bool[Tensor, ""],
 ) -> MinibatchResult:
     """Loss, gradient and a masked optimizer step."""
     parameters = list(agent.network.parameters())
@@ -222,7 +229,7 @@ def _train_minibatch(
         clip_by_norm(gradient, norm, config.max_grad_norm),
         agent.optimizer,
         takes,
-        lr=config.lr,
+        lr=lr,
         betas=config.adam_betas,
         eps=config.adam_eps,
     )

@@ -10,7 +10,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.messages import Observation
 from esper.leyline.stages import AlphaMode, SeedStage
 from esper.tamiyo.baselines import make_baseline
-from esper.tamiyo.heuristic import Heuristic
+from esper.tamiyo.heuristic import Heuristic, HeuristicRules
+from esper.tamiyo.scripted import ScriptedPolicy
 
 WAIT, GERMINATE, SET_TARGET, PRUNE, FOSSILIZE, ADVANCE = LifecycleOp
 DORMANT, GERMINATED, TRAINING = SeedStage.DORMANT, SeedStage.GERMINATED, SeedStage.TRAINING
@@ -240,3 +241,30 @@ def test_only_selectable_blueprints_are_in_rotation():
     assert germinated_blueprints(make_baseline("heuristic", engine_spec(selectable=(2, 4, 6))), 3) == [2, 4, 2]
     with pytest.raises(ConfigError, match="this run allows 6"):
         Heuristic(engine_spec(selectable=(6,)))
+
+
+def with_rules(**rules) -> ScriptedPolicy:
+    return ScriptedPolicy(Heuristic(engine_spec(), HeuristicRules(**rules)), engine_spec())
+
+
+def test_its_choices_can_be_other_ones():
+    policy = with_rules(blueprints=(5, 4), slots=(2, 0), tempo=0, first_step=1, plateau_epochs=0)
+    obs = observation(1, legal_only(1, 3, *[(GERMINATE, slot) for slot in range(3)]), hosts={"val_acc": 50.0})
+    assert policy.act(obs).actions[0].tolist() == [2, 5, 2, 0, 2, 0, 0, GERMINATE]  # neither stable nor on a plateau
+    policy.store(step(obs, policy.act(obs)))
+    only_0 = observation(2, legal_only(1, 3, (GERMINATE, 0), (GERMINATE, 1)), hosts={"val_acc": 50.0})
+    assert policy.act(only_0).actions[0].tolist() == [0, 4, 2, 0, 2, 0, 0, GERMINATE]
+    only_1 = observation(2, legal_only(1, 3, (GERMINATE, 1)), hosts={"val_acc": 50.0})
+    assert policy.act(only_1).actions[0, Head.OP] == WAIT  # not among its slots
+
+
+def test_its_thresholds_can_be_other_ones():
+    policy = with_rules(fossilize_above=4.0, drop=10.0, patience=3)
+    held = {"stage": STAGE_AT_0[HOLDING], "contribution_step": 9, "acc_at_germination": 40.0}
+    training = {"stage": STAGE_AT_0[TRAINING], "epochs_in_stage": 3}
+
+    def op(**slots) -> int:
+        return policy.act(observation(9, legal_only(1, 3, *ALL_AT_0), hosts=READY, **slots)).actions[0, Head.OP].item()
+
+    assert [op(**held, contribution=x) for x in (4.0, 4.1)] == [PRUNE, FOSSILIZE]
+    assert [op(**training, acc_at_stage_start=x) for x in (60.0, 60.1)] == [ADVANCE, PRUNE]

@@ -8,7 +8,8 @@ from scripted_observations import engine_spec
 
 from esper.leyline.actions import HEADS, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
-from esper.tamiyo.policy_files import read_policy, write_policy
+from esper.tamiyo.heuristic import Heuristic, HeuristicRules
+from esper.tamiyo.policy_files import read_policy, script_of, write_policy
 from esper.tamiyo.rules import FEATURES, FollowRule, ThresholdRule
 from esper.tamiyo.schedules import Schedule, ScheduleEntry, single
 from esper.tamiyo.scripted import canonical_action
@@ -144,3 +145,31 @@ def test_a_file_that_is_missing_or_no_json_is_refused(tmp_path: Path) -> None:
 def test_a_rule_that_was_read_can_be_followed(tmp_path: Path) -> None:
     path = file_of(tmp_path, kind="rule", schedule=None, rule=RULE)
     assert FollowRule(read_policy(path, SPEC), SPEC).rule.threshold == 50.0
+
+
+def test_a_tuned_heuristic_is_written_by_name_and_read_back(tmp_path: Path) -> None:
+    rules = HeuristicRules(blueprints=(5, 4), slots=(2, 0), tempo=0, drop=2.5, cooldown=0)
+    path = tmp_path / "best_heuristic.json"
+    write_policy(path, rules, "digits", {"budget": 1}, SPEC)
+    tree = json.loads(path.read_text())["heuristic"]
+    assert (tree["blueprints"], tree["slots"], tree["tempo"]) == (["bottleneck", "depthwise"], ["r0c2", "r0c0"], "FAST")
+    assert read_policy(path, SPEC) == rules
+    assert isinstance(script_of(rules, SPEC), Heuristic)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"cooldown": -1}, r"heuristic.cooldown is -1; it must be a whole number, 0 or more"),
+        ({"slots": ["r9c9"]}, r"heuristic.slots\[0\] is \"r9c9\""),
+        ({"temper": 1}, r"heuristic.temper is unknown here; .*tempo"),
+    ],
+)
+def test_a_heuristic_that_cannot_be_followed_is_refused_by_field(tmp_path: Path, changes, complaint) -> None:
+    path = tmp_path / "mine.json"
+    write_policy(path, HeuristicRules(), "digits", {}, SPEC)
+    values = json.loads(path.read_text())
+    values["heuristic"] |= changes
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=complaint):
+        read_policy(path, SPEC)

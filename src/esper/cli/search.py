@@ -1,4 +1,4 @@
-"""esper search: finds the best constant schedule and the best simple rule of a task."""
+"""esper search: finds the best constant schedule and the best simple rule of a task, or tunes the heuristic for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,15 @@ from esper.telemetry.progress import RunConsole
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Find baselines for a task: the best constant schedule, and the best rule that looks at each host once.
+    """Find the best schedule of a task and the best rule that looks at each host once, or tune the heuristic for it.
 
     They are searched on training hosts and written as files that `esper evaluate` compares.
     """
 
     task: Annotated[tyro.conf.Positional[str], placeholder("TASK")]
     """The task, or FILE.py:NAME."""
+    heuristic: bool = False
+    """Tune the hand-written rules of the heuristic instead."""
     budget: Number = None
     """Env-steps (hosts x control steps) to spend. (those of a training run of the preset)"""
     out: FilePath = None
@@ -49,8 +51,9 @@ class Search:
 def search(command: Search) -> int:
     """Search, write the files and print what was found."""
     from esper.runs import search as searching
+    from esper.runs.heuristic_search import tune
     from esper.runs.presets import resolve
-    from esper.runs.search_tables import show
+    from esper.runs.search_tables import show, show_heuristic
     from esper.telemetry.pass_progress import PassProgress
 
     given = overrides(command)
@@ -67,11 +70,17 @@ def search(command: Search) -> int:
         f"{config.episode_length} steps, seed {config.seed}"
     )
     with _made(folder), PassProgress(console, passes) as progress:
-        found = searching.search(
-            config, budget=budget, num_envs=num_envs, on_pass=progress.advance, on_stage=progress.stage
-        )
-        found.write(folder)
-    show(found, folder, console)
+        size = {"budget": budget, "num_envs": num_envs}
+        if command.heuristic:
+            tuned = tune(config, **size, on_pass=progress.advance, on_stage=progress.stage)
+            tuned.write(folder)
+        else:
+            found = searching.search(config, **size, on_pass=progress.advance, on_stage=progress.stage)
+            found.write(folder)
+    if command.heuristic:
+        show_heuristic(tuned, folder, console)
+    else:
+        show(found, folder, console)
     return 0
 
 

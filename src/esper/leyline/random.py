@@ -42,6 +42,7 @@ class Stream(IntEnum):
     RESAMPLING = 11
     INSTANCE = 12
     SCHEDULE_SEARCH = 13
+    HEURISTIC_SEARCH = 14
 
 
 def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from esper.runs.heuristic_search import HEURISTIC_FILE, Tuned
+from esper.runs.heuristic_search import REPORT_FILE as HEURISTIC_REPORT
 from esper.runs.rule_search import PlannedRule
 from esper.runs.search import REPORT_FILE, RULE_FILE, SCHEDULE_FILE, Confirmed, Found
 from esper.runs.search_hosts import Result, standard_error
@@ -27,14 +29,31 @@ def show(found: Found, folder: Path, console: RunConsole) -> None:
     console.say(f"compare on new hosts: esper evaluate {files} --task {found.config.task}")
 
 
+def show_heuristic(tuned: Tuned, folder: Path, console: RunConsole) -> None:
+    """Print the finalists and where the files are."""
+    page = _page("rules")
+    for tried in tuned.finalists:
+        error = standard_error(tried.values)
+        page.add_row(tried.rules.words(tuned.spec), _number(tried.objective, error), str(tried.values.size))
+    console.print("", page, sep="\n")
+    console.say("\n100·J: mean over training hosts with its standard error.")
+    console.say(f"written to {folder}: {HEURISTIC_FILE}, {HEURISTIC_REPORT}")
+    console.say(f"compare on new hosts: esper evaluate {folder / HEURISTIC_FILE} --task {tuned.config.task}")
+
+
 def schedules(found: Found) -> Table:
     """The best schedules of the search, each by its measurement on most hosts."""
-    page = Table(box=None, padding=(0, 2, 0, 0))
-    page.add_column("schedule", overflow="fold")
-    for column in ("100·J", "hosts"):
-        page.add_column(column, justify="right", no_wrap=True)
+    page = _page("schedule")
     for result in best_schedules(found):
         page.add_row(result.plan.words(found.spec), _number(result.objective, result.error), str(result.hosts))
+    return page
+
+
+def _page(first: str) -> Table:
+    page = Table(box=None, padding=(0, 2, 0, 0))
+    page.add_column(first, overflow="fold")
+    for column in ("100·J", "hosts"):
+        page.add_column(column, justify="right", no_wrap=True)
     return page
 
 

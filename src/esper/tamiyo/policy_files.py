@@ -1,4 +1,4 @@
-"""Policies as small JSON files: schedules and rules, with slots and blueprints by name.
+"""Policies as small JSON files: schedules, rules and tuned heuristics, with slots and blueprints by name.
 
     {
       "format": "esper policy 1",
@@ -16,13 +16,13 @@
 
 A line is executed once, from its step on. A head that it does not name has its canonical value; slot and blueprint have
 none. A rule has "kind": "rule" and "rule": {"feature", "step", "threshold", "below", "above"}, the last two as
-"schedule" above.
+"schedule" above. A heuristic has "kind": "heuristic" and "heuristic" with the fields of `HeuristicRules`.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,13 +39,14 @@ from esper.leyline.actions import (
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import replacing
 from esper.leyline.protocols import EngineSpec
+from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.rules import FEATURES, FollowRule, ThresholdRule
-from esper.tamiyo.schedules import FixedSchedules, Remaining, Schedule, ScheduleEntry, ScheduleTable
+from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry, ScheduleTable
 from esper.tamiyo.scripted import Script, canonical_action
 
 FORMAT = "esper policy 1"
 SUFFIX = ".json"
-Policy = Schedule | ThresholdRule
+Policy = Schedule | ThresholdRule | HeuristicRules
 _VALUES: dict[Head, tuple[str, ...]] = {
     Head.STYLE: tuple(style.name for style in Style),
     Head.TEMPO: TEMPO_NAMES,
@@ -56,8 +57,10 @@ _VALUES: dict[Head, tuple[str, ...]] = {
 T = TypeVar("T")
 
 
-def script_of(policy: Policy, spec: EngineSpec) -> Script[Remaining]:
+def script_of(policy: Policy, spec: EngineSpec) -> Script[Any]:
     """The script that follows a policy; raises ConfigError if it does not fit the engine."""
+    if isinstance(policy, HeuristicRules):
+        return Heuristic(spec, policy)
     if isinstance(policy, Schedule):
         return FixedSchedules(ScheduleTable([policy], spec))
     return FollowRule(policy, spec)
@@ -68,13 +71,15 @@ def write_policy(path: Path, policy: Policy, task: str, found: Mapping[str, obje
 
     Args:
         path: the file; replaced if it exists.
-        policy: a schedule or a rule that fits `spec`.
+        policy: a schedule, a rule or the rules of the heuristic, that fit `spec`.
         task: for which it was found.
         found: how it was found: plain values for the reader of the file.
         spec: gives the names of slots and blueprints.
     """
     if isinstance(policy, Schedule):
         kind, tree = "schedule", _schedule_tree(policy, spec)
+    elif isinstance(policy, HeuristicRules):
+        kind, tree = "heuristic", _heuristic_tree(policy, spec)
     else:
         kind = "rule"
         sides = {"below": _schedule_tree(policy.below, spec), "above": _schedule_tree(policy.above, spec)}
@@ -102,9 +107,11 @@ def read_policy(path: Path, spec: EngineSpec) -> Policy:
         ) from error
     root = _Field(path, "", values)
     root.get("format", one_of([FORMAT]))
-    kind = root.get("kind", one_of(["schedule", "rule"]))
+    kind = root.get("kind", one_of(["schedule", "rule", "heuristic"]))
     root.require_keys(["format", "kind", "task", kind, "found"])
     try:
+        if kind == "heuristic":
+            return _heuristic(root.at(kind), spec)
         policy = _schedule(root.at(kind), spec) if kind == "schedule" else _rule(root.at(kind), spec)
         policy.check(spec)
     except _FieldError:
@@ -181,6 +188,12 @@ def _step(field: _Field) -> int:
     return field.value
 
 
+def _count(field: _Field) -> int:
+    if type(field.value) is not int or field.value < 0:
+        raise field.error("it must be a whole number, 0 or more.")
+    return field.value
+
+
 def _number(field: _Field) -> float:
     if type(field.value) not in (int, float) or not math.isfinite(field.value):
         raise field.error("it must be a finite number.")
@@ -197,6 +210,35 @@ def _rule(field: _Field, spec: EngineSpec) -> ThresholdRule:
     )
     field.require_keys(["feature", "step", "threshold", "below", "above"])
     return rule
+
+
+def _heuristic(field: _Field, spec: EngineSpec) -> HeuristicRules:
+    def names(key: str, head: Head) -> tuple[int, ...]:
+        known = _values(head, spec)
+        return tuple(known[one_of(tuple(known))(item)] for item in field.at(key).items())
+
+    rules = HeuristicRules(
+        blueprints=names("blueprints", Head.BLUEPRINT),
+        slots=names("slots", Head.SLOT),
+        tempo=TEMPO_NAMES.index(field.get("tempo", one_of(TEMPO_NAMES))),
+        first_step=field.get("first_step", _step),
+        plateau_epochs=field.get("plateau_epochs", _count),
+        patience=field.get("patience", _count),
+        drop=field.get("drop", _number),
+        fossilize_above=field.get("fossilize_above", _number),
+        cooldown=field.get("cooldown", _count),
+    )
+    field.require_keys(list(asdict(rules)))
+    return rules
+
+
+def _heuristic_tree(rules: HeuristicRules, spec: EngineSpec) -> dict[str, Any]:
+    named = {
+        "blueprints": [spec.blueprint_names[index] for index in rules.blueprints],
+        "slots": [spec.slot_ids[index] for index in rules.slots],
+        "tempo": TEMPO_NAMES[rules.tempo],
+    }
+    return asdict(rules) | named
 
 
 def _schedule(field: _Field, spec: EngineSpec) -> Schedule:

@@ -13,7 +13,7 @@ on new hosts. On the same hosts it is compared with
 Intervals are 95 % percentile bootstraps over evaluation hosts (of one run) or over runs (of all).
 
     python scripts/learning_curve.py --seeds 0 1 2 --json learning_curve.json
-    python scripts/learning_curve.py --task null_permuted --rounds 300 --hosts 128 --config other_values.toml
+    python scripts/learning_curve.py --task null_permuted --rounds 120 --every 30 --hosts 128
 """
 
 import sys
@@ -49,6 +49,7 @@ from esper.tasks.registry import task_by_name
 from script_report import write_result
 
 assert _presets
+CONFIG = Path(__file__).with_suffix(".toml")
 RESAMPLES = 10_000
 SOLVED = 0.8
 SELECTION_OFFSET = 2 * SEED_OFFSET
@@ -63,9 +64,9 @@ class Options:
     """Task."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Run seeds; one controller each."""
-    rounds: int = 40
+    rounds: int = 60
     """Rounds of training; the schedules span all of them."""
-    num_envs: int = 16
+    num_envs: int = 64
     """Hosts per round."""
     every: int = 10
     """Rounds between two evaluations."""
@@ -73,7 +74,7 @@ class Options:
     """Hosts per evaluation."""
     preset: str = "small"
     """Preset."""
-    config: Path | None = None
+    config: Path = CONFIG
     """Configuration file (TOML) with other values, as for `esper train`."""
     json: Path | None = None
     """Also write every number to this file."""
@@ -280,7 +281,7 @@ def main(options: Options) -> int:
             say(line)
     if options.json is not None:
         settings = {name: value for name, value in asdict(options).items() if name != "json"}
-        settings["config"] = str(options.config) if options.config else None
+        settings["config"] = options.config.name
         write_result(options.json, "learning_curve", torch.device("cpu"), settings, [asdict(run) for run in runs])
     return 0
 

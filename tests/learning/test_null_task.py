@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "learning_curve.py"
-ROUNDS, HOSTS = 40, 16
+ROUNDS, HOSTS = 40, 64
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
 def learned(request, tmp_path_factory) -> dict:
-    """Every number of one run with the preset `small`."""
+    """Every number of one run with the settings of the script."""
     report = tmp_path_factory.mktemp("learning") / "curve.json"
     options = ["--seeds", str(request.param), "--rounds", str(ROUNDS), "--num-envs", str(HOSTS), "--json", str(report)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -29,10 +29,10 @@ def gap_closed(run, objective) -> float:
 
 
 @pytest.mark.slow
-def test_it_closes_most_of_the_gap_between_waiting_and_the_best_schedule(learned):
+def test_it_closes_the_gap_between_waiting_and_the_best_schedule(learned):
     last = learned["curve"][-1]
     assert last["episodes"] == ROUNDS * HOSTS
-    assert gap_closed(learned, last["learned"]["low"]) >= 0.6
+    assert gap_closed(learned, last["learned"]["mean"]) >= 0.97
     assert last["seconds"] < 180
 
 
@@ -47,7 +47,7 @@ def test_it_beats_random_operations_and_what_it_was_before(learned):
 def test_what_it_gained_was_learned_from_the_rollouts(learned):
     # the gap is not closed from the start, and not by the first rounds either
     assert gap_closed(learned, learned["untrained"]["mean"]) < 0.3
-    assert [point["episodes"] for point in learned["curve"]] == [160, 320, 480, 640]
+    assert [point["episodes"] for point in learned["curve"]] == [640, 1280, 1920, 2560]
     assert learned["curve"][0]["learned"]["mean"] < learned["curve"][-1]["learned"]["mean"]
 
 

@@ -13,7 +13,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +24,10 @@ import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE
+from esper.telemetry.record import open_record
+from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE, dress, seed_lanes
+from esper.telemetry.report.hosts import round_of
+from esper.telemetry.report.views import rounds_of
 from write_benchmarks import between_markers
 
 MARKERS = ("<!-- write_results: begin -->", "<!-- write_results: end -->")
@@ -55,6 +60,7 @@ def main(options: Options) -> int:
     references = {row["name"]: row["objective"] for row in controllers if row["name"] != "trained"}
     draw(curves(options.runs, references), folder / "results_learning.png")
     draw(frontier(controllers), folder / "results_frontier.png")
+    draw(timelines(options.runs[0]), folder / "results_timelines.png")
     alone = [json.loads(path.read_text(encoding="utf-8")) for path in options.by_seed]
     parts = (comparison(report), each_seed(alone), by_kind(controllers), grown(controllers))
     text = "\n\n".join(part for part in parts if part)
@@ -144,7 +150,11 @@ def kinds_of(controller: Controller) -> list[str]:
     """The kind of each host in words."""
     instances = controller["instances"]
     pairs = zip(instances["classes"], instances["view"], strict=True)
-    return [f"{int(classes):2d} classes, view {int(view)}" for classes, view in pairs]
+    return [_kind(classes, view) for classes, view in pairs]
+
+
+def _kind(classes: float, view: float) -> str:
+    return f"{int(classes):2d} classes, view {int(view)}"
 
 
 def curves(runs: Sequence[Path], references: Mapping[str, float]) -> Figure:
@@ -169,6 +179,26 @@ def curves(runs: Sequence[Path], references: Mapping[str, float]) -> Figure:
     axes.set_xlabel("round")
     axes.set_ylabel(f"100·J, mean of {SMOOTHED} rounds")
     _finish(axes)
+    return figure
+
+
+def timelines(run: Path) -> Figure:
+    """The seeds of one host of each kind in the newest round of a run: that with the median of 100·J."""
+    with closing(open_record([run])) as record:
+        (name, found), *_ = rounds_of(record).items()
+        newest = round_of(record, name, found.last, "newest")
+        (about,) = record.query("select slots, episode_length from runs")
+    kinds = dict[str, list[Mapping[str, Any]]]()
+    for host in newest["hosts"]:
+        instance = json.loads(host["instance"])
+        kinds.setdefault(_kind(instance["classes"], instance["view"]), []).append(host)
+    typical = {kind: sorted(hosts, key=itemgetter("objective"))[len(hosts) // 2] for kind, hosts in kinds.items()}
+    figure = Figure(figsize=(9.0, 1.0 + 0.9 * len(typical)), layout="constrained")
+    axes = figure.subplots()
+    dress(axes, f"Round {found.last}", "one host of each kind, with its 100·J; colour: stage, height: alpha")
+    lanes = {f"{kind}, {host['objective']:.0f}": host["segments"] for kind, host in sorted(typical.items())}
+    seed_lanes(axes, lanes, about["slots"], about["episode_length"])
+    axes.set_xlabel("control step")
     return figure
 
 

@@ -47,6 +47,16 @@ def test_a_long_table_is_cut_and_says_so(run: Path, capsys: pytest.CaptureFixtur
     assert output(capsys, str(run), "select host from steps where host = 9")[1] == "no rows\n"
 
 
+def test_rows_too_wide_for_the_terminal_have_a_line_for_each_column(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = output(capsys, str(run), "select * from steps where round = 1 and t = 5 and host < 2 order by host")
+    rows = out.split("\n\n")
+    assert len(rows) == 2
+    assert [line.split()[0] for line in rows[1].splitlines()][:4] == ["run", "round", "t", "host"]
+    assert [line.split()[1] for line in rows[1].splitlines()][1:4] == ["1", "5", "1"]
+
+
 def test_without_a_select_the_tables_are_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output(capsys, str(run))
     assert code == 0

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SHOWN = 50
 """Rows that the table shows at most."""
+_WIDEST = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +70,28 @@ def _answer(rows: Sequence[Mapping[str, Any]], command: Query) -> None:
             writer.writerow(rows[0])
         writer.writerows([_cell(value, exact=True) for value in row.values()] for row in rows)
     elif rows:
+        from rich.measure import Measurement
+
         from esper.runs.tables import plain_table
 
-        page = plain_table(*rows[0])
+        console, page = RunConsole(), plain_table(*rows[0])
         for row in rows[:SHOWN]:
             page.add_row(*map(_cell, row.values()))
-        RunConsole().print(page)
+        unlimited = console.options.update(max_width=_WIDEST)
+        if Measurement.get(console, unlimited, page).maximum <= console.width:
+            console.print(page)
+        else:  # too wide for columns that can be read
+            console.say("\n\n".join(map(_lines, rows[:SHOWN])))
         if len(rows) > SHOWN:
             RunConsole().say(f"{len(rows) - SHOWN} more rows; --csv and --json print all.")
     else:
         RunConsole().say("no rows")
+
+
+def _lines(row: Mapping[str, Any]) -> str:
+    """One row, a line for each column."""
+    width = max(map(len, row))
+    return "\n".join(f"{name:{width}}  {_cell(value)}" for name, value in row.items())
 
 
 def _overview(record: "Record") -> None:

@@ -144,23 +144,31 @@ def _operations(ax: Axes, counts: Payload, num_envs: int) -> None:
 
 
 def _seeds(ax: Axes, run: Payload, newest: Payload) -> None:
-    hosts, slots, steps = newest["hosts"][:HOSTS_SHOWN], run["slots"], run["episode_length"]
+    hosts = newest["hosts"][:HOSTS_SHOWN]
     note = (
         f"round {newest['round']}, slots of {len(hosts)} of the {newest['total']} hosts; colour: stage, height: alpha"
     )
     dress(ax, "Life of the seeds", note)
+    seed_lanes(ax, {f"host {host['host']}": host["segments"] for host in hosts}, run["slots"], run["episode_length"])
+
+
+def seed_lanes(ax: Axes, hosts: Mapping[str, Sequence[Payload]], slots: Sequence[str], steps: int) -> None:
+    """The `segments` (`report.hosts`) of some hosts, a lane for each slot, with the blueprint where a seed begins."""
     ax.grid(visible=False)
-    rows = {(host["host"], slot): i * (len(slots) + 0.55) + j
-            for i, host in enumerate(hosts) for j, slot in enumerate(slots)}  # fmt: skip
+    rows = {(host, slot): i * (len(slots) + 0.55) + j for i, host in enumerate(hosts) for j, slot in enumerate(slots)}
     ax.barh(list(rows.values()), steps, left=0.5, height=0.78, color="#f3f5f7")
-    for host in hosts:
-        for stretch in host["segments"]:
-            y, color = rows[host["host"], stretch["slot"]], STAGES[stretch["stage"]]
+    seen = dict[float, tuple[int, str]]()  # by row, the step after the last stretch, and its blueprint
+    for host, segments in hosts.items():
+        for stretch in segments:
+            y, color = rows[host, stretch["slot"]], STAGES[stretch["stage"]]
             times = range(stretch["t"], stretch["t"] + len(stretch["alpha"]))
             ax.barh(y, len(times), left=times[0] - 0.5, height=0.78, color=color, alpha=0.35)
             heights = [0.78 * (alpha or 0.0) for alpha in stretch["alpha"]]
             ax.bar(times, [-height for height in heights], bottom=y + 0.39, width=1.0, color=color)
-    labels = [f"host {host}  {slot}" if slot == slots[0] else slot for host, slot in rows]
+            if seen.get(y) != (times.start, stretch["blueprint"]):
+                ax.text(times[0] - 0.4, y, stretch["blueprint"], va="center", fontsize=7.5, color=INK, clip_on=True)
+            seen[y] = (times.stop, stretch["blueprint"])
+    labels = [f"{host}  {slot}" if slot == slots[0] else slot for host, slot in rows]
     ax.set_yticks(list(rows.values()), labels)
     ax.invert_yaxis()
     ax.set_xlim(0.5, steps + 0.5)

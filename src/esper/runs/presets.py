@@ -63,6 +63,7 @@ def learn() -> Values:
         gae_lambda=0.98,
         ent_coef=0.02,
         ent_coef_end=0.002,
+        lr_final_fraction=0.05,
     )
     return small() | {
         "task": "mixed_digits",

@@ -15,6 +15,8 @@ from esper.tasks.null import NullSpec
 from esper.tasks.objectives import Classification, NextToken
 from esper.tasks.registry import TaskSpec, register_task
 
+SCHEDULES = Path(__file__).parent / "schedules"
+
 DIGITS = register_task(
     TaskSpec(
         name="digits",
@@ -29,13 +31,12 @@ DIGITS = register_task(
         batch_val=360,
         batches_per_step=12,
         optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
+        best_schedule=SCHEDULES / "digits.json",
         min_training_epochs=3,
         target_loss=0.1,
         typical_loss_delta_std=0.1,
     )
 )
-
-SCHEDULES = Path(__file__).parent / "schedules"
 
 MIXED = MixedImages(
     num_classes=10,

@@ -41,7 +41,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     out, err = capfd.readouterr()
     assert err == ""
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
-    first, note, memory, second, third, *rounds, done, way_on = lines
+    first, note, memory, second, third, *rounds, done, best, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
     assert re.fullmatch(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB, \d+\.\d MiB for each host", memory)
@@ -51,6 +51,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     number = r"\d+\.\d\d"
     kept = f"committed validation {number}, committed test {number}; growth {number}x; 2 hosts; "
     assert re.match(f"done: 100·J {number} ± {number}; {kept}", done)
+    assert re.match(f"best host of all rounds: host [01] of round [12], 100·J {number}; validation {number}", best)
     assert way_on == "compare with baselines: esper evaluate runs/digits-quickstart-s3"
     run = folder / "runs" / "digits-quickstart-s3"
     assert tomllib.loads((run / "config.toml").read_text())["seed"] == 3

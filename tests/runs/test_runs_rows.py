@@ -182,6 +182,7 @@ def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -
         "growth_ratio_mean": 1.25,
         "env_steps_per_second": 20.4,
         "memory_bytes": {"allocated": None, "reserved": None, "peak": 468_000_000},
+        "best_host": None,
     }
     assert done(found) == (
         "done: 100·J 58.41 ± 3.25; committed validation 59.00, committed test 57.50; growth 1.25x; 16 hosts; "
@@ -190,3 +191,8 @@ def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -
     alone = done(found | {"num_envs": 1, "final_objective_std": NAN})
     assert alone.startswith("done: 100·J 58.41; committed")
     assert "; 1 host; " in alone
+    best = {"round": 17, "host": 3, "objective": 92.314, "val": 93.0, "test": 91.25, "growth": 1.257, "topology": []}
+    assert done(found | {"best_host": best}).splitlines()[1] == (
+        "best host of all rounds: host 3 of round 17, 100·J 92.31; validation 93.00, chosen by it; test 91.25; "
+        "growth 1.26x"
+    )

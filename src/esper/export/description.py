@@ -17,7 +17,16 @@ from esper.export.grown import GrownSeed
 from esper.leyline.errors import ConfigError, ExportError
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where in a run a network grew: `round` from 1, global number of the `host`, its 100·J."""
+
+    round: int
+    host: int
+    objective: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,7 @@ class Description:
             None if they are stored so.
         host_params, grown_params: numbers of parameters. flops: of one example, a multiply-add counts as two.
         unit: name of the figure of merit. val, test: its values; None where it was not measured.
+        origin: the round and host of a run; None where it grew in no run.
     """
 
     task: str
@@ -47,6 +57,7 @@ class Description:
     unit: str
     val: float | None
     test: float | None
+    origin: Origin | None = None
 
     @property
     def topology(self) -> GrowthManifest:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.export import programs
 from esper.export.definitions import UnwritableError
-from esper.export.description import Description, fields_of, read_description, restored
+from esper.export.description import Description, Origin, fields_of, read_description, restored
 from esper.export.grown import GrownModule, GrownSeed, build, fill, slot_key, state_of
 from esper.export.source import run, written
 from esper.kasmina.hosts.host import Host, HostSpec
@@ -62,6 +62,7 @@ class GrownNetwork:
         host: int,
         test: float | None = None,
         live: bool = False,
+        origin: Origin | None = None,
     ) -> "GrownNetwork":
         """One host of an engine with its permanent seeds.
 
@@ -73,6 +74,7 @@ class GrownNetwork:
             host: row in the engine.
             test: figure of merit on the test split, if it was measured.
             live: whether seeds in BLENDING and HOLDING belong to the network too, with their present alpha.
+            origin: the round and host of a run, if it grew in one.
 
         Raises:
             ExportError: the task runs no networks, or there is no such host.
@@ -119,17 +121,19 @@ class GrownNetwork:
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
+            origin=origin,
         )
         return cls(module=module, description=description, inputs=dataset.inputs)
 
     @property
     def summary(self) -> str:
-        """What grew, sizes and figures of merit, in three lines."""
+        """What grew, sizes and figures of merit, in three lines; before them the round and host of a run."""
         d = self.description
+        place = f"host {d.origin.host} of round {d.origin.round}, 100·J {d.origin.objective:.2f}\n" if d.origin else ""
         grown = ", ".join(f"{seed.blueprint} in {seed.slot} ({seed.algorithm})" for seed in d.seeds) or "nothing"
         points = ((name, value) for name, value in (("validation", d.val), ("test", d.test)) if value is not None)
         return (
-            f"grown: {grown}\n"
+            f"{place}grown: {grown}\n"
             f"parameters: {d.host_params:,} of the host, {d.grown_params:,} grown; {d.flops:,} FLOPs per example\n"
             f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}"
         )

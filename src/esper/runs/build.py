@@ -140,12 +140,14 @@ class Parts:
 
     `config` names the executor, workers, compile setting and precision that were actually chosen, so that a resumed run
     uses the same ones even if a later version would choose others. `shape` is the `run_shape` stored in checkpoints.
+    `dataset` is None for scripted hosts.
     """
 
     config: RunConfig
     engine: VectorizedEngine
     client: ClientProtocol
     shape: dict[str, object]
+    dataset: Dataset | None
 
 
 def _silent(line: str) -> None:
@@ -189,4 +191,4 @@ def assemble(config: RunConfig, device: torch.device, say: Callable[[str], None]
     else:
         client = learner_of(config, engine.spec)
     engine.warm_up(len(client.terms))
-    return Parts(chosen, engine, client, shape)
+    return Parts(chosen, engine, client, shape, dataset)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from esper.kasmina.hosts.host import HostSpec
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.runs import controllers as known
 from esper.runs import tables
-from esper.runs.build import dataset_of, device_of
+from esper.runs.build import dataset_of, device_of, require_memory
 from esper.runs.config import RunConfig
 from esper.runs.controllers import REFERENCE, TRAINED, Controller, Trained
 from esper.runs.identity import CHANGEABLE
@@ -28,6 +29,7 @@ from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.evaluation_progress import EvaluationProgress
 from esper.telemetry.progress import RunConsole, warn
+from esper.tolaria.memory_prediction import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
 """Settings in which the runs of one condition may differ."""
@@ -177,7 +179,7 @@ def compare(
     groups = _groups(configs, runs, seeds, best, transfer)
     store = OutcomeStore(out) if out is not None else None
     with EvaluationProgress(console) as progress:
-        session = _Session(num_envs, store, progress)
+        session = _Session(num_envs, store, progress, console)
         progress.plan(len(groups) * (len(names) + bool(runs)), configs[0].episode_length)
         found = [session.outcomes(group, tuple(names)) for group in groups]
     rows = table(
@@ -247,8 +249,11 @@ def _groups(
 class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
-    def __init__(self, num_envs: int, store: OutcomeStore | None, progress: EvaluationProgress) -> None:
-        self._num_envs, self._store, self._progress = num_envs, store, progress
+    def __init__(
+        self, num_envs: int, store: OutcomeStore | None, progress: EvaluationProgress, console: RunConsole
+    ) -> None:
+        self._num_envs, self._store, self._progress, self._console = num_envs, store, progress, console
+        self._available: int | None = None
         self.reused, self.data = 0, "none"
 
     def outcomes(self, group: Group, names: Sequence[str]) -> dict[str, Outcome]:
@@ -280,6 +285,7 @@ class _Session:
             self.reused += 1
             self._progress.reuse()
             return stored
+        self._require_memory(config, dataset, device, controller.host)
         self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
         outcome = run_controller(
             config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=self._progress.step
@@ -287,6 +293,24 @@ class _Session:
         if self._store and key:
             self._store.put(key, outcome)
         return outcome
+
+    def _require_memory(
+        self, config: RunConfig, dataset: Dataset | None, device: torch.device, wider: HostSpec | None
+    ) -> None:
+        """Refuse hosts that do not fit, before the first episode and before one of wider hosts."""
+        first, task = self._available is None, config.task_spec()
+        if self._available is None:
+            self._available = available_bytes(device)  # memory that earlier hosts gave back stays in this process
+        if first or wider is not None:
+            require_memory(
+                config,
+                task if wider is None else replace(task, host=wider),
+                dataset,
+                device,
+                self._console.say if first else lambda line: None,
+                num_envs=self._num_envs,
+                available=self._available,
+            )
 
 
 def _is_derived(name: str) -> bool:

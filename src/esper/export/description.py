@@ -40,6 +40,7 @@ class Description:
             None if they are stored so.
         host_params, grown_params: numbers of parameters. flops: of one example, a multiply-add counts as two.
         unit: name of the figure of merit. val, test: its values; None where it was not measured.
+        perplexity: of a text, on the validation examples; None for others, or where it was not measured.
         origin: the round and host of a run; None where it grew in no run.
     """
 
@@ -57,6 +58,7 @@ class Description:
     unit: str
     val: float | None
     test: float | None
+    perplexity: float | None = None
     origin: Origin | None = None
 
     @property

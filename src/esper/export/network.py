@@ -24,6 +24,7 @@ from esper.leyline.errors import ConfigError, ExportError
 from esper.leyline.files import mode_of, remove, replacing_folder
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset
+from esper.tasks.objectives import perplexity
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.state import RolloutStats
@@ -121,6 +122,7 @@ class GrownNetwork:
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
+            perplexity=None if live else perplexity(task.objective, float(stats.committed_loss[host])),
             origin=origin,
         )
         return cls(module=module, description=description, inputs=dataset.inputs)
@@ -131,11 +133,12 @@ class GrownNetwork:
         d = self.description
         place = f"host {d.origin.host} of round {d.origin.round}, 100·J {d.origin.objective:.2f}\n" if d.origin else ""
         grown = ", ".join(f"{seed.blueprint} in {seed.slot} ({seed.algorithm})" for seed in d.seeds) or "nothing"
+        of_text = "" if d.perplexity is None else f"; validation perplexity {d.perplexity:.2f}"
         points = ((name, value) for name, value in (("validation", d.val), ("test", d.test)) if value is not None)
         return (
             f"{place}grown: {grown}\n"
             f"parameters: {d.host_params:,} of the host, {d.grown_params:,} grown; {d.flops:,} FLOPs per example\n"
-            f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}"
+            f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}{of_text}"
         )
 
     def save(

@@ -39,7 +39,7 @@ class BestHost:
 
     Attributes:
         round: from 1. host: its global number. objective: its 100·J. val, test: figures of merit (points) of its
-            committed network; `test` is None until the run is complete.
+            committed network; `test` is None until the run is complete. loss: on the validation split.
         topology: its permanent seeds, as in config.toml. growth: (host + fossilized parameters) / host parameters.
         state: that of an engine of this host alone.
     """
@@ -48,6 +48,7 @@ class BestHost:
     host: int
     objective: float
     val: float
+    loss: float
     growth: float
     topology: tuple[str, ...]
     test: float | None = None
@@ -69,7 +70,7 @@ def better(
     Nothing is copied unless it has. `weights` are those of J.
     """
     objective = objective_of(stats, weights)
-    objective = np.where(np.isfinite(objective), objective, -np.inf)
+    objective = np.where(np.isfinite(objective) & np.isfinite(stats.committed_loss), objective, -np.inf)
     n = int(np.argmax(objective))
     if not objective[n] > (-np.inf if best is None else best.objective):
         return best
@@ -79,6 +80,7 @@ def better(
         host=engine.spec.host_offset + n,
         objective=float(objective[n]),
         val=float(stats.committed_acc[n]),
+        loss=float(stats.committed_loss[n]),
         growth=float(stats.growth[n]),
         topology=manifests(stats.stage, stats.blueprint, stats.algorithm, engine.spec)[n].lines,
         state=state,

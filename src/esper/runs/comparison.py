@@ -6,6 +6,7 @@
 Every controller meets the same groups, so that all differences are paired.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -117,7 +118,10 @@ class Comparison:
             console.say(", ".join([f"{named}, {hosts} of seed {seeds}", *trained]))
         else:
             console.say("\n".join([f"{named}, {hosts} of each of the seeds {seeds}", *trained]))
-        for page in (tables.comparison(self.rows), tables.quality_and_cost(self.rows), tables.operations(self.rows)):
+        pages = [tables.comparison(self.rows), tables.quality_and_cost(self.rows), tables.operations(self.rows)]
+        if not math.isnan(self.rows[0].perplexity):
+            pages.insert(2, tables.perplexities(self.rows))
+        for page in pages:
             console.print("", page, sep="\n")
         notes = (*self.notes, *tables.rollbacks(self.rows), self.verdict)
         console.say("\n".join(("", tables.legend(self.size.units), *notes)))
@@ -183,7 +187,10 @@ def compare(
         progress.plan(len(groups) * (len(names) + bool(runs)), configs[0].episode_length)
         found = [session.outcomes(group, tuple(names)) for group in groups]
     rows = table(
-        {name: [outcomes[name] for outcomes in found] for name in found[0]}, configs[0].reward, by_run=bool(runs)
+        {name: [outcomes[name] for outcomes in found] for name in found[0]},
+        configs[0].reward,
+        configs[0].task_spec().objective,
+        by_run=bool(runs),
     )
     if store is not None and session.reused:
         console.say(f"esper: {session.reused} of {len(groups) * len(found[0])} outcomes were found in {store.folder}")

@@ -29,6 +29,7 @@ from esper.runs.report import Cost
 from esper.runs.trend import Trend
 from esper.runs.values import plain
 from esper.tasks.datasets import Dataset
+from esper.tasks.objectives import perplexity
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory
@@ -167,7 +168,10 @@ class Runner:
             self.best = best_host.with_test(self.config, self.dataset, self.engine.spec.device, self.best)
             self._save_best()
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
-        result["best_host"] = self.best.about if self.best else None
+        result["best_host"] = None
+        if self.best is not None:
+            found = perplexity(self.config.task_spec().objective, self.best.loss)
+            result["best_host"] = self.best.about | {"perplexity": found}
         result["data"] = data_of(self.shape)
         result["dropped_records"] = self.listeners.num_lost + self.record.dropped
         result["memory_bytes"] = memory_bytes(self.engine.spec.device)

@@ -255,9 +255,10 @@ class VectorizedEngine:
         slots = self.state.slots
         fossils = slots.stage == SeedStage.FOSSILIZED
         with self.timer.span("measure"):
-            accuracy = self.executor.committed_accuracy("val", slots)
+            measured = self.executor.committed("val", slots)
         return KeptNetwork(
-            accuracy=accuracy,
+            accuracy=measured.accuracy[:, 0],
+            loss=measured.loss,
             fossil_params=(slots.params * fossils).sum(dim=1),
             host_params=self.state.hosts.host_params,
         )
@@ -265,7 +266,7 @@ class VectorizedEngine:
     def test(self) -> Tensor:
         """Test accuracy [N] (pp) of the final network of each host; for the end of a run."""
         self.apply_structure()
-        return self.executor.committed_accuracy("test", self.state.slots)
+        return self.executor.committed("test", self.state.slots).accuracy[:, 0]
 
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
         """The coalitions that step `t` will measure."""

@@ -21,8 +21,6 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from esper.leyline.checkpoint_tree import rows_of
 from esper.leyline.errors import ConfigError, WorkerError
@@ -124,9 +122,9 @@ class ShardedExecutor:
         num_columns = coalitions.sets.shape[1]
         return ValidationPass(**self._call("measure", lambda begin, end: (num_columns,)))
 
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
         """Each host with its fossilized seeds alone."""
-        return self._call("committed_accuracy", lambda begin, end: (split,))["accuracy"]
+        return ValidationPass(**self._call("committed", lambda begin, end: (split,)))
 
     def state_dict(self) -> StateTree:
         """That of one executor with all hosts: a checkpoint does not depend on the number of workers."""

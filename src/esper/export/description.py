@@ -41,6 +41,8 @@ class Description:
         host_params, grown_params: numbers of parameters. flops: of one example, a multiply-add counts as two.
         unit: name of the figure of merit. val, test: its values; None where it was not measured.
         perplexity: of a text, on the validation examples; None for others, or where it was not measured.
+        classes: names of the labels in order; None where they are not known.
+        tokenizer: of a text, "bytes" or the name of a file in the folder; None for others.
         origin: the round and host of a run; None where it grew in no run.
     """
 
@@ -59,6 +61,8 @@ class Description:
     val: float | None
     test: float | None
     perplexity: float | None = None
+    classes: tuple[str, ...] | None = None
+    tokenizer: str | None = None
     origin: Origin | None = None
 
     @property

@@ -24,6 +24,7 @@ from esper.leyline.errors import ConfigError, ExportError
 from esper.leyline.files import mode_of, remove, replacing_folder
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset
+from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
 from esper.tasks.objectives import perplexity
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
@@ -36,6 +37,7 @@ WEIGHTS, DESCRIPTION, SOURCE, PROGRAM, ONNX = (
     "model.pt2",
     "model.onnx",
 )
+TOKENIZER = "tokenizer.json"
 Format = Literal["pt2", "onnx"]
 
 
@@ -46,11 +48,13 @@ class GrownNetwork:
 
     Attributes:
         module: in eval mode, on the CPU. inputs: how stored examples become inputs, None if they are stored so.
+        tokenizer: content of tokenizer.json, where the description names it.
     """
 
     module: GrownModule
     description: Description
     inputs: object = None
+    tokenizer: bytes | None = None
 
     @classmethod
     def of(
@@ -79,6 +83,7 @@ class GrownNetwork:
 
         Raises:
             ExportError: the task runs no networks, or there is no such host.
+            DataError: the tokenizer of its text is gone or was changed.
         """
         spec, num_hosts = engine.spec, engine.spec.num_envs
         if task.host is None:
@@ -107,6 +112,7 @@ class GrownNetwork:
             if grown.gate is not None:
                 fill(grown.gate, state["gates.params"][row], state["gates.buffers"][row])  # type: ignore[arg-type]
         host_params, grown_params = module.num_params()
+        tokenizer, content = _tokenizer(dataset)
         description = Description(
             task=task.name,
             data={name: x for name, x in dataset.identity.items() if not Path(str(x)).is_absolute()},
@@ -123,9 +129,11 @@ class GrownNetwork:
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
             perplexity=None if live else perplexity(task.objective, float(stats.committed_loss[host])),
+            classes=dataset.class_names or None,
+            tokenizer=tokenizer,
             origin=origin,
         )
-        return cls(module=module, description=description, inputs=dataset.inputs)
+        return cls(module=module, description=description, inputs=dataset.inputs, tokenizer=content)
 
     @property
     def summary(self) -> str:
@@ -172,6 +180,8 @@ class GrownNetwork:
                 (draft / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
                 for name, content in {DESCRIPTION: text, **texts}.items():
                     (draft / name).write_text(content, encoding="utf-8")
+                if self.tokenizer is not None:
+                    (draft / TOKENIZER).write_bytes(self.tokenizer)
                 model: nn.Module = self.module
                 try:
                     source = written(self.module, self.description, self.inputs)
@@ -217,7 +227,23 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
                 f"{WEIGHTS} and {DESCRIPTION} of one export."
             )
         own[name].copy_(weights[name])
-    return GrownNetwork(module=module, description=description, inputs=inputs)
+    try:
+        tokenizer = (folder / TOKENIZER).read_bytes() if description.tokenizer == TOKENIZER else None
+    except OSError as error:
+        raise ExportError(
+            f"{folder / TOKENIZER} cannot be read ({error.strerror}); export the network again."
+        ) from error
+    return GrownNetwork(module=module, description=description, inputs=inputs, tokenizer=tokenizer)
+
+
+def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:
+    """What model.json says of the tokenizer, and the content of its file; nothing of one of the user's."""
+    match dataset.tokenizer:
+        case ByteTokenizer(identity=name):
+            return name, None
+        case TokenizerFile() as file:
+            return TOKENIZER, file.content()
+    return None, None
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import esper
 import small_runs
 import tiny
 from esper.export.network import load
@@ -107,6 +108,15 @@ def test_the_best_host_is_exported_unless_the_last_round_is_asked_for(run, tmp_p
     data = tiny.dataset().test
     accuracy = 100.0 * float((network.module(data.x).argmax(dim=1) == data.y).float().mean())
     assert (found["test"], network.description.test) == pytest.approx((accuracy, accuracy))
+
+    timeline = esper.load(tmp_path / "best").timeline
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    own = [line for line in lines if (line["round"], line["host"]) == (found["round"], found["host"])]
+    born = [(line["t"], line["slot"]) for line in own if line["kind"] == "stage_changed" and line["to"] == "TRAINING"]
+    assert [(row.step, row.slot) for row in timeline if row.event == "training"] == born
+    assert born
+    assert all(row.points is not None for row in timeline)
+    assert (timeline[-1].step, timeline[-1].event, timeline[-1].points) == (6, "end", network.description.val)
 
     assert main(["export", str(run), "--to", str(tmp_path / "last"), "--last"]) == 0
     of_last = load(tmp_path / "last").description

@@ -58,7 +58,7 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
     found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
     assert contents(run) == before
     assert [more["num_envs"] for _, more in asked] == [4, 4]
-    assert asked[0][1]["available"] == asked[1][1]["available"]  # before any host took memory
+    assert asked[0][1]["available"] == asked[1][1]["available"] > 0  # before any host took memory
     assert asked[0][0] == tiny.HOST
     assert asked[1][0].num_params() >= tiny.HOST.num_params()  # those of big_host
     rows = {row["name"]: row for row in found["controllers"]}

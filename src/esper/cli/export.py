@@ -64,7 +64,8 @@ def export(command: Export) -> int:
     if again and (command.host is not None or command.live or command.last):
         raise ConfigError(f"{command.source} holds one network; leave --host, --last and --live out, or name its run.")
     network = load(command.source) if again else _of_run(command)
-    warn(network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite))
+    texts = _timeline(command, network)
+    warn(network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite, texts=texts))
     RunConsole().say(
         f"{command.to}: {', '.join(sorted(file.name for file in command.to.iterdir()))}\n{network.summary}"
     )
@@ -84,3 +85,17 @@ def _of_run(command: Export) -> "GrownNetwork":
     values = read_toml(command.source / CONFIG) | {"amp": "off"} | given
     config = recorded(values, allowed=allowed, trust=command.trust)
     return grown_of_run(command.source, config, host=command.host, live=command.live, last=command.last)
+
+
+def _timeline(command: Export, network: "GrownNetwork") -> dict[str, str]:
+    """The timeline of a host whose round is complete, or the one in the folder; as files by name."""
+    from esper.api.timeline import FILE, Timeline
+    from esper.runs.values import read_toml
+
+    found, copied = network.description, command.source / FILE
+    if not (command.source / CONFIG).is_file():
+        return {FILE: copied.read_text(encoding="utf-8")} if copied.is_file() else {}
+    if found.origin is None or found.val is None or found.test is None:
+        return {}
+    steps = read_toml(command.source / CONFIG)["episode_length"]
+    return {FILE: Timeline.of_run(command.source, found.origin, steps, found.val, found.unit).text()}

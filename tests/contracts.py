@@ -234,7 +234,7 @@ def check_executor(make: Callable[[], Executor], num_envs: int) -> None:
     other.load_state_dict({name: x.clone() for name, x in executor.state_dict().items()})
     assert same_tree(other.state_dict(), executor.state_dict())
     assert same_tree(vars(other.train_epoch(4, slots)), vars(executor.train_epoch(4, slots)))
-    test = executor.committed_accuracy("test", slots)
+    test = executor.committed("test", slots).accuracy[:, 0]
     assert test.shape == (num_envs,)
     assert bool(((test >= 0.0) & (test <= 100.0)).all())
     executor.reset(1)

@@ -41,7 +41,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     out, err = capfd.readouterr()
     assert err == ""
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
-    first, note, memory, second, third, *rounds, done, way_on = lines
+    first, note, memory, second, third, *rounds, done, best, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
     assert re.fullmatch(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB, \d+\.\d MiB for each host", memory)
@@ -51,6 +51,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     number = r"\d+\.\d\d"
     kept = f"committed validation {number}, committed test {number}; growth {number}x; 2 hosts; "
     assert re.match(f"done: 100·J {number} ± {number}; {kept}", done)
+    assert re.match(f"best host of all rounds: host [01] of round [12], 100·J {number}; validation {number}", best)
     assert way_on == "compare with baselines: esper evaluate runs/digits-quickstart-s3"
     run = folder / "runs" / "digits-quickstart-s3"
     assert tomllib.loads((run / "config.toml").read_text())["seed"] == 3
@@ -63,7 +64,9 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     assert expected <= found.keys()
     assert found["host_reads_per_step"] == 1.0
     assert main(["evaluate", str(run), "wait_only", "--num-envs", "2"]) == 0
-    assert "2 hosts of seed 1000003" in capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "2 hosts of seed 1000003" in out
+    assert re.search(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB", err)
 
 
 def test_a_run_without_a_name_gets_the_next_one_that_is_free(folder: Path) -> None:
@@ -440,3 +443,17 @@ def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(
     assert "num_envs is 100000000, which needs about" in err
     assert "fit: set num_envs to" in " ".join(err.split())
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [(["evaluate", "wait_only", "--num-envs"], "num_envs"), (["grow", "digits", "--best-of"], "best_of")],
+)
+def test_more_hosts_than_memory_holds_are_not_evaluated_or_grown_either(
+    folder: Path, capfd: pytest.CaptureFixture[str], command: list[str], setting: str
+) -> None:
+    assert main([*command, "100000000"]) == 2
+    out, err = capfd.readouterr()
+    assert "memory: about" not in out + err
+    assert f"{setting} is 100000000, which needs about" in err
+    assert f"fit: set {setting} to" in " ".join(err.split())

@@ -237,10 +237,11 @@ class ToyExecutor:
         loss = torch.tensor(self.losses.get(t, [1.0] * self.num_envs))
         return ValidationPass(accuracy=10.0 + (coalitions.sets * worth).sum(dim=2), loss=loss)
 
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
-        self.calls.append(f"committed_accuracy {split}")
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
+        self.calls.append(f"committed {split}")
         worth = torch.from_numpy(3.0 ** np.arange(self.num_slots)).float()
-        return 10.0 + ((slots.stage == 7) * worth).sum(dim=1)
+        accuracy = 10.0 + ((slots.stage == 7) * worth).sum(dim=1)
+        return ValidationPass(accuracy=accuracy[:, None], loss=2.0 - accuracy / 50.0)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"passes": self.passes}
@@ -260,7 +261,7 @@ class WithFaults:
             executor.apply_structure,
             executor.train_epoch,
         )
-        self.committed_accuracy = executor.committed_accuracy
+        self.committed = executor.committed
         self.state_dict, self.load_state_dict = executor.state_dict, executor.load_state_dict
         if isinstance(executor, StaticGraph):
             self.apply_changes = executor.apply_changes

@@ -1,6 +1,7 @@
 """esper.grow: who decides, what is kept, and how it can be read."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from esper.leyline.errors import CheckpointError, ConfigError, ExportError, RunD
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import NoMemory, canonical_action
 from toys import ToyReward
-from user_networks import MLP, ResNet8
+from user_networks import MLP, ResNet8, Tied
 
 NORM, CONV_LIGHT, FAST = 3, 1, 0
 
@@ -75,6 +76,30 @@ def test_points_of_the_timeline_are_those_of_the_network_with_its_seeds(task):
     assert (kept.event, end.event) == ("fossilized", "end")
     assert kept.points == pytest.approx(end.points)
     assert kept.points > 0.0
+
+
+def test_a_text_has_the_perplexity_of_its_tokens_without_padding(task, grown, tmp_path):
+    def text(first: int, count: int) -> tuple[Tensor, Tensor]:
+        x = torch.arange(first, first + 6 * count).reshape(count, 6) % 5
+        y = x.roll(-1, dims=1)
+        y[:, -1] = -1
+        y[0, 2:] = -1
+        return x, y
+
+    (x, y), settings = text(1, 7), {"batch": 4, "episode_length": 2, "min_training_epochs": 1}
+    words = esper.Task(model=Tied, slots=["mix"], train=text(0, 20), val=(x, y), test=text(2, 5), **settings)
+    run = train(words, tmp_path, num_envs=1)
+    found = grow(words, "wait_only")
+    with torch.no_grad():
+        loss = F.cross_entropy(found.module(x).flatten(0, 1), y.flatten(), ignore_index=-1)
+    assert found.perplexity == pytest.approx(math.exp(float(loss)))
+    assert f"; validation perplexity {found.perplexity:.2f}" in repr(found)
+    assert 1.0 < run.summary["final_perplexity"] == run.summary["best_host"]["perplexity"] < 10.0
+    compared = esper.evaluate(run, "wait_only", num_envs=1, progress=False)
+    assert compared.rows[1].perplexity == pytest.approx(math.exp(compared.rows[1].hosts["loss"][0]))
+    assert "perplexity" in str(compared)
+    assert grown.perplexity is None
+    assert "perplexity" not in repr(grown)
 
 
 def test_a_network_is_saved_and_loaded_with_its_timeline(task, grown, tmp_path):

@@ -26,6 +26,12 @@ def test_classes_give_cross_entropy_with_as_many_classes_as_outputs():
     assert objective.blind_loss == pytest.approx(math.log(3))
 
 
+def test_classes_may_have_names():
+    assert own_task().spec.load(None, 0).class_names == ()
+    for metric in (None, lambda outputs, y: 100.0 * (outputs.argmax(dim=1) == y)):
+        assert own_task(classes=("a", "b", "c"), metric=metric).spec.load(None, 0).class_names == ("a", "b", "c")
+
+
 def test_tokens_give_the_loss_of_the_next_token():
     tokens = torch.arange(120).reshape(20, 6) % 5
     task = esper.Task(model=Tied, slots=["mix"], train=(tokens, tokens.roll(-1, dims=1)), batch=4)
@@ -122,6 +128,9 @@ WRONG = [
     ({"unit": "hits"}, "unit a loss or a metric; give it, or leave them out"),
     ({"batch": 0}, "task.batch_train is 0; it must be at least 1"),
     ({"lr": 0.0}, "optimizer.host_lr is 0.0; it must be a finite number above 0"),
+    ({"classes": ["a", "b"]}, "mynet: the class names are ['a', 'b'], expected 3 different texts, in order"),
+    ({"classes": ["a", "b", "b"]}, "expected 3 different texts"),
+    ({"classes": ["a", "b"], "loss": lambda out, y: out.exp().sum(dim=1)}, "its targets are no classes; leave them"),
     ({"name": "my net"}, "the name of the task is 'my net'; use letters"),
 ]
 

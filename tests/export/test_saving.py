@@ -1,5 +1,6 @@
 """The folder of a saved network: complete or not there, loaded to the bit, and refused if anything is wrong with it."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+from esper.export.description import Origin
 from esper.export.grown import GrownSeed, state_of
 from esper.export.network import GrownNetwork, load
-from esper.leyline.errors import ExportError
+from esper.leyline.errors import DataError, ExportError
+from esper.tasks.datasets import Tokenizer
 from esper.tasks.datasets.images import Pixels
+from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
 
 FILES = {"model.safetensors", "model.json", "model.py"}
 
@@ -117,8 +121,8 @@ def with_weights(change):
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing or damaged"),
         (lambda f: (f / "model.json").unlink(), "model.json cannot be read .*name a folder made by `esper export`"),
         (lambda f: (f / "model.json").write_text("{"), "is no JSON .*it was damaged; export the network again"),
-        (lambda f: changed(f, format=2), "has format 2, but this version reads format 1; export the network again"),
-        (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 1"),
+        (lambda f: changed(f, format=1), "has format 1, but this version reads format 2; export the network again"),
+        (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 2"),
         (lambda f: changed(f, "unit"), "the key 'unit' is missing"),
         (lambda f: changed(f, colour="red"), "the key 'colour' is unknown"),
         (lambda f: changed(f, flops="many"), "(?s)is damaged .*flops"),
@@ -145,3 +149,42 @@ def test_a_blueprint_that_is_not_registered_is_named(network_of, tmp_path):
     GrownNetwork(module=network.module, description=described).save(tmp_path / "grown")
     with pytest.raises(ExportError, match=r"no blueprint 'conv_lihgt' .*did you mean 'conv_light'"):
         load(tmp_path / "grown")
+
+
+def test_the_names_of_classes_and_the_place_in_a_run_are_saved_and_loaded(trained, tmp_path):
+    named = replace(tiny.dataset(), class_names=("ant", "bee", "cat"))
+    place = Origin(round=3, host=17, objective=61.25)
+    network = GrownNetwork.of(trained.engine, tiny.task(), named, trained.stats, host=0, origin=place)
+    network.save(tmp_path / "grown")
+    tree = json.loads((tmp_path / "grown" / "model.json").read_text())
+    assert tree["classes"] == ["ant", "bee", "cat"]
+    assert tree["tokenizer"] is None
+    assert load(tmp_path / "grown").description == replace(network.description, data=tree["data"])
+    assert network.summary.startswith("host 17 of round 3, 100·J 61.25\ngrown: ")
+
+
+def test_a_text_is_saved_with_its_tokenizer(trained, tmp_path):
+    file = tmp_path / "words" / "mine.json"
+    file.parent.mkdir()
+    file.write_bytes(b'{"model": {}}')
+    words = TokenizerFile(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), 10, 9)
+
+    def of(tokenizer: Tokenizer) -> GrownNetwork:
+        text = replace(tiny.dataset(), tokenizer=tokenizer)
+        return GrownNetwork.of(trained.engine, tiny.task(), text, trained.stats, host=0)
+
+    of(words).save(tmp_path / "first")
+    load(tmp_path / "first").save(tmp_path / "second")
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        assert {path.name for path in folder.iterdir()} == {*FILES, "tokenizer.json"}
+        assert (folder / "tokenizer.json").read_bytes() == file.read_bytes()
+        assert load(folder).description.tokenizer == "tokenizer.json"
+    (tmp_path / "first" / "tokenizer.json").unlink()
+    with pytest.raises(ExportError, match=r"tokenizer\.json cannot be read .*export the network again"):
+        load(tmp_path / "first")
+    file.write_text("{}")
+    with pytest.raises(DataError, match="changed since it was named as tokenizer"):
+        of(words)
+    of(ByteTokenizer()).save(tmp_path / "bytes")
+    assert load(tmp_path / "bytes").description.tokenizer == "bytes"
+    assert {path.name for path in (tmp_path / "bytes").iterdir()} == FILES

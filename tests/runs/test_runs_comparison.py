@@ -50,11 +50,17 @@ def compared(arguments: list[str], path: Path) -> dict[str, Any]:
 
 
 def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(run)
+    asked = []
+    monkeypatch.setattr("esper.runs.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more)))
     found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
     assert contents(run) == before
+    assert [more["num_envs"] for _, more in asked] == [4, 4]
+    assert asked[0][1]["available"] == asked[1][1]["available"] > 0  # before any host took memory
+    assert asked[0][0] == tiny.HOST
+    assert asked[1][0].num_params() >= tiny.HOST.num_params()  # those of big_host
     rows = {row["name"]: row for row in found["controllers"]}
     assert set(rows) == {"trained", *BASELINES, "untrained", "static_common", "big_host"}
     assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 4, "tiny", str(run))

@@ -61,7 +61,7 @@ def test_a_folder_is_exported_again_in_another_format(run, tmp_path, capfd):
     assert {name: second[name] for name in first} == first
     assert second.keys() - first.keys() == {"model.pt2"}
     assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "c"), "--host", "1"]) == 2
-    assert "holds one network; leave --host and --live out" in capfd.readouterr().err
+    assert "holds one network; leave --host, --last and --live out" in capfd.readouterr().err
 
 
 def test_a_run_that_was_stopped_inside_a_round_gives_its_hosts_without_a_test_score(tmp_path):
@@ -85,7 +85,7 @@ def test_a_run_without_hosts_is_refused_with_the_way_out(run, tmp_path, capfd):
         assert small_runs.train(tmp_path / "between", "tiny", 2) == 130
     (newest, *_) = checkpoints(tmp_path / "between" / "checkpoints")
     shutil.rmtree(newest)
-    assert main(["export", str(tmp_path / "between"), "--to", str(tmp_path / "grown")]) == 2
+    assert main(["export", str(tmp_path / "between"), "--last", "--to", str(tmp_path / "grown")]) == 2
     err = capfd.readouterr().err
     assert "has no checkpoint with hosts (the newest is after 1 round)" in err
     assert "complete it with esper train --resume" in err

@@ -22,6 +22,7 @@ def stats(**changes: object) -> RolloutStats:
         "returns": np.array([1.0, 2.0]),
         "val_acc": np.array([50.0, NAN], dtype=np.float32),
         "committed_acc": np.array([40.0, 60.0], dtype=np.float32),
+        "committed_loss": np.array([1.0, 2.0], dtype=np.float32),
         "fossil_params": np.array([500, 0]),
         "host_params": np.array([1000, 1000]),
         "fossilized": np.array([1, 0]),
@@ -196,6 +197,7 @@ def test_a_summary_is_of_the_whole_run() -> None:
     assert found["final_objective_std"] == pytest.approx(21.2164 / 2**0.5, abs=1e-4)
     assert found["final_committed_accuracy_mean"] == 50.0
     assert found["final_test_accuracy_mean"] == 40.0
+    assert found["final_perplexity"] is None
     assert found["growth_ratio_mean"] == 1.25
     assert found["host_reads_per_step"] == 1.0
     assert (found["task"], found["preset"], found["seed"], found["device"]) == ("null", "quickstart", 0, "cpu")

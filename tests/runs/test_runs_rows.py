@@ -15,8 +15,9 @@ from esper.runs.outcomes import Outcome
 from esper.runs.presets import resolve
 from esper.runs.rows import Row, Size, table, verdict
 from esper.runs.statistics import Estimate
-from esper.runs.tables import comparison, done, legend, operations, quality_and_cost, rollbacks, short
+from esper.runs.tables import comparison, done, legend, operations, perplexities, quality_and_cost, rollbacks, short
 from esper.runs.training_cost import TrainingCost
+from esper.tasks.objectives import Classification, NextToken
 
 SIX = Size(1, 6, True)
 
@@ -39,7 +40,7 @@ def outcome(name: str, *committed: float, fossil_params: Sequence[int] = (0, 0))
 
 
 def table_of(*outcomes: Outcome) -> list[Row]:
-    return table({one.name: [one] for one in outcomes}, WEIGHTS, by_run=True)
+    return table({one.name: [one] for one in outcomes}, WEIGHTS, Classification(10), by_run=True)
 
 
 def rows_of(*outcomes: Outcome) -> dict[str, Row]:
@@ -63,13 +64,13 @@ def test_differences_in_j_are_paired_host_by_host() -> None:
 def test_with_several_runs_the_statistics_are_of_runs() -> None:
     trained = [outcome("trained", 10.0, 20.0), outcome("trained", 30.0, 50.0)]
     waits = [outcome("wait_only", 10.0, 10.0), outcome("wait_only", 20.0, 20.0)]
-    rows = table({"trained": trained, "wait_only": waits}, WEIGHTS, by_run=True)
+    rows = table({"trained": trained, "wait_only": waits}, WEIGHTS, Classification(10), by_run=True)
     assert rows[0].units == [15.0, 40.0]
     assert rows[0].objective == 27.5
     assert rows[0].objective_std == pytest.approx(25.0 / math.sqrt(2.0))
     assert rows[0].hosts["objective"] == [10.0, 20.0, 30.0, 50.0]
     assert rows[1].difference == Estimate(-12.5, -20.0, -5.0)  # of the runs: -5 and -20
-    by_host = table({"trained": trained, "wait_only": waits}, WEIGHTS, by_run=False)
+    by_host = table({"trained": trained, "wait_only": waits}, WEIGHTS, Classification(10), by_run=False)
     assert by_host[1].units == [10.0, 10.0, 20.0, 20.0]
     assert by_host[1].difference.mean == -12.5
 
@@ -118,7 +119,10 @@ def test_too_few_runs_that_agree_are_not_called_significant() -> None:
         return [outcome(name, value, value) for value in values]
 
     few = table(
-        {"trained": runs("trained", 2.0, 3.0, 4.0), "wait_only": runs("wait_only", 1, 1, 1)}, WEIGHTS, by_run=True
+        {"trained": runs("trained", 2.0, 3.0, 4.0), "wait_only": runs("wait_only", 1, 1, 1)},
+        WEIGHTS,
+        Classification(10),
+        by_run=True,
     )
     assert few[1].difference.excludes_zero
     assert verdict(few, Size(3, 2, True)) == (
@@ -127,7 +131,7 @@ def test_too_few_runs_that_agree_are_not_called_significant() -> None:
         "a difference; at least 6 are needed. 3 runs are few; a claim needs 10."
     )
     enough = {"trained": runs("trained", *range(2, 12)), "wait_only": runs("wait_only", *[1] * 10)}
-    found = verdict(table(enough, WEIGHTS, by_run=True), Size(10, 2, True))
+    found = verdict(table(enough, WEIGHTS, Classification(10), by_run=True), Size(10, 2, True))
     assert found.startswith("trained is better than the best baseline, wait_only: +5.50 in 100·J on 10 runs of 2 hosts")
     assert found.endswith("with test accuracy.")
 
@@ -182,6 +186,8 @@ def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -
         "growth_ratio_mean": 1.25,
         "env_steps_per_second": 20.4,
         "memory_bytes": {"allocated": None, "reserved": None, "peak": 468_000_000},
+        "best_host": None,
+        "final_perplexity": None,
     }
     assert done(found) == (
         "done: 100·J 58.41 ± 3.25; committed validation 59.00, committed test 57.50; growth 1.25x; 16 hosts; "
@@ -190,3 +196,22 @@ def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -
     alone = done(found | {"num_envs": 1, "final_objective_std": NAN})
     assert alone.startswith("done: 100·J 58.41; committed")
     assert "; 1 host; " in alone
+    best = {"round": 17, "host": 3, "objective": 92.314, "val": 93.0, "test": 91.25, "growth": 1.257}
+    assert done(found | {"best_host": best | {"perplexity": None}}).splitlines()[1] == (
+        "best host of all rounds: host 3 of round 17, 100·J 92.31; validation 93.00, chosen by it; test 91.25; "
+        "growth 1.26x"
+    )
+    last, of_text = done(found | {"final_perplexity": 5.125, "best_host": best | {"perplexity": 4.5}}).splitlines()
+    assert "committed test 57.50; validation perplexity 5.12; growth" in last
+    assert "test 91.25; validation perplexity 4.50; growth" in of_text
+
+
+def test_texts_have_a_table_of_their_perplexities() -> None:
+    # losses of 1 and 2 nats per token: exp(1.5) = 4.4817
+    one = {"wait_only": [outcome("wait_only", 10.0, 20.0)]}
+    (row,) = table(one, WEIGHTS, NextToken(50), by_run=False)
+    assert (row.loss, row.perplexity) == pytest.approx((1.5, 4.481689))
+    assert row.hosts["loss"] == [1.0, 2.0]
+    assert printed(perplexities([row])).split() == ["controller", "loss", "perplexity", "wait_only", "1.5000", "4.48"]
+    (row,) = table(one, WEIGHTS, Classification(50), by_run=False)
+    assert math.isnan(row.perplexity)

@@ -71,7 +71,7 @@ def test_the_phases_of_a_step_come_in_their_order():
         *last,
         "apply_structure",
         "report 2",
-        "committed_accuracy val",
+        "committed val",
         "finish",
     ]
 

@@ -11,10 +11,12 @@ from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError
 from esper.leyline.messages import HostState, SlotState
 from esper.leyline.tensor_dataclass import named_tensors
+from esper.tasks.instances import MixedImages
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import Tally
+from hosts_to_export import TOPOLOGIES
 from tiny import same_tree
 from toys import ToyClient, action, script
 
@@ -147,3 +149,21 @@ def test_the_statistics_that_are_saved_are_used():
         changed = features(policy | {name: policy[name] + 0.5})
         assert not torch.equal(changed[0], value), name
         assert not torch.equal(changed[1], hidden), name
+
+
+def test_the_state_of_one_host_is_continued_by_an_engine_of_that_host_alone():
+    mixed = MixedImages(num_classes=tiny.CLASSES, classes=(2, 3), fractions=(0.5, 1.0))
+    of = tiny.task(instances=mixed, batches_per_step=2)
+    engine = tiny.engine(4, LENGTH, of=of, distinct_hosts=2)  # hosts 2 and 3 have the data of 0 and 1
+    client = ToyClient(engine.spec)
+    engine.reset(client, 1)
+    engine.plant([*TOPOLOGIES, TOPOLOGIES[0]])
+    stats = engine.rollout(client)
+    tested = engine.test()
+    for host in (0, 3):
+        alone = tiny.engine(1, LENGTH, of=of, distinct_hosts=2, host_offset=host)
+        alone.load_state_dict(engine.host_state(host), ToyClient(alone.spec))
+        again = alone.outcome()
+        assert again.committed_acc[0] == stats.committed_acc[host]
+        assert alone.test()[0] == tested[host]
+        assert (again.stage[0] == stats.stage[host]).all()

@@ -18,7 +18,7 @@ from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, ne
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs import controllers as known
-from esper.runs.build import dataset_of, device_of, engine_of, reward_of
+from esper.runs.build import dataset_of, device_of, engine_of, require_memory, reward_of
 from esper.runs.config import RunConfig
 from esper.runs.live import LiveHosts
 from esper.runs.plugins import load_plugins, names_task
@@ -148,6 +148,7 @@ def _grown(
         raise ExportError(f"task {task.name!r} is scripted and has no networks; grow another task.")
     networks = f"{best_of} network{'s' * (best_of != 1)}"
     out.say(f"esper: grow {task.name} by {name}, {networks} x {config.episode_length} steps, seed {seed}")
+    require_memory(config, task, dataset, device, out.say, num_envs=best_of, setting="best_of")
     watch = _Watch(out, config)
     engine = engine_of(
         config, dataset, device, engine_config=config.engine(run_seed=seed, num_envs=best_of), on_step=watch

@@ -40,6 +40,11 @@ class Grown:
         return self.network.description.test
 
     @property
+    def perplexity(self) -> float | None:
+        """Exponential of the loss per token on the validation examples; None for what is no text."""
+        return self.network.description.perplexity
+
+    @property
     def unit(self) -> str:
         """Name of the figure of merit."""
         return self.network.description.unit

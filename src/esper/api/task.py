@@ -54,6 +54,7 @@ class Task:
         blind_loss: loss of guessing. If only `loss` is given: that of a new network.
         inputs: applied to every batch on the device, e.g. to make floats of bytes.
         augmentation: a random change of training examples (`esper.tasks.datasets.Augmentation`).
+        classes: their names in order, where targets are classes; for exported networks.
         episode_length: control steps in which a network grows. batches_per_step: None means all training examples.
         optimizer: "adamw" or "sgd" with momentum, for network and seeds. lr: its learning rate; None means 1e-3, 0.02.
         min_training_epochs: control steps that a seed trains before it is blended in.
@@ -83,6 +84,7 @@ class Task:
         blind_loss: float | None = None,
         inputs: Inputs | None = None,
         augmentation: Augmentation | None = None,
+        classes: Sequence[str] = (),
         episode_length: int = 40,
         batches_per_step: int | None = None,
         optimizer: Literal["adamw", "sgd"] = "adamw",
@@ -114,6 +116,7 @@ class Task:
             objective=objective,
             inputs=inputs,
             augmentation=augmentation,
+            class_names=classes,
             run_seed=seed,
         )
         check_scores(objective, outputs[:4], dataset.train.y[:4])

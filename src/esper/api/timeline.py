@@ -1,16 +1,18 @@
 """What happened while a network grew, step by step."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final, overload
 
+from esper.export.description import Origin
 from esper.leyline.errors import ExportError
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import COOLDOWN, SeedStage
 from esper.runs import tables
 from esper.runs.events import Event, step_events
-from esper.telemetry.run_directory import plain_json
+from esper.telemetry.progress import warn
+from esper.telemetry.run_directory import EVENTS, plain_json
 from esper.tolaria.state import StepReport
 
 FILE = "timeline.json"
@@ -47,6 +49,23 @@ class Timeline(Sequence[Row]):
         own = (event for event in step_events(reports, spec) if event["host"] == spec.host_offset + host)
         rows = [row for event in own if (row := _row(event, live)) is not None]
         return cls([*rows, _clean(Row(spec.episode_length, "", "end", None, None, points))], unit)
+
+    @classmethod
+    def of_run(cls, run: Path, origin: Origin, steps: int, points: float, unit: str) -> "Timeline":
+        """The same from the records of a run, for a host of a complete round of `steps` steps."""
+        from esper.telemetry.record import open_record
+        from esper.telemetry.record.lines import read_lines
+
+        complaints: list[str] = []
+        events = read_lines(run / EVENTS, ("stage_changed", "refused", "rollback"), complaints)
+        with open_record([run]) as record:
+            place = [origin.round, origin.host]
+            found = record.query("SELECT t, val_acc FROM steps WHERE round = ? AND host = ?", place)
+        live = {row["t"]: row["val_acc"] for row in found}
+        own = (event for event in events if [event["round"], event["host"]] == place)
+        rows = [row for event in own if (row := _row(event, live)) is not None]
+        warn(complaints)
+        return cls([*rows, _clean(Row(steps, "", "end", None, None, points))], unit)
 
     @classmethod
     def read(cls, folder: Path, unit: str) -> "Timeline":
@@ -89,7 +108,7 @@ class Timeline(Sequence[Row]):
     __repr__ = __str__
 
 
-def _row(event: Event, live: dict[int, float]) -> Row | None:
+def _row(event: Event, live: Mapping[int, float | None]) -> Row | None:
     """The row of an event of a host; None for those without interest."""
     step = event["t"]
     assert isinstance(step, int)
@@ -104,7 +123,7 @@ def _row(event: Event, live: dict[int, float]) -> Row | None:
             return None
     blueprint, alpha = event.get("blueprint"), event.get("alpha")
     assert blueprint is None or isinstance(blueprint, str)
-    return _clean(Row(step, slot, what, blueprint, float(str(alpha)) if alpha is not None else None, live[step]))
+    return _clean(Row(step, slot, what, blueprint, float(str(alpha)) if alpha is not None else None, live.get(step)))
 
 
 def _clean(row: Row) -> Row:

@@ -33,13 +33,15 @@ class Export:
     """
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN|FOLDER")]
-    """A run directory, whose newest checkpoint must have hosts, or a folder made by this command."""
+    """A run directory, whose best host of all rounds is taken, or a folder made by this command."""
     to: Annotated[Path, placeholder("DIR")]
     """Folder to write."""
     format: Annotated[Choice, placeholder("NAME")] = "torch"
     """Also write model.pt2 (torch.export), model.onnx, or all of them. (torch)"""
+    last: Flag = False
+    """Take the best host of the newest checkpoint: of the last round, or of the one in which the run was stopped."""
     host: Number = None
-    """Number of the host. (the one with the highest J)"""
+    """Take the host of this number in the newest checkpoint."""
     live: Flag = False
     """Include seeds that are still being blended in, with their present weight."""
     overwrite: Flag = False
@@ -59,10 +61,11 @@ def export(command: Export) -> int:
     from esper.export.network import DESCRIPTION, load
 
     again = (command.source / DESCRIPTION).is_file()
-    if again and (command.host is not None or command.live):
-        raise ConfigError(f"{command.source} holds one network; leave --host and --live out, or name its run.")
+    if again and (command.host is not None or command.live or command.last):
+        raise ConfigError(f"{command.source} holds one network; leave --host, --last and --live out, or name its run.")
     network = load(command.source) if again else _of_run(command)
-    warn(network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite))
+    texts = _timeline(command, network)
+    warn(network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite, texts=texts))
     RunConsole().say(
         f"{command.to}: {', '.join(sorted(file.name for file in command.to.iterdir()))}\n{network.summary}"
     )
@@ -81,4 +84,18 @@ def _of_run(command: Export) -> "GrownNetwork":
         given["data_dir"] = str(command.data_dir.expanduser().absolute())
     values = read_toml(command.source / CONFIG) | {"amp": "off"} | given
     config = recorded(values, allowed=allowed, trust=command.trust)
-    return grown_of_run(command.source, config, host=command.host, live=command.live)
+    return grown_of_run(command.source, config, host=command.host, live=command.live, last=command.last)
+
+
+def _timeline(command: Export, network: "GrownNetwork") -> dict[str, str]:
+    """The timeline of a host whose round is complete, or the one in the folder; as files by name."""
+    from esper.api.timeline import FILE, Timeline
+    from esper.runs.values import read_toml
+
+    found, copied = network.description, command.source / FILE
+    if not (command.source / CONFIG).is_file():
+        return {FILE: copied.read_text(encoding="utf-8")} if copied.is_file() else {}
+    if found.origin is None or found.val is None or found.test is None:
+        return {}
+    steps = read_toml(command.source / CONFIG)["episode_length"]
+    return {FILE: Timeline.of_run(command.source, found.origin, steps, found.val, found.unit).text()}

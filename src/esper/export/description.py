@@ -17,7 +17,16 @@ from esper.export.grown import GrownSeed
 from esper.leyline.errors import ConfigError, ExportError
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where in a run a network grew: `round` from 1, global number of the `host`, its 100·J."""
+
+    round: int
+    host: int
+    objective: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,10 @@ class Description:
             None if they are stored so.
         host_params, grown_params: numbers of parameters. flops: of one example, a multiply-add counts as two.
         unit: name of the figure of merit. val, test: its values; None where it was not measured.
+        perplexity: of a text, on the validation examples; None for others, or where it was not measured.
+        classes: names of the labels in order; None where they are not known.
+        tokenizer: of a text, "bytes" or the name of a file in the folder; None for others.
+        origin: the round and host of a run; None where it grew in no run.
     """
 
     task: str
@@ -47,6 +60,10 @@ class Description:
     unit: str
     val: float | None
     test: float | None
+    perplexity: float | None = None
+    classes: tuple[str, ...] | None = None
+    tokenizer: str | None = None
+    origin: Origin | None = None
 
     @property
     def topology(self) -> GrowthManifest:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.export import programs
 from esper.export.definitions import UnwritableError
-from esper.export.description import Description, fields_of, read_description, restored
+from esper.export.description import Description, Origin, fields_of, read_description, restored
 from esper.export.grown import GrownModule, GrownSeed, build, fill, slot_key, state_of
 from esper.export.source import run, written
 from esper.kasmina.hosts.host import Host, HostSpec
@@ -24,6 +24,8 @@ from esper.leyline.errors import ConfigError, ExportError
 from esper.leyline.files import mode_of, remove, replacing_folder
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset
+from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
+from esper.tasks.objectives import perplexity
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.state import RolloutStats
@@ -35,6 +37,7 @@ WEIGHTS, DESCRIPTION, SOURCE, PROGRAM, ONNX = (
     "model.pt2",
     "model.onnx",
 )
+TOKENIZER = "tokenizer.json"
 Format = Literal["pt2", "onnx"]
 
 
@@ -45,11 +48,13 @@ class GrownNetwork:
 
     Attributes:
         module: in eval mode, on the CPU. inputs: how stored examples become inputs, None if they are stored so.
+        tokenizer: content of tokenizer.json, where the description names it.
     """
 
     module: GrownModule
     description: Description
     inputs: object = None
+    tokenizer: bytes | None = None
 
     @classmethod
     def of(
@@ -62,6 +67,7 @@ class GrownNetwork:
         host: int,
         test: float | None = None,
         live: bool = False,
+        origin: Origin | None = None,
     ) -> "GrownNetwork":
         """One host of an engine with its permanent seeds.
 
@@ -73,9 +79,11 @@ class GrownNetwork:
             host: row in the engine.
             test: figure of merit on the test split, if it was measured.
             live: whether seeds in BLENDING and HOLDING belong to the network too, with their present alpha.
+            origin: the round and host of a run, if it grew in one.
 
         Raises:
             ExportError: the task runs no networks, or there is no such host.
+            DataError: the tokenizer of its text is gone or was changed.
         """
         spec, num_hosts = engine.spec, engine.spec.num_envs
         if task.host is None:
@@ -104,6 +112,7 @@ class GrownNetwork:
             if grown.gate is not None:
                 fill(grown.gate, state["gates.params"][row], state["gates.buffers"][row])  # type: ignore[arg-type]
         host_params, grown_params = module.num_params()
+        tokenizer, content = _tokenizer(dataset)
         description = Description(
             task=task.name,
             data={name: x for name, x in dataset.identity.items() if not Path(str(x)).is_absolute()},
@@ -119,19 +128,25 @@ class GrownNetwork:
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
+            perplexity=None if live else perplexity(task.objective, float(stats.committed_loss[host])),
+            classes=dataset.class_names or None,
+            tokenizer=tokenizer,
+            origin=origin,
         )
-        return cls(module=module, description=description, inputs=dataset.inputs)
+        return cls(module=module, description=description, inputs=dataset.inputs, tokenizer=content)
 
     @property
     def summary(self) -> str:
-        """What grew, sizes and figures of merit, in three lines."""
+        """What grew, sizes and figures of merit, in three lines; before them the round and host of a run."""
         d = self.description
+        place = f"host {d.origin.host} of round {d.origin.round}, 100·J {d.origin.objective:.2f}\n" if d.origin else ""
         grown = ", ".join(f"{seed.blueprint} in {seed.slot} ({seed.algorithm})" for seed in d.seeds) or "nothing"
+        of_text = "" if d.perplexity is None else f"; validation perplexity {d.perplexity:.2f}"
         points = ((name, value) for name, value in (("validation", d.val), ("test", d.test)) if value is not None)
         return (
-            f"grown: {grown}\n"
+            f"{place}grown: {grown}\n"
             f"parameters: {d.host_params:,} of the host, {d.grown_params:,} grown; {d.flops:,} FLOPs per example\n"
-            f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}"
+            f"{d.unit}: {', '.join(f'{name} {value:.2f}' for name, value in points) or 'not measured'}{of_text}"
         )
 
     def save(
@@ -165,6 +180,8 @@ class GrownNetwork:
                 (draft / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
                 for name, content in {DESCRIPTION: text, **texts}.items():
                     (draft / name).write_text(content, encoding="utf-8")
+                if self.tokenizer is not None:
+                    (draft / TOKENIZER).write_bytes(self.tokenizer)
                 model: nn.Module = self.module
                 try:
                     source = written(self.module, self.description, self.inputs)
@@ -210,7 +227,23 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
                 f"{WEIGHTS} and {DESCRIPTION} of one export."
             )
         own[name].copy_(weights[name])
-    return GrownNetwork(module=module, description=description, inputs=inputs)
+    try:
+        tokenizer = (folder / TOKENIZER).read_bytes() if description.tokenizer == TOKENIZER else None
+    except OSError as error:
+        raise ExportError(
+            f"{folder / TOKENIZER} cannot be read ({error.strerror}); export the network again."
+        ) from error
+    return GrownNetwork(module=module, description=description, inputs=inputs, tokenizer=tokenizer)
+
+
+def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:
+    """What model.json says of the tokenizer, and the content of its file; nothing of one of the user's."""
+    match dataset.tokenizer:
+        case ByteTokenizer(identity=name):
+            return name, None
+        case TokenizerFile() as file:
+            return TOKENIZER, file.content()
+    return None, None
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -40,6 +40,24 @@ def below(prefix: str, tree: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(f"{prefix}."): value for name, value in tree.items() if name.startswith(f"{prefix}.")}
 
 
+def rows_of(tree: Mapping[str, Tensor], num_envs: int, begin: int, end: int, owner: str) -> StateTree:
+    """Copies of the rows of the hosts from `begin` to before `end`, of `num_envs`; scalars belong to all hosts.
+
+    Raises:
+        CheckpointError: the hosts cannot share the rows of a tensor equally.
+    """
+    part = {}
+    for name, value in tree.items():
+        per_host, rest = divmod(len(value) if value.dim() else 0, num_envs)
+        if rest:
+            raise CheckpointError(
+                f"{owner}: {name} has {len(value)} rows, which {num_envs} hosts cannot share equally; load a "
+                "checkpoint of a run with as many hosts."
+            )
+        part[name] = (value[begin * per_host : end * per_host] if value.dim() else value).clone()
+    return part
+
+
 def tensors_by_name(rec: object) -> dict[str, Tensor]:
     """The tensors of a dataclass by dotted path."""
     return dict(named_tensors(rec))

@@ -213,10 +213,12 @@ class RewardOutput:
 class KeptNetwork:
     """The result of an episode: each host with its fossilized seeds only, measured after the last step.
 
-    `accuracy` (pp) is that of the validation split. Hosts that were rolled back in the last step are restored before.
+    `accuracy` (pp) and `loss` are those of the validation split. Hosts that were rolled back in the last step are
+    restored before.
     """
 
     accuracy: Float[Tensor, " N"]
+    loss: Float[Tensor, " N"]
     fossil_params: Int[Tensor, " N"]
     host_params: Int[Tensor, " N"]
 

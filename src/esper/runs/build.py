@@ -140,26 +140,55 @@ class Parts:
 
     `config` names the executor, workers, compile setting and precision that were actually chosen, so that a resumed run
     uses the same ones even if a later version would choose others. `shape` is the `run_shape` stored in checkpoints.
+    `dataset` is None for scripted hosts.
     """
 
     config: RunConfig
     engine: VectorizedEngine
     client: ClientProtocol
     shape: dict[str, object]
+    dataset: Dataset | None
 
 
 def _silent(line: str) -> None:
     """Nobody listens."""
 
 
-def require_memory(config: RunConfig, dataset: Dataset, device: torch.device) -> str:
-    """The predicted memory of a run in words; raises ConfigError if it does not fit."""
+def require_memory(
+    config: RunConfig,
+    task: TaskSpec,
+    dataset: Dataset | None,
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    num_envs: int | None = None,
+    available: int | None = None,
+    setting: str = "num_envs",
+) -> None:
+    """Say how much memory the hosts and their rollout will need; nothing for scripted hosts and static graphs.
+
+    Args:
+        config: of the run.
+        task: of the hosts.
+        dataset: theirs.
+        device: theirs.
+        say: gets the line.
+        num_envs: hosts, those of the run if not given.
+        available: bytes that this process can still take; measured if not given.
+        setting: the name under which the user gave the number of hosts.
+
+    Raises:
+        ConfigError: they do not fit; it names the largest number that does.
+    """
+    if dataset is None or config.graph == "static":
+        return
+    engine = config.engine(num_envs=num_envs)
     rollout = rollout_bytes(config.episode_length, len(config.slots), config.ppo)
-    predicted = predict(config.engine(), config.task_spec(), dataset, device, others=rollout)
-    available = available_bytes(device)
-    predicted.require(config.num_envs, available)
-    total, here = predicted.total(config.num_envs), available + predicted.process
-    return f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host"
+    predicted = predict(engine, task, dataset, device, others=rollout)
+    free = available_bytes(device) if available is None else available
+    predicted.require(engine.num_envs, free, setting)
+    total, here = predicted.total(engine.num_envs), free + predicted.process
+    say(f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host")
 
 
 def assemble(config: RunConfig, device: torch.device, say: Callable[[str], None] = _silent) -> Parts:
@@ -170,8 +199,7 @@ def assemble(config: RunConfig, device: torch.device, say: Callable[[str], None]
             into its memory.
     """
     dataset = dataset_of(config, device)
-    if dataset is not None and config.graph == "dynamic":
-        say(require_memory(config, dataset, device))
+    require_memory(config, config.task_spec(), dataset, device, say)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     chosen = replace(
@@ -189,4 +217,4 @@ def assemble(config: RunConfig, device: torch.device, say: Callable[[str], None]
     else:
         client = learner_of(config, engine.spec)
     engine.warm_up(len(client.terms))
-    return Parts(chosen, engine, client, shape)
+    return Parts(chosen, engine, client, shape, dataset)

@@ -6,6 +6,7 @@
         state.safetensors               every tensor, by dotted name
         header.json                     format, position in the run, sizes of the record files, cost, shape, config
         checksums.json                  SHA-256 of both
+    checkpoints/best-host.safetensors   see best_host.py
 
 A folder is written under a temporary name and renamed once it is on disk. Nothing is ever unpickled.
 """

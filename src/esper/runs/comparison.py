@@ -6,6 +6,7 @@
 Every controller meets the same groups, so that all differences are paired.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 
+from esper.kasmina.hosts.host import HostSpec
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.runs import controllers as known
 from esper.runs import tables
-from esper.runs.build import dataset_of, device_of
+from esper.runs.build import dataset_of, device_of, require_memory
 from esper.runs.config import RunConfig
 from esper.runs.controllers import REFERENCE, TRAINED, Controller, Trained
 from esper.runs.identity import CHANGEABLE
@@ -28,6 +30,7 @@ from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.evaluation_progress import EvaluationProgress
 from esper.telemetry.progress import RunConsole, warn
+from esper.tolaria.memory_prediction import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
 """Settings in which the runs of one condition may differ."""
@@ -115,7 +118,10 @@ class Comparison:
             console.say(", ".join([f"{named}, {hosts} of seed {seeds}", *trained]))
         else:
             console.say("\n".join([f"{named}, {hosts} of each of the seeds {seeds}", *trained]))
-        for page in (tables.comparison(self.rows), tables.quality_and_cost(self.rows), tables.operations(self.rows)):
+        pages = [tables.comparison(self.rows), tables.quality_and_cost(self.rows), tables.operations(self.rows)]
+        if not math.isnan(self.rows[0].perplexity):
+            pages.insert(2, tables.perplexities(self.rows))
+        for page in pages:
             console.print("", page, sep="\n")
         notes = (*self.notes, *tables.rollbacks(self.rows), self.verdict)
         console.say("\n".join(("", tables.legend(self.size.units), *notes)))
@@ -177,11 +183,14 @@ def compare(
     groups = _groups(configs, runs, seeds, best, transfer)
     store = OutcomeStore(out) if out is not None else None
     with EvaluationProgress(console) as progress:
-        session = _Session(num_envs, store, progress)
+        session = _Session(num_envs, store, progress, console)
         progress.plan(len(groups) * (len(names) + bool(runs)), configs[0].episode_length)
         found = [session.outcomes(group, tuple(names)) for group in groups]
     rows = table(
-        {name: [outcomes[name] for outcomes in found] for name in found[0]}, configs[0].reward, by_run=bool(runs)
+        {name: [outcomes[name] for outcomes in found] for name in found[0]},
+        configs[0].reward,
+        configs[0].task_spec().objective,
+        by_run=bool(runs),
     )
     if store is not None and session.reused:
         console.say(f"esper: {session.reused} of {len(groups) * len(found[0])} outcomes were found in {store.folder}")
@@ -247,8 +256,11 @@ def _groups(
 class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
-    def __init__(self, num_envs: int, store: OutcomeStore | None, progress: EvaluationProgress) -> None:
-        self._num_envs, self._store, self._progress = num_envs, store, progress
+    def __init__(
+        self, num_envs: int, store: OutcomeStore | None, progress: EvaluationProgress, console: RunConsole
+    ) -> None:
+        self._num_envs, self._store, self._progress, self._console = num_envs, store, progress, console
+        self._available: int | None = None
         self.reused, self.data = 0, "none"
 
     def outcomes(self, group: Group, names: Sequence[str]) -> dict[str, Outcome]:
@@ -280,6 +292,7 @@ class _Session:
             self.reused += 1
             self._progress.reuse()
             return stored
+        self._require_memory(config, dataset, device, controller.host)
         self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
         outcome = run_controller(
             config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=self._progress.step
@@ -287,6 +300,24 @@ class _Session:
         if self._store and key:
             self._store.put(key, outcome)
         return outcome
+
+    def _require_memory(
+        self, config: RunConfig, dataset: Dataset | None, device: torch.device, wider: HostSpec | None
+    ) -> None:
+        """Refuse hosts that do not fit, before the first episode and before one of wider hosts."""
+        first, task = self._available is None, config.task_spec()
+        if self._available is None:
+            self._available = available_bytes(device)  # memory that earlier hosts gave back stays in this process
+        if first or wider is not None:
+            require_memory(
+                config,
+                task if wider is None else replace(task, host=wider),
+                dataset,
+                device,
+                self._console.say if first else lambda line: None,
+                num_envs=self._num_envs,
+                available=self._available,
+            )
 
 
 def _is_derived(name: str) -> bool:

@@ -32,7 +32,7 @@ from esper.runs.values import plain
 from esper.tasks.datasets import Dataset
 from esper.tolaria.state import RolloutCost, RolloutStats
 
-FORMAT = 1
+FORMAT = 2
 REPORT, OUTCOMES = "evaluation.json", "outcomes"
 _IRRELEVANT = frozenset(
     {"rounds", "schedule_rounds", "checkpoint_every", "record_steps", "num_envs", "preset", "plugins"}

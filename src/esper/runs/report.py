@@ -14,6 +14,7 @@ from esper.runs.config import RunConfig
 from esper.simic.attribution.shapley import shapley_values
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective_value import objective_value
+from esper.tasks.objectives import perplexity
 from esper.tolaria.state import RolloutStats, StepReport
 
 
@@ -202,9 +203,11 @@ def summary(
 ) -> dict[str, object]:
     """summary.json of a complete run: `final_*` are means over the committed networks of the `last` round.
 
-    `test_acc` [N] is theirs; `total` is the cost of all rounds, including those before a resume.
+    `test_acc` [N] is theirs; `final_perplexity` is that of their mean validation loss, for texts. `total` is the cost
+    of all rounds, including those before a resume.
     """
     objective = objective_of(last, config.reward)
+    loss = float(last.committed_loss.mean(dtype=np.float64))
     return {
         "task": config.task,
         "preset": config.preset,
@@ -221,6 +224,7 @@ def summary(
         "final_objective_std": standard_deviation(objective),
         "final_committed_accuracy_mean": float(last.committed_acc.mean(dtype=np.float64)),
         "final_test_accuracy_mean": float(test_acc.mean(dtype=np.float64)),
+        "final_perplexity": perplexity(config.task_spec().objective, loss),
         "growth_ratio_mean": float(last.growth.mean()),
         "host_reads_per_step": total.reads / max(total.steps, 1),
         "state_digest": digest,

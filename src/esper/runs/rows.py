@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from esper.leyline.objective import Objective
 from esper.runs.controllers import REFERENCE, TRAINED
 from esper.runs.outcomes import Outcome
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
@@ -25,6 +26,7 @@ from esper.runs.statistics import (
 )
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective_value import objective_value
+from esper.tasks.objectives import perplexity
 
 _CONSTANT = ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
 QUICK, CLAIM = 5, 10
@@ -43,7 +45,8 @@ class Row:
         difference: paired difference in 100·J to the trained controller, else to wait_only. difference_test: the same
             with test accuracy in J. improvement: probability that a unit is better than that of the reference.
         needed: units that would be needed to detect a difference of 2 points; None if one unit says nothing of it.
-        committed, test: accuracy (pp) on the validation and the test split. test_objective: 100·J with `test`.
+        committed, test: accuracy (pp) on the validation and the test split. loss: on the validation split; perplexity:
+            exp(loss) for texts, else NaN. test_objective: 100·J with `test`.
         growth: (host + fossilized parameters) / host parameters. ops: effective operations of all hosts, by name.
         flops: of one example in the kept network. training_flops, measuring_flops: of a host, see `training_cost`.
         seconds: wall time of all its episodes.
@@ -63,6 +66,8 @@ class Row:
     needed: int | None
     committed: float
     committed_std: float
+    loss: float
+    perplexity: float
     test: float
     test_std: float
     test_objective: float
@@ -81,16 +86,19 @@ class Row:
     instances: dict[str, list[float]]
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]], weights: RewardConfig, *, by_run: bool) -> list[Row]:
+def table(
+    outcomes: Mapping[str, Sequence[Outcome]], weights: RewardConfig, objective: Objective, *, by_run: bool
+) -> list[Row]:
     """The comparison: the trained controller, the strongest constant schedule, then the others by J, best first.
 
     Args:
         outcomes: of each controller, one per group of hosts, with equal groups for all of them.
         weights: of J.
+        objective: of the task.
         by_run: whether the groups belong to different training runs.
     """
     reference = _Values(outcomes[TRAINED if TRAINED in outcomes else REFERENCE], weights, by_run)
-    rows = [_row(found, _Values(found, weights, by_run), reference) for found in outcomes.values()]
+    rows = [_row(found, _Values(found, weights, by_run), reference, objective) for found in outcomes.values()]
     rows.sort(key=lambda row: -row.objective)
     constant = next((row for row in rows if row.name in _CONSTANT), None)
     return sorted(rows, key=lambda row: 0 if row.name == TRAINED else 1 if row is constant else 2)
@@ -110,6 +118,7 @@ class _Values:
         columns = {
             "objective": [objective_of(s, weights) for s in stats],
             "committed": [s.committed_acc for s in stats],
+            "loss": [s.committed_loss for s in stats],
             "test": [o.test_acc for o in outcomes],
             "test_objective": test_objective,
             "growth": [s.growth for s in stats],
@@ -123,10 +132,11 @@ class _Values:
         self.test_units = units_of(self.hosts["test_objective"], by_run=by_run)
 
 
-def _row(outcomes: Sequence[Outcome], own: _Values, reference: _Values) -> Row:
+def _row(outcomes: Sequence[Outcome], own: _Values, reference: _Values, objective: Objective) -> Row:
     stats, hosts = [outcome.stats for outcome in outcomes], own.hosts
     means = {name: float(values.mean()) for name, values in hosts.items()}
     spread = standard_deviation(own.units - reference.units)
+    of_text = perplexity(objective, means["loss"])
     return Row(
         name=outcomes[0].name,
         objective_std=standard_deviation(own.units),
@@ -135,6 +145,7 @@ def _row(outcomes: Sequence[Outcome], own: _Values, reference: _Values) -> Row:
         difference_test=paired_difference([own.test_units], [reference.test_units]),
         improvement=probability_of_improvement([own.units], [reference.units]),
         needed=None if np.isnan(spread) else units_needed(spread),
+        perplexity=float("nan") if of_text is None else of_text,
         committed_std=standard_deviation(hosts["committed"]),
         test_std=standard_deviation(hosts["test"]),
         **means,

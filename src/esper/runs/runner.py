@@ -1,7 +1,7 @@
 """The loop of a run: rounds, records, checkpoints, and a clean stop on signals.
 
 engine --on_step--> records: events.jsonl, steps.jsonl, listeners
-engine --on_round-> metrics.jsonl, events.jsonl, listeners, checkpoint
+engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
 """
 
 import os
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from esper.leyline.checkpoint_tree import below, with_prefix
 from esper.leyline.protocols import ClientProtocol, StateTree
-from esper.runs import events, report
+from esper.runs import best_host, events, report
+from esper.runs.best_host import BestHost
 from esper.runs.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, fingerprint
@@ -27,6 +28,8 @@ from esper.runs.records import Records
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
 from esper.runs.values import plain
+from esper.tasks.datasets import Dataset
+from esper.tasks.objectives import perplexity
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory
@@ -53,9 +56,11 @@ class Runner:
     """Runs all rounds and writes records, checkpoints and the summary.
 
     Args:
-        config, engine, client: the run, its hosts and its learner. directory: receives records and checkpoints.
+        config, engine, client: the run, its hosts and its learner. dataset: of the hosts, None for scripted ones.
+        directory: receives records and checkpoints.
         listeners: receive steps, rounds and events. shape: of the run (`identity.run_shape`).
         start: header of the checkpoint that engine and client were restored from, None for a new run.
+        best: the best host of the rounds before, if there is one.
     """
 
     def __init__(
@@ -67,14 +72,18 @@ class Runner:
         listeners: Hub,
         shape: Mapping[str, object],
         start: Header | None = None,
+        *,
+        dataset: Dataset | None,
+        best: BestHost | None = None,
     ) -> None:
-        self.config, self.engine, self.client = config, engine, client
+        self.config, self.engine, self.client, self.dataset = config, engine, client, dataset
         self.directory, self.listeners, self.shape = directory, listeners, dict(shape)
         self.new = start is None
         self.rounds_done = start.rounds_done if start else 0
         self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
+        self.best = self._best_saved = best
         terms = client.terms if config.record_steps else None
         self.record = record_writer(directory.path, engine.spec, client.terms)
         self.records = Records(directory, listeners, engine.spec, config.reward, terms, record=self.record)
@@ -127,6 +136,8 @@ class Runner:
         self.directory.write_metrics(line)
         self.listeners.write("round", line)
         self.record.round_ended()
+        if self.dataset is not None:
+            self.best = best_host.better(self.best, self.engine, stats, self.config.reward)
         if is_best:
             save(self.directory.checkpoints, *self._now(0), best=True)
         if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
@@ -153,7 +164,14 @@ class Runner:
             self.last = self.engine.outcome()  # resumed at the end of the last episode
         (test_acc,) = host_read(self.engine.test())
         digest = state_digest(self._final_state())
+        if self.best is not None and self.dataset is not None:
+            self.best = best_host.with_test(self.config, self.dataset, self.engine.spec.device, self.best)
+            self._save_best()
         result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
+        result["best_host"] = None
+        if self.best is not None:
+            found = perplexity(self.config.task_spec().objective, self.best.loss)
+            result["best_host"] = self.best.about | {"perplexity": found}
         result["data"] = data_of(self.shape)
         result["dropped_records"] = self.listeners.num_lost + self.record.dropped
         result["memory_bytes"] = memory_bytes(self.engine.spec.device)
@@ -167,8 +185,15 @@ class Runner:
         inside = self.engine.t if 0 < self.engine.t < self.config.episode_length else 0
         if self._saved_at == (self.rounds_done, inside):
             return
+        self._save_best()  # first: a resume from the checkpoint finds the best host of its rounds
         save(self.directory.checkpoints, *self._now(inside))
         self._saved_at = (self.rounds_done, inside)
+
+    def _save_best(self) -> None:
+        """Save the best host, unless the file has it."""
+        if self.best is not None and self.best is not self._best_saved:
+            best_host.save(self.directory.checkpoints, self.best)
+            self._best_saved = self.best
 
     def _now(self, inside: int) -> tuple[Header, StateTree]:
         """Header and state now; `inside` is the number of steps of an unfinished episode, else 0.

@@ -60,6 +60,14 @@ def quality_and_cost(rows: Sequence[Row]) -> Table:
     return page
 
 
+def perplexities(rows: Sequence[Row]) -> Table:
+    """Loss and perplexity of the networks, for texts."""
+    page = plain_table("controller", "loss", "perplexity")
+    for row in rows:
+        page.add_row(row.name, f"{row.loss:.4f}", f"{row.perplexity:.2f}")
+    return page
+
+
 def short(value: float) -> str:
     """A large number in five characters at most, such as 18.3k; "-" for NaN."""
     if math.isnan(value):
@@ -85,15 +93,30 @@ def rollbacks(rows: Sequence[Row]) -> list[str]:
 
 
 def done(summary: Mapping[str, Any]) -> str:
-    """The result of a run: its last round, in one line."""
-    hosts, peak = summary["num_envs"], summary["memory_bytes"]["peak"]
-    return (
+    """The result of a run: its last round in one line, and its best host in another."""
+    hosts, peak, best = summary["num_envs"], summary["memory_bytes"]["peak"], summary["best_host"]
+    last = (
         f"done: 100·J {with_spread(summary['final_objective_mean'], summary['final_objective_std'])}; "
         f"committed validation {summary['final_committed_accuracy_mean']:.2f}, "
-        f"committed test {summary['final_test_accuracy_mean']:.2f}; "
+        f"committed test {summary['final_test_accuracy_mean']:.2f}{_perplexity(summary['final_perplexity'])}; "
         f"growth {summary['growth_ratio_mean']:.2f}x; {hosts} host{'s' * (hosts != 1)}; "
         f"{summary['env_steps_per_second']:.0f} env-steps/s with updates, {size(peak)} peak memory"
     )
+    return last if best is None else f"{last}\n{best_host(best)}"
+
+
+def best_host(best: Mapping[str, Any]) -> str:
+    """The host that `esper export` takes."""
+    return (
+        f"best host of all rounds: host {best['host']} of round {best['round']}, 100·J {best['objective']:.2f}; "
+        f"validation {best['val']:.2f}, chosen by it; test {best['test']:.2f}{_perplexity(best['perplexity'])}; "
+        f"growth {best['growth']:.2f}x"
+    )
+
+
+def _perplexity(value: float | None) -> str:
+    """Of a text, for the end of a sentence."""
+    return "" if value is None else f"; validation perplexity {value:.2f}"
 
 
 def tasks(found: Sequence[TaskSpec], data_dir: Path | None) -> Table:

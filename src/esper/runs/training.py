@@ -10,7 +10,8 @@ import torch
 from esper.cpp.build import compiler
 from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError
-from esper.runs import tables
+from esper.runs import best_host, tables
+from esper.runs.best_host import BestHost
 from esper.runs.build import Parts, assemble, device_of
 from esper.runs.checkpoint import Checkpoint, Header, load_newest, set_aside
 from esper.runs.config import RunConfig
@@ -72,13 +73,14 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
             warn(missing_records(path, start.cursor))
         else:
             require_nothing_to_lose(path)
+        best = best_host.read(directory.checkpoints)
         parts = _assembled(config, console)
         if checkpoint:
             restore(parts.engine, parts.client, checkpoint, parts.shape)
         directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
         rewind_record(path, start.rounds_done if start else 0, start.step if start else 0)
         set_aside(damaged)
-        return _run(config, parts, directory, start, console, asked=config.executor)
+        return _run(config, parts, directory, start, console, asked=config.executor, best=best)
 
 
 def free_name(config: RunConfig) -> Path:
@@ -146,7 +148,14 @@ def _executor_lines(config: RunConfig, parts: Parts, asked: str) -> Iterator[str
 
 
 def _run(
-    config: RunConfig, parts: Parts, directory: RunDirectory, start: Header | None, console: RunConsole, *, asked: str
+    config: RunConfig,
+    parts: Parts,
+    directory: RunDirectory,
+    start: Header | None,
+    console: RunConsole,
+    *,
+    asked: str,
+    best: BestHost | None = None,
 ) -> dict[str, Any] | None:
     console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
     if (data := data_of(parts.shape)) not in ("none", config.task):
@@ -166,7 +175,9 @@ def _run(
         where = SINKS[name].where.format(directory.path)
         console.say(f"sink: {name}{f' ({where})' * bool(where)}")
     listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
-    runner = Runner(config, parts.engine, parts.client, directory, listeners, parts.shape, start)
+    runner = Runner(
+        config, parts.engine, parts.client, directory, listeners, parts.shape, start, dataset=parts.dataset, best=best
+    )
     if progress.is_live and parts.engine.on_step is not None:
         parts.engine.on_step = hosts.before(parts.engine.on_step)
     with listeners:

@@ -14,6 +14,7 @@ from esper.leyline.objective import Objective, Scores
 
 PADDING = -1
 """Target of an example or token that does not count."""
+_LARGEST_EXPONENT = 700.0
 PerExample = Callable[[Tensor, Tensor], Tensor]
 """(outputs [B, ...], targets [B, ...]) -> one number per example [B]."""
 
@@ -211,3 +212,11 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
             "(reduction='none')."
         )
     return found.float()
+
+
+def perplexity(objective: Objective, loss: float) -> float | None:
+    """exp(loss) where the loss is the mean cross-entropy of a token in nats, padding left out; None elsewhere."""
+    losses = objective.objective if isinstance(objective, WithMetric) else objective
+    if not isinstance(losses, NextToken):
+        return None
+    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)

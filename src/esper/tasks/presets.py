@@ -7,9 +7,9 @@ from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import cifar10, digits, fashion_mnist
+from esper.tasks.datasets import Tokenizer, cifar10, digits, fashion_mnist
 from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories
-from esper.tasks.datasets.tokenizers import ByteTokenizer, Tokenizer
+from esper.tasks.datasets.tokenizers import ByteTokenizer
 from esper.tasks.instances import MixedImages
 from esper.tasks.null import NullSpec
 from esper.tasks.objectives import Classification, NextToken

@@ -21,7 +21,7 @@ from torch import Tensor
 from esper.kasmina.rules.planting import planted
 from esper.kasmina.rules.rollback import memory_of
 from esper.kasmina.rules.slot_fields import require_known_stages
-from esper.leyline.checkpoint_tree import below, restored, tensors_by_name, with_prefix
+from esper.leyline.checkpoint_tree import below, restored, rows_of, tensors_by_name, with_prefix
 from esper.leyline.errors import CheckpointError
 from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.messages import KeptNetwork
@@ -255,9 +255,10 @@ class VectorizedEngine:
         slots = self.state.slots
         fossils = slots.stage == SeedStage.FOSSILIZED
         with self.timer.span("measure"):
-            accuracy = self.executor.committed_accuracy("val", slots)
+            measured = self.executor.committed("val", slots)
         return KeptNetwork(
-            accuracy=accuracy,
+            accuracy=measured.accuracy[:, 0],
+            loss=measured.loss,
             fossil_params=(slots.params * fossils).sum(dim=1),
             host_params=self.state.hosts.host_params,
         )
@@ -265,7 +266,7 @@ class VectorizedEngine:
     def test(self) -> Tensor:
         """Test accuracy [N] (pp) of the final network of each host; for the end of a run."""
         self.apply_structure()
-        return self.executor.committed_accuracy("test", self.state.slots)
+        return self.executor.committed("test", self.state.slots).accuracy[:, 0]
 
     def _enumerate(self, state: ParallelEnvState, t: int) -> Coalitions:
         """The coalitions that step `t` will measure."""
@@ -283,14 +284,22 @@ class VectorizedEngine:
 
     def state_dict(self) -> StateTree:
         """Copies of the control plane, the state of the executor, and the place in the episode."""
-        self.apply_structure()
-        tree = {
-            "place": torch.tensor([self.episode, self.t]),
-            **with_prefix("control", tensors_by_name(self.state)),
-            **with_prefix("executor", self.executor.state_dict()),
-        }
         # clones: the executor keeps writing into its memory, and loading starts with a reset
-        return {name: value.clone() for name, value in tree.items()}
+        return {"place": self._place(), **{name: value.clone() for name, value in self._state_of_hosts().items()}}
+
+    def host_state(self, host: int) -> StateTree:
+        """The part of `state_dict` of the host in this row, which an engine of this host alone can load."""
+        rows = rows_of(self._state_of_hosts(), self.spec.num_envs, host, host + 1, "engine")
+        return {"place": self._place(), **rows}
+
+    def _place(self) -> Tensor:
+        return torch.tensor([self.episode, self.t])
+
+    def _state_of_hosts(self) -> StateTree:
+        """The memory of the engine itself, not copies."""
+        self.apply_structure()
+        control, executor = tensors_by_name(self.state), self.executor.state_dict()
+        return {**with_prefix("control", control), **with_prefix("executor", executor)}
 
     def load_state_dict(self, state: StateTree, client: ClientProtocol) -> None:
         """Continue where `state_dict` was taken. This resets `client`, so restore the client afterwards.

@@ -76,17 +76,17 @@ class MemoryPrediction:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def require(self, num_envs: int, available: int) -> None:
-        """Refuse what does not fit.
+    def require(self, num_envs: int, available: int, setting: str = "num_envs") -> None:
+        """Refuse what does not fit; `setting` is the name under which the user gave `num_envs`.
 
         Raises:
             ConfigError: names the largest N that fits.
         """
         if (most := self.most_hosts(available)) >= num_envs:
             return
-        out = f"at most {most} fit: set num_envs to {most}" if most else "not even one fits: use a smaller batch"
+        out = f"at most {most} fit: set {setting} to {most}" if most else "not even one fits: use a smaller batch"
         raise ConfigError(
-            f"num_envs is {num_envs}, which needs about {gigabytes(self.total(num_envs))} of memory; "
+            f"{setting} is {num_envs}, which needs about {gigabytes(self.total(num_envs))} of memory; "
             f"{gigabytes(available + self.process)} are available, and {out}, or use a machine with more memory."
         )
 

@@ -190,9 +190,9 @@ def rollout_stats(
 ) -> RolloutStats:
     """The statistics of an episode: the one read of a round."""
     slots, hosts, tally = state.slots, state.hosts, state.tally
-    returns, (val_acc, committed_acc), counts, others, ops, flags, end, alpha, subsets = host_read(
+    returns, (val_acc, committed_acc, committed_loss), counts, others, ops, flags, end, alpha, subsets = host_read(
         tally.returns,
-        torch.stack((hosts.val_acc, kept.accuracy)),
+        torch.stack((hosts.val_acc, kept.accuracy, kept.loss)),
         torch.stack((hosts.n_fossilized, hosts.n_contributing, hosts.n_germinated, hosts.n_pruned)),
         torch.stack((tally.rollbacks, tally.refused, kept.fossil_params, kept.host_params)),
         tally.ops,
@@ -206,6 +206,7 @@ def rollout_stats(
         returns=returns,
         val_acc=val_acc,
         committed_acc=committed_acc,
+        committed_loss=committed_loss,
         **dict(zip(("fossilized", "contributing", "germinated", "pruned"), counts, strict=True)),
         **dict(zip(("rollbacks", "refused", "fossil_params", "host_params"), others, strict=True)),
         ops=ops,

@@ -197,8 +197,8 @@ class RolloutStats:
     Attributes:
         returns: undiscounted sum of rewards.
         val_acc: live accuracy (pp), with all seeds as they stood in the last step; NaN for a host rolled back in it.
-        committed_acc: validation accuracy (pp) of the final network of every host (`KeptNetwork`);
-            `fossil_params`, `host_params`, `fossilized` and `growth` describe the same network.
+        committed_acc, committed_loss: validation accuracy (pp) and mean loss of the final network of every host
+            (`KeptNetwork`); `fossil_params`, `host_params`, `fossilized` and `growth` describe the same network.
         ops: effective ops [N, 6]. refused: sampled ops without effect.
         flags: steps with each flag of the reward [N, 2].
         stage, blueprint, algorithm, alpha: the slots at the end [N, S].
@@ -210,6 +210,7 @@ class RolloutStats:
     returns: np.ndarray
     val_acc: np.ndarray
     committed_acc: np.ndarray
+    committed_loss: np.ndarray
     fossil_params: np.ndarray
     host_params: np.ndarray
     fossilized: np.ndarray

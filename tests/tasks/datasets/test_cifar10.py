@@ -73,6 +73,7 @@ def test_images_are_bytes_split_by_class_with_the_test_file_as_test_set(tmp_path
     places = {(file, image) for file, image in zip(both[:, 0, 0, 0].tolist(), both[:, 2, 31, 31].tolist(), strict=True)}
     assert places == {(file, image) for file in range(5) for image in range(COUNT)}
     assert torch.equal(data.train.y, data.train.x[:, 2, 31, 31] % 10)
+    assert (data.class_names[3], data.class_names[5], len(data.class_names)) == ("cat", "dog", 10)
 
 
 def test_each_channel_is_normalized_by_its_own_mean_and_deviation(tmp_path):

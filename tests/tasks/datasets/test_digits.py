@@ -17,6 +17,11 @@ def test_the_splits_have_their_announced_sizes_and_shapes(data):
     assert data.num_classes == 10
 
 
+def test_the_classes_have_names(data):
+    assert (data.class_names[3], len(data.class_names)) == ("3", 10)
+    assert digits.load_views(None, run_seed=1).class_names == data.class_names
+
+
 def test_every_class_has_its_share_of_every_split(data):
     counts = torch.stack([data.split(name).y.bincount(minlength=10) for name in ("train", "val", "test")])
     share = counts / counts.sum(dim=0)

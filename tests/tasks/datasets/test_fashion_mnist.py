@@ -77,6 +77,7 @@ def test_a_stratified_tenth_of_the_training_set_is_held_out(tmp_path):
     data = fashion_mnist.load(tmp_path, run_seed=5)
     assert data.train.x.shape == (54_000, 1, 28, 28)
     assert data.val.y.bincount().tolist() == [600] * 10
+    assert (data.class_names[7], len(set(data.class_names))) == ("Sneaker", 10)
     assert data.test.y.bincount().tolist() == [1_000] * 10
     assert data.val.x[:4, 0, 9, 9].tolist() == data.val.y[:4].tolist()
     numbers = torch.cat([split.x[:, 0, 0, :2] for split in (data.train, data.val)])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from esper.leyline.errors import DataError
 from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories, padded_windows, windows
+from esper.tasks.datasets.tokenizers import ByteTokenizer
 from esper.tasks.objectives import PADDING, NextToken
 
 INT16 = np.dtype(np.int16)
@@ -54,6 +55,7 @@ def test_a_text_is_cut_into_three_parts_without_a_window_across_a_border(tmp_pat
     assert data.val.y[1, -1] == 263 % 256
     assert data.test.x[0, 0] == 270 % 256
     assert data.inputs(data.test.x).dtype == torch.int64
+    assert data.tokenizer == ByteTokenizer()
 
 
 def test_a_part_of_the_validation_windows_is_spread_over_all_and_named_in_the_identity(tmp_path):

@@ -92,6 +92,7 @@ def test_stories_of_words_end_with_the_token_of_the_tokenizer(tmp_path):
     data = Stories(context=6, tokenizer=tokenizer)(tmp_path, 0)
     assert data.test.x.tolist() == [[0, 1, 2, 3, tokenizer.end, tokenizer.end]] * 2
     assert data.test.y.tolist() == [[1, 2, 3, tokenizer.end, -1, -1]] * 2
+    assert data.tokenizer == tokenizer
     bytes_instead = Stories(context=6)(tmp_path, 0)
     assert data.identity["tokenizer"] != bytes_instead.identity["tokenizer"]
     assert data.inputs(data.train.x).dtype == torch.int64

@@ -168,14 +168,14 @@ def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
 def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatch):
     bench = grown_bench(executor)
     found, whole = bench.measure(shapley=True)
-    tested = bench.executor.committed_accuracy("test", bench.slots)
+    tested = bench.executor.committed("test", bench.slots).accuracy[:, 0]
     monkeypatch.setattr("esper.tolaria.executors.host_data._MAX_FLOATS_ON_CPU", 1)
     with Answers() as answers:
         pieces = bench.executor.evaluate(bench.t, bench.slots, found)
     assert len(answers.seen) >= len(bench.data.val.y)
     assert torch.equal(pieces.accuracy[found.valid], whole.accuracy[found.valid])
     torch.testing.assert_close(pieces.loss, whole.loss)
-    assert torch.equal(bench.executor.committed_accuracy("test", bench.slots), tested)
+    assert torch.equal(bench.executor.committed("test", bench.slots).accuracy[:, 0], tested)
 
 
 @every_executor
@@ -189,7 +189,7 @@ def test_measuring_changes_no_tensor_and_no_generator(executor):
     # that of Python is no witness: the type checks of these tests draw from it
     of_numpy, of_torch = np.random.get_state(legacy=False)["state"], torch.random.get_rng_state()
     bench.measure(shapley=True)
-    bench.executor.committed_accuracy("test", bench.slots)
+    bench.executor.committed("test", bench.slots)
     assert same_tree(bench.executor.state_dict(), before)
     assert all(bit_equal(a, b) for a, b in zip([x for s in splits for x in (s.x, s.y)], data, strict=True))
     now = np.random.get_state(legacy=False)["state"]

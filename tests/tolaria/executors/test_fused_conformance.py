@@ -44,7 +44,7 @@ def test_on_a_cpu_hosts_are_measured_one_by_one_by_default():
         outputs[together] = (
             counted.calls,
             measured.accuracy[found.valid].tolist(),
-            executor.committed_accuracy("test", bench.slots).tolist(),
+            executor.committed("test", bench.slots).accuracy[:, 0].tolist(),
         )
     assert outputs[None][0] == outputs[False][0] == hosts * batches
     assert outputs[True][0] == batches  # three hosts with as many states each: one bucket

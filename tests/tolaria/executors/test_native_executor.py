@@ -185,7 +185,7 @@ def test_a_last_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch()
         wrapped = StreamedExecutor(hosts) if executor == "streamed" else NativeExecutor(hosts)
         wrapped.reset(0)
         slots = empty_slots(2, 1, CPU)
-        wrapped.committed_accuracy("test", slots)  # running statistics need no batch
+        wrapped.committed("test", slots)  # running statistics need no batch
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
             wrapped.train_epoch(1, slots)
 
@@ -256,7 +256,7 @@ def test_labels_of_the_test_split_are_looked_at_when_it_is_run():
     data.test.y[5] = 3
     native = NativeExecutor(Bench(1, data=data).executor.data)
     with pytest.raises(DataError, match="the test split has labels from 0 to 3"):
-        native.committed_accuracy("test", empty_slots(1, len(SLOTS), CPU))
+        native.committed("test", empty_slots(1, len(SLOTS), CPU))
 
 
 # -- which executor is taken ------------------------------------------------------------------------------------------

@@ -68,9 +68,11 @@ def test_chunks_do_not_change_what_is_measured(monkeypatch):
 
 def test_the_test_split_is_measured_with_fossils_alone():
     bench = grown_bench()
-    found = bench.executor.committed_accuracy("test", bench.slots)
+    found = bench.executor.committed("test", bench.slots)
     for host, on in enumerate(([False] * 3, [True, False, False])):
-        assert found[host].item() == pytest.approx(plain_measure(bench, host, np.array(on), "test")[0])
+        accuracy, loss = plain_measure(bench, host, np.array(on), "test")
+        assert found.accuracy[host].item() == pytest.approx(accuracy)
+        assert found.loss[host].item() == pytest.approx(loss)
 
 
 def test_all_correct_is_exactly_one_hundred_percent():

@@ -1,9 +1,12 @@
 """Data sets: checked, split, and resident on the device."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch import Tensor
 SplitName = Literal["train", "val", "test"]
 PlainValue = str | int | float | tuple["PlainValue", ...]
 """What an identity is made of: comparable, printable, the same in every process."""
+Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,29 @@ class Augmentation(Protocol):
         """Changed copies of stored examples [N, B, ...]."""
 
 
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Turns texts into tokens 0 .. vocabulary - 1. Instances are plain data."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def end(self) -> int:
+        """The token that ends a text."""
+
+    @property
+    def identity(self) -> PlainValue:
+        """What decides the tokens of a text."""
+
+    def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
+        """Tokens of each text, without the end."""
+
+    def check(self, path: Path, content: bytes) -> None:
+        """Raises DataError if the content of a file cannot be encoded."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dataset:
     """Three splits and where they came from.
@@ -61,6 +88,8 @@ class Dataset:
         test: touched once, at the end of a run. num_classes: labels are 0 .. num_classes - 1; 0 where they are no
             classes. inputs: applied to every batch; None if examples are stored as inputs.
         augmentation: applied to training batches before `inputs`; None for no change.
+        class_names: of the labels in order; empty where they are not known. tokenizer: of a text; None for others.
+            Both are for exported networks; no result depends on them.
     """
 
     identity: Mapping[str, PlainValue]
@@ -70,6 +99,8 @@ class Dataset:
     num_classes: int = 0
     inputs: Inputs | None = None
     augmentation: Augmentation | None = None
+    class_names: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None = None
 
     def split(self, name: SplitName) -> Split:
         """One of the three splits."""

@@ -18,7 +18,7 @@ from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, Split
 from esper.tasks.datasets.splits import stratified_split
-from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken
+from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 
 
 @runtime_checkable
@@ -43,6 +43,7 @@ def from_arrays(
     objective: Objective,
     inputs: Inputs | None = None,
     augmentation: Augmentation | None = None,
+    class_names: Sequence[str] = (),
     run_seed: int,
 ) -> Dataset:
     """The data set of the user's examples.
@@ -59,6 +60,7 @@ def from_arrays(
         objective: decides what targets may be.
         inputs: applied to every batch on the device.
         augmentation: applied to training batches before `inputs`.
+        class_names: of the labels in order, or nothing.
         run_seed: key of the split.
 
     Raises:
@@ -78,7 +80,28 @@ def from_arrays(
     identity["sizes"] = tuple(len(splits[part]) for part in ("train", "val", "test"))
     identity |= {"inputs": _words(inputs), "augmentation": _words(augmentation)}
     classes = objective.num_classes if isinstance(objective, Classification) else 0
-    return Dataset(identity=identity, **splits, num_classes=classes, inputs=inputs, augmentation=augmentation)
+    _check_names(name, class_names, objective)
+    return Dataset(
+        identity=identity,
+        train=splits["train"],
+        val=splits["val"],
+        test=splits["test"],
+        num_classes=classes,
+        inputs=inputs,
+        augmentation=augmentation,
+        class_names=tuple(class_names),
+    )
+
+
+def _check_names(name: str, names: Sequence[str], objective: Objective) -> None:
+    if not names:
+        return
+    losses = objective.objective if isinstance(objective, WithMetric) else objective
+    if not isinstance(losses, Classification):
+        raise DataError(f"{name}: {len(names)} class names are given, but its targets are no classes; leave them out.")
+    count = losses.num_classes
+    if len(names) != count or len(set(names)) != count or not all(isinstance(one, str) for one in names):
+        raise DataError(f"{name}: the class names are {list(names)}, expected {count} different texts, in order.")
 
 
 def _split(place: str, examples: object, objective: Objective, inputs: Inputs | None) -> Split:

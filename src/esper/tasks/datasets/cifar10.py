@@ -38,6 +38,7 @@ SOURCE = Source(
     alternatives=in_folders(tuple(OFFICIAL), "cifar-10-batches-py", ".", "cifar10/cifar-10-batches-py"),
 )
 LABEL = "label.txt"
+CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def load(data_dir: Path | None, run_seed: int) -> Dataset:
@@ -70,6 +71,7 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         val=Split(x[val], y[val]),
         test=Split(*parts[-1]),
         num_classes=NUM_CLASSES,
+        class_names=CLASS_NAMES,
         inputs=Pixels(MEAN, STD),
         augmentation=CropAndFlip(padding=4),
     )

@@ -45,6 +45,7 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         val=Split(x[val], y[val]),
         test=Split(x[test], y[test]),
         num_classes=NUM_CLASSES,
+        class_names=tuple("0123456789"),
     )
 
 

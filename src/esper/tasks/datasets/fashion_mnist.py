@@ -15,6 +15,10 @@ from esper.tasks.datasets.variants import PLAIN, View, with_views
 
 NUM_CLASSES = 10
 NUM_TRAIN_FILE, NUM_TEST, NUM_VAL = 60_000, 10_000, 6_000
+CLASS_NAMES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 SIDE = 28
 MEAN, STD = 0.2860, 0.3530
 VIEWS = (PLAIN, View(tile=3, region=6))
@@ -59,6 +63,7 @@ def load(data_dir: Path | None, run_seed: int) -> Dataset:
         val=Split(x[val], y[val]),
         test=Split(_pixels(held_out), _labels(held_out_labels)),
         num_classes=NUM_CLASSES,
+        class_names=CLASS_NAMES,
         inputs=Pixels((MEAN,), (STD,)),
     )
 

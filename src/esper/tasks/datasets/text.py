@@ -20,10 +20,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.errors import DataError
-from esper.tasks.datasets import Dataset, PlainValue, Split
+from esper.tasks.datasets import Dataset, PlainValue, Split, Tokenizer, Tokens
 from esper.tasks.datasets.source import Source, read_bytes
 from esper.tasks.datasets.splits import stratified_split
-from esper.tasks.datasets.tokenizers import ByteTokenizer, Tokenizer, Tokens
+from esper.tasks.datasets.tokenizers import ByteTokenizer
 from esper.tasks.objectives import PADDING
 
 SHAKESPEARE = Source(
@@ -84,7 +84,9 @@ class Shakespeare:
         train, val, test = (windows(part.astype(np.int16), self.context) for part in parts)
         val = spread(val, self.val_windows)
         identity = _identity(SHAKESPEARE, path, content, self.context, (len(train), len(val), len(test)))
-        return Dataset(identity=identity, train=train, val=val, test=test, inputs=TokenInputs())
+        return Dataset(
+            identity=identity, train=train, val=val, test=test, inputs=TokenInputs(), tokenizer=ByteTokenizer()
+        )
 
 
 @final
@@ -121,7 +123,9 @@ class Stories:
         val = spread(val, self.val_windows)
         identity = _identity(STORIES, path, content, self.context, (len(train), len(val), len(test)))
         identity |= {"tokenizer": self.tokenizer.identity, "split_seed": run_seed}
-        return Dataset(identity=identity, train=train, val=val, test=test, inputs=TokenInputs())
+        return Dataset(
+            identity=identity, train=train, val=val, test=test, inputs=TokenInputs(), tokenizer=self.tokenizer
+        )
 
     def _split(self, stories: Iterable[bytes]) -> Split:
         storage = np.dtype(np.int16 if self.tokenizer.vocabulary <= 2**15 else np.int32)

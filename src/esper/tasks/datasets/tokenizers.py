@@ -4,42 +4,16 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, final, runtime_checkable
+from typing import Any, ClassVar, final
 
 import numpy as np
-import numpy.typing as npt
 
 from esper.leyline.errors import DataError
-from esper.tasks.datasets import PlainValue
+from esper.tasks.datasets import PlainValue, Tokens
 from esper.tasks.datasets.source import read_bytes
-
-Tokens = npt.NDArray[np.int32]
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 """Names under which tokenizers know the end of a text; the first one found is used."""
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Turns texts into tokens 0 .. vocabulary - 1. Instances are plain data."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens."""
-
-    @property
-    def end(self) -> int:
-        """The token that ends a text."""
-
-    @property
-    def identity(self) -> PlainValue:
-        """What decides the tokens of a text."""
-
-    def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
-        """Tokens of each text, without the end."""
-
-    def check(self, path: Path, content: bytes) -> None:
-        """Raises DataError if the content of a file cannot be encoded."""
 
 
 @final
@@ -76,13 +50,17 @@ class TokenizerFile:
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
         """Tokens of each text, which is UTF-8; special tokens are not added."""
+        library = _library(Path(self.path), self.content())
+        for text in texts:
+            yield np.array(library.encode(text.decode(), add_special_tokens=False).ids, dtype=np.int32)
+
+    def content(self) -> bytes:
+        """The file; raises DataError if it is gone or was changed."""
         path = Path(self.path)
         content = read_bytes(path)
         if hashlib.sha256(content).hexdigest() != self.sha256:
             raise DataError(f"{path}: changed since it was named as tokenizer; start the program again.")
-        library = _library(path, content)
-        for text in texts:
-            yield np.array(library.encode(text.decode(), add_special_tokens=False).ids, dtype=np.int32)
+        return content
 
     def check(self, path: Path, content: bytes) -> None:
         """Refuse what is no UTF-8."""

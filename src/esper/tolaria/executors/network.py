@@ -76,10 +76,10 @@ class NetworkExecutor(HostOwner, ABC):
         return measured(self.data.objective, sums)
 
     @torch.no_grad()
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
-        """Figure of merit of each host with its fossilized seeds alone."""
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
+        """Each host with its fossilized seeds alone."""
         sums = self.sum_scores(self.data.evaluation(split), slots.alpha, self.data.committed_sets(), 1)
-        return measured(self.data.objective, sums).accuracy[:, 0]
+        return measured(self.data.objective, sums)
 
     @final
     def apply_structure(self, structure: Structure) -> None:

@@ -131,8 +131,8 @@ class Executor(Protocol):
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         """All coalitions of all hosts on the validation split; changes nothing."""
 
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
-        """Figure of merit (points) of each host with its fossils alone; the test split is for the end of a run."""
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
+        """The same of one coalition, each host with its fossils alone; the test split is for the end of a run."""
 
     def state_dict(self) -> StateTree:
         """Everything needed to continue in the middle of an episode."""

@@ -99,12 +99,13 @@ class ScriptedExecutor:
         loss = null.inject_faults(self.script, null.validation_loss(accuracy[:, 0]), self.host_ids, t)
         return ValidationPass(accuracy=accuracy, loss=loss)
 
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
-        """Accuracy of the host with its fossilized seeds; on the test split without noise."""
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
+        """The host with its fossilized seeds; on the test split without noise."""
         strength = self._strength(slots)
         committed = (slots.stage == SeedStage.FOSSILIZED)[:, None]
         noise = self._noise() if split == "val" else None
-        return null.coalition_accuracy(self.script, self._t, strength, committed, noise).squeeze(1)
+        accuracy = null.coalition_accuracy(self.script, self._t, strength, committed, noise)
+        return ValidationPass(accuracy=accuracy, loss=null.validation_loss(accuracy[:, 0]))
 
     def _strength(self, slots: SlotState) -> Float[Tensor, "N S"]:
         return null.strengths(self.script, slots.alpha, self.passes, slots.blueprint, slots.algorithm, self._quality)

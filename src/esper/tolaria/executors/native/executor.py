@@ -12,7 +12,6 @@ from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from esper.kasmina.hosts.cnn import CNNHost
@@ -34,7 +33,7 @@ from esper.tolaria.executors.native.structures import (
     training_spaces,
 )
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass
+from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass, ValidationPass
 from esper.tolaria.executors.running_seeds import begin_training, finish_training
 from esper.tolaria.executors.scoring import SummedScores
 from esper.tolaria.executors.streamed import executor as streamed
@@ -145,11 +144,11 @@ class NativeExecutor(NetworkExecutor):
             totals += torch.stack((scores.loss, scores.score), dim=1)
         return totals
 
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
         """Each host with its fossilized seeds alone; raises DataError where a label has no class."""
         if split == "test":  # the other splits were checked when the executor was built
             self._check_labels(split)
-        return super().committed_accuracy(split, slots)
+        return super().committed(split, slots)
 
     def sum_scores(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int

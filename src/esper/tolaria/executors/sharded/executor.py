@@ -21,10 +21,9 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from esper.leyline.errors import CheckpointError, ConfigError, WorkerError
+from esper.leyline.checkpoint_tree import rows_of
+from esper.leyline.errors import ConfigError, WorkerError
 from esper.leyline.messages import SlotState
 from esper.leyline.protocols import StateTree
 from esper.tolaria.coalitions import Coalitions
@@ -123,9 +122,9 @@ class ShardedExecutor:
         num_columns = coalitions.sets.shape[1]
         return ValidationPass(**self._call("measure", lambda begin, end: (num_columns,)))
 
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
         """Each host with its fossilized seeds alone."""
-        return self._call("committed_accuracy", lambda begin, end: (split,))["accuracy"]
+        return ValidationPass(**self._call("committed", lambda begin, end: (split,)))
 
     def state_dict(self) -> StateTree:
         """That of one executor with all hosts: a checkpoint does not depend on the number of workers."""
@@ -133,7 +132,8 @@ class ShardedExecutor:
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`, saved with any number of workers."""
-        self._call("load_state_dict", lambda begin, end: (self._rows(state, begin, end),))
+        # copies: a pickled view would carry all rows
+        self._call("load_state_dict", lambda begin, end: (rows_of(state, self.num_envs, begin, end, "executor"),))
 
     def close(self) -> None:
         """End the workers; also done when the executor is garbage collected."""
@@ -155,19 +155,6 @@ class ShardedExecutor:
                 raise answer.raised
         others = ({name: torch.from_numpy(x) for name, x in answer.outputs.items()} for answer in answers)
         return concatenated([own or {}, *others])
-
-    def _rows(self, state: StateTree, begin: int, end: int) -> StateTree:
-        """Copies of the rows of some hosts (a pickled view would carry all rows); scalars belong to all hosts."""
-        part = {}
-        for name, value in state.items():
-            per_host, rest = divmod(len(value) if value.dim() else 0, self.num_envs)
-            if rest:
-                raise CheckpointError(
-                    f"executor: {name} has {len(value)} rows, which {self.num_envs} hosts cannot share equally; load a "
-                    "checkpoint of a run with as many hosts."
-                )
-            part[name] = value[begin * per_host : end * per_host].clone() if value.dim() else value
-        return part
 
 
 def bounds(num_envs: int, workers: int) -> list[tuple[int, int]]:

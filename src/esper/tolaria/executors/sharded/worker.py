@@ -112,9 +112,9 @@ class ShardRunner:
         """Fields of the validation pass over the structure's coalitions."""
         return vars(self.executor.measure(self._slots.alpha, num_columns))
 
-    def committed_accuracy(self, split: EvaluationSplit) -> StateTree:
-        """Accuracy of each host with its fossilized seeds alone."""
-        return {"accuracy": self.executor.committed_accuracy(split, self._slots)}
+    def committed(self, split: EvaluationSplit) -> StateTree:
+        """Fields of the pass over each host with its fossilized seeds alone."""
+        return vars(self.executor.committed(split, self._slots))
 
     def state_dict(self) -> StateTree:
         """The hosts."""

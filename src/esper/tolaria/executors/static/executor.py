@@ -13,7 +13,7 @@ from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from esper.kasmina.hosts.cnn import CNNHost
@@ -133,9 +133,9 @@ class StaticExecutor(HostOwner):
         return self._measured("val", slots, coalitions.sets)
 
     @torch.no_grad()
-    def committed_accuracy(self, split: EvaluationSplit, slots: SlotState) -> Float[Tensor, " N"]:
+    def committed(self, split: EvaluationSplit, slots: SlotState) -> ValidationPass:
         """Each host with its fossilized seeds alone."""
-        return self._measured(split, slots, (slots.stage == SeedStage.FOSSILIZED)[:, None]).accuracy[:, 0]
+        return self._measured(split, slots, (slots.stage == SeedStage.FOSSILIZED)[:, None])
 
     def _measured(self, split: EvaluationSplit, slots: SlotState, sets: Bool[Tensor, "N K S"]) -> ValidationPass:
         """Figure of merit of the coalitions `sets` of each host, and loss of its first one."""

@@ -1,4 +1,6 @@
-"""A host with its permanent seeds as a plain module: no stages, masks, slabs or optimizers, and every weight trainable.
+"""A host with its permanent seeds as a plain module: no stages, masks, slabs or optimizers.
+
+Every weight is trainable, except those that the user froze.
 
 GrownModule
     host           layers of the host
@@ -18,6 +20,7 @@ from esper.kasmina.blueprints.registry import blueprint_by_name
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Dropout
 from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
+from esper.kasmina.parameters.frozen import as_parameters
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.manifest import GrownSlot
 
@@ -119,6 +122,12 @@ def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, 
     for layout, row, own in parts:
         for name, value in layout.unpack(row[: layout.total]).items():
             own[name].copy_(value)
+
+
+def restore_frozen(host: Host) -> None:
+    """Make frozen weights parameters of the host again, of which each host of a population has a copy."""
+    as_parameters(host, host.frozen)
+    host.frozen = ()
 
 
 def tied(module: nn.Module) -> list[tuple[str, str]]:

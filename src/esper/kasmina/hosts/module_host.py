@@ -19,6 +19,7 @@ from esper.kasmina.hosts.host import Apply, Host
 from esper.kasmina.hosts.module_pass import replaced_outputs
 from esper.kasmina.hosts.module_probe import Model, ModuleFacts, new_network, probe
 from esper.kasmina.hosts.slots import InjectionPoint, enabled_points
+from esper.kasmina.parameters.frozen import as_buffers
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
 
@@ -67,7 +68,7 @@ class ModuleHostSpec:
         return self.facts.points
 
     def num_params(self) -> int:
-        """Number of parameters; tied ones count once."""
+        """Number of parameters, frozen ones included; tied ones count once."""
         return self.facts.num_params
 
     def build(self, slot_ids: Iterable[str], example: Tensor) -> "ModuleHost":
@@ -97,6 +98,8 @@ class ModuleHost(Host):
         self.largest_activation = spec.facts.largest_activation
         self.shares_prefixes = all(spec.facts.shares_prefix[point.order] for point in self.enabled)
         self.network = new_network(spec.model)
+        as_buffers(self.network, spec.facts.own_frozen)
+        self.frozen = tuple(f"network.{path}" for path in spec.facts.own_frozen)
         self._order = tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
 
     def execution_order(self) -> tuple[str, ...]:

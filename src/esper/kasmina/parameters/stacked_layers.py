@@ -7,7 +7,8 @@ The rows of all hosts form one batch with the host as the fastest index, so oper
 change, and `STACKED` replaces the layers with weights. [B * G, C, H, W] is [B, G * C, H, W] without a copy, so that
 convolutions and normalizations of all hosts are one grouped kernel.
 
-A module with other weights, or whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch.vmap`.
+A layer whose weights are all frozen stays as it is, with one tensor for all hosts. A module with other weights, or
+whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch.vmap`.
 """
 
 import copy
@@ -194,8 +195,16 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
 """The stacked class of each class of layers with weights: the same object with another `forward`."""
 
 
+def _same_for_all(layer: nn.Module) -> bool:
+    """Whether all hosts share the weights of a layer and of those in it, because they are frozen."""
+    shared = not any(p.requires_grad for p in layer.parameters()) and any(True for _ in layer.parameters())
+    return shared and not any(b.is_floating_point() for b in layer.buffers())
+
+
 def _unknown_layer(layer: nn.Module) -> bool:
     """Whether the layer has weights without a stacked class, or an option that its stacked class does not support."""
+    if _same_for_all(layer):
+        return False
     owns = any(True for _ in layer.named_parameters(recurse=False))
     owns |= any(b.is_floating_point() for _, b in layer.named_buffers(recurse=False))
     if type(layer) not in STACKED:
@@ -221,12 +230,12 @@ class Vmapped(nn.Module):
         self._single = [single]  # in a list, so that it is no submodule
         self._dropouts = dropout_layers(module), dropout_layers(single)
 
-    def _one(self, tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
+    def _one(self, shared: dict[str, Tensor], tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
         """The module of one host."""
         ours, inner = self._dropouts
         if ours and ours[0].draws is not None:
             draw_for(inner, ours[0].draws.of(host[None]))
-        out: Tensor = torch.func.functional_call(self._single[0], tensors, (x,))
+        out: Tensor = torch.func.functional_call(self._single[0], {**shared, **tensors}, (x,))
         return out
 
     def train(self, mode: bool = True) -> "Vmapped":
@@ -238,14 +247,15 @@ class Vmapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""
         tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
+        shared = {name: tensors.pop(name) for name in [*tensors] if isinstance(tensors[name], nn.Parameter)}  # frozen
         # vmap would update a copy of running statistics that are not contiguous
         stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
         x_BG = x.unflatten(0, (-1, hosts))
         draws = self._dropouts[0][0].draws if self._dropouts[0] else None
         numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
-        run: Any = torch.vmap(self._one, in_dims=(0, 0, 1), out_dims=1)
-        y: Tensor = run(stacked, numbers, x_BG)
+        run: Any = torch.vmap(self._one, in_dims=(None, 0, 0, 1), out_dims=1)
+        y: Tensor = run(shared, stacked, numbers, x_BG)
         if draws is not None:
             inner = self._dropouts[1][0].draws
             draws.count = draws.count if inner is None else inner.count
@@ -284,6 +294,8 @@ def stack_layers(module: nn.Module) -> nn.Module:
 
 
 def _stack_in_place(module: nn.Module) -> None:
+    if _same_for_all(module):
+        return
     if type(module) in STACKED:
         module.__class__ = STACKED[type(module)]
     for name, layer in module._modules.items():

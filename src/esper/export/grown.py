@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import blueprint_by_name
 from esper.kasmina.hosts.host import Host
+from esper.kasmina.parameters.attention import KeyedAttention, as_plain
 from esper.kasmina.parameters.dropout import Dropout
 from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
 from esper.kasmina.parameters.frozen import as_parameters
@@ -106,10 +107,12 @@ def build(host: Host, seeds: Sequence[GrownSeed]) -> GrownModule:
 
 def _use_plain_dropout(module: nn.Module) -> None:
     """Dropout that draws from the global generator, as a network outside of a population does."""
-    for parent in module.modules():
-        for name, child in parent.named_children():
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
             if isinstance(child, Dropout):
                 setattr(parent, name, nn.Dropout2d(child.p) if child.channels else nn.Dropout(child.p))
+            elif isinstance(child, KeyedAttention):
+                as_plain(child)
 
 
 @torch.no_grad()

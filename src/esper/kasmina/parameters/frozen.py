@@ -28,21 +28,16 @@ def own_frozen(module: nn.Module, other: nn.Module) -> tuple[str, ...]:
     while found != len(own):  # a tied parameter carries its kind from one layer to another
         found = len(own)
         for layer in module.modules():
-            weights = _weights_of(layer)
+            weights = list(layer.parameters(recurse=False))
             if _has_rows(layer) or any(id(p) in own for p in weights):
                 own |= {id(p) for p in weights if not p.requires_grad}
     return tuple(name for name, p in frozen.items() if id(p) in own)
 
 
-def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
-    # attention computes with the weights of its inner layer, without a call of it
-    return list(layer.parameters(recurse=isinstance(layer, nn.MultiheadAttention)))
-
-
 def _has_rows(layer: nn.Module) -> bool:
     """Whether something of a layer differs between hosts; normalization over examples does, even without weights."""
     floats = any(b.is_floating_point() for b in layer.buffers(recurse=False))
-    return floats or isinstance(layer, _BatchNorm) or any(p.requires_grad for p in _weights_of(layer))
+    return floats or isinstance(layer, _BatchNorm) or any(p.requires_grad for p in layer.parameters(recurse=False))
 
 
 def as_buffers(module: nn.Module, paths: Iterable[str]) -> None:

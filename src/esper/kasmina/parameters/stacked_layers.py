@@ -17,8 +17,10 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from esper.kasmina.blueprints.layers import LayerScale, Positions, TanhScale
+from esper.kasmina.parameters.attention import KeyedAttention, can_be_keyed
 from esper.kasmina.parameters.dropout import draw_for, dropout_layers
 
 
@@ -75,12 +77,26 @@ class StackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ..., D] -> [B * G, ..., O]."""
-        hosts, outputs, inputs = self.weight.shape
-        x_GRD = x.reshape(x.shape[0] // hosts, hosts, -1, inputs).transpose(0, 1).reshape(hosts, -1, inputs)
-        weight = self.weight.transpose(1, 2)
-        y_GRO = torch.bmm(x_GRD, weight) if self.bias is None else torch.baddbmm(self.bias[:, None], x_GRD, weight)
-        y = y_GRO.view(hosts, x.shape[0] // hosts, -1, outputs).transpose(0, 1)
-        return y.reshape(*x.shape[:-1], outputs)
+        return _linear(x, self.weight, self.bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[B * G, ..., D] -> [B * G, ..., O] with a weight [G, O, D] and a bias [G, O]."""
+    hosts, outputs, inputs = weight.shape
+    x_GRD = x.reshape(x.shape[0] // hosts, hosts, -1, inputs).transpose(0, 1).reshape(hosts, -1, inputs)
+    weight_GDO = weight.transpose(1, 2)
+    y_GRO = torch.bmm(x_GRD, weight_GDO) if bias is None else torch.baddbmm(bias[:, None], x_GRD, weight_GDO)
+    y = y_GRO.view(hosts, x.shape[0] // hosts, -1, outputs).transpose(0, 1)
+    return y.reshape(*x.shape[:-1], outputs)
+
+
+@final
+class StackedAttention(KeyedAttention):
+    """Batched matrix products, and one attention over the rows of all hosts. `out_proj` is a `StackedLinear`."""
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # without an axis of hosts if all of them share it, because it is frozen
+        return _linear(x, weight, bias) if weight.dim() == 3 else F.linear(x, weight, bias)
 
 
 @final
@@ -183,6 +199,9 @@ class StackedTanhScale(TanhScale):
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: StackedConv2d,
     nn.Linear: StackedLinear,
+    NonDynamicallyQuantizableLinear: StackedLinear,  # `out_proj` of attention
+    nn.MultiheadAttention: StackedAttention,
+    KeyedAttention: StackedAttention,
     nn.GroupNorm: StackedGroupNorm,
     nn.LayerNorm: StackedLayerNorm,
     nn.BatchNorm1d: StackedBatchNorm,
@@ -214,6 +233,7 @@ def _unknown_layer(layer: nn.Module) -> bool:
     special = isinstance(layer, nn.Embedding) and (
         layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
     )
+    special |= type(layer) is nn.MultiheadAttention and not can_be_keyed(layer)
     return not zero_padded or special or (norm and layer.weight is None)
 
 
@@ -290,6 +310,11 @@ def stack_layers(module: nn.Module) -> nn.Module:
     """The module for many hosts with the layers of `STACKED`; inner layers that it lacks run through `torch.vmap`."""
     stacked = copy.deepcopy(module)
     _stack_in_place(stacked)
+    for layer in stacked.modules():  # in evaluation these compute with the weights themselves, not with their layers
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
     return stacked
 
 

@@ -1,4 +1,4 @@
-"""What is frozen in a user's network is frozen in its files, with the weights of the host."""
+"""Users' networks as files: what is frozen stays frozen, and attention is PyTorch's own again."""
 
 from functools import partial
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import tiny
+from esper.export.grown import build
 from esper.export.network import GrownNetwork, load
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from hosts_to_export import TOPOLOGIES, grown, outputs
 from tiny import SLOTS
-from user_networks import Backbone
+from user_networks import Backbone, Encoder
 
 
 @pytest.mark.parametrize("loads", [True, False])
@@ -36,3 +37,14 @@ def test_a_grown_host_with_a_frozen_backbone_is_the_same_as_files(loads, tmp_pat
         assert {name for name, p in module.named_parameters() if not p.requires_grad} == frozen
         with torch.no_grad():
             torch.testing.assert_close(module(x), want, rtol=1e-6, atol=1e-6)
+
+
+def test_attention_with_dropout_leaves_as_pytorchs_own():
+    tokens = torch.randint(11, (8, 7), generator=torch.Generator().manual_seed(0))
+    spec = ModuleHostSpec.of(partial(Encoder, dropout=0.1), ["encoder.layers.0"], tokens)
+    host = spec.build(["encoder.layers.0"], tokens[:1])
+    module = build(host, [])
+    layer = module.host.network.encoder.layers[1].self_attn
+    assert type(layer) is torch.nn.MultiheadAttention
+    assert (layer.dropout, list(layer.named_children())) == (0.1, [("out_proj", layer.out_proj)])
+    assert module.train()(tokens).shape == (8, 3)

@@ -124,16 +124,24 @@ def test_many_encoders_in_evaluation_are_each_its_own():
             torch.testing.assert_close(together[:, g], net.eval()(tokens[:, g]))
 
 
+class Wide(nn.Module):
+    """Tokens [B, T] -> logits [B, T, 64]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(64, 64), nn.Linear(64, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.encoder(self.embed(x)))
+
+
 def test_a_wide_encoder_is_not_refused_for_a_relu_that_rounding_switches():
     """Gradients of one of its hosts differ by 2 % in float32, because a hidden value is zero up to rounding."""
-
-    def build() -> nn.Module:
-        layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, norm_first=True)
-        return nn.Sequential(nn.Embedding(64, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-
-    tokens = torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(0))
-    spec = ModuleHostSpec.of(build, ["1.layers.0"], tokens)
-    host = spec.build(["1.layers.0"], tokens[:1])
+    tokens = torch.randint(64, (8, 65), generator=torch.Generator().manual_seed(0))[:, :-1]
+    slots = ["encoder.layers.0", "encoder.layers.1"]
+    host = ModuleHostSpec.of(Wide, slots, tokens).build(slots, tokens[:1])
     stacked_host(host.rebuild, tokens[torch.arange(HOST_EXAMPLES) % 8])
 
 

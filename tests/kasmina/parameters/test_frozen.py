@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.kasmina.parameters.flat_layout import Template, parameter_layout
 from esper.kasmina.parameters.frozen import (
     as_buffers,
@@ -14,10 +15,13 @@ from esper.kasmina.parameters.frozen import (
     count_params,
     digest,
     own_frozen,
-    refuse_frozen,
 )
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.kinds import seed_kind
+from esper.kasmina.parameters.stacked_layers import vmapped
+from esper.kasmina.parameters.stacking_trial import way_to_stack
 from esper.leyline.errors import ConfigError
+from esper.leyline.stages import HostFamily
 
 
 def loaded(layer: nn.Module) -> nn.Module:
@@ -84,6 +88,22 @@ def test_a_row_holds_no_frozen_parameters():
     torch.testing.assert_close(template(torch.tensor([[3.0, 0.0]])), torch.tensor([[-3.0 + 1.0 + 2.0 + 1.0]]))
 
 
+class Mixed(nn.Module):
+    """A weight that no stacked class knows, around a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.inner = nn.Parameter(torch.ones(3)), loaded(nn.Linear(3, 3))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.gain * self.inner(h)
+
+
+def test_a_layer_without_a_rule_runs_by_vmap_on_what_hosts_share():
+    assert own(Mixed) == ()
+    assert way_to_stack("mixed", Mixed(), torch.zeros(1, 4, 3)) is vmapped
+
+
 def test_the_digest_tells_other_frozen_weights_and_ignores_trained_ones():
     def net(shift: float = 0.0) -> nn.Module:
         first = loaded(nn.Linear(2, 2))
@@ -98,5 +118,9 @@ def test_frozen_parameters_that_nothing_could_share_are_refused():
     builds = [nn.Linear(2, 2).requires_grad_(False) for _ in range(2)]
     with pytest.raises(ConfigError, match=r"'weight' of Linear is frozen and drawn at random.*register it as a buffer"):
         check_shared(*builds)
-    with pytest.raises(ConfigError, match="'weight' of blueprint 'own' is frozen"):
-        refuse_frozen("blueprint 'own'", builds[0])
+
+    def frozen(channels: int) -> nn.Module:
+        return nn.Conv2d(channels, channels, 1).requires_grad_(False)
+
+    with pytest.raises(ConfigError, match=r"'weight' of blueprint 'frozen' is frozen.*register constants as buffers"):
+        seed_kind(FunctionBlueprint(HostFamily.CNN, frozen, {}), 2, (2, 4, 4), torch.device("cpu"))

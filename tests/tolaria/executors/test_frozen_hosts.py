@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,6 +145,15 @@ def test_a_checkpoint_goes_on_with_the_same_backbone_alone(workers):
             other.executor.load_state_dict(state)
     finally:
         BACKBONE["r1c0.weight"].copy_(before)
+
+
+def test_a_host_that_is_frozen_as_a_whole_passes_an_episode():
+    engine = tiny.engine(2, 4, of=task(head=False))
+    client = ToyClient(engine.spec)
+    engine.reset(client, 0)
+    stats = engine.rollout(client)
+    assert (stats.host_params == sum(p.numel() for p in Backbone().parameters())).all()
+    assert np.isfinite(stats.committed_acc).all()
 
 
 def test_the_memory_of_shared_weights_does_not_grow_with_the_hosts():

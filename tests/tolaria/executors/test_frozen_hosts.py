@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_streamed import ALGORITHMS, CONDITIONS, compare, grow_different_seeds
-from torch import nn
+from torch import Tensor, nn
 
 import tiny
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
@@ -117,6 +117,26 @@ def test_a_host_with_nothing_to_train_is_measured_and_trains_its_seeds(executor)
     assert told.grad_ratio[1, SLOTS.index("r1c0")] == 0.0  # there is no gradient of the host to compare with
     assert all(not torch.equal(bench.seed_params("r1c0", 1)[name], value) for name, value in born.items())
     assert torch.isfinite(bench.measure()[1].accuracy[:, 0]).all()
+
+
+class Guarded(Backbone):
+    """Runs its stem under no_grad, as fine-tuners often do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.r0c0(x)
+        h = F.relu(self.r0c1(F.relu(self.r1c0(h))))
+        return self.head(h.mean(dim=(2, 3)))
+
+
+def test_a_seed_learns_at_the_end_of_layers_that_run_without_gradients():
+    def guarded() -> ModuleHost:
+        return ModuleHostSpec.of(Guarded, SLOTS, tiny.dataset().train.x[:8]).build(SLOTS, tiny.dataset().train.x[:1])
+
+    bench = Bench(1, host=guarded())
+    bench.grow("r0c0", "conv_light", SeedStage.BLENDING, alpha=0.5)
+    assert bench.train().grad_norm[0, 0] > 0.0
+    compare(fused, grow_different_seeds, num_envs=5, host=guarded())
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------

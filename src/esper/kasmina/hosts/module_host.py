@@ -10,9 +10,11 @@ output of the submodule    features    family
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from esper.kasmina.hosts.host import Apply, Host
@@ -122,12 +124,16 @@ class ModuleHost(Host):
             ConfigError: this pass calls the slots otherwise than the probe found.
         """
         met: list[str] = []
+        trains = torch.is_grad_enabled()
         shapes = {point.slot_id: self.spec.facts.shapes[point.order] for point in self.enabled}
 
         def at_slot(slot_id: str, h: Tensor) -> Tensor:
             met.append(slot_id)
-            # by the shape of the probe, because torch.fx cannot trace a test of the features
-            return apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
+            # a network may run what is frozen under no_grad, but seeds learn
+            guarded = trains and not torch.is_grad_enabled()
+            with torch.enable_grad() if guarded else nullcontext():
+                # by the shape of the probe, because torch.fx cannot trace a test of the features
+                return apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
 
         with replaced_outputs(self.network, at_slot, self._order):
             outputs: Tensor = self.network(x)

@@ -34,6 +34,7 @@ MAY_READ = {
     "tolaria/executors/": "numpy arrays of the structure that was read (`tolist` alone: see ONLY)",
     "kasmina/rules/slot_fields.py": "checks a state that is loaded, before a run goes on",
     "kasmina/parameters/initialization.py": "compares two builds of a module, before the run",
+    "kasmina/parameters/frozen.py": "compares two builds of a module, before the run",
     "kasmina/parameters/kinds.py": "compares two builds of a module, before the run",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, before the run",
     "kasmina/hosts/module_checks.py": "tries a user's network, before the run",

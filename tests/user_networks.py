@@ -98,3 +98,40 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.out(torch.tanh(self.mix(self.embed(tokens))))
+
+
+BACKBONE: dict[str, Tensor] = {}
+"""Trained weights of `Backbone`."""
+
+
+class Backbone(nn.Module):
+    """A frozen stem with running statistics, a frozen layer, a partly frozen one, and a trained head."""
+
+    def __init__(self, *, loads: bool = True, still: bool = False, head: bool = True) -> None:
+        super().__init__()
+        self.still = still
+        self.r0c0 = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.r1c0 = nn.Conv2d(4, 4, 3, padding=1)
+        self.r0c1 = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.head = nn.Linear(8, 3)
+        if loads:
+            self.load_state_dict(BACKBONE)
+        for layer in (self.r0c0, self.r1c0) if head else (self,):
+            layer.requires_grad_(False)
+        if head:
+            self.r0c1.weight.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Backbone":
+        super().train(mode)
+        if self.still:
+            self.r0c0.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.r0c1(F.relu(self.r1c0(self.r0c0(x)))))
+        return self.head(h.mean(dim=(2, 3)))
+
+
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(7)
+    BACKBONE.update(Backbone(loads=False).state_dict())

@@ -1,4 +1,6 @@
-"""A host with its permanent seeds as a plain module: no stages, masks, slabs or optimizers, and every weight trainable.
+"""A host with its permanent seeds as a plain module: no stages, masks, slabs or optimizers.
+
+Every weight is trainable, except those that the user froze.
 
 GrownModule
     host           layers of the host
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import blueprint_by_name
 from esper.kasmina.hosts.host import Host
+from esper.kasmina.parameters.attention import KeyedAttention, as_plain
 from esper.kasmina.parameters.dropout import Dropout
 from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
+from esper.kasmina.parameters.frozen import as_parameters
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.manifest import GrownSlot
 
@@ -103,10 +107,12 @@ def build(host: Host, seeds: Sequence[GrownSeed]) -> GrownModule:
 
 def _use_plain_dropout(module: nn.Module) -> None:
     """Dropout that draws from the global generator, as a network outside of a population does."""
-    for parent in module.modules():
-        for name, child in parent.named_children():
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
             if isinstance(child, Dropout):
                 setattr(parent, name, nn.Dropout2d(child.p) if child.channels else nn.Dropout(child.p))
+            elif isinstance(child, KeyedAttention):
+                as_plain(child)
 
 
 @torch.no_grad()
@@ -119,6 +125,12 @@ def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, 
     for layout, row, own in parts:
         for name, value in layout.unpack(row[: layout.total]).items():
             own[name].copy_(value)
+
+
+def restore_frozen(host: Host) -> None:
+    """Make frozen weights parameters of the host again, of which each host of a population has a copy."""
+    as_parameters(host, host.frozen)
+    host.frozen = ()
 
 
 def tied(module: nn.Module) -> list[tuple[str, str]]:

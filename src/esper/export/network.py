@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper.export import programs
 from esper.export.definitions import UnwritableError
 from esper.export.description import Description, Origin, fields_of, read_description, restored
-from esper.export.grown import GrownModule, GrownSeed, build, fill, slot_key, state_of
+from esper.export.grown import GrownModule, GrownSeed, build, fill, restore_frozen, slot_key, state_of
 from esper.export.source import run, written
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -111,6 +111,7 @@ class GrownNetwork:
             fill(grown.seed, state["seeds.params"][row], state["seeds.buffers"][row])  # type: ignore[arg-type]
             if grown.gate is not None:
                 fill(grown.gate, state["gates.params"][row], state["gates.buffers"][row])  # type: ignore[arg-type]
+        restore_frozen(module.host)
         host_params, grown_params = module.num_params()
         tokenizer, content = _tokenizer(dataset)
         description = Description(
@@ -215,6 +216,7 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
     description = read_description(folder / DESCRIPTION)
     try:
         module = build(_described_host(description, folder) if host is None else host, description.seeds)
+        restore_frozen(module.host)
         inputs = restored(description.normalization, "esper.tasks.datasets")
     except (TypeError, KeyError, ConfigError) as error:
         raise ExportError(f"{folder / DESCRIPTION}: the network cannot be built ({error}).") from error

@@ -37,7 +37,8 @@ def written(module: GrownModule, description: Description, inputs: object) -> st
         raise UnwritableError("one of its classes is named 'Network'")
     call = Expression("Network(", parts, ")")
     ties = "".join(f"    model.{_path(b)} = model.{_path(a)}\n" for a, b in tied(module))
-    built = f"    model = {call.text(1)}\n{ties}    return model" if ties else f"    return {call.text(1)}"
+    after = ties + "".join(f"    {_path('model' + path)}.requires_grad_(False)\n" for path in _frozen(module))
+    built = f"    model = {call.text(1)}\n{after}    return model" if after else f"    return {call.text(1)}"
     return _TEMPLATE.format(
         about=_about(description),
         imports=definitions.import_lines(),
@@ -106,6 +107,15 @@ def _about(d: Description) -> str:
 def _weights(module: nn.Module) -> str:
     others = "".join(f'    weights["{b}"] = weights["{a}"]\n' for a, b in tied(module))
     return f"{others}    model.load_state_dict(weights)"
+
+
+def _frozen(module: nn.Module, path: str = "") -> list[str]:
+    """Paths, each after a dot, of modules all of whose parameters are frozen, and of other frozen parameters."""
+    parameters = list(module.parameters())
+    if parameters and not any(p.requires_grad for p in parameters):
+        return [path]
+    found = [f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if not p.requires_grad]
+    return found + [frozen for name, child in module.named_children() for frozen in _frozen(child, f"{path}.{name}")]
 
 
 def _path(name: str) -> str:

@@ -1,7 +1,7 @@
 """What a host costs to train and to measure, in floating-point operations, counted from the reports of its steps.
 
     training  = sum over steps: training examples * 3 * (host + its live seeds)
-                (a backward pass counts as two forward passes)
+                (a backward pass counts as two forward passes, also through frozen layers)
     measuring = sum over steps: validation examples * sum over coalitions (host + the seeds that are on)
 
 One forward pass is counted as in exported networks: matrix products and convolutions, a multiply-add as two. Executors

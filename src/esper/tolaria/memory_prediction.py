@@ -187,6 +187,7 @@ def _kept_for_backward(data: HostData, structure: Structure, count: int) -> int:
     train = train_function(data, [0], hosts, rows, torch.from_numpy(structure.alpha).to(p.device))
     weights = {x.untyped_storage().data_ptr() for working in (hosts, rows.seeds, rows.gates)
                for x in (working.params, working.grad)}  # fmt: skip
+    weights |= {x.untyped_storage().data_ptr() for x in p.host_kind.template.shared.values()}
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.kasmina.hosts.module_pass import Pass, plain_pass, recorded_pass
+from esper.kasmina.parameters.attention import KeyedAttention
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parameter_layout
 from esper.leyline.errors import ConfigError, nearest
@@ -177,6 +178,6 @@ def _kind(found: object) -> str:
 def _attention_hint(network: nn.Module) -> str:
     """The usual reason."""
     for path, layer in network.named_modules():
-        if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0.0:
+        if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0.0 and type(layer) is not KeyedAttention:
             return f", and set dropout=0.0 in the nn.MultiheadAttention {path!r}"
     return ""

@@ -10,15 +10,18 @@ output of the submodule    features    family
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from esper.kasmina.hosts.host import Apply, Host
 from esper.kasmina.hosts.module_pass import replaced_outputs
 from esper.kasmina.hosts.module_probe import Model, ModuleFacts, new_network, probe
 from esper.kasmina.hosts.slots import InjectionPoint, enabled_points
+from esper.kasmina.parameters.frozen import as_buffers
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
 
@@ -67,7 +70,7 @@ class ModuleHostSpec:
         return self.facts.points
 
     def num_params(self) -> int:
-        """Number of parameters; tied ones count once."""
+        """Number of parameters, frozen ones included; tied ones count once."""
         return self.facts.num_params
 
     def build(self, slot_ids: Iterable[str], example: Tensor) -> "ModuleHost":
@@ -97,6 +100,8 @@ class ModuleHost(Host):
         self.largest_activation = spec.facts.largest_activation
         self.shares_prefixes = all(spec.facts.shares_prefix[point.order] for point in self.enabled)
         self.network = new_network(spec.model)
+        as_buffers(self.network, spec.facts.own_frozen)
+        self.frozen = tuple(f"network.{path}" for path in spec.facts.own_frozen)
         self._order = tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
 
     def execution_order(self) -> tuple[str, ...]:
@@ -119,12 +124,16 @@ class ModuleHost(Host):
             ConfigError: this pass calls the slots otherwise than the probe found.
         """
         met: list[str] = []
+        trains = torch.is_grad_enabled()
         shapes = {point.slot_id: self.spec.facts.shapes[point.order] for point in self.enabled}
 
         def at_slot(slot_id: str, h: Tensor) -> Tensor:
             met.append(slot_id)
-            # by the shape of the probe, because torch.fx cannot trace a test of the features
-            return apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
+            # a network may run what is frozen under no_grad, but seeds learn
+            guarded = trains and not torch.is_grad_enabled()
+            with torch.enable_grad() if guarded else nullcontext():
+                # by the shape of the probe, because torch.fx cannot trace a test of the features
+                return apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
 
         with replaced_outputs(self.network, at_slot, self._order):
             outputs: Tensor = self.network(x)

@@ -5,7 +5,7 @@ The weights are disturbed first, so that layers that start at zero show what pas
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from esper.kasmina.hosts import module_checks as checks
 from esper.kasmina.hosts.module_pass import plain_pass, recorded_pass, replaced_outputs
 from esper.kasmina.hosts.slots import InjectionPoint, Surface
 from esper.kasmina.parameters.dropout import with_keyed_dropout
-from esper.kasmina.parameters.flat_layout import drop_batch_counters, parameter_layout
+from esper.kasmina.parameters.flat_layout import drop_batch_counters
+from esper.kasmina.parameters.frozen import count_params, frozen_parameters, own_frozen
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
@@ -32,6 +33,7 @@ class ModuleFacts:
     Attributes:
         points: the slots in action order. shapes: of the output of each slot's module.
         inputs, outputs: shapes of an input and its output. shares_prefix: of each slot (see `Host.shares_prefixes`).
+        own_frozen: paths of the frozen parameters that each host has a copy of.
     """
 
     family: HostFamily
@@ -42,6 +44,7 @@ class ModuleFacts:
     num_params: int
     largest_activation: int
     shares_prefix: tuple[bool, ...]
+    own_frozen: tuple[str, ...] = ()
 
 
 def new_network(model: Model) -> nn.Module:
@@ -74,6 +77,9 @@ def probe(model: Model, slots: Sequence[str], example: Tensor) -> ModuleFacts:
         checks.check_examples(network, slots, x, others)
         checks.check_binding(network, again, x)
         facts = _facts(network, slots, x)
+    if frozen_parameters(network):
+        other = deterministic_build(lambda: new_network(model), seed=1)
+        facts = replace(facts, own_frozen=own_frozen(network, other))
     checks.check_training(network, slots, x)
     return facts
 
@@ -108,7 +114,7 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor) -> ModuleFacts:
         shapes=tuple(shapes),
         inputs=tuple(x.shape[1:]),
         outputs=tuple(run.output.shape[1:]),
-        num_params=parameter_layout(network).num_params,
+        num_params=count_params(network, ()),
         largest_activation=max(x.numel(), *(_largest(call.output) for call in run.calls)) // len(x),
         shares_prefix=tuple(_shares_prefix(network, slot, x) for slot in slots),
     )
@@ -164,7 +170,7 @@ def _inputs(example: Tensor) -> Tensor:
 @torch.no_grad()
 def _disturb(network: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
-    for parameter in network.parameters():
+    for parameter in (p for p in network.parameters() if p.requires_grad):
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 

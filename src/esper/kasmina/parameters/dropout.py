@@ -3,7 +3,8 @@
     key       64 bits of the stream DROPOUT of (run seed, host, episode, step, slot, number of the mask in this pass)
     element   i-th number of 16 bits from that key on
 
-When a seed is built, `Dropout` replaces its layers of `nn.Dropout`, which draw from the global generator.
+When a module is built, `Dropout` replaces its layers of `nn.Dropout`, which draw from the global generator, and
+`attention.KeyedAttention` its layers of `nn.MultiheadAttention` with dropout.
 
 Shape legend: B = examples per host, G = hosts; the host is the fastest index of the rows, as in `stacked_layers`.
 """
@@ -15,6 +16,7 @@ from typing import final
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from esper.kasmina.parameters.attention import can_be_keyed, with_drop
 from esper.leyline.random import Stream, short_rows, words
 
 
@@ -101,6 +103,8 @@ def with_keyed_dropout(module: nn.Module) -> nn.Module:
         for name, child in parent._modules.items():
             if child is not None and type(child) in _WHOLE_CHANNELS:
                 parent._modules[name] = Dropout(child.p, channels=_WHOLE_CHANNELS[type(child)])  # type: ignore[arg-type]
+            elif isinstance(child, nn.MultiheadAttention) and child.dropout > 0.0 and can_be_keyed(child):
+                with_drop(child, Dropout(child.dropout, channels=False))
     return holder[0]
 
 

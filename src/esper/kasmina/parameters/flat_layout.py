@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from esper.kasmina.parameters.dropout import dropout_layers
+from esper.kasmina.parameters.frozen import frozen_parameters
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
@@ -83,18 +84,15 @@ class FlatLayout:
 
 
 def parameter_layout(module: nn.Module) -> FlatLayout:
-    """Layout of all parameters.
+    """Layout of all parameters but frozen ones, which all rows share (see `frozen`).
 
     Raises:
-        ConfigError: a parameter is not float32 or is frozen.
+        ConfigError: a parameter is not float32.
     """
     for name, parameter in module.named_parameters():
-        if parameter.dtype != torch.float32 or not parameter.requires_grad:
-            raise ConfigError(
-                f"parameter {name!r} is {parameter.dtype} with requires_grad={parameter.requires_grad}; stacked "
-                "modules hold trainable float32 parameters. Register constants as buffers."
-            )
-    return _layout(module.named_parameters(remove_duplicate=False))
+        if parameter.dtype != torch.float32:
+            raise ConfigError(f"parameter {name!r} is {parameter.dtype}; stacked modules hold float32 parameters.")
+    return _layout((name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 
 def buffer_layout(module: nn.Module) -> FlatLayout:
@@ -169,7 +167,10 @@ class _BoundModule:
     """A module that runs on tensors of a slab, and the places of its own tensors in a row."""
 
     def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
+        module.train(module.training)  # a network may keep some of its layers in evaluation mode
         self.module, self.dropouts = module, dropout_layers(module)
+        self.shared = frozen_parameters(module)
+        """Frozen parameters, which all rows share, by path."""
         self.parameters, self.buffers = parameters, buffers
         self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
         self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
@@ -215,6 +216,12 @@ class StackedTemplate(_BoundModule):
     It has the paths and the layouts of the module for one host, but its layers expect weights [G, *shape]; rows of
     examples come as [B * G, ...] with the host as the fastest index.
     """
+
+    def share(self, tensors: Mapping[str, Tensor]) -> None:
+        """Run on these frozen parameters instead of copies of them."""
+        for path, tensor in tensors.items():
+            owner, _, leaf = path.rpartition(".")
+            self.module.get_submodule(owner)._parameters[leaf] = tensor  # type: ignore[assignment]
 
     def views(self, rows: Float[Tensor, "G P"]) -> tuple[Tensor, ...]:
         """The parameters [G, *shape] in these rows, in the order of the layout; views without gradient history."""

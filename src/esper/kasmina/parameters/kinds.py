@@ -13,6 +13,7 @@ from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parameter_layout
+from esper.kasmina.parameters.frozen import check_shared, refuse_frozen
 from esper.kasmina.parameters.initialization import Builds, InitTable, build_twice, deterministic_build, init_table
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
@@ -64,13 +65,18 @@ class Kind:
 
 
 def host_kind(host: Host, device: torch.device) -> Kind:
-    """The kind of a host; the template takes the module itself, whose dropout layers are replaced by keyed ones."""
+    """The kind of a host; the template takes the module itself, whose dropout layers are replaced by keyed ones.
+
+    Raises:
+        ConfigError: a frozen parameter that is drawn at random.
+    """
 
     def build() -> nn.Module:
         return with_keyed_dropout(host.rebuild())
 
-    start = _start(build_twice(build), {}, device)
-    template = Template(with_keyed_dropout(host).to(device))
+    builds = build_twice(build)
+    check_shared(builds.module, builds.other)
+    start, template = _start(builds, {}, device), Template(with_keyed_dropout(host).to(device))
     return Kind(name="host", template=template, start=start, build=build, source=type(host))
 
 
@@ -88,7 +94,8 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
     """The kind of seeds of a blueprint for features of this shape with this many channels.
 
     Raises:
-        ConfigError: the built module changes the shape of its input, or draws random numbers without a key.
+        ConfigError: the built module changes the shape of its input, has frozen parameters, or draws random numbers
+            without a key.
     """
 
     def build() -> nn.Module:
@@ -96,6 +103,7 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
 
     def find() -> Start:
         builds = build_twice(build)
+        refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
         start = _start(builds, blueprint.birth, torch.device("cpu"))
         _check_seed(blueprint.name, builds.other, features)
         return start

@@ -19,12 +19,14 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.gate import num_gate_params
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Draws, Moment
+from esper.kasmina.parameters.frozen import count_params, digest
 from esper.kasmina.parameters.initialization import fresh_rows
 from esper.kasmina.parameters.kinds import Kind, gate_kind, host_kind, seed_kind
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.slab import Slab
 from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.checkpoint_tree import StateTree, copy_into, with_prefix
+from esper.leyline.errors import CheckpointError
 from esper.leyline.random import Stream, generator_seeds
 from esper.leyline.stages import SeedStage
 
@@ -63,6 +65,7 @@ class Population:
         self.host_ids = self._numbers.to(device)
         self.family = host.family
         self.host_module = host
+        self.host_params, self._frozen = count_params(host, host.frozen), digest(host)
         self.moment = Moment(run_seed)
         self.host_kind = host_kind(host, device)
         self.features = {point.channels: host.features(point) for point in self.points}
@@ -187,8 +190,8 @@ class Population:
     # -- persistence --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
-        """All slabs and snapshots."""
-        tree: StateTree = {}
+        """All slabs and snapshots, and a digest of the frozen parameters that hosts share."""
+        tree: StateTree = {} if self._frozen is None else {"frozen": self._frozen.clone()}
         for name in ("host", "seeds", "gates"):
             tree |= with_prefix(name, getattr(self, name).tensors())
             snapshot: Slab = getattr(self, f"{name}_snapshot")
@@ -196,8 +199,13 @@ class Population:
         return tree
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Restore the result of `state_dict`; raises CheckpointError if names or shapes differ."""
+        """Restore the result of `state_dict`; raises CheckpointError if names, shapes or frozen parameters differ."""
         copy_into(self.state_dict(), state, "population")
+        if self._frozen is not None and int(state["frozen"]) != int(self._frozen):
+            raise CheckpointError(
+                "the network has other frozen parameters than when the checkpoint was written; let the model load the "
+                "same weights again, or start a new run."
+            )
 
     def index(self, numbers: np.ndarray) -> Int[Tensor, "*shape"]:
         """Row numbers as an index on the device, without a read."""

@@ -7,7 +7,8 @@ The rows of all hosts form one batch with the host as the fastest index, so oper
 change, and `STACKED` replaces the layers with weights. [B * G, C, H, W] is [B, G * C, H, W] without a copy, so that
 convolutions and normalizations of all hosts are one grouped kernel.
 
-A module with other weights, or whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch.vmap`.
+A layer whose weights are all frozen stays as it is, with one tensor for all hosts. A module with other weights, or
+whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch.vmap`.
 """
 
 import copy
@@ -16,8 +17,10 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from esper.kasmina.blueprints.layers import LayerScale, Positions, TanhScale
+from esper.kasmina.parameters.attention import KeyedAttention, can_be_keyed
 from esper.kasmina.parameters.dropout import draw_for, dropout_layers
 
 
@@ -74,12 +77,26 @@ class StackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ..., D] -> [B * G, ..., O]."""
-        hosts, outputs, inputs = self.weight.shape
-        x_GRD = x.reshape(x.shape[0] // hosts, hosts, -1, inputs).transpose(0, 1).reshape(hosts, -1, inputs)
-        weight = self.weight.transpose(1, 2)
-        y_GRO = torch.bmm(x_GRD, weight) if self.bias is None else torch.baddbmm(self.bias[:, None], x_GRD, weight)
-        y = y_GRO.view(hosts, x.shape[0] // hosts, -1, outputs).transpose(0, 1)
-        return y.reshape(*x.shape[:-1], outputs)
+        return _linear(x, self.weight, self.bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[B * G, ..., D] -> [B * G, ..., O] with a weight [G, O, D] and a bias [G, O]."""
+    hosts, outputs, inputs = weight.shape
+    x_GRD = x.reshape(x.shape[0] // hosts, hosts, -1, inputs).transpose(0, 1).reshape(hosts, -1, inputs)
+    weight_GDO = weight.transpose(1, 2)
+    y_GRO = torch.bmm(x_GRD, weight_GDO) if bias is None else torch.baddbmm(bias[:, None], x_GRD, weight_GDO)
+    y = y_GRO.view(hosts, x.shape[0] // hosts, -1, outputs).transpose(0, 1)
+    return y.reshape(*x.shape[:-1], outputs)
+
+
+@final
+class StackedAttention(KeyedAttention):
+    """Batched matrix products, and one attention over the rows of all hosts. `out_proj` is a `StackedLinear`."""
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # without an axis of hosts if all of them share it, because it is frozen
+        return _linear(x, weight, bias) if weight.dim() == 3 else F.linear(x, weight, bias)
 
 
 @final
@@ -182,6 +199,9 @@ class StackedTanhScale(TanhScale):
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: StackedConv2d,
     nn.Linear: StackedLinear,
+    NonDynamicallyQuantizableLinear: StackedLinear,  # `out_proj` of attention
+    nn.MultiheadAttention: StackedAttention,
+    KeyedAttention: StackedAttention,
     nn.GroupNorm: StackedGroupNorm,
     nn.LayerNorm: StackedLayerNorm,
     nn.BatchNorm1d: StackedBatchNorm,
@@ -194,8 +214,16 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
 """The stacked class of each class of layers with weights: the same object with another `forward`."""
 
 
+def _same_for_all(layer: nn.Module) -> bool:
+    """Whether all hosts share the weights of a layer and of those in it, because they are frozen."""
+    shared = not any(p.requires_grad for p in layer.parameters()) and any(True for _ in layer.parameters())
+    return shared and not any(b.is_floating_point() for b in layer.buffers())
+
+
 def _unknown_layer(layer: nn.Module) -> bool:
     """Whether the layer has weights without a stacked class, or an option that its stacked class does not support."""
+    if _same_for_all(layer):
+        return False
     owns = any(True for _ in layer.named_parameters(recurse=False))
     owns |= any(b.is_floating_point() for _, b in layer.named_buffers(recurse=False))
     if type(layer) not in STACKED:
@@ -205,6 +233,7 @@ def _unknown_layer(layer: nn.Module) -> bool:
     special = isinstance(layer, nn.Embedding) and (
         layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
     )
+    special |= type(layer) is nn.MultiheadAttention and not can_be_keyed(layer)
     return not zero_padded or special or (norm and layer.weight is None)
 
 
@@ -221,12 +250,12 @@ class Vmapped(nn.Module):
         self._single = [single]  # in a list, so that it is no submodule
         self._dropouts = dropout_layers(module), dropout_layers(single)
 
-    def _one(self, tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
+    def _one(self, shared: dict[str, Tensor], tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
         """The module of one host."""
         ours, inner = self._dropouts
         if ours and ours[0].draws is not None:
             draw_for(inner, ours[0].draws.of(host[None]))
-        out: Tensor = torch.func.functional_call(self._single[0], tensors, (x,))
+        out: Tensor = torch.func.functional_call(self._single[0], {**shared, **tensors}, (x,))
         return out
 
     def train(self, mode: bool = True) -> "Vmapped":
@@ -238,14 +267,15 @@ class Vmapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""
         tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
+        shared = {name: tensors.pop(name) for name in [*tensors] if isinstance(tensors[name], nn.Parameter)}  # frozen
         # vmap would update a copy of running statistics that are not contiguous
         stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
         x_BG = x.unflatten(0, (-1, hosts))
         draws = self._dropouts[0][0].draws if self._dropouts[0] else None
         numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
-        run: Any = torch.vmap(self._one, in_dims=(0, 0, 1), out_dims=1)
-        y: Tensor = run(stacked, numbers, x_BG)
+        run: Any = torch.vmap(self._one, in_dims=(None, 0, 0, 1), out_dims=1)
+        y: Tensor = run(shared, stacked, numbers, x_BG)
         if draws is not None:
             inner = self._dropouts[1][0].draws
             draws.count = draws.count if inner is None else inner.count
@@ -280,10 +310,17 @@ def stack_layers(module: nn.Module) -> nn.Module:
     """The module for many hosts with the layers of `STACKED`; inner layers that it lacks run through `torch.vmap`."""
     stacked = copy.deepcopy(module)
     _stack_in_place(stacked)
+    for layer in stacked.modules():  # in evaluation these compute with the weights themselves, not with their layers
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
     return stacked
 
 
 def _stack_in_place(module: nn.Module) -> None:
+    if _same_for_all(module):
+        return
     if type(module) in STACKED:
         module.__class__ = STACKED[type(module)]
     for name, layer in module._modules.items():

@@ -23,7 +23,7 @@ class HostOwner:
     def __init__(self, data: HostData) -> None:
         self.data, self.population = data, data.population
         self.costs = self.population.costs()
-        self.host_params = self.population.host_kind.template.parameters.num_params
+        self.host_params = self.population.host_params
         self.refused: dict[str, str] = {}
         """Blueprints whose hosts this executor leaves to PyTorch, with the reason."""
 

@@ -28,6 +28,7 @@ class StackedModules:
         self.host = StackedTemplate(
             stacked_host(host.build, examples).to(device), host.template.parameters, host.template.buffers
         )
+        self.host.share(host.template.shared)
         self.seeds = {
             (channels, index): _stacked(kind, population.features[channels], device)
             for (channels, index), kind in population.seed_kinds.items()

@@ -113,9 +113,10 @@ def train_batch(
     loss_BN, score_BN, weight_BN = (of_rows.view(batch, num_hosts) for of_rows in rows)
     factor_N = mean_factor(weight_BN.sum(dim=0)) * scaler.scale
     leaves = [leaf for of_kind in trained for leaf in of_kind.parameters]
-    # a blueprint may have parameters that it does not use
-    grads = torch.autograd.grad(loss_BN, leaves, factor_N.expand_as(loss_BN), materialize_grads=True)
-    torch._foreach_copy_([grad for of_kind in trained for grad in of_kind.grads], grads)
+    if leaves:  # none where the whole host is frozen and nothing grows in it
+        # a blueprint may have parameters that it does not use
+        grads = torch.autograd.grad(loss_BN, leaves, factor_N.expand_as(loss_BN), materialize_grads=True)
+        torch._foreach_copy_([grad for of_kind in trained for grad in of_kind.grads], grads)
     return Scores(*(of_BN.sum(dim=0, dtype=torch.float64) for of_BN in (loss_BN.detach(), score_BN, weight_BN)))
 
 

@@ -108,6 +108,8 @@ def train_function(data: HostData, some: Sequence[int], hosts: Working, rows: Tr
                     outputs = template(x_N[n], partial(_train_slot, seeds[n]))
                 scores.append(data.objective.scores(outputs.float(), y_N[n]))
                 loss, _, weight = scores[-1]
+                if not loss.requires_grad:  # the whole host is frozen, and nothing grows in it
+                    continue
                 factor = mean_factor(weight.sum())
                 loss.backward((factor * scaler.scale[n] if scaler.enabled else factor).expand_as(loss))
         streams.join()

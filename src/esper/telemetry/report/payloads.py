@@ -14,7 +14,7 @@ from pathlib import Path
 from esper.leyline.files import mode_of
 from esper.telemetry.report import behaviour, hosts, learning
 from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
-from esper.telemetry.run_directory import plain_json
+from esper.telemetry.run_directory import IMPORTANCE, plain_json
 
 WINDOW = 10
 """Last rounds over which two runs are compared."""
@@ -138,6 +138,19 @@ _EVALUATION = (
 """A row without host holds the means of all."""
 
 
+def importance(record: Record) -> dict[str, Payload]:
+    """What each controller looks at, as `esper report` measured it; `why` there is nothing otherwise."""
+    return {row["run"]: _importance(Path(row["path"])) for row in record.query("select run, path from runs")}
+
+
+def _importance(run: Path) -> Payload:
+    file = run / IMPORTANCE
+    with suppress(ValueError):
+        if stat.S_ISREG(mode_of(file)) and "groups" in (found := json.loads(file.read_text("utf-8"))):
+            return dict(found)
+    return {"why": f"esper report {run} measures it."}
+
+
 def anomalies(record: Record) -> Payload:
     """How often each kind was found, with its newest finding, without rising J; and the newest hundred of all."""
     kinds = record.query(
@@ -158,6 +171,7 @@ PAYLOADS: Mapping[str, Callable[[Record], object]] = {
     "hosts": hosts.hosts,
     "seeds": hosts.seeds,
     "behaviour": behaviour.behaviour,
+    "importance": importance,
     "rewards": learning.rewards,
     "ppo": learning.ppo,
 }

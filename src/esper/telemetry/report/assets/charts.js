@@ -91,6 +91,23 @@ function shares({ title, note, rows, colors, names, top }) {
   return figure({ title, note, draw, rows: rows.map(({ name, part, value }) => ({ situation: name, operation: part, share: value })) });
 }
 
+/** Horizontal bars with intervals in the order of the rows: {name, value, half}. */
+function ranked({ title, note, rows, percent = false }) {
+  const text = (value) => (percent ? `${number(100 * value, 1)} %` : number(value, 4));
+  const draw = (width) => plot(width, {
+    height: 44 + 20 * rows.length, marginLeft: 156,
+    x: { label: null, grid: true, percent, ticks: Math.max(2, width / 110), tickFormat: percent ? (value) => `${value} %` : undefined, domain: d3.max(rows, (row) => row.value) > 0 ? undefined : [0, 1] },
+    y: { label: null, domain: rows.map((row) => row.name) },
+    marks: [
+      Plot.barX(rows, { x: "value", y: "name", fill: C.blue, insetTop: 3, insetBottom: 3 }),
+      Plot.ruleY(rows.filter((row) => row.half !== null), { y: "name", x1: (row) => Math.max(0, row.value - row.half), x2: (row) => row.value + row.half, stroke: "currentColor", strokeWidth: 1.5 }),
+      Plot.ruleX([0]),
+      Plot.tip(rows, Plot.pointer({ x: "value", y: "name", title: (row) => `${row.name}\n${text(row.value)}${row.half === null ? "" : ` ± ${text(row.half)}`}` })),
+    ],
+  });
+  return figure({ title, note, draw, rows });
+}
+
 /** A table of numbers as shades, with the numbers: rows of {x, y, value (share), times}. */
 function heat({ title, note, rows, xs, ys }) {
   if (!rows.length) return null;

@@ -247,6 +247,6 @@ const VIEWS = {
   "/run": { title: "Run", sections: [of("result"), of("curves"), { id: "glance", title: "All hosts at a glance", needs: ["round"], draw: glanceSection, single: true }, of("frontier"), of("seeds"), of("rewards"), of("ppo"), of("settings")] },
   "/host": { title: "Host", single: true, sections: [
     { id: "place", title: "Host", needs: ["host"], draw: hostHeading }, { id: "timeline", title: "Growth, step by step", needs: ["host"], draw: hostTimeline }, { id: "steps", title: "All steps", needs: ["host"], draw: hostSteps }] },
-  "/policy": { title: "Policy", sections: [of("behaviour"), { id: "policy", title: "Probabilities of the operations", needs: ["runs", "policy"], draw: policySection }, of("seeds"), of("ppo")] },
+  "/policy": { title: "Policy", sections: [of("behaviour"), { id: "policy", title: "Probabilities of the operations", needs: ["runs", "policy"], draw: policySection }, of("importance"), of("seeds"), of("ppo")] },
   "/anomalies": { title: "Anomalies", sections: [{ id: "anomalies", title: "Anomalies", needs: ["runs", "anomalies"], draw: anomalySection }] },
 };

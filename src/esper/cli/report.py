@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from esper.cli.options import FilePath, placeholder
-from esper.leyline.errors import ConfigError
+from esper.cli.options import FilePath, Flag, Number, Plugins, joined, placeholder
+from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.files import replacing
 from esper.telemetry.progress import RunConsole, warn
 
@@ -31,6 +31,13 @@ class Report:
     """The HTML file to write. (report.html in the first run directory)"""
     figures: FilePath = None
     """Also write a picture of each run, as PNG and SVG, to this folder: run.png, or NAME.png for several runs."""
+    num_envs: Number = None
+    """New hosts on which is measured what the controller looks at; 0 leaves it out. (16, if that takes less than a
+    minute)"""
+    plugins: Plugins = ()
+    """Plugins of the runs that may be executed to measure it."""
+    trust: Flag = False
+    """Execute all plugins that the run directories name."""
 
 
 def report(command: Report) -> int:
@@ -41,13 +48,38 @@ def report(command: Report) -> int:
     if not command.runs:
         raise ConfigError("no run is given; name one or more run directories: esper report RUN ...")
     out = command.out or command.runs[0] / PAGE
-    with open_record(list(command.runs)) as record, _progress() as on_section:
-        payloads = payloads_of(record, on_section)
+    if command.num_envs is not None and (command.num_envs < 0 or command.num_envs == 1):
+        raise ConfigError(f"--num-envs is {command.num_envs}, expected at least 2, or 0 to measure nothing.")
+    with _progress() as on_section:
+        unknown = _measure(command, on_section) if command.num_envs != 0 else {}
+        with open_record(list(command.runs)) as record:
+            payloads: dict[str, Any] = payloads_of(record, on_section)
+    for run in payloads["runs"]:
+        found = payloads["importance"][run["run"]]
+        found["why"] = unknown.get(Path(run["path"]), found.get("why"))
     warn(record.complaints)
     _write(out, document(payloads, ", ".join(path.absolute().name for path in command.runs)))
     if command.figures is not None:
         _write_figures(payloads, command.figures)
     return 0
+
+
+def _measure(command: Report, on_section: Callable[[int, int, str], None]) -> dict[Path, str]:
+    """Write into each run directory what its controller looks at; returns, for those where it fails, why."""
+    from esper.runs.importance import importance_of
+
+    options: dict[str, Any] = {"allowed": joined(command.plugins), "trust": command.trust}
+    unknown = {}
+    for run in command.runs:
+        what = f"what the controller of {run.absolute().name} looks at"
+        options["on_step"] = lambda done, total, what=what: on_section(done, total, what)
+        try:
+            importance_of(run, hosts=command.num_envs, **options)
+        except EsperError as error:
+            unknown[run.absolute()] = str(error)
+        except OSError as error:
+            unknown[run.absolute()] = f"{run} cannot be written ({error.strerror})."
+    return unknown
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from esper.runs.checkpoint import BEST, Checkpoint, checkpoints, load, load_newe
 from esper.runs.config import RunConfig
 from esper.runs.drawing import words
 from esper.runs.identity import run_shape
+from esper.runs.report import Cost
 from esper.runs.values import plain
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
@@ -77,11 +78,12 @@ class Controller:
 
 @dataclass(frozen=True)
 class Trained:
-    """The controller of a run, its position in the run, and a sentence for each damaged newer checkpoint."""
+    """The controller of a run, its position in the run, a sentence for each damaged newer checkpoint, and its cost."""
 
     controller: Controller
     place: str
     complaints: list[str]
+    cost: Cost
 
 
 def names() -> tuple[str, ...]:
@@ -248,7 +250,7 @@ def trained(run: Path, config: RunConfig, *, best: bool = False, transfer: bool 
         make=partial(_trained_client, checkpoint, config, (*_FREE, *(_OF_TASK if transfer else ()))),
         identity={"policy": state_digest(policy)},
     )
-    return Trained(controller, f"after {checkpoint.header.place}", complaints)
+    return Trained(controller, f"after {checkpoint.header.place}", complaints, checkpoint.header.total)
 
 
 def _best(run: Path) -> Checkpoint:

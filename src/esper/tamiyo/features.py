@@ -10,7 +10,7 @@ Shape legend: N = hosts, S = slots, D = features.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -35,6 +35,7 @@ class Feature:
     Attributes:
         low, high: range, both included; values outside are clamped.
         unit: divisor of the raw value. per_episode: the divisor is the length of the episode instead.
+        group: what it tells, in words, which it shares with related columns.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Feature:
     high: float
     unit: float = 1.0
     per_episode: bool = False
+    group: str = ""
 
 
 def _share(name: str, unit: float = 1.0) -> Feature:
@@ -56,43 +58,55 @@ def _signed(name: str, unit: float = 1.0) -> Feature:
     return Feature(name=name, low=-1.0, high=1.0, unit=unit)
 
 
+def _group(name: str, *columns: Feature) -> tuple[Feature, ...]:
+    return tuple(replace(column, group=name) for column in columns)
+
+
+CLOCK, STAGE = "step of the episode", "stage of the seeds"
+"""Groups of columns: the one that is the same for all hosts, and one that has columns in both blocks."""
+
 HOST_FEATURES: tuple[Feature, ...] = (
-    _steps("step"),
-    _signed("val_loss", _LOG_UNIT),
-    _signed("val_acc", 100.0),
-    *(_signed(f"val_loss_{HISTORY - 1 - i}_steps_ago", _LOG_UNIT) for i in range(HISTORY)),
-    *(_signed(f"val_acc_{HISTORY - 1 - i}_steps_ago", 100.0) for i in range(HISTORY)),
-    *(_share(f"slots_in_{name}") for name in ("training", "blending", "holding_or_fossilized")),
-    _share("last_success"),
-    *(_share(f"last_op_{op.name.lower()}") for op in LifecycleOp),
-    _signed("train_loss", _LOG_UNIT),
-    _signed("train_acc", 100.0),
+    *_group(CLOCK, _steps("step")),
+    *_group(
+        "validation results",
+        _signed("val_loss", _LOG_UNIT),
+        _signed("val_acc", 100.0),
+        *(_signed(f"val_loss_{HISTORY - 1 - i}_steps_ago", _LOG_UNIT) for i in range(HISTORY)),
+        *(_signed(f"val_acc_{HISTORY - 1 - i}_steps_ago", 100.0) for i in range(HISTORY)),
+    ),
+    *_group(STAGE, *(_share(f"slots_in_{name}") for name in ("training", "blending", "holding_or_fossilized"))),
+    *_group("last operation", _share("last_success"), *(_share(f"last_op_{op.name.lower()}") for op in LifecycleOp)),
+    *_group("training results", _signed("train_loss", _LOG_UNIT), _signed("train_acc", 100.0)),
 )
 """The host block, in order. Losses are `sign(x) ln(1 + |x|) / 7`, accuracies are shares."""
 
 SLOT_FEATURES: tuple[Feature, ...] = (
-    _share("occupied"),
-    *(_share(f"stage_{stage.name.lower()}") for stage in SeedStage),
-    _share("alpha"),
-    _signed("contribution", 10.0),
-    _signed("contribution_velocity", 10.0),
-    _share("tempo", 12.0),
-    _share("alpha_target"),
-    _share("alpha_mode", 2.0),
-    _steps("alpha_total"),
-    _steps("alpha_done"),
-    _steps("time_to_target"),
-    _signed("alpha_velocity"),
-    _share("algorithm", 2.0),
-    _signed("interaction_sum", 10.0),
-    _share("grad_norm", _LOG_UNIT),
-    _share("grad_health"),
-    _share("grad_vanishing"),
-    _share("grad_exploding"),
-    _signed("grad_health_prev"),
-    _steps("epochs_in_stage"),
-    _signed("freshness"),
-    _steps("age"),
+    *_group(STAGE, _share("occupied"), *(_share(f"stage_{stage.name.lower()}") for stage in SeedStage)),
+    *_group("blending of the seeds", _share("alpha")),
+    *_group("contribution of the seeds", _signed("contribution", 10.0), _signed("contribution_velocity", 10.0)),
+    *_group(
+        "blending of the seeds",
+        _share("tempo", 12.0),
+        _share("alpha_target"),
+        _share("alpha_mode", 2.0),
+        _steps("alpha_total"),
+        _steps("alpha_done"),
+        _steps("time_to_target"),
+        _signed("alpha_velocity"),
+        _share("algorithm", 2.0),
+    ),
+    *_group("contribution of the seeds", _signed("interaction_sum", 10.0)),
+    *_group(
+        "gradients of the seeds",
+        _share("grad_norm", _LOG_UNIT),
+        _share("grad_health"),
+        _share("grad_vanishing"),
+        _share("grad_exploding"),
+        _signed("grad_health_prev"),
+    ),
+    *_group("age of the seeds", _steps("epochs_in_stage")),
+    *_group("contribution of the seeds", _signed("freshness")),
+    *_group("age of the seeds", _steps("age")),
 )
 """The block of one slot, in order; 1 to 10 are the stage. The gradient norm is `ln(1 + x) / 7`."""
 

@@ -7,6 +7,7 @@ steps.jsonl     one line per step and host, with record_steps = true
 record/         one row per step and host, seed and coalition, as Parquet; see record/parts.py
 summary.json    results; written when the run is complete
 checkpoints/    see runs/checkpoint.py
+importance.json what the controller looks at; written by `esper report`
 
 A directory is created atomically and locked by the process that writes to it. Record files that are links are refused,
 because a resume would truncate their targets.
@@ -29,13 +30,14 @@ from esper.leyline.errors import RunDirectoryError
 from esper.leyline.files import draft_of, is_draft, mode_of, remove, replacing, sync
 from esper.telemetry.record.parts import RECORD
 
-CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS = (
+CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS, IMPORTANCE = (
     "config.toml",
     "metrics.jsonl",
     "events.jsonl",
     "steps.jsonl",
     "summary.json",
     "checkpoints",
+    "importance.json",
 )
 P = ParamSpec("P")
 T = TypeVar("T")

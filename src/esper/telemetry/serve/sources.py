@@ -16,9 +16,10 @@ from typing import final
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record import Record, open_record
+from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.record.parts import RECORD
 from esper.telemetry.report.payloads import rounded
-from esper.telemetry.run_directory import CONFIG, METRICS, SUMMARY
+from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, SUMMARY
 
 OPEN = 4
 """Most records that stay open; the one that was used longest ago is closed first."""
@@ -161,12 +162,12 @@ class Runs:
 
 
 def version_of(run: Path) -> str:
-    """A text that changes when a round, a part of the record, an evaluation or the summary is added.
+    """A text that changes when a round, a part of the record, an evaluation, the summary or an importance is added.
 
     Events are not looked at, because they grow within a round; they are on disk just after the round's metrics.
     """
-    names = (CONFIG, METRICS, SUMMARY, RECORD)
-    states = [_state(path) for path in (*(run / name for name in names), *sorted(run.glob("evaluation*.json")))]
+    names = (CONFIG, METRICS, SUMMARY, IMPORTANCE, RECORD)
+    states = [_state(path) for path in (*(run / name for name in names), *evaluation_files(run))]
     return blake2b(repr(states).encode(), digest_size=8).hexdigest()
 
 

@@ -40,10 +40,12 @@ function tiles(run, evaluated) {
 function summary({ runs, evaluation, anomalies, differences }) {
   const many = runs.length > 1;
   const findings = anomalies.kinds.map((kind) => el("p", { class: "finding" }, el("strong", {}, (many ? `${kind.run}: ` : "") + words(kind.kind)), ` (${kind.times}×, last in round ${kind.last_round}) ${kind.message ?? ""} ${kind.advice ?? ""}`));
-  const verdicts = runs.filter((run) => evaluation.verdicts[run.run]).map((run) => el("p", { class: "verdict" }, el("strong", {}, many ? `${run.run}: ` : "Evaluation: "), evaluation.verdicts[run.run]));
+  const verdicts = evaluation.flatMap(({ task, sources }) => sources.filter((source) => source.verdict).map((source) => el("p", { class: "verdict" },
+    el("strong", {}, `${many ? `${source.run}, e` : "E"}valuation${evaluation.length > 1 ? ` on ${task}` : ""}: `), source.verdict)));
+  const evaluated = (run) => (evaluation.find(({ task }) => task === run.task)?.rows ?? []).filter((row) => row.run === run.run);
   const unfinished = runs.filter((run) => !run.finished).map((run) => el("p", { class: "finding" }, `${run.run} is not finished: ${run.cost.rounds} complete rounds${run.config.rounds ? ` of ${run.config.rounds}` : ""}.`));
   return present(
-    many ? comparison(runs, evaluation.rows) : runs.map((run) => tiles(run, evaluation.rows.filter((row) => row.run === run.run))),
+    many ? comparison(runs, evaluated) : runs.map((run) => tiles(run, evaluated(run))),
     verdicts, unfinished,
     anomalies.complaints.map((text) => el("p", { class: "finding" }, text)),
     findings.length ? findings : say("No anomaly was found."),
@@ -51,8 +53,8 @@ function summary({ runs, evaluation, anomalies, differences }) {
   );
 }
 
-function comparison(runs, evaluation) {
-  const of = (run) => evaluation.find((row) => row.run === run.run && row.kind === "trained");
+function comparison(runs, evaluated) {
+  const of = (run) => evaluated(run).find((row) => row.kind === "trained");
   return table([
     ["run", (run) => run.run, true], ["task", (run) => run.task, true], ["seed", (run) => count(run.seed)], ["rounds", (run) => count(run.cost.rounds)],
     ["100·J, last round ± sd", (run) => (run.last ? plusMinus(run.last.objective, run.last.objective_std) : "–")],
@@ -72,24 +74,53 @@ function paired(differences) {
     ], differences, "Paired differences"));
 }
 
+const AXES = {
+  round: (run, curve) => curve.round,
+  "env-steps": (run, curve) => curve.round.map((round) => round * run.num_envs * run.episode_length),
+  minutes: (run, curve) => curve.seconds.map((seconds) => seconds / 60),
+};
+// What the learning curves show, also when they are drawn again: an axis, an interval of it, and the rounds of an average.
+const shown = { axis: "round", domain: null, span: 1 };
+
 function curveSection({ runs, curves }) {
-  const names = runs.map((run) => run.run).filter((run) => curves[run]?.round), label = named(names);
-  const chart = (title, note, column, span, extra = []) => lines({
-    title, note,
+  const drawn = runs.filter((run) => curves[run.run]?.round), names = drawn.map((run) => run.run), label = named(names);
+  if (!names.length) return say("No round is complete yet.");
+  const xs = (run) => AXES[shown.axis](drawn.find((one) => one.run === run), curves[run]);
+  const inside = (row) => row.x !== null && (!shown.domain || (row.x >= shown.domain[0] && row.x <= shown.domain[1]));
+  const chart = (title, note, column, extra = []) => lines({
+    title, note, xLabel: shown.axis, xDomain: shown.domain,
     series: [[column, "none"], ...extra].flatMap(([name, dash], kind) => names.map((run, i) => ({
       name: [label(run), extra.length ? { committed: "kept network", live: "with all seeds" }[name] : ""].filter(Boolean).join(" ") || title,
-      ...(names.length > 1 ? { ...style(i), ...(kind ? { dash } : {}) } : style(kind)),
-      rows: rolling(rowsOf(curves[run], name, ...(kind ? [] : [`${name}_low`, `${name}_high`])), span),
+      ...style(names.length > 1 ? i : kind), ...(kind ? { dash } : {}),
+      rows: rolling(rowsOf(curves[run], name, ...(kind ? [] : [`${name}_low`, `${name}_high`])), shown.span).map((row, k) => ({ ...row, x: xs(run)[k] })).filter(inside),
     }))),
   });
-  const make = ({ span }) => el("div", { class: "grid" }, present(
-    chart("100·J", "What is optimized: accuracy of the network that is kept minus the price of its growth. Band: quartiles of the hosts.", "objective", span),
-    chart("Accuracy", "Validation, %, at the end of each round.", "committed", span, [["live", "2 3"]]),
-    chart("Growth", "Parameters of the network that is kept / those of the host.", "growth", span),
-    chart("Return", "Sum of the rewards of an episode; it trains the controller and does not rank it.", "shaped_return", span),
-  ));
-  if (!names.length) return say("No round is complete yet.");
-  return redrawn(make, { span: 1 }, (update) => choice("Average over", [1, 3, 10, 30].map((n) => [n, n === 1 ? "each round" : `${n} rounds`]), (span) => update({ span: Number(span) })));
+  const make = () => {
+    const grid = el("div", { class: "grid zoomable" }, present(
+      chart("100·J", "What is optimized: accuracy of the network that is kept minus the price of its growth. Band: quartiles of the hosts.", "objective"),
+      chart("Accuracy", "Validation, %, at the end of each round.", "committed", [["live", "2 3"]]),
+      chart("Growth", "Parameters of the network that is kept / those of the host.", "growth"),
+      chart("Return", "Sum of the rewards of an episode; it trains the controller and does not rank it.", "shaped_return"),
+    ));
+    onInterval(grid, zoom);
+    return grid.childElementCount ? grid : say("No round lies in this interval.");
+  };
+  let update;
+  const zoom = (domain) => {
+    const whole = d3.extent(names.flatMap(xs)), [from, to] = domain ?? whole;
+    update({ domain: domain && from < to ? [from, to] : null });
+    fields.forEach((field, i) => { field.value = Number((shown.domain ?? whole)[i].toPrecision(4)); });
+  };
+  const fields = ["from", "to"].map((name) => el("input", { type: "number", step: "any", "aria-label": name, change: () => zoom(fields.map((field) => Number(field.value))) }));
+  const made = redrawn(make, shown, (change) => {
+    update = change;
+    const axis = choice("Axis", Object.keys(AXES).map((name) => [name, name]), (name) => { shown.axis = name; zoom(null); });
+    const span = choice("Average over", [1, 3, 10, 30].map((n) => [n, n === 1 ? "each round" : `${n} rounds`]), (n) => update({ span: Number(n) }));
+    [axis, span].forEach((control, i) => { control.querySelector("select").value = [shown.axis, shown.span][i]; });
+    return [span, axis, el("label", {}, "from ", fields[0]), el("label", {}, "to ", fields[1]), el("button", { type: "button", click: () => zoom(null) }, "all")];
+  });
+  zoom(shown.domain);
+  return [say("Drag over a chart to see a part of the run; a double click shows all of it."), ...made];
 }
 
 function hostSection({ runs, hosts }) {
@@ -125,7 +156,7 @@ const SEED_COLUMNS = [["slot", (s) => s.slot, true], ["blueprint", (s) => s.blue
 
 function hostView(run, round, host) {
   const series = [["val_acc", "with all seeds", 0], ["committed_acc", "kept network", 1]].map(([column, name, i]) => ({
-    name, ...style(i), rows: host.steps.t.map((x, k) => ({ x, y: host.steps[column][k] })) }));
+    name, ...style(i), dash: DASHES[i], rows: host.steps.t.map((x, k) => ({ x, y: host.steps[column][k] })) }));
   const blueprints = new Map(host.segments.map((s) => [s.slot, s.blueprint]));
   const results = `100·J ${number(host.objective)}, kept network ${number(host.committed)} %, growth ${number(host.growth)}×; ${host.germinated} germinated, ${host.fossilized} fossilized, ${host.pruned} pruned, ${host.rollbacks} rolled back.`;
   return present(
@@ -153,10 +184,17 @@ function seedSection({ runs, seeds }) {
 }
 
 function evaluationSection({ runs, evaluation }) {
-  if (!evaluation.rows.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --json ${runs[0]?.path ?? "RUN"}/evaluation.json`), " compares the controller with the baselines on new hosts.");
-  const label = named(runs), rows = evaluation.rows.map((row) => ({ ...row, label: [label(row.run), row.controller].filter(Boolean).join(" ") }));
+  if (!evaluation.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --json ${runs[0]?.path ?? "RUN"}/evaluation.json`), " compares the controller with the baselines on new hosts.");
+  return evaluation.map((found) => [evaluation.length > 1 ? el("h3", {}, `On ${found.task}`) : null, ...evaluationOf(found, named(runs))]);
+}
+
+/** The evaluations of one task: the newest of each run. */
+function evaluationOf({ rows: found, sources }, label) {
+  const rows = found.map((row) => ({ ...row, label: [label(row.run), row.controller].filter(Boolean).join(" ") }));
   const [most, least] = [d3.max(rows, (row) => row.growth), d3.min(rows, (row) => row.growth)];
+  const older = sources.filter((source) => source.older.length);
   return [
+    ...older.map(({ run, file, older }) => say(`${label(run) && `${run}: `}${file} is the newest evaluation on this task and is shown; not shown: ${older.join(", ")}.`)),
     el("div", { class: "grid" }, present(
       frontier({ title: "Accuracy against size", note: "Validation, %, of the network that is kept, against its parameters (host = 1), with 95 % intervals over the hosts.", rows, x: "growth", xLabel: "growth", y: "committed", log: least > 0 && most / least > 8 }),
       frontier({ title: "Accuracy against training cost", note: "The same against the operations that training a host took.", rows, x: "training_flops", xLabel: "training FLOPs per host", y: "committed", log: false }),
@@ -215,6 +253,31 @@ function behaviourSection({ runs, behaviour }) {
       toggle("show waiting", (waiting) => update({ waiting }))].filter(Boolean))];
 }
 
+function importanceSection({ runs, importance }) {
+  const make = ({ run }) => {
+    const found = importance[run];
+    if (!found.groups) return say(`Not measured: ${found.why}`);
+    const rows = d3.sort(found.groups, (row) => -row.kl), heaps = ["all", "what", "where"].map((kind) => rows.filter((row) => row.kind === kind));
+    const names = heaps.flatMap((heap, i) => [...heap.map((row) => row.group), " ".repeat(i + 1)]).slice(0, -1);  // blank between them
+    const chart = (title, note, name, percent) => ranked({ title, note, percent, names, rows: rows.filter((row) => row[name] !== null).map((row) => ({ name: row.group, value: row[name], half: row[`${name}_half`] })) });
+    return present(
+      say(`Measured ${found.controller} on ${found.hosts} new hosts (${found.decisions} decisions with more than waiting to choose from): the policy is asked again with one group of its inputs taken from another host, in all steps of the episode, ${found.others} others for each host; legal operations stay. The step of the episode, which all hosts share, is taken from another step. Lines: 95 % intervals over the hosts. Groups share information, so that parts do not sum to the whole.`),
+      el("div", { class: "grid small" }, present(
+        chart("Changed probabilities", "KL divergence of the operations, nats.", "kl", false),
+        chart("Changed decisions", "Another operation becomes the most probable.", "changed", true),
+        chart("Changed value", "Mean absolute change (scaled return).", "value", false))),
+      table([["inputs", (row) => row.group, true], ["KL, nats ± 95 %", (row) => (row.kl === null ? "–" : `${number(row.kl, 4)} ± ${number(row.kl_half, 4)}`)],
+        ["changed decisions", (row) => (row.changed === null ? "–" : `${number(100 * row.changed, 1)} % ± ${number(100 * row.changed_half, 1)}`)],
+        ["value", (row) => (row.value === null ? "–" : `${number(row.value, 4)} ± ${number(row.value_half, 4)}`)],
+        ["columns", (row) => columnsOf(row.columns), true]], heaps.flat(), "What the controller looks at"));
+  };
+  const places = d3.sort(runs.map((run) => run.run), (run) => (importance[run].groups ? 0 : 1));
+  return redrawn(make, { run: places[0] }, (update) => (places.length > 1 ? choice("Run", places.map((run) => [run, run]), (run) => update({ run })) : []));
+}
+
+/** Names of columns, where few enough to read. */
+const columnsOf = (names) => (names.length > 15 ? `${names.length} columns` : names.join(", "));
+
 function rewardSection({ runs, rewards }) {
   const make = ({ run }) => {
     const { rounds, steps, since } = rewards[run];
@@ -234,7 +297,7 @@ function rewardSection({ runs, rewards }) {
 
 function ppoSection({ runs, ppo }) {
   const label = named(runs);
-  const charts = Object.entries(ppo.charts).map(([title, columns]) => {
+  const make = ({ log }) => el("div", { class: "grid small" }, present(Object.entries(ppo.charts).map(([title, columns]) => {
     const series = runs.flatMap((run, i) => columns.filter((name) => ppo.runs[run.run][name]).map((name, k) => ({
       name: [label(run.run), columns.length > 1 ? words(name.replace("entropy_", "")) : ""].filter(Boolean).join(" ") || title,
       ...style(columns.length > 1 ? k : i), ...(columns.length > 1 && runs.length > 1 ? { dash: DASHES[i % DASHES.length] } : {}),
@@ -243,16 +306,20 @@ function ppoSection({ runs, ppo }) {
     const both = columns.length > 1 && runs.length > 1;
     const legend = both ? keys([...columns.map((name, k) => ({ name: words(name.replace("entropy_", "")), ...style(k), dash: "none" })), ...runs.map((run, i) => ({ name: run.run, color: "currentColor", dash: DASHES[i % DASHES.length] }))]) : undefined;
     const merged = columns.length > 1 && limits.length ? [{ value: d3.max(limits, (l) => l.value), label: "alarms of the heads: " + d3.extent(limits, (l) => l.value).join(" to ") }] : limits;
-    return lines({ title, series, limits: merged, digits: 4, legend });
-  });
-  return charts.some(Boolean) ? el("div", { class: "grid small" }, present(charts)) : say("No update was recorded.");
+    return lines({ title, series, limits: merged, digits: 4, legend, log });
+  })));
+  if (!make({}).childElementCount) return say("No update was recorded.");
+  return redrawn(make, { log: false }, (update) => toggle("logarithmic, where all values are positive", (log) => update({ log })));
 }
 
 /** Nested values as [dotted name, text]. */
 const flat = (value, prefix = "") => (value !== null && typeof value === "object" && !Array.isArray(value)
   ? Object.entries(value).flatMap(([key, inner]) => flat(inner, prefix ? `${prefix}.${key}` : key)) : [[prefix, Array.isArray(value) ? value.join(", ") : value === null ? "" : String(value)]]);
 
-function settingSection({ runs, anomalies }) {
+function settingSection({ runs, curves, anomalies }) {
+  const label = named(runs);
+  const cost = (title, note, column, digits) => lines({ title, note, digits, series: runs.filter((run) => curves[run.run]?.round).map((run, i) => ({ name: label(run.run) || title, ...style(i), rows: rowsOf(curves[run.run], column) })) });
+  const costs = present(cost("Speed", "Env-steps per second, with the update.", "env_steps_per_s", 0), cost("Memory", "Peak of the process, of the GPU where there is one; GiB.", "memory", 2));
   const maps = runs.map((run) => new Map([...flat({ version: run.version, commit: run.commit, device: run.device, started: run.started }), ...flat(run.environment, "environment"), ...flat(run.config)]));
   const names = [...new Set(maps.flatMap((map) => [...map.keys()]))];
   const differs = (name) => new Set(maps.map((map) => map.get(name))).size > 1;
@@ -263,7 +330,7 @@ function settingSection({ runs, anomalies }) {
     ["run", (a) => a.run, true], ["round", (a) => count(a.round)], ["step", (a) => count(a.t)], ["host", (a) => (a.host === null || a.host < 0 ? "all" : count(a.host))], ["kind", (a) => words(a.kind), true],
     ["value", (a) => count(a.value, 3)], ["threshold", (a) => count(a.threshold, 3)], ["what to do", (a) => a.advice ?? "–", true]], anomalies.newest, "Anomalies")] : [];
   const state = { filter: "", different: runs.length > 1 && names.some(differs) };
-  return [...list, el("h3", {}, "Settings and environment"), ...redrawn(make, state, (update) => {
+  return [...list, el("div", { class: "grid" }, costs), el("h3", {}, "Settings and environment"), ...redrawn(make, state, (update) => {
     const box = toggle("only those that differ", (different) => update({ different }));
     box.querySelector("input").checked = state.different;
     return runs.length > 1 ? [search(update), box] : [search(update)];
@@ -277,9 +344,10 @@ const SECTIONS = [
   { id: "frontier", title: "Against baselines", needs: ["runs", "evaluation"], draw: evaluationSection },
   { id: "seeds", title: "Which seeds paid off", needs: ["runs", "seeds"], draw: seedSection },
   { id: "behaviour", title: "What the controller does", needs: ["runs", "behaviour"], draw: behaviourSection },
+  { id: "importance", title: "What the controller looks at", needs: ["runs", "importance"], draw: importanceSection },
   { id: "rewards", title: "Reward", needs: ["runs", "rewards"], draw: rewardSection },
   { id: "ppo", title: "Health of PPO", needs: ["runs", "ppo"], draw: ppoSection },
-  { id: "settings", title: "Settings", needs: ["runs", "anomalies"], draw: settingSection },
+  { id: "settings", title: "Speed, settings", needs: ["runs", "curves", "anomalies"], draw: settingSection },
 ];
 
 /** What the page is about: a heading and a line. */

@@ -129,7 +129,7 @@ function hostHeading({ host: found }) {
 function hostTimeline({ host: found }) {
   if (!found.steps?.length) return say(found.host === null ? "No round is complete yet." : "The steps of this round are not in the record: the run was recorded without them, or they are not written yet.");
   beginScrub(found.length, state.step);
-  const series = [["val_acc", "with all seeds"], ["committed_acc", "kept network"]].map(([column, name], i) => ({ name, ...style(i), rows: found.steps.map((row) => ({ x: row.t, y: row[column] })) }));
+  const series = [["val_acc", "with all seeds"], ["committed_acc", "kept network"]].map(([column, name], i) => ({ name, ...style(i), dash: DASHES[i], rows: found.steps.map((row) => ({ x: row.t, y: row[column] })) }));
   const known = found.decisions.filter((row) => row.p_wait !== null);
   const chances = known.flatMap((row) => Object.keys(OPERATIONS).map((op) => ({ x: row.t, part: op, value: row[`p_${op}`] })));
   const terms = [...new Set(found.rewards.map((row) => row.term))], colors = Object.fromEntries(terms.map((term, i) => [term, [...SERIES, C.yellow, C.grey][i % 8]]));
@@ -155,7 +155,7 @@ function follow(charts) {
   charts.addEventListener("drawn", place);
   charts.addEventListener("click", (event) => {
     const chart = event.target.closest(".chart"), drawn = chart?.querySelector("svg"), scale = drawn?.scale?.("x");
-    if (scale) setStep(scale.invert(((event.clientX - drawn.getBoundingClientRect().left) * drawn.viewBox.baseVal.width) / drawn.clientWidth));
+    if (scale) setStep(valueAt(drawn, event));
   });
   watch(charts, place);
 }
@@ -247,6 +247,6 @@ const VIEWS = {
   "/run": { title: "Run", sections: [of("result"), of("curves"), { id: "glance", title: "All hosts at a glance", needs: ["round"], draw: glanceSection, single: true }, of("frontier"), of("seeds"), of("rewards"), of("ppo"), of("settings")] },
   "/host": { title: "Host", single: true, sections: [
     { id: "place", title: "Host", needs: ["host"], draw: hostHeading }, { id: "timeline", title: "Growth, step by step", needs: ["host"], draw: hostTimeline }, { id: "steps", title: "All steps", needs: ["host"], draw: hostSteps }] },
-  "/policy": { title: "Policy", sections: [of("behaviour"), { id: "policy", title: "Probabilities of the operations", needs: ["runs", "policy"], draw: policySection }, of("seeds"), of("ppo")] },
+  "/policy": { title: "Policy", sections: [of("behaviour"), { id: "policy", title: "Probabilities of the operations", needs: ["runs", "policy"], draw: policySection }, of("importance"), of("seeds"), of("ppo")] },
   "/anomalies": { title: "Anomalies", sections: [{ id: "anomalies", title: "Anomalies", needs: ["runs", "anomalies"], draw: anomalySection }] },
 };

@@ -47,7 +47,8 @@ def importance_of(
     Args:
         run: its directory.
         hosts: how many are played; None for 16, if that takes less than a minute.
-        allowed: plugins of the run that may be imported; with `trust` all.
+        allowed: plugins of the run that may be imported.
+        trust: whether all of them may.
         on_step: called with the control steps done, and with their number.
 
     Raises:

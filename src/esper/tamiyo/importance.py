@@ -85,7 +85,7 @@ def importance(policy: Policy, seen: Situations, groups: Sequence[FeatureGroup])
     absolute change of the value.
 
     Returns:
-        The measures in the order of `MEASURES`; NaN for a host without a decision.
+        The measures in the order of `MEASURES`; NaN for a host without a decision, and for the clock of one step.
 
     Raises:
         ValueError: there is one host only.
@@ -103,16 +103,17 @@ def _of_group(
     """The measures of one group."""
     axis = 1 if group.name == CLOCK else 0
     columns, slots = list(group.columns), list(group.blueprints)
-    moved, counts = [], []
+    sums_N3 = torch.zeros(len(chooses), len(MEASURES), dtype=torch.float64, device=chooses.device)
+    counts_N1 = torch.zeros(len(chooses), 1, device=chooses.device)
     for shift in _shifts(seen.features.shape[axis]):
         features, blueprints = seen.features.clone(), seen.blueprint_index.clone()
         features[..., columns] = features[..., columns].roll(shift, dims=axis)
         blueprints[..., slots] = blueprints[..., slots].roll(shift, dims=axis)
         counted_NT = chooses & seen.valid.roll(shift, dims=axis)
         found_NT3 = _moved(before, policy(features, blueprints), seen.legal)
-        moved.append(found_NT3.masked_fill(~counted_NT[..., None], 0.0).sum(dim=1))
-        counts.append(counted_NT.sum(dim=1))
-    return torch.stack(moved).sum(dim=0) / torch.stack(counts).sum(dim=0)[:, None]
+        sums_N3 += found_NT3.masked_fill(~counted_NT[..., None], 0.0).sum(dim=1)
+        counts_N1 += counted_NT.sum(dim=1, keepdim=True)
+    return sums_N3 / counts_N1  # NaN for 0 / 0
 
 
 def _shifts(length: int) -> list[int]:
@@ -125,7 +126,8 @@ def _moved(
     before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], legal: Bool[Tensor, "N T 6"]
 ) -> Float[Tensor, "N T 3"]:
     """The measures of each step."""
-    old, new = (logits.masked_fill(~legal, -torch.inf).log_softmax(dim=-1) for logits, _ in (before, after))
+    # in float64, because the divergence of similar policies is the small sum of larger parts
+    old, new = (x.double().masked_fill(~legal, -torch.inf).log_softmax(dim=-1) for x, _ in (before, after))
     kl = (old.exp() * (old - new)).masked_fill(~legal, 0.0).sum(dim=-1)
     changed = old.argmax(dim=-1) != new.argmax(dim=-1)
     return torch.stack((kl, changed.to(kl.dtype), (after[1] - before[1]).abs()), dim=-1)

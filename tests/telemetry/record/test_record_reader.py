@@ -257,13 +257,17 @@ def test_the_half_line_of_a_killed_run_is_left_out(copy: Path) -> None:
 def test_an_evaluation_in_the_directory_becomes_rows(copy: Path) -> None:
     hosts = {"objective": [60.0, 62.0], "committed": [61.0, 63.0], "test": [59.0, 60.0], "growth": [1.1, 1.2]}
     means = {"name": "trained", "objective": 61.0, "committed": 62.0, "test": 59.5, "growth": 1.15, "hosts": hosts}
-    (copy / "evaluation.json").write_text(json.dumps({"controllers": [means]}))
+    (copy / "evaluation.json").write_text(json.dumps({"task": "digits", "controllers": [means]}))
+    (copy / "other").mkdir()
+    (copy / "other" / "evaluation.json").write_text(json.dumps({"controllers": [means | {"hosts": None}]}))
+    (copy / "outside").symlink_to(copy / "other")
     with open_record([copy]) as record:
-        rows = record.query("SELECT controller, host, objective, training_flops FROM evaluations")
+        rows = record.query("SELECT file, task, controller, host, objective, training_flops FROM evaluations")
     assert [tuple(row.values()) for row in rows] == [
-        ("trained", None, 61.0, None),
-        ("trained", 0, 60.0, None),
-        ("trained", 1, 62.0, None),
+        ("evaluation.json", "digits", "trained", None, 61.0, None),
+        ("evaluation.json", "digits", "trained", 0, 60.0, None),
+        ("evaluation.json", "digits", "trained", 1, 62.0, None),
+        ("other/evaluation.json", None, "trained", None, 61.0, None),
     ]
 
 

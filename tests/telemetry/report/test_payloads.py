@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -71,23 +72,43 @@ def test_runs_are_compared_in_the_last_rounds_that_both_have():
 def test_evaluated_controllers_have_intervals_and_the_words_of_the_evaluation(tmp_path, record):
     record.database.execute("update runs set path = ?", [str(tmp_path)])
     difference = {"mean": -7.0, "low": -9.0, "high": -5.0}
+    record.database.execute("update evaluations set file = 'evaluation.json'")
     document = {"verdict": "trained is better.", "controllers": [{"name": "fixed_schedule", "difference": difference}]}
     (tmp_path / "evaluation.json").write_text(json.dumps(document))
     (tmp_path / "evaluation2.json").write_text("{")  # damaged; the record says so
-    found = payload(record, "evaluation")
+    (found,) = payload(record, "evaluation")
     trained, fixed = found["rows"]
     assert (trained["controller"], trained["kind"], trained["hosts"]) == ("trained", "trained", 2)
     assert trained["objective"] == 12.0
     assert trained["objective_half"] == pytest.approx(1.96 * 8**0.5 / 2**0.5, rel=1e-5)  # 10 and 14: variance 8
     assert (fixed["kind"], fixed["difference"]) == ("constant", difference)
-    assert found["verdicts"] == {"a": "trained is better."}
+    source = {"run": "a", "file": "evaluation.json", "older": [], "verdict": "trained is better."}
+    assert (found["task"], found["sources"]) == ("digits", [source])
+
+
+def test_each_task_has_the_newest_evaluation_of_a_run_and_names_the_older_ones(tmp_path):
+    record = ToyRecord()
+    record.add_run(path=str(tmp_path))  # of the task digits
+    (tmp_path / "later").mkdir()
+    files = {"evaluation2.json": "digits", "evaluation.json": "digits", "evaluation3.json": "cifar",
+             "later/evaluation.json": "digits"}  # fmt: skip
+    for age, (file, task) in enumerate(files.items()):
+        (tmp_path / file).write_text(json.dumps({"task": task, "verdict": file, "controllers": []}))
+        os.utime(tmp_path / file, (age, age))
+        record.add("evaluations", {"file": file, "task": task, "controller": "trained", "objective": float(age)})
+    digits, cifar = payload(record, "evaluation")
+    assert (digits["task"], [row["objective"] for row in digits["rows"]]) == ("digits", [3.0])
+    assert digits["sources"] == [{"run": "a", "file": "later/evaluation.json", "verdict": "later/evaluation.json",
+                                  "older": ["evaluation2.json", "evaluation.json"]}]  # fmt: skip
+    assert (cifar["task"], [row["objective"] for row in cifar["rows"]]) == ("cifar", [2.0])
+    assert cifar["sources"][0]["older"] == []
 
 
 def test_means_of_an_evaluation_without_hosts_are_shown_without_interval():
     record = ToyRecord()
     record.add_run()
     record.add("evaluations", {"controller": "trained", "objective": 3.0, "training_flops": 7.0})
-    (row,) = payload(record, "evaluation")["rows"]
+    (row,) = payload(record, "evaluation")[0]["rows"]
     assert (row["objective"], row["objective_half"], row["training_flops"], row["hosts"]) == (3.0, None, 7.0, 0)
 
 

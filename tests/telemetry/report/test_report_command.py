@@ -31,7 +31,10 @@ def test_a_run_becomes_one_page_and_pictures_and_stays_as_it_was(run, tmp_path, 
     out, err = capsys.readouterr()
     assert err == ""
     assert "x.html: 0." in out
-    assert contents(run) == before
+    after = contents(run)
+    measured = json.loads(after.pop("importance.json"))
+    assert after == before
+    assert payload(tmp_path / "x.html", "importance") == {"run": measured | {"why": None}}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.png", "run.svg", "x.html"]
     (shown,) = payload(tmp_path / "x.html", "runs")
     assert (shown["run"], shown["finished"], shown["last"]["round"]) == ("run", True, 2)
@@ -68,6 +71,15 @@ def test_a_run_that_was_killed_at_once_is_an_empty_page(run, tmp_path):
     shutil.copy(run / "config.toml", killed)
     assert main(["report", str(killed)]) == 0
     assert payload(killed / "report.html", "runs")[0]["last"] is None
+    assert "cannot" in payload(killed / "report.html", "importance")["killed"]["why"]
+
+
+def test_what_the_controller_looks_at_can_be_left_out(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other, ignore=shutil.ignore_patterns("importance.json"))
+    assert main(["report", str(other), "--num-envs", "0"]) == 0
+    assert payload(other / "report.html", "importance") == {"other": {"why": f"esper report {other} measures it."}}
+    assert not (other / "importance.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -75,6 +87,7 @@ def test_a_run_that_was_killed_at_once_is_an_empty_page(run, tmp_path):
     [
         ([], "no run is given"),
         (["."], "is not a run directory"),
+        (["{run}", "--num-envs", "1"], "expected at least 2, or 0"),
         (["{run}", "--out", "{tmp}/missing/x.html"], "cannot be written"),
         (["{run}", "--out", "{tmp}"], "cannot be written"),
         (["{run}", "--out", "{tmp}/x.html", "--figures", "{run}/config.toml"], "cannot be written"),

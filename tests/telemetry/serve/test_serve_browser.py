@@ -178,12 +178,12 @@ def test_the_page_of_a_running_training_follows_it(browser, tmp_path):
     with serving(tmp_path) as address, page(browser, f"{address}/run?run=live", errors=True) as tab:
         tab.wait_for_selector(".cell")
         assert tab.locator("#result .tile b").first.inner_text() == "10.00"
-        tab.locator("#curves select").select_option("3")
+        tab.locator("#curves select").first.select_option("3")
         tab.evaluate("scrollTo(0, 400)")
         add_round(run, 2)
         until(tab, lambda: tab.locator("#result .tile b").first.inner_text() == "20.00")
         until(tab, lambda: tab.locator("#glance input[type=number]").input_value() == "2")
-        assert tab.locator("#curves select").input_value() == "3"  # what was chosen stays
+        assert tab.locator("#curves select").first.input_value() == "3"  # what was chosen stays
         assert abs(tab.evaluate("scrollY") - 400) < 5  # and so does the place
         shutil.rmtree(run)
         until(tab, lambda: "there is no run" in tab.inner_text("#result"))

@@ -144,18 +144,26 @@ def step_rows(lines: Sequence[Line]) -> Iterator[Row]:
         yield row
 
 
-def evaluation_rows(document: object) -> Iterator[Row]:
+def evaluation_files(run: Path) -> list[Path]:
+    """The results of `esper evaluate` in a run directory, also in folders of its --out; the oldest first."""
+    folders = [path for path in run.glob("*/evaluation.json") if not path.parent.is_symlink()]
+    return sorted((*run.glob("evaluation*.json"), *folders), key=lambda path: (path.lstat().st_mtime_ns, path.name))
+
+
+def evaluation_rows(document: object, file: str) -> Iterator[Row]:
     """Rows of `evaluations` from a file of `esper evaluate --json`: means of all hosts, then each host."""
     controllers = document.get("controllers") if isinstance(document, dict) else None
+    place = {"file": file, "task": document.get("task") if isinstance(document, dict) else None}
     for found in controllers if isinstance(controllers, list) else ():
         if not isinstance(found, dict):
             continue
         names = ("objective", "committed", "test", "growth", "training_flops")
-        yield {"controller": found.get("name"), "host": None, **{name: found.get(name) for name in names}}
+        place["controller"] = found.get("name")
+        yield {**place, "host": None, **{name: found.get(name) for name in names}}
         hosts = found.get("hosts")
         columns = {n: v for n in names if isinstance(v := hosts.get(n), list)} if isinstance(hosts, dict) else {}
         for host, values in enumerate(zip(*columns.values(), strict=False)):
-            yield {"controller": found.get("name"), "host": host, **dict(zip(columns, values, strict=True))}
+            yield {**place, "host": host, **dict(zip(columns, values, strict=True))}
 
 
 def _ops(line: Line) -> Row:

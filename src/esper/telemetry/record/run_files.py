@@ -222,8 +222,9 @@ class RunFiles:
         self._table(EPISODES.name, EPISODES.types, lines.episode_rows(self._events, host_params))
         self._table(RUNS.name, RUNS.types, [self._run_row()])
         evaluations: list[lines.Row] = []
-        for file in sorted(self.path.glob("evaluation*.json")):
-            evaluations += lines.evaluation_rows(_json(file, self._complaints))
+        for file in lines.evaluation_files(self.path):
+            name = file.relative_to(self.path).as_posix()
+            evaluations += lines.evaluation_rows(_json(file, self._complaints), name)
         self._table(EVALUATIONS.name, EVALUATIONS.types, evaluations)
 
     def _run_row(self) -> lines.Row:

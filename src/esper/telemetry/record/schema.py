@@ -236,8 +236,10 @@ ANOMALIES = Table(
 
 EVALUATIONS = Table(
     "evaluations",
-    "Results of `esper evaluate --json` that lie in the run directory as evaluation*.json.",
+    "Results of `esper evaluate` in the run directory: evaluation*.json, and evaluation.json in a folder of `--out`.",
     (
+        Column("file", "VARCHAR", "", "the file in the run directory"),
+        Column("task", "VARCHAR", "", "task of the hosts"),
         Column("controller", "VARCHAR", "", "controller"),
         Column("host", "INTEGER", "", "host, NULL for the means of all hosts"),
         Column("objective", "DOUBLE", "points", "100·J"),

@@ -21,13 +21,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from esper.telemetry.report.page import colors
 from esper.telemetry.report.views import Payload
 
-INK, FAINT, GRID = "#1b2530", "#55616e", "#e2e6ea"
-BLUE, ORANGE, GREEN, RED, VIOLET, SAND, SKY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442", "#56B4E9",
-)  # fmt: skip
-"""The palette of Okabe and Ito, which people with a colour vision deficiency can tell apart."""
+INK, FAINT, GRID, BLUE, ORANGE, GREEN, RED, VIOLET, SAND, SKY = (
+    colors("light")[name]
+    for name in ("ink", "faint", "line", "blue", "orange", "green", "vermillion", "purple", "yellow", "sky")
+)
+"""Those of the page."""
 OPERATIONS = {"GERMINATE": GREEN, "SET_ALPHA_TARGET": SKY, "FOSSILIZE": BLUE, "PRUNE": RED, "ADVANCE": VIOLET}
 STAGES = {"GERMINATED": SAND, "TRAINING": ORANGE, "BLENDING": SKY, "HOLDING": VIOLET, "FOSSILIZED": BLUE}
 HOSTS_SHOWN = 4
@@ -135,7 +136,16 @@ def _operations(ax: Axes, counts: Payload, num_envs: int) -> None:
     for name, color in OPERATIONS.items():
         values = [(count or 0.0) / num_envs for count in counts[f"ops_{name.lower()}"]]
         if any(values):
-            ax.bar(rounds, values, bottom=floor, color=color, width=width, label=name.lower().replace("_", " "))
+            ax.bar(
+                rounds,
+                values,
+                bottom=floor,
+                color=color,
+                width=width,
+                edgecolor="white",
+                linewidth=0.7,
+                label=name.lower().replace("_", " "),
+            )
             floor = [a + b for a, b in zip(floor, values, strict=True)]
     ax.set_xlim(0.5, rounds[-1] * 1.06 + 0.5)
     ax.set_ylim(0, max(floor) * 1.3 or 1.0)
@@ -158,6 +168,8 @@ def _seeds(ax: Axes, run: Payload, newest: Payload) -> None:
             y, color = rows[host["host"], stretch["slot"]], STAGES[stretch["stage"]]
             times = range(stretch["t"], stretch["t"] + len(stretch["alpha"]))
             ax.barh(y, len(times), left=times[0] - 0.5, height=0.78, color=color, alpha=0.35)
+            ax.barh(y, len(times), left=times[0] - 0.5, height=0.78, fill=False, edgecolor=color, linewidth=1.2)
+            ax.vlines(times[0] - 0.5, y - 0.39, y + 0.39, color="white", linewidth=1.5, zorder=3)
             heights = [0.78 * (alpha or 0.0) for alpha in stretch["alpha"]]
             ax.bar(times, [-height for height in heights], bottom=y + 0.39, width=1.0, color=color)
     labels = [f"host {host}  {slot}" if slot == slots[0] else slot for host, slot in rows]

@@ -12,6 +12,7 @@ The content security policy allows these scripts alone, by their digests.
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
@@ -25,6 +26,12 @@ SCRIPTS = ("d3.min.js", "plot.min.js", "dom.js", "charts.js", "app.js", "embedde
 def asset(name: str) -> str:
     """The text of a file that is part of the page."""
     return files("esper.telemetry.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def colors(scheme: str) -> dict[str, str]:
+    """The colours of a page, #rrggbb by name; `scheme` is "light" or "dark"."""
+    blocks = re.findall(r":root \{(.*?)\}", asset("style.css"), re.DOTALL)[: 2 if scheme == "dark" else 1]
+    return {name: color for block in blocks for name, color in re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)}
 
 
 def payloads_of(record: Record, on_section: Callable[[int, int, str], None]) -> dict[str, object]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from esper.leyline.files import mode_of
+from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.report import behaviour, hosts, learning
 from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
 from esper.telemetry.run_directory import IMPORTANCE, plain_json
@@ -50,22 +51,22 @@ from rounds, quarter where run = $1 group by length"""
 
 
 def curves(record: Record) -> dict[str, Payload]:
-    """Means and quartiles over the hosts for each round of each run."""
+    """Means and quartiles over the hosts for each round of each run; `seconds` pass from the start to its end."""
     names = ("objective", "committed", "live", "shaped_return", "growth")
     columns = ", ".join(
         f"avg({name}) as {name}, quantile_cont({name}, 0.25) as {name}_low, quantile_cont({name}, 0.75) as {name}_high"
         for name in names
     )
-    return {
-        run: columns_of(
-            record.query(
-                f"select max(round) as round, {columns} from episodes where run = ? group by (round - 1) // ? "
-                "order by 1",
-                (run, found.bucket),
-            )
-        )
-        for run, found in rounds_of(record).items()
-    }
+    sql = f"select max(round) as round, {columns} from episodes where run = ? group by (round - 1) // ? order by 1"
+    curves = {run: columns_of(record.query(sql, (run, found.bucket))) for run, found in rounds_of(record).items()}
+    for run, curve in ((run, curve) for run, curve in curves.items() if curve):
+        ended = {row["round"]: row["seconds"] for row in record.query(_ENDED, (run,))}
+        curve["seconds"] = [ended.get(number) for number in curve["round"]]
+    return curves
+
+
+_ENDED = """
+select round, sum(seconds + coalesce(update_seconds, 0)) over (order by round) as seconds from rounds where run = ?"""
 
 
 def differences(record: Record) -> list[Payload]:
@@ -90,50 +91,60 @@ select count(*) as pairs, min(round) as first, max(round) as last,
 from pairs"""
 
 
-def evaluation(record: Record) -> Payload:
-    """Each evaluated controller, and the verdict of each run, with the intervals that `esper evaluate` found.
+def evaluation(record: Record) -> list[Payload]:
+    """For each task the newest evaluation of each run on it, with the intervals that `esper evaluate` found.
 
-    `rows` hold means over hosts, half widths of their 95 % intervals, and the paired difference to the trained one.
+    The tasks of the runs come first. `rows` hold means over hosts, half widths of their 95 % intervals, and the paired
+    difference to the trained controller; `sources` the file and the verdict of each run, and its older files.
     """
+    runs = {row["run"]: row for row in record.query("select run, path, task from runs order by run")}
+    documents = {run: _documents(Path(row["path"])) for run, row in runs.items()}
+    tasks: dict[str, dict[str, dict[str, list[Payload]]]] = {}
+    for row in record.query(_EVALUATION):
+        task = row["task"] or runs[row["run"]]["task"]
+        tasks.setdefault(task, {}).setdefault(row["run"], {}).setdefault(row["file"], []).append(row)
+    own = {row["task"] for row in runs.values()}
+    sections = []
+    for task in sorted(tasks, key=lambda task: (task not in own, task)):
+        rows, sources = [], []
+        for run, files in tasks[task].items():
+            known = list(documents[run])
+            *older, file = sorted(files, key=lambda name: known.index(name) if name in known else -1)
+            document = documents[run].get(file, {})
+            sources.append({"run": run, "file": file, "older": older, "verdict": document.get("verdict")})
+            rows += _with_kind(files[file], document)
+        sections.append({"task": task, "rows": rows, "sources": sources})
+    return sections
+
+
+def _with_kind(rows: list[Payload], document: Payload) -> list[Payload]:
     kinds = {TRAINED: "trained", **dict.fromkeys(CONSTANT, "constant")}
-    written = {row["run"]: _documents(Path(row["path"])) for row in record.query("select run, path from runs")}
-    differences = {
-        (run, controller["name"]): controller.get("difference")
-        for run, documents in written.items()
-        for document in documents
-        for controller in document["controllers"]
-    }
-    rows = [
-        row
-        | {
-            "kind": kinds.get(row["controller"], "other"),
-            "difference": differences.get((row["run"], row["controller"])),
-        }
-        for row in record.query(_EVALUATION)
+    differences = {found["name"]: found.get("difference") for found in document.get("controllers", ())}
+    return [
+        row | {"kind": kinds.get(row["controller"], "other"), "difference": differences.get(row["controller"])}
+        for row in rows
     ]
-    verdicts = {run: documents[-1].get("verdict") for run, documents in written.items() if documents}
-    return {"rows": rows, "verdicts": verdicts}
 
 
-def _documents(run: Path) -> list[Payload]:
-    """The files of `esper evaluate --json` in a run directory; the record complains about those that are damaged."""
-    found = []
-    for file in sorted(run.glob("evaluation*.json")):
+def _documents(run: Path) -> dict[str, Payload]:
+    """The evaluations in a run directory by file, oldest first; the record complains about those that are damaged."""
+    found = {}
+    for file in evaluation_files(run):
         with suppress(ValueError):
             if stat.S_ISREG(mode_of(file)) and "controllers" in (document := json.loads(file.read_text("utf-8"))):
-                found.append(document)
+                found[file.relative_to(run).as_posix()] = document
     return found
 
 
 _MEASURES = ("objective", "committed", "test", "growth", "training_flops")
 _EVALUATION = (
-    "select e.run, e.controller, count(e.host) as hosts, "
+    "select e.run, e.file, e.task, e.controller, count(e.host) as hosts, "
     + ", ".join(
         f"coalesce(avg(e.{name}) filter (e.host is not null), max(e.{name}) filter (e.host is null)) as {name}, "
         f"1.96 * stddev_samp(e.{name}) filter (e.host is not null) / sqrt(count(e.host)) as {name}_half"
         for name in _MEASURES
     )
-    + " from evaluations e group by e.run, e.controller order by e.run, objective desc"
+    + " from evaluations e group by e.run, e.file, e.task, e.controller order by e.run, objective desc"
 )
 """A row without host holds the means of all."""
 

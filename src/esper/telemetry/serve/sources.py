@@ -16,6 +16,7 @@ from typing import final
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record import Record, open_record
+from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.record.parts import RECORD
 from esper.telemetry.report.payloads import rounded
 from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, SUMMARY
@@ -166,7 +167,7 @@ def version_of(run: Path) -> str:
     Events are not looked at, because they grow within a round; they are on disk just after the round's metrics.
     """
     names = (CONFIG, METRICS, SUMMARY, IMPORTANCE, RECORD)
-    states = [_state(path) for path in (*(run / name for name in names), *sorted(run.glob("evaluation*.json")))]
+    states = [_state(path) for path in (*(run / name for name in names), *evaluation_files(run))]
     return blake2b(repr(states).encode(), digest_size=8).hexdigest()
 
 

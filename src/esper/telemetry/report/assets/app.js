@@ -40,10 +40,12 @@ function tiles(run, evaluated) {
 function summary({ runs, evaluation, anomalies, differences }) {
   const many = runs.length > 1;
   const findings = anomalies.kinds.map((kind) => el("p", { class: "finding" }, el("strong", {}, (many ? `${kind.run}: ` : "") + words(kind.kind)), ` (${kind.times}×, last in round ${kind.last_round}) ${kind.message ?? ""} ${kind.advice ?? ""}`));
-  const verdicts = runs.filter((run) => evaluation.verdicts[run.run]).map((run) => el("p", { class: "verdict" }, el("strong", {}, many ? `${run.run}: ` : "Evaluation: "), evaluation.verdicts[run.run]));
+  const verdicts = evaluation.flatMap(({ task, sources }) => sources.filter((source) => source.verdict).map((source) => el("p", { class: "verdict" },
+    el("strong", {}, `${many ? `${source.run}, e` : "E"}valuation${evaluation.length > 1 ? ` on ${task}` : ""}: `), source.verdict)));
+  const evaluated = (run) => (evaluation.find(({ task }) => task === run.task)?.rows ?? []).filter((row) => row.run === run.run);
   const unfinished = runs.filter((run) => !run.finished).map((run) => el("p", { class: "finding" }, `${run.run} is not finished: ${run.cost.rounds} complete rounds${run.config.rounds ? ` of ${run.config.rounds}` : ""}.`));
   return present(
-    many ? comparison(runs, evaluation.rows) : runs.map((run) => tiles(run, evaluation.rows.filter((row) => row.run === run.run))),
+    many ? comparison(runs, evaluated) : runs.map((run) => tiles(run, evaluated(run))),
     verdicts, unfinished,
     anomalies.complaints.map((text) => el("p", { class: "finding" }, text)),
     findings.length ? findings : say("No anomaly was found."),
@@ -51,8 +53,8 @@ function summary({ runs, evaluation, anomalies, differences }) {
   );
 }
 
-function comparison(runs, evaluation) {
-  const of = (run) => evaluation.find((row) => row.run === run.run && row.kind === "trained");
+function comparison(runs, evaluated) {
+  const of = (run) => evaluated(run).find((row) => row.kind === "trained");
   return table([
     ["run", (run) => run.run, true], ["task", (run) => run.task, true], ["seed", (run) => count(run.seed)], ["rounds", (run) => count(run.cost.rounds)],
     ["100·J, last round ± sd", (run) => (run.last ? plusMinus(run.last.objective, run.last.objective_std) : "–")],
@@ -72,24 +74,53 @@ function paired(differences) {
     ], differences, "Paired differences"));
 }
 
+const AXES = {
+  round: (run, curve) => curve.round,
+  "env-steps": (run, curve) => curve.round.map((round) => round * run.num_envs * run.episode_length),
+  minutes: (run, curve) => curve.seconds.map((seconds) => seconds / 60),
+};
+// What the learning curves show, also when they are drawn again: an axis, an interval of it, and the rounds of an average.
+const shown = { axis: "round", domain: null, span: 1 };
+
 function curveSection({ runs, curves }) {
-  const names = runs.map((run) => run.run).filter((run) => curves[run]?.round), label = named(names);
-  const chart = (title, note, column, span, extra = []) => lines({
-    title, note,
+  const drawn = runs.filter((run) => curves[run.run]?.round), names = drawn.map((run) => run.run), label = named(names);
+  if (!names.length) return say("No round is complete yet.");
+  const xs = (run) => AXES[shown.axis](drawn.find((one) => one.run === run), curves[run]);
+  const inside = (row) => row.x !== null && (!shown.domain || (row.x >= shown.domain[0] && row.x <= shown.domain[1]));
+  const chart = (title, note, column, extra = []) => lines({
+    title, note, xLabel: shown.axis, xDomain: shown.domain,
     series: [[column, "none"], ...extra].flatMap(([name, dash], kind) => names.map((run, i) => ({
       name: [label(run), extra.length ? { committed: "kept network", live: "with all seeds" }[name] : ""].filter(Boolean).join(" ") || title,
       ...(names.length > 1 ? { ...style(i), ...(kind ? { dash } : {}) } : style(kind)),
-      rows: rolling(rowsOf(curves[run], name, ...(kind ? [] : [`${name}_low`, `${name}_high`])), span),
+      rows: rolling(rowsOf(curves[run], name, ...(kind ? [] : [`${name}_low`, `${name}_high`])), shown.span).map((row, k) => ({ ...row, x: xs(run)[k] })).filter(inside),
     }))),
   });
-  const make = ({ span }) => el("div", { class: "grid" }, present(
-    chart("100·J", "What is optimized: accuracy of the network that is kept minus the price of its growth. Band: quartiles of the hosts.", "objective", span),
-    chart("Accuracy", "Validation, %, at the end of each round.", "committed", span, [["live", "2 3"]]),
-    chart("Growth", "Parameters of the network that is kept / those of the host.", "growth", span),
-    chart("Return", "Sum of the rewards of an episode; it trains the controller and does not rank it.", "shaped_return", span),
-  ));
-  if (!names.length) return say("No round is complete yet.");
-  return redrawn(make, { span: 1 }, (update) => choice("Average over", [1, 3, 10, 30].map((n) => [n, n === 1 ? "each round" : `${n} rounds`]), (span) => update({ span: Number(span) })));
+  const make = () => {
+    const grid = el("div", { class: "grid zoomable" }, present(
+      chart("100·J", "What is optimized: accuracy of the network that is kept minus the price of its growth. Band: quartiles of the hosts.", "objective"),
+      chart("Accuracy", "Validation, %, at the end of each round.", "committed", [["live", "2 3"]]),
+      chart("Growth", "Parameters of the network that is kept / those of the host.", "growth"),
+      chart("Return", "Sum of the rewards of an episode; it trains the controller and does not rank it.", "shaped_return"),
+    ));
+    onInterval(grid, zoom);
+    return grid.childElementCount ? grid : say("No round lies in this interval.");
+  };
+  let update;
+  const zoom = (domain) => {
+    const whole = d3.extent(names.flatMap(xs)), [from, to] = domain ?? whole;
+    update({ domain: domain && from < to ? [from, to] : null });
+    fields.forEach((field, i) => { field.value = Number((shown.domain ?? whole)[i].toPrecision(4)); });
+  };
+  const fields = ["from", "to"].map((name) => el("input", { type: "number", step: "any", "aria-label": name, change: () => zoom(fields.map((field) => Number(field.value))) }));
+  const made = redrawn(make, shown, (change) => {
+    update = change;
+    const axis = choice("Axis", Object.keys(AXES).map((name) => [name, name]), (name) => { shown.axis = name; zoom(null); });
+    const span = choice("Average over", [1, 3, 10, 30].map((n) => [n, n === 1 ? "each round" : `${n} rounds`]), (n) => update({ span: Number(n) }));
+    [axis, span].forEach((control, i) => { control.querySelector("select").value = [shown.axis, shown.span][i]; });
+    return [span, axis, el("label", {}, "from ", fields[0]), el("label", {}, "to ", fields[1]), el("button", { type: "button", click: () => zoom(null) }, "all")];
+  });
+  zoom(shown.domain);
+  return [say("Drag over a chart to see a part of the run; a double click shows all of it."), ...made];
 }
 
 function hostSection({ runs, hosts }) {
@@ -153,10 +184,17 @@ function seedSection({ runs, seeds }) {
 }
 
 function evaluationSection({ runs, evaluation }) {
-  if (!evaluation.rows.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --json ${runs[0]?.path ?? "RUN"}/evaluation.json`), " compares the controller with the baselines on new hosts.");
-  const label = named(runs), rows = evaluation.rows.map((row) => ({ ...row, label: [label(row.run), row.controller].filter(Boolean).join(" ") }));
+  if (!evaluation.length) return el("p", {}, "Not evaluated yet: ", el("code", {}, `esper evaluate ${runs[0]?.path ?? "RUN"} --json ${runs[0]?.path ?? "RUN"}/evaluation.json`), " compares the controller with the baselines on new hosts.");
+  return evaluation.map((found) => [evaluation.length > 1 ? el("h3", {}, `On ${found.task}`) : null, ...evaluationOf(found, named(runs))]);
+}
+
+/** The evaluations of one task: the newest of each run. */
+function evaluationOf({ rows: found, sources }, label) {
+  const rows = found.map((row) => ({ ...row, label: [label(row.run), row.controller].filter(Boolean).join(" ") }));
   const [most, least] = [d3.max(rows, (row) => row.growth), d3.min(rows, (row) => row.growth)];
+  const older = sources.filter((source) => source.older.length);
   return [
+    ...older.map(({ run, file, older }) => say(`${label(run) && `${run}: `}${file} is the newest evaluation on this task and is shown; not shown: ${older.join(", ")}.`)),
     el("div", { class: "grid" }, present(
       frontier({ title: "Accuracy against size", note: "Validation, %, of the network that is kept, against its parameters (host = 1), with 95 % intervals over the hosts.", rows, x: "growth", xLabel: "growth", y: "committed", log: least > 0 && most / least > 8 }),
       frontier({ title: "Accuracy against training cost", note: "The same against the operations that training a host took.", rows, x: "training_flops", xLabel: "training FLOPs per host", y: "committed", log: false }),

@@ -1,8 +1,8 @@
 "use strict";
 // The charts: each function takes rows and gives a figure.
 
-// Okabe and Ito's palette, which people with a colour vision deficiency can tell apart.
-const C = { blue: "#0072B2", vermillion: "#D55E00", green: "#009E73", purple: "#CC79A7", orange: "#E69F00", sky: "#56B4E9", yellow: "#F0E442", grey: "#8a939c" };
+// style.css has these colours for light and dark pages. Parts that touch are separated by lines in the colour of the page.
+const C = Object.fromEntries(["blue", "vermillion", "green", "purple", "orange", "sky", "yellow", "grey"].map((name) => [name, `var(--${name})`]));
 const SERIES = [C.blue, C.vermillion, C.green, C.purple, C.orange, C.sky];
 const DASHES = ["none", "7 3", "2 3", "9 3 2 3"];
 const STAGES = { GERMINATED: C.yellow, TRAINING: C.orange, BLENDING: C.sky, HOLDING: C.purple, FOSSILIZED: C.blue };
@@ -11,6 +11,36 @@ const MARGIN = { marginLeft: 46, marginRight: 14, marginTop: 14, marginBottom: 3
 
 const style = (index) => ({ color: SERIES[index % SERIES.length], dash: DASHES[Math.floor(index / SERIES.length) % DASHES.length] });
 const plot = (width, options) => Plot.plot({ width, height: 230, ...MARGIN, style: { background: "transparent", fontSize: "11px" }, ...options });
+
+/** The value on the x axis of a drawn chart below the pointer. */
+const valueAt = (svg, event) => svg.scale("x").invert(((event.clientX - svg.getBoundingClientRect().left) * svg.viewBox.baseVal.width) / svg.clientWidth);
+
+/** Calls `choose([from, to])` when the mouse is dragged over a chart in `place`, and `choose(null)` after a double click. */
+function onInterval(place, choose) {
+  let from = null, box;
+  const chartOf = (event) => event.target.closest(".chart");
+  place.addEventListener("pointerdown", (event) => {
+    const chart = chartOf(event);
+    if (!chart || event.button || event.pointerType === "touch") return;
+    from = { chart, x: event.clientX, value: valueAt(chart.querySelector("svg"), event) };
+    chart.append(box = el("i", { class: "interval" }));
+    event.preventDefault();  // no text is chosen
+  });
+  place.addEventListener("pointermove", (event) => {
+    if (!from) return;
+    const left = from.chart.getBoundingClientRect().left;
+    Object.assign(box.style, { left: `${Math.min(from.x, event.clientX) - left}px`, width: `${Math.abs(event.clientX - from.x)}px` });
+  });
+  const end = (event) => {
+    if (!from) return;
+    const { chart, x, value } = from;
+    from = null;
+    box.remove();
+    if (event.type === "pointerup" && Math.abs(event.clientX - x) > 5) choose(d3.sort([value, valueAt(chart.querySelector("svg"), event)]));
+  };
+  ["pointerup", "pointerleave", "pointercancel"].forEach((name) => place.addEventListener(name, end));
+  place.addEventListener("dblclick", (event) => { if (chartOf(event)) choose(null); });
+}
 
 /** Ticks at whole numbers only. */
 const wholeTicks = (low, high, width) => d3.ticks(low, high, Math.max(2, width / 70)).filter(Number.isInteger);
@@ -25,7 +55,7 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
   const draw = (width) => plot(width, {
     height, marginLeft,
     insetLeft: 6, insetRight: 6,
-    x: { label: xLabel, ticks: (Number.isInteger(low) && high - low < 1e6 ? wholeTicks(low, high, width) : 5), domain: xDomain ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
+    x: { label: xLabel, tickFormat: high > 1e4 ? "~s" : undefined, ticks: (Number.isInteger(low) && high - low < 1e6 ? wholeTicks(low, high, width) : 5), domain: xDomain ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
     y: { label: null, grid: true, domain, nice: !domain, ticks: 5, tickFormat: shown.some((one) => one.rows.some((row) => Math.abs(row.y) > 1e4)) ? "~s" : undefined },
     marks: [
       ...shown.filter((one) => one.rows.some((row) => row.low != null)).map((one) => Plot.areaY(one.rows, { x: "x", y1: "low", y2: "high", fill: one.color, fillOpacity: 0.18 })),
@@ -63,7 +93,7 @@ function bars({ title, note, rows, colors, xLabel, unit = "", percent = false, l
     y: { label: null, grid: true, ticks: 5, percent, tickFormat: percent ? (value) => `${value} %` : undefined, nice: true, domain: top && [0, 100 * top] },
     color: { domain: order, range: order.map((name) => colors[name]) },
     marks: [
-      Plot.rect(boxes, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: "part" }),
+      Plot.rect(boxes, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: "part", insetTop: 0.5, insetBottom: 0.5 }),
       Plot.ruleY([0]),
       ...(line ? [Plot.lineY(line, { x: "x", y: "y", stroke: "currentColor", strokeWidth: 2 })] : []),
       Plot.tip(boxes, Plot.pointer({ x: "x", y: "y2", title: (row) => `${words(row.part)}\n${xLabel} ${count(row.x)}: ${percent ? number(100 * row.value, 1) + " %" : number(row.value, 4) + unit}` })),
@@ -108,7 +138,8 @@ function ranked({ title, note, rows, percent = false }) {
   return figure({ title, note, draw, rows });
 }
 
-/** A table of numbers as shades, with the numbers: rows of {x, y, value (share), times}. */
+/** A table of numbers as shades, with the numbers: rows of {x, y, value (share), times}. The darkest lets them be read. */
+const SHADE = 0.4;
 function heat({ title, note, rows, xs, ys }) {
   if (!rows.length) return null;
   const top = d3.max(rows, (row) => row.value);
@@ -116,8 +147,8 @@ function heat({ title, note, rows, xs, ys }) {
     height: 60 + 22 * ys.length, marginLeft: 112, marginTop: 26, marginBottom: 6,
     x: { label: null, domain: xs, axis: "top" }, y: { label: null, domain: ys },
     marks: [
-      Plot.cell(rows, { x: "x", y: "y", fill: C.blue, fillOpacity: (row) => row.value / top, stroke: "currentColor", strokeOpacity: 0.2, inset: 1 }),
-      Plot.text(rows, { x: "x", y: "y", text: (row) => `${Math.round(100 * row.value)} %`, fill: (row) => (row.value / top > 0.6 ? "white" : "currentColor") }),
+      Plot.cell(rows, { x: "x", y: "y", fill: C.blue, fillOpacity: (row) => (SHADE * row.value) / top, stroke: "currentColor", strokeOpacity: 0.2, inset: 1 }),
+      Plot.text(rows, { x: "x", y: "y", text: (row) => `${Math.round(100 * row.value)} %`, fill: "currentColor" }),
       Plot.tip(rows, Plot.pointer({ x: "x", y: "y", title: (row) => `${row.y} in ${row.x}\n${number(100 * row.value, 1)} %, ${row.times} seeds` })),
     ],
   });
@@ -179,8 +210,9 @@ function lanes({ host, slots, length }) {
       y: { domain: [slots.length, 0], axis: null },
       marks: [
         Plot.rect(slots, { x1: 0.5, x2: length + 0.5, y1: (_, i) => i, y2: (_, i) => i + lane, fill: "currentColor", fillOpacity: 0.05 }),
-        Plot.rect(stretches, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: (s) => STAGES[s.stage] ?? C.grey, fillOpacity: 0.3,  stroke: "currentColor", strokeOpacity: 0.35 }),
+        Plot.rect(stretches, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: (s) => STAGES[s.stage] ?? C.grey, fillOpacity: 0.3, stroke: (s) => STAGES[s.stage] ?? C.grey, strokeWidth: 1.5, inset: 0.75 }),
         Plot.rect(fills.filter((f) => f.alpha > 0), { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: (f) => STAGES[f.stage] ?? C.grey, shapeRendering: "crispEdges" }),
+        Plot.ruleX(stretches, { x: "x1", y1: "y1", y2: "y2", stroke: "var(--paper)", strokeWidth: 2 }),
         Plot.text(slots, { frameAnchor: "left", dx: -54, y: (_, i) => i + lane / 2, text: (name) => name, textAnchor: "start", fill: "currentColor" }),
         Plot.dot(ends, { x: "t", y: "y", symbol: (e) => (e.what === "pruned" ? "times" : "diamond"), r: 6, stroke: (e) => (e.what === "pruned" ? "currentColor" : "white"), strokeWidth: (e) => (e.what === "pruned" ? 3 : 1.2), fill: (e) => (e.what === "pruned" ? "none" : "black") }),
         Plot.text(named, { x: (s) => s.germinated_t - 0.3, y: (s) => slots.indexOf(s.slot), dy: 8, text: "blueprint", textAnchor: "start", fill: "currentColor", stroke: "var(--paper)", strokeWidth: 3 }),

@@ -101,7 +101,8 @@ function download(svg, title) {
   const style = getComputedStyle(document.body);
   copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
   copy.setAttribute("style", `color: ${style.color}; background: ${style.backgroundColor}; font: 11px sans-serif`);
-  const url = URL.createObjectURL(new Blob([copy.outerHTML], { type: "image/svg+xml" }));
+  const drawn = copy.outerHTML.replace(/var\((--[\w-]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
+  const url = URL.createObjectURL(new Blob([drawn], { type: "image/svg+xml" }));
   el("a", { href: url, download: `${title.replace(/\W+/g, "-")}.svg` }).click();
   URL.revokeObjectURL(url);
 }

@@ -155,7 +155,7 @@ function follow(charts) {
   charts.addEventListener("drawn", place);
   charts.addEventListener("click", (event) => {
     const chart = event.target.closest(".chart"), drawn = chart?.querySelector("svg"), scale = drawn?.scale?.("x");
-    if (scale) setStep(scale.invert(((event.clientX - drawn.getBoundingClientRect().left) * drawn.viewBox.baseVal.width) / drawn.clientWidth));
+    if (scale) setStep(valueAt(drawn, event));
   });
   watch(charts, place);
 }

@@ -40,8 +40,8 @@ def by_name(found: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_every_column_and_blueprint_is_in_one_group_and_in_one_place():
-    places = {"host block", "slot r0c0", "slot r0c1"}
-    for chosen in ([g for g in GROUPS[1:] if g.name in places], [g for g in GROUPS[1:] if g.name not in places]):
+    assert [group.name for group in GROUPS if group.kind == "where"] == ["host block", "slot r0c0", "slot r0c1"]
+    for chosen in ([group for group in GROUPS if group.kind == kind] for kind in ("all", "what", "where")):
         assert sorted(i for group in chosen for i in group.columns) == list(range(feature_dim(2)))
         assert sorted(s for group in chosen for s in group.blueprints) == [0, 1]
     stage = next(group for group in GROUPS if group.name == "stage of the seeds")

@@ -128,7 +128,7 @@ def _compared(client: SimicClient, groups: Sequence[FeatureGroup]) -> tuple[Tens
 def _row(group: FeatureGroup, of_hosts: np.ndarray) -> dict[str, Any]:
     """Means over the hosts with a decision, and half widths of their 95 % intervals; `of_hosts` is [N, 3]."""
     known = of_hosts[np.isfinite(of_hosts).all(axis=1)]
-    row: dict[str, Any] = {"group": group.name, "columns": list(group.names)}
+    row: dict[str, Any] = {"group": group.name, "kind": group.kind, "columns": list(group.names)}
     for name, values in zip(MEASURES, known.T, strict=True):
         row[name] = float(values.mean()) if values.size else None
         half = 1.96 * values.std(ddof=1) / np.sqrt(values.size) if values.size > 1 else float("nan")

@@ -33,11 +33,13 @@ class FeatureGroup:
     """Inputs of the policy that belong together.
 
     Attributes:
-        name: in words. columns: places in the features. blueprints: slots whose blueprint index belongs to it.
+        name: in words. kind: "all", "what" (columns that tell the same) or "where" (the host block, or a slot).
+        columns: places in the features. blueprints: slots whose blueprint index belongs to it.
         names: of the columns; those that every slot has are named once.
     """
 
     name: str
+    kind: str
     columns: tuple[int, ...]
     blueprints: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -45,24 +47,29 @@ class FeatureGroup:
 
 def feature_groups(slot_ids: Sequence[str]) -> list[FeatureGroup]:
     """Everything, each group that the feature tables name, the blueprints, the host block, and each slot."""
-    layout: list[tuple[str, Feature]] = [("host", feature) for feature in HOST_FEATURES]
+    layout: list[tuple[str, Feature]] = [("host block", feature) for feature in HOST_FEATURES]
     layout += [(f"slot {slot}", feature) for slot in slot_ids for feature in SLOT_FEATURES]
 
-    def group(name: str, belongs: Callable[[str, Feature], bool], blueprints: Sequence[int] = ()) -> FeatureGroup:
+    def group(
+        name: str, kind: str, belongs: Callable[[str, Feature], bool], blueprints: Sequence[int] = ()
+    ) -> FeatureGroup:
         columns = tuple(i for i, column in enumerate(layout) if belongs(*column))
         names = dict.fromkeys(layout[i][1].name for i in columns)
-        return FeatureGroup(name, columns, tuple(blueprints), (*names, *(["blueprint"] if blueprints else [])))
+        return FeatureGroup(name, kind, columns, tuple(blueprints), (*names, *(["blueprint"] if blueprints else [])))
+
+    def told(name: str) -> FeatureGroup:
+        return group(name, "what", lambda place, feature: feature.group == name)
+
+    def held(place: str, *blueprints: int) -> FeatureGroup:
+        return group(place, "where", lambda where, feature: where == place, blueprints)
 
     all_slots = range(len(slot_ids))
     return [
-        group("everything", lambda place, feature: True, all_slots),
-        *(group(name, lambda _, f, name=name: f.group == name) for name in dict.fromkeys(f.group for _, f in layout)),
-        group("blueprints of the seeds", lambda place, feature: False, all_slots),
-        group("host block", lambda place, feature: place == "host"),
-        *(
-            group(f"slot {slot}", lambda place, _, own=f"slot {slot}": place == own, [s])
-            for s, slot in enumerate(slot_ids)
-        ),
+        group("everything", "all", lambda place, feature: True, all_slots),
+        *(told(name) for name in dict.fromkeys(feature.group for _, feature in layout)),
+        group("blueprints of the seeds", "what", lambda place, feature: False, all_slots),
+        held("host block"),
+        *(held(f"slot {slot}", number) for number, slot in enumerate(slot_ids)),
     ]
 
 

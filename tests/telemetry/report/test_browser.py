@@ -1,5 +1,6 @@
 """The page in a real browser: every section is drawn, nothing is complained about, and keys and small screens work."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copied = f"select * replace ('b{HOSTILE}' as run) from {table} where run = 'a'"
         record.database.execute(f"insert into {table} {copied}")
     path = tmp_path_factory.mktemp("page") / "report.html"
+    row = {"group": "everything", "kind": "all", "columns": ["age"]}
+    row |= {f"{name}{half}": 0.5 for name in ("kl", "changed", "value") for half in ("", "_half")}
+    found = {"controller": "after 2 rounds", "hosts": 2, "decisions": 8, "others": 1, "groups": [row]}
+    (path.parent / "importance.json").write_text(json.dumps(found))
+    record.database.execute("update runs set path = ? where run = 'a'", [str(path.parent)])
     path.write_text(document(payloads_of(record, lambda done, total, name: None), "report"), encoding="utf-8")
     return path
 
@@ -52,7 +58,8 @@ def test_every_section_is_drawn_and_fits_the_width(tab: Any) -> None:
     tab.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))")
     drawn = tab.evaluate("Object.fromEntries([...document.querySelectorAll('section')].map((s) =>"
                          " [s.id, s.querySelectorAll('svg[role=img], table').length]))")  # fmt: skip
-    assert set(drawn) == {"result", "curves", "hosts", "frontier", "seeds", "behaviour", "rewards", "ppo", "settings"}
+    names = "result curves hosts frontier seeds behaviour importance rewards ppo settings"
+    assert list(drawn) == names.split()
     assert all(drawn.values()), drawn
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.evaluate("[...document.querySelectorAll('svg')].every((s) => !s.outerHTML.includes('NaN'))")
@@ -76,3 +83,40 @@ def test_a_chart_opens_its_data(tab: Any) -> None:
     tab.keyboard.press("Space")
     assert button.get_attribute("aria-expanded") == "true"
     assert "10.5" in tab.locator("#curves table").first.inner_text()  # hosts with 10 and 11 in round 1
+
+
+def ticks(tab: Any) -> list[str]:
+    return tab.locator("#curves .chart").first.locator("[aria-label='x-axis tick label'] text").all_inner_texts()
+
+
+def test_a_drag_shows_a_part_of_the_run_and_a_double_click_all_of_it(tab: Any) -> None:
+    chart = tab.locator("#curves .chart").first
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    middle, y = box["x"] + 0.6 * box["width"], box["y"] + 60
+    tab.mouse.move(middle, y)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + box["width"] - 4, y, steps=3)
+    assert tab.locator(".interval").count() == 1
+    tab.mouse.up()
+    field = tab.get_by_label("from", exact=True)
+    assert 1.4 < float(field.input_value()) < 1.8  # rounds 1 and 2; the drag began at 0.6 of the width
+    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    assert ticks(tab) == ["2"]
+    tab.locator("#curves .chart").first.dblclick(position={"x": 100, "y": 60})
+    assert float(field.input_value()) == 1.0
+    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    assert ticks(tab) == ["1", "2"]
+
+
+def test_the_curves_can_be_drawn_over_env_steps(tab: Any) -> None:
+    tab.get_by_label("Axis").select_option("env-steps")
+    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    assert tab.get_by_label("to", exact=True).input_value() == "16"  # two rounds of two hosts and four steps
+    field = tab.get_by_label("from", exact=True)
+    field.fill("10")
+    field.press("Enter")
+    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    assert set(ticks(tab)) <= {"10", "12", "14", "16"}
+    tab.get_by_role("button", name="all", exact=True).click()
+    assert field.input_value() == "8"

@@ -84,7 +84,7 @@ def test_the_measures_are_those_of_known_colours():
 @pytest.mark.parametrize("ground", BACKGROUNDS)
 def test_text_can_be_read(scheme, ground):
     found = colors(scheme)
-    for name in ("ink", "faint", "link"):
+    for name in ("ink", "faint", "link", "bad"):
         assert contrast(rgb(found[name]), rgb(found[ground])) >= TEXT, name
 
 

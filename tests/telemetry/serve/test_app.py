@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -159,34 +158,3 @@ def test_a_round_that_is_appended_arrives_as_an_event_and_then_as_data(folder):
         other.request("GET", "/api/curves?run=a")
         assert json.loads(other.getresponse().read())["a"]["round"] == [1, 2, 3]
         other.close()
-
-
-def luminance(color: str) -> float:
-    """Relative luminance of #rrggbb (WCAG 2.2)."""
-    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def test_contrast_is_computed_as_wcag_says():
-    assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
-    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_texts_and_curves_can_be_read_on_both_grounds(scheme):
-    assets = files("esper.telemetry.report").joinpath("assets")
-    blocks = re.findall(r":root \{(.*?)\}", assets.joinpath("style.css").read_text("utf-8"), re.DOTALL)
-    colors = dict(re.findall(r"--(\w+): (#\w{6})", blocks[scheme]))
-    for ground in ("paper", "panel"):
-        for text in ("ink", "faint", "link", "bad"):
-            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)  # AA for text
-        charts = assets.joinpath("charts.js").read_text("utf-8")
-        for name in ("blue", "vermillion"):  # curves that no other mark tells apart
-            (color,) = re.findall(rf'{name}: "(#\w{{6}})"', charts)
-            assert contrast(color, colors[ground]) >= 3.0, (name, ground)  # AA for graphics

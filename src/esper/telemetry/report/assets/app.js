@@ -257,18 +257,19 @@ function importanceSection({ runs, importance }) {
   const make = ({ run }) => {
     const found = importance[run];
     if (!found.groups) return say(`Not measured: ${found.why}`);
-    const rows = d3.sort(found.groups, (row) => (row.group === "everything" ? -Infinity : -row.kl));
-    const chart = (title, note, name, percent) => ranked({ title, note, percent, rows: rows.filter((row) => row[name] !== null).map((row) => ({ name: row.group, value: row[name], half: row[`${name}_half`] })) });
+    const rows = d3.sort(found.groups, (row) => -row.kl), heaps = ["all", "what", "where"].map((kind) => rows.filter((row) => row.kind === kind));
+    const names = heaps.flatMap((heap, i) => [...heap.map((row) => row.group), " ".repeat(i + 1)]).slice(0, -1);  // blank between them
+    const chart = (title, note, name, percent) => ranked({ title, note, percent, names, rows: rows.filter((row) => row[name] !== null).map((row) => ({ name: row.group, value: row[name], half: row[`${name}_half`] })) });
     return present(
       say(`Measured ${found.controller} on ${found.hosts} new hosts (${found.decisions} decisions with more than waiting to choose from): the policy is asked again with one group of its inputs taken from another host, in all steps of the episode, ${found.others} others for each host; legal operations stay. The step of the episode, which all hosts share, is taken from another step. Lines: 95 % intervals over the hosts. Groups share information, so that parts do not sum to the whole.`),
-      el("div", { class: "grid" }, present(
-        chart("Changed probabilities", "KL divergence of the operation from the policy with its own inputs, nats.", "kl", false),
-        chart("Changed decisions", "Share of the decisions in which another operation becomes the most probable one.", "changed", true),
-        chart("Changed value", "Mean absolute change of the critic's value (scaled return).", "value", false))),
+      el("div", { class: "grid small" }, present(
+        chart("Changed probabilities", "KL divergence of the operations, nats.", "kl", false),
+        chart("Changed decisions", "Another operation becomes the most probable.", "changed", true),
+        chart("Changed value", "Mean absolute change (scaled return).", "value", false))),
       table([["inputs", (row) => row.group, true], ["KL, nats ± 95 %", (row) => (row.kl === null ? "–" : `${number(row.kl, 4)} ± ${number(row.kl_half, 4)}`)],
         ["changed decisions", (row) => (row.changed === null ? "–" : `${number(100 * row.changed, 1)} % ± ${number(100 * row.changed_half, 1)}`)],
         ["value", (row) => (row.value === null ? "–" : `${number(row.value, 4)} ± ${number(row.value_half, 4)}`)],
-        ["columns", (row) => columnsOf(row.columns), true]], rows, "What the controller looks at"));
+        ["columns", (row) => columnsOf(row.columns), true]], heaps.flat(), "What the controller looks at"));
   };
   const places = d3.sort(runs.map((run) => run.run), (run) => (importance[run].groups ? 0 : 1));
   return redrawn(make, { run: places[0] }, (update) => (places.length > 1 ? choice("Run", places.map((run) => [run, run]), (run) => update({ run })) : []));

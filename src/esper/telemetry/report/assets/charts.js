@@ -95,7 +95,7 @@ function bars({ title, note, rows, colors, xLabel, unit = "", percent = false, l
     marks: [
       Plot.rect(boxes, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: "part", insetTop: 0.5, insetBottom: 0.5 }),
       Plot.ruleY([0]),
-      ...(line ? [Plot.lineY(line, { x: "x", y: "y", stroke: "currentColor", strokeWidth: 2 })] : []),
+      ...(line ? [["var(--paper)", 5], ["currentColor", 2]].map(([stroke, strokeWidth]) => Plot.lineY(line, { x: "x", y: "y", stroke, strokeWidth })) : []),
       Plot.tip(boxes, Plot.pointer({ x: "x", y: "y2", title: (row) => `${words(row.part)}\n${xLabel} ${count(row.x)}: ${percent ? number(100 * row.value, 1) + " %" : number(row.value, 4) + unit}` })),
     ],
   });
@@ -121,15 +121,15 @@ function shares({ title, note, rows, colors, names, top }) {
   return figure({ title, note, draw, rows: rows.map(({ name, part, value }) => ({ situation: name, operation: part, share: value })) });
 }
 
-/** Horizontal bars with intervals in the order of the rows: {name, value, half}. */
-function ranked({ title, note, rows, percent = false }) {
+/** Horizontal bars with intervals in the order of `names`: rows of {name, value, half}. */
+function ranked({ title, note, rows, names, percent = false }) {
   const text = (value) => (percent ? `${number(100 * value, 1)} %` : number(value, 4));
   const draw = (width) => plot(width, {
-    height: 44 + 20 * rows.length, marginLeft: 156,
+    height: 44 + 18 * names.length, marginLeft: 152,
     x: { label: null, grid: true, percent, ticks: Math.max(2, width / 110), tickFormat: percent ? (value) => `${value} %` : undefined, domain: d3.max(rows, (row) => row.value) > 0 ? undefined : [0, 1] },
-    y: { label: null, domain: rows.map((row) => row.name) },
+    y: { label: null, domain: names, tickSize: 0 },
     marks: [
-      Plot.barX(rows, { x: "value", y: "name", fill: C.blue, insetTop: 3, insetBottom: 3 }),
+      Plot.barX(rows, { x: "value", y: "name", fill: C.blue, fillOpacity: 0.35, stroke: C.blue, insetTop: 2.5, insetBottom: 2.5 }),
       Plot.ruleY(rows.filter((row) => row.half !== null), { y: "name", x1: (row) => Math.max(0, row.value - row.half), x2: (row) => row.value + row.half, stroke: "currentColor", strokeWidth: 1.5 }),
       Plot.ruleX([0]),
       Plot.tip(rows, Plot.pointer({ x: "value", y: "name", title: (row) => `${row.name}\n${text(row.value)}${row.half === null ? "" : ` ± ${text(row.half)}`}` })),

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,9 +71,10 @@ def _measure(command: Report, on_section: Callable[[int, int, str], None]) -> di
     options: dict[str, Any] = {"allowed": joined(command.plugins), "trust": command.trust}
     unknown = {}
     for run in command.runs:
-        on_step = partial(on_section, name=f"what the controller of {run.absolute().name} looks at")
+        what = f"what the controller of {run.absolute().name} looks at"
+        options["on_step"] = lambda done, total, what=what: on_section(done, total, what)
         try:
-            importance_of(run, hosts=command.num_envs, on_step=on_step, **options)
+            importance_of(run, hosts=command.num_envs, **options)
         except EsperError as error:
             unknown[run.absolute()] = str(error)
         except OSError as error:

@@ -51,7 +51,10 @@ from rounds, quarter where run = $1 group by length"""
 
 
 def curves(record: Record) -> dict[str, Payload]:
-    """Means and quartiles over the hosts for each round of each run; `seconds` pass from the start to its end."""
+    """Means and quartiles over the hosts for each round of each run, and what the rounds cost.
+
+    `seconds` pass from the start to the end of a round; `memory` is the peak in GiB.
+    """
     names = ("objective", "committed", "live", "shaped_return", "growth")
     columns = ", ".join(
         f"avg({name}) as {name}, quantile_cont({name}, 0.25) as {name}_low, quantile_cont({name}, 0.75) as {name}_high"
@@ -60,13 +63,16 @@ def curves(record: Record) -> dict[str, Payload]:
     sql = f"select max(round) as round, {columns} from episodes where run = ? group by (round - 1) // ? order by 1"
     curves = {run: columns_of(record.query(sql, (run, found.bucket))) for run, found in rounds_of(record).items()}
     for run, curve in ((run, curve) for run, curve in curves.items() if curve):
-        ended = {row["round"]: row["seconds"] for row in record.query(_ENDED, (run,))}
-        curve["seconds"] = [ended.get(number) for number in curve["round"]]
+        costs = {row["round"]: row for row in record.query(_COSTS, (run,))}
+        for name in ("seconds", "env_steps_per_s", "memory"):
+            curve[name] = [costs.get(number, {}).get(name) for number in curve["round"]]
     return curves
 
 
-_ENDED = """
-select round, sum(seconds + coalesce(update_seconds, 0)) over (order by round) as seconds from rounds where run = ?"""
+_COSTS = """
+select round, sum(seconds + coalesce(update_seconds, 0)) over (order by round) as seconds, env_steps_per_s,
+    memory_peak / 1073741824.0 as memory
+from rounds where run = ?"""
 
 
 def differences(record: Record) -> list[Payload]:

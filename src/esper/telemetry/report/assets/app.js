@@ -315,7 +315,10 @@ function ppoSection({ runs, ppo }) {
 const flat = (value, prefix = "") => (value !== null && typeof value === "object" && !Array.isArray(value)
   ? Object.entries(value).flatMap(([key, inner]) => flat(inner, prefix ? `${prefix}.${key}` : key)) : [[prefix, Array.isArray(value) ? value.join(", ") : value === null ? "" : String(value)]]);
 
-function settingSection({ runs, anomalies }) {
+function settingSection({ runs, curves, anomalies }) {
+  const label = named(runs);
+  const cost = (title, note, column, digits) => lines({ title, note, digits, series: runs.filter((run) => curves[run.run]?.round).map((run, i) => ({ name: label(run.run) || title, ...style(i), rows: rowsOf(curves[run.run], column) })) });
+  const costs = present(cost("Speed", "Env-steps per second, with the update.", "env_steps_per_s", 0), cost("Memory", "Peak of the process, of the GPU where there is one; GiB.", "memory", 2));
   const maps = runs.map((run) => new Map([...flat({ version: run.version, commit: run.commit, device: run.device, started: run.started }), ...flat(run.environment, "environment"), ...flat(run.config)]));
   const names = [...new Set(maps.flatMap((map) => [...map.keys()]))];
   const differs = (name) => new Set(maps.map((map) => map.get(name))).size > 1;
@@ -326,7 +329,7 @@ function settingSection({ runs, anomalies }) {
     ["run", (a) => a.run, true], ["round", (a) => count(a.round)], ["step", (a) => count(a.t)], ["host", (a) => (a.host === null || a.host < 0 ? "all" : count(a.host))], ["kind", (a) => words(a.kind), true],
     ["value", (a) => count(a.value, 3)], ["threshold", (a) => count(a.threshold, 3)], ["what to do", (a) => a.advice ?? "–", true]], anomalies.newest, "Anomalies")] : [];
   const state = { filter: "", different: runs.length > 1 && names.some(differs) };
-  return [...list, el("h3", {}, "Settings and environment"), ...redrawn(make, state, (update) => {
+  return [...list, el("div", { class: "grid" }, costs), el("h3", {}, "Settings and environment"), ...redrawn(make, state, (update) => {
     const box = toggle("only those that differ", (different) => update({ different }));
     box.querySelector("input").checked = state.different;
     return runs.length > 1 ? [search(update), box] : [search(update)];
@@ -343,7 +346,7 @@ const SECTIONS = [
   { id: "importance", title: "What the controller looks at", needs: ["runs", "importance"], draw: importanceSection },
   { id: "rewards", title: "Reward", needs: ["runs", "rewards"], draw: rewardSection },
   { id: "ppo", title: "Health of PPO", needs: ["runs", "ppo"], draw: ppoSection },
-  { id: "settings", title: "Settings", needs: ["runs", "anomalies"], draw: settingSection },
+  { id: "settings", title: "Speed, settings", needs: ["runs", "curves", "anomalies"], draw: settingSection },
 ];
 
 /** What the page is about: a heading and a line. */

@@ -51,11 +51,11 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.rows.map((row) => ({ ...row, name: one.name, color: one.color })));
   const known = all.filter((row) => row.y !== null && row.y !== undefined);
-  const [low, high] = d3.extent(all, (row) => row.x);
+  const [low, high] = xDomain ?? d3.extent(all, (row) => row.x), whole = all.every((row) => Number.isInteger(row.x)) && high - low < 1e6;
   const draw = (width) => plot(width, {
     height, marginLeft,
     insetLeft: 6, insetRight: 6,
-    x: { label: xLabel, tickFormat: high > 1e4 ? "~s" : undefined, ticks: (Number.isInteger(low) && high - low < 1e6 ? wholeTicks(low, high, width) : 5), domain: xDomain ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
+    x: { label: xLabel, tickFormat: high > 1e4 ? "~s" : whole ? (x) => String(x) : undefined, ticks: whole ? wholeTicks(low, high, width) : 5, domain: low === high ? [low - 0.5, high + 0.5] : [low, high] },
     y: { label: null, grid: true, domain, nice: !domain, ticks: 5, tickFormat: shown.some((one) => one.rows.some((row) => Math.abs(row.y) > 1e4)) ? "~s" : undefined },
     marks: [
       ...shown.filter((one) => one.rows.some((row) => row.low != null)).map((one) => Plot.areaY(one.rows, { x: "x", y1: "low", y2: "high", fill: one.color, fillOpacity: 0.18 })),

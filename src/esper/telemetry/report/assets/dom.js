@@ -79,6 +79,7 @@ function figure({ title, note, key, draw, rows = [] }) {
     button.setAttribute("aria-expanded", String(!data.hidden));
   };
   const button = el("button", { type: "button", click: show, "aria-expanded": "false", "aria-label": `Data of ${title}` }, "Data");
+  const csv = el("button", { type: "button", click: () => saveAs(d3.csvFormat(rows), "text/csv", `${title}.csv`), "aria-label": `Save ${title} as CSV` }, "CSV");
   const save = el("button", { type: "button", click: () => download(place.querySelector("svg"), title), "aria-label": `Save ${title} as SVG` }, "SVG");
   let drawn = 0;
   new ResizeObserver(([entry]) => {
@@ -92,7 +93,7 @@ function figure({ title, note, key, draw, rows = [] }) {
     place.dispatchEvent(new Event("drawn", { bubbles: true }));
   }).observe(place);
   return el("figure", {}, el("figcaption", {}, el("h3", {}, title), note ? el("p", {}, note) : null, key ?? null),
-    place, el("div", { class: "tools" }, rows.length ? button : null, save), data);
+    place, el("div", { class: "tools" }, rows.length ? [button, csv] : null, save), data);
 }
 
 /** Saves the picture of a chart in the colours of the page. */
@@ -102,7 +103,11 @@ function download(svg, title) {
   copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
   copy.setAttribute("style", `color: ${style.color}; background: ${style.backgroundColor}; font: 11px sans-serif`);
   const drawn = copy.outerHTML.replace(/var\((--[\w-]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
-  const url = URL.createObjectURL(new Blob([drawn], { type: "image/svg+xml" }));
-  el("a", { href: url, download: `${title.replace(/\W+/g, "-")}.svg` }).click();
+  saveAs(drawn, "image/svg+xml", `${title}.svg`);
+}
+
+function saveAs(text, type, name) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: url, download: name.replace(/[^\w.]+/g, "-") }).click();
   URL.revokeObjectURL(url);
 }

@@ -104,14 +104,13 @@ def test_a_drag_shows_a_part_of_the_run_and_a_double_click_all_of_it(tab: Any) -
     chart = tab.locator("#curves .chart").first
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
-    middle, y = box["x"] + 0.6 * box["width"], box["y"] + 60
-    tab.mouse.move(middle, y)
+    tab.mouse.move(box["x"] + box["width"] - 18, box["y"] + 40)  # over the last value
     tab.mouse.down()
-    tab.mouse.move(box["x"] + box["width"] - 4, y, steps=3)
+    tab.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60, steps=3)
     assert tab.locator(".interval").count() == 1
     tab.mouse.up()
     field = tab.get_by_label("from", exact=True)
-    assert 1.4 < float(field.input_value()) < 1.8  # rounds 1 and 2; the drag began at 0.6 of the width
+    assert 1.4 < float(field.input_value()) < 1.8  # rounds 1 and 2; the drag ended at 0.6 of the width
     tab.wait_for_function("document.querySelector('#curves .chart svg')")
     assert ticks(tab) == ["2"]
     tab.locator("#curves .chart").first.dblclick(position={"x": 100, "y": 60})

@@ -32,6 +32,17 @@ def test_curves_hold_the_mean_and_the_quartiles_of_the_hosts():
     assert (found["objective"], found["objective_low"], found["objective_high"]) == ([25.0], [7.5], [32.5])
 
 
+def test_curves_come_with_the_time_that_has_passed_the_speed_and_the_memory():
+    record = ToyRecord()
+    record.add_run(rounds=2)  # of 2 s each
+    record.add("episodes", *({"round": r, "host": 0, "objective": 1.0} for r in (1, 2, 3)))
+    record.database.execute("update rounds set update_seconds = 0.5, env_steps_per_s = 7, memory_peak = 2147483648 "
+                            "where round = 2")  # fmt: skip
+    found = payload(record, "curves")["a"]
+    assert found["seconds"] == [2.0, 4.5, None]  # the third round is not in the metrics yet
+    assert (found["env_steps_per_s"], found["memory"]) == ([None, 7.0, None], [None, 2.0, None])
+
+
 def test_long_curves_are_averaged_over_neighbouring_rounds():
     record = ToyRecord()
     record.add("runs", {"num_envs": 1})

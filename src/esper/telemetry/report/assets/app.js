@@ -91,7 +91,7 @@ function curveSection({ runs, curves }) {
     title, note, xLabel: shown.axis, xDomain: shown.domain,
     series: [[column, "none"], ...extra].flatMap(([name, dash], kind) => names.map((run, i) => ({
       name: [label(run), extra.length ? { committed: "kept network", live: "with all seeds" }[name] : ""].filter(Boolean).join(" ") || title,
-      ...(names.length > 1 ? { ...style(i), ...(kind ? { dash } : {}) } : style(kind)),
+      ...style(names.length > 1 ? i : kind), ...(kind ? { dash } : {}),
       rows: rolling(rowsOf(curves[run], name, ...(kind ? [] : [`${name}_low`, `${name}_high`])), shown.span).map((row, k) => ({ ...row, x: xs(run)[k] })).filter(inside),
     }))),
   });
@@ -156,7 +156,7 @@ const SEED_COLUMNS = [["slot", (s) => s.slot, true], ["blueprint", (s) => s.blue
 
 function hostView(run, round, host) {
   const series = [["val_acc", "with all seeds", 0], ["committed_acc", "kept network", 1]].map(([column, name, i]) => ({
-    name, ...style(i), rows: host.steps.t.map((x, k) => ({ x, y: host.steps[column][k] })) }));
+    name, ...style(i), dash: DASHES[i], rows: host.steps.t.map((x, k) => ({ x, y: host.steps[column][k] })) }));
   const blueprints = new Map(host.segments.map((s) => [s.slot, s.blueprint]));
   const results = `100·J ${number(host.objective)}, kept network ${number(host.committed)} %, growth ${number(host.growth)}×; ${host.germinated} germinated, ${host.fossilized} fossilized, ${host.pruned} pruned, ${host.rollbacks} rolled back.`;
   return present(
@@ -297,7 +297,7 @@ function rewardSection({ runs, rewards }) {
 
 function ppoSection({ runs, ppo }) {
   const label = named(runs);
-  const charts = Object.entries(ppo.charts).map(([title, columns]) => {
+  const make = ({ log }) => el("div", { class: "grid small" }, present(Object.entries(ppo.charts).map(([title, columns]) => {
     const series = runs.flatMap((run, i) => columns.filter((name) => ppo.runs[run.run][name]).map((name, k) => ({
       name: [label(run.run), columns.length > 1 ? words(name.replace("entropy_", "")) : ""].filter(Boolean).join(" ") || title,
       ...style(columns.length > 1 ? k : i), ...(columns.length > 1 && runs.length > 1 ? { dash: DASHES[i % DASHES.length] } : {}),
@@ -306,9 +306,10 @@ function ppoSection({ runs, ppo }) {
     const both = columns.length > 1 && runs.length > 1;
     const legend = both ? keys([...columns.map((name, k) => ({ name: words(name.replace("entropy_", "")), ...style(k), dash: "none" })), ...runs.map((run, i) => ({ name: run.run, color: "currentColor", dash: DASHES[i % DASHES.length] }))]) : undefined;
     const merged = columns.length > 1 && limits.length ? [{ value: d3.max(limits, (l) => l.value), label: "alarms of the heads: " + d3.extent(limits, (l) => l.value).join(" to ") }] : limits;
-    return lines({ title, series, limits: merged, digits: 4, legend });
-  });
-  return charts.some(Boolean) ? el("div", { class: "grid small" }, present(charts)) : say("No update was recorded.");
+    return lines({ title, series, limits: merged, digits: 4, legend, log });
+  })));
+  if (!make({}).childElementCount) return say("No update was recorded.");
+  return redrawn(make, { log: false }, (update) => toggle("logarithmic, where all values are positive", (log) => update({ log })));
 }
 
 /** Nested values as [dotted name, text]. */

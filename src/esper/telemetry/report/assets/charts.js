@@ -24,8 +24,7 @@ function onInterval(place, choose) {
     if (!chart || event.button || event.pointerType === "touch") return;
     from = { chart, x: event.clientX, value: valueAt(chart.querySelector("svg"), event) };
     chart.append(box = el("i", { class: "interval" }));
-    event.preventDefault();  // no text is chosen
-  });
+  }, true);  // before Plot, which stops the event over a value
   place.addEventListener("pointermove", (event) => {
     if (!from) return;
     const left = from.chart.getBoundingClientRect().left;
@@ -46,7 +45,7 @@ function onInterval(place, choose) {
 const wholeTicks = (low, high, width) => d3.ticks(low, high, Math.max(2, width / 70)).filter(Number.isInteger);
 
 /** Lines over x, with a band where rows have low and high. Series are [{name, color, dash, rows: [{x, y, low, high}]}]. */
-function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend, xDomain }) {
+function lines({ title, note, series, xLabel = "round", limits = [], domain, digits = 2, marginLeft = MARGIN.marginLeft, height = 230, legend, xDomain, log = false }) {
   const shown = series.filter((one) => one.rows.some((row) => row.y !== null && row.y !== undefined));
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.rows.map((row) => ({ ...row, name: one.name, color: one.color })));
@@ -56,7 +55,7 @@ function lines({ title, note, series, xLabel = "round", limits = [], domain, dig
     height, marginLeft,
     insetLeft: 6, insetRight: 6,
     x: { label: xLabel, tickFormat: high > 1e4 ? "~s" : whole ? (x) => String(x) : undefined, ticks: whole ? wholeTicks(low, high, width) : 5, domain: low === high ? [low - 0.5, high + 0.5] : [low, high] },
-    y: { label: null, grid: true, domain, nice: !domain, ticks: 5, tickFormat: shown.some((one) => one.rows.some((row) => Math.abs(row.y) > 1e4)) ? "~s" : undefined },
+    y: { label: null, grid: true, domain, nice: !domain, ticks: 5, type: log && known.every((row) => row.y > 0) ? "log" : "linear", tickFormat: shown.some((one) => one.rows.some((row) => Math.abs(row.y) > 1e4)) ? "~s" : undefined },
     marks: [
       ...shown.filter((one) => one.rows.some((row) => row.low != null)).map((one) => Plot.areaY(one.rows, { x: "x", y1: "low", y2: "high", fill: one.color, fillOpacity: 0.18 })),
       ...limits.map((limit) => Plot.ruleY([limit.value], { stroke: C.vermillion, strokeDasharray: "4 3" })),

@@ -129,7 +129,7 @@ function hostHeading({ host: found }) {
 function hostTimeline({ host: found }) {
   if (!found.steps?.length) return say(found.host === null ? "No round is complete yet." : "The steps of this round are not in the record: the run was recorded without them, or they are not written yet.");
   beginScrub(found.length, state.step);
-  const series = [["val_acc", "with all seeds"], ["committed_acc", "kept network"]].map(([column, name], i) => ({ name, ...style(i), rows: found.steps.map((row) => ({ x: row.t, y: row[column] })) }));
+  const series = [["val_acc", "with all seeds"], ["committed_acc", "kept network"]].map(([column, name], i) => ({ name, ...style(i), dash: DASHES[i], rows: found.steps.map((row) => ({ x: row.t, y: row[column] })) }));
   const known = found.decisions.filter((row) => row.p_wait !== null);
   const chances = known.flatMap((row) => Object.keys(OPERATIONS).map((op) => ({ x: row.t, part: op, value: row[`p_${op}`] })));
   const terms = [...new Set(found.rewards.map((row) => row.term))], colors = Object.fromEntries(terms.map((term, i) => [term, [...SERIES, C.yellow, C.grey][i % 8]]));

@@ -93,7 +93,7 @@ def test_a_group_comes_from_the_same_host_in_all_steps():
 
 def test_steps_without_a_choice_and_rolled_back_ones_are_not_counted():
     seen = situations(3, 3)
-    seen.features[..., VAL_ACC] = torch.tensor([[1.0, 5.0, 9.0], [2.0, 5.0, 9.0], [4.0, 5.0, 9.0]])
+    seen.features[..., VAL_ACC] = torch.tensor([[1.0, 5.0, 9.0], [3.0, 5.0, 9.0], [4.0, 5.0, 9.0]])
     seen.legal[:, 2, 1] = False
     seen.legal[2, :, 1] = False
     seen.valid[1, 0] = False

@@ -111,22 +111,22 @@ def test_a_drag_shows_a_part_of_the_run_and_a_double_click_all_of_it(tab: Any) -
     tab.mouse.up()
     field = tab.get_by_label("from", exact=True)
     assert 1.4 < float(field.input_value()) < 1.8  # rounds 1 and 2; the drag ended at 0.6 of the width
-    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    tab.wait_for_selector("#curves .chart svg")
     assert ticks(tab) == ["2"]
     tab.locator("#curves .chart").first.dblclick(position={"x": 100, "y": 60})
     assert float(field.input_value()) == 1.0
-    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    tab.wait_for_selector("#curves .chart svg")
     assert ticks(tab) == ["1", "2"]
 
 
 def test_the_curves_can_be_drawn_over_env_steps(tab: Any) -> None:
     tab.locator("#curves select").nth(1).select_option("env-steps")
-    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    tab.wait_for_selector("#curves .chart svg")
     assert tab.get_by_label("to", exact=True).input_value() == "16"  # two rounds of two hosts and four steps
     field = tab.get_by_label("from", exact=True)
     field.fill("10")
     field.press("Enter")
-    tab.wait_for_function("document.querySelector('#curves .chart svg')")
+    tab.wait_for_selector("#curves .chart svg")
     assert (ticks(tab)[0], ticks(tab)[-1]) == ("10", "16")
     tab.get_by_role("button", name="all", exact=True).click()
     assert field.input_value() == "8"

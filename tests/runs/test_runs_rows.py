@@ -136,6 +136,16 @@ def test_too_few_runs_that_agree_are_not_called_significant() -> None:
     assert found.endswith("with test accuracy.")
 
 
+def test_beside_a_baseline_with_a_finished_structure_the_best_of_the_others_is_named_too() -> None:
+    rows = table_of(
+        outcome("a", *[12.0] * 6), outcome("static_final", *[14.0] * 6), outcome("trained", *(13.0, 12.5) * 3)
+    )
+    found = verdict(rows, SIX)
+    assert found.startswith("trained is worse than the best baseline, static_final: -1.25 in 100·J on 6 hosts, ")
+    other = "static_final has its structure from the first step; trained is better than a, the best of the others: "
+    assert f" {other}+0.75 in 100·J on 6 hosts" in found
+
+
 def test_without_a_run_the_last_line_compares_the_best_baseline_to_waiting() -> None:
     idle, size = outcome("wait_only", *[11.0] * 6), Size(1, 6, False)
     worse, better = outcome("a", *[10.0] * 6), outcome("a", *[12.0, 13.0] * 3)

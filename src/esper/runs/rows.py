@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.objective import Objective
-from esper.runs.controllers import REFERENCE, TRAINED
+from esper.runs.controllers import COMMON, REFERENCE, TRAINED
 from esper.runs.outcomes import Outcome
 from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.runs.statistics import (
@@ -26,6 +26,7 @@ from esper.runs.statistics import (
 )
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective_value import objective_value
+from esper.tamiyo.baselines import STATIC
 from esper.tasks.objectives import perplexity
 
 _CONSTANT = ("fixed_schedule", "fixed_schedule_fill", "best_schedule")
@@ -188,10 +189,25 @@ def counted(number: int, noun: str) -> str:
 
 
 def verdict(rows: Sequence[Row], size: Size) -> str:
-    """The trained controller against the best baseline, or else that one against wait_only; one or two sentences."""
+    """The trained controller against the best baseline, or else that one against wait_only; a few sentences.
+
+    Where the best baseline has a finished structure from the first step, the best of the others is named too.
+    """
     has_run = rows[0].name == TRAINED
-    best = max(rows[has_run:], key=lambda row: row.objective)
-    subject, other = (TRAINED, f"the best baseline, {best.name}") if has_run else (best.name, REFERENCE)
+    by_value = sorted(rows[has_run:], key=lambda row: -row.objective)
+    growing = [row for row in by_value if row.name not in (STATIC, COMMON)]
+    best = by_value[0]
+    first = _against(best, f"the best baseline, {best.name}", size, has_run) + _caution(size, has_run)
+    if not has_run or best in growing or not growing:
+        return first
+    other = growing[0]
+    of_others = _against(other, f"{other.name}, the best of the others", size, has_run)
+    return f"{first} {best.name} has its structure from the first step; {of_others}"
+
+
+def _against(best: Row, called: str, size: Size, has_run: bool) -> str:
+    """The trained controller against `best`, or that one against wait_only."""
+    subject, other = (TRAINED, called) if has_run else (best.name, REFERENCE)
     if subject == other:
         return f"No baseline is better than {REFERENCE} on {size}."
     found, test = best.difference, best.difference_test
@@ -207,13 +223,13 @@ def verdict(rows: Sequence[Row], size: Size) -> str:
     units = len(best.units)
     if found.excludes_zero and units >= LEAST_UNITS:
         word = "better" if found.mean > 0.0 else "worse"
-        return f"{subject} is {word} than {other}: {numbers}.{_caution(size, has_run)}"
+        return f"{subject} is {word} than {other}: {numbers}."
     needed = "" if best.needed is None else (
         f" To detect a difference of {MEANINGFUL:g}, {counted(best.needed, one)} would be needed."
     )  # fmt: skip
     if found.excludes_zero:
         needed = f" {counted(units, one)} cannot show a difference; at least {LEAST_UNITS} are needed."
-    return f"{subject} does not differ significantly from {other}: {numbers}.{needed}{_caution(size, has_run)}"
+    return f"{subject} does not differ significantly from {other}: {numbers}.{needed}"
 
 
 def _caution(size: Size, has_run: bool) -> str:

@@ -60,6 +60,28 @@ def test_fewer_examples_after_more_leave_nothing_behind():
     assert not run(machine, [doubling(4)], [0], x[:, :17].contiguous())[..., 17:].any()
 
 
+def squares(rows: int, unused: int) -> Program:
+    """The sum of the squares of all images, in space 4; space 5 holds a one."""
+    a = Assembler(trainable=False)
+    h, y = a.rows(rows), a.rows(rows + unused)
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(1, rows, 1, 1))
+    a.emit(Operation.SCALE, Place(5, 0), h, y, sizes=(1, rows))
+    a.emit(Operation.CONVOLVE_WEIGHT_GRAD, y, y, Place(TOTALS, 0), sizes=(1, 1, rows, 1, 1))
+    return a.program()
+
+
+def test_chunks_of_a_host_leave_nothing_in_the_empty_lanes_of_the_next_host(monkeypatch):
+    monkeypatch.setattr("esper.tolaria.executors.native.assembler._CACHED_NUMBERS", 40 * 16)
+    programs = [squares(18, 4), squares(4, 0)]
+    assert [program.chunk for program in programs] == [16, 80]
+    out, one, spaces = torch.zeros(2, 1), torch.ones(1), Spaces(2, 6)
+    spaces.rows(TOTALS, out)
+    spaces.share(5, one)
+    images, labels = torch.full((37, 1, 18, 1), 2.0), torch.zeros(37, dtype=torch.int64)
+    Machine().run_batches(Workload.of_each(programs), spaces, Examples(images, labels, None, 37))
+    assert out.tolist() == [[37 * 18 * 4.0], [37 * 4 * 4.0]]  # to the second host, an image is four numbers
+
+
 def test_spaces_are_rows_of_tensors_or_one_tensor_for_all():
     x, spaces = torch.zeros(4, 3), Spaces(4, 3)
     spaces.rows(0, x)

@@ -1,7 +1,7 @@
 // All layers except convolutions, forward and backward, on rows of lanes (lanes.h).
 //
-// Gradients of weights are overwritten, not accumulated. "In place": `g` is the gradient of the output and becomes that
-// of the input.
+// Gradients of weights are added to what the chunks before gave. "In place": `g` is the gradient of the output and
+// becomes that of the input.
 
 #pragma once
 
@@ -22,63 +22,79 @@ template <class T> struct Affine {
     const T *weight, *bias;
 };
 
+// Layers that need a sum over the whole batch: one half computes it, chunk by chunk, the other one uses it.
+enum Half { SUMS_OF_BATCH = 1, FEATURES = 2, BOTH = 3 };
+
 // By the batch's statistics, saved in `mean` and `rstd` [C] for the backward pass; running statistics are unbiased.
 template <class T>
-void batch_norm(int channels, int space, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
-                T* running_var, T* mean, T* rstd, T* y, int lanes, int stride) {
+void batch_norm(int half, int channels, int space, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
+                T* running_var, T* mean, T* rstd, T* y, Chunk chunk) {
+    const T before = T(space) * chunk.before, own = T(space) * chunk.lanes, count = T(space) * chunk.batch;
+    int lanes = chunk.lanes, stride = chunk.stride;
     merge_rows(space, lanes, stride);
-    const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const T* from = x + static_cast<int64_t>(c) * space * stride;
         T* to = y + static_cast<int64_t>(c) * space * stride;
-        T sum = T(0), squares = T(0);
-        for (int m = 0; m < space; ++m) sum += sum_of(from + m * stride, lanes);
-        const T center = sum / count;
-        for (int m = 0; m < space; ++m) {
-            const T* row = from + m * stride;
+        if (half & SUMS_OF_BATCH) {  // `rstd` is the sum of squares until the last chunk
+            T sum = T(0), squares = T(0);
+            for (int m = 0; m < space; ++m) sum += sum_of(from + m * stride, lanes);
+            const T center = sum / own, step = center - mean[c], share = own / (before + own);
+            for (int m = 0; m < space; ++m) {
+                const T* row = from + m * stride;
 #pragma omp simd reduction(+ : squares)
-            for (int lane = 0; lane < lanes; ++lane) squares += (row[lane] - center) * (row[lane] - center);
+                for (int lane = 0; lane < lanes; ++lane) squares += (row[lane] - center) * (row[lane] - center);
+            }
+            mean[c] += step * share;
+            rstd[c] += squares + step * step * before * share;
+            if (chunk.last()) {
+                running_mean[c] += momentum * (mean[c] - running_mean[c]);
+                running_var[c] += momentum * (rstd[c] / (count - T(1)) - running_var[c]);
+                rstd[c] = T(1) / std::sqrt(rstd[c] / count + eps);
+            }
         }
-        mean[c] = center;
-        rstd[c] = T(1) / std::sqrt(squares / count + eps);
-        running_mean[c] += momentum * (center - running_mean[c]);
-        running_var[c] += momentum * (squares / (count - T(1)) - running_var[c]);
-        const T scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
-        for (int m = 0; m < space; ++m) {
-            const T* row = from + m * stride;
-            T* out = to + m * stride;
-            ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
+        if (half & FEATURES) {
+            const T center = mean[c], scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
+            for (int m = 0; m < space; ++m) {
+                const T* row = from + m * stride;
+                T* out = to + m * stride;
+                ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
+            }
         }
     }
 }
 
 // In place.
 template <class T>
-void batch_norm_backward(int channels, int space, const T* x, const T* y, Affine<T> affine, const T* mean,
-                         const T* rstd, T* g, T* grad_weight, T* grad_bias, int lanes, int stride) {
+void batch_norm_backward(int half, int channels, int space, const T* x, const T* y, Affine<T> affine, const T* mean,
+                         const T* rstd, T* g, T* grad_weight, T* grad_bias, Chunk chunk) {
+    const T count = T(space) * chunk.batch;
+    int lanes = chunk.lanes, stride = chunk.stride;
     merge_rows(space, lanes, stride);
-    const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const int64_t begin = static_cast<int64_t>(c) * space * stride;
         const T center = mean[c], scale = rstd[c];
-        T sum = T(0), product = T(0);
-        for (int m = 0; m < space; ++m) {
-            const T *row = x + begin + m * stride, *out = y + begin + m * stride;
-            T* grad = g + begin + m * stride;
-            ESPER_EACH_LANE grad[lane] = out[lane] <= T(0) ? T(0) : grad[lane];
+        if (half & SUMS_OF_BATCH) {
+            T sum = T(0), product = T(0);
+            for (int m = 0; m < space; ++m) {
+                const T *row = x + begin + m * stride, *out = y + begin + m * stride;
+                T* grad = g + begin + m * stride;
+                ESPER_EACH_LANE grad[lane] = out[lane] <= T(0) ? T(0) : grad[lane];
 #pragma omp simd reduction(+ : sum, product)
-            for (int lane = 0; lane < lanes; ++lane) {
-                sum += grad[lane];
-                product += grad[lane] * ((row[lane] - center) * scale);
+                for (int lane = 0; lane < lanes; ++lane) {
+                    sum += grad[lane];
+                    product += grad[lane] * ((row[lane] - center) * scale);
+                }
             }
+            grad_weight[c] += product;
+            grad_bias[c] += sum;
         }
-        grad_weight[c] = product;
-        grad_bias[c] = sum;
-        const T outer = affine.weight[c] * scale, a = sum / count, b = product / count;
-        for (int m = 0; m < space; ++m) {
-            const T* row = x + begin + m * stride;
-            T* grad = g + begin + m * stride;
-            ESPER_EACH_LANE grad[lane] = outer * (grad[lane] - a - (row[lane] - center) * scale * b);
+        if (half & FEATURES) {
+            const T outer = affine.weight[c] * scale, a = grad_bias[c] / count, b = grad_weight[c] / count;
+            for (int m = 0; m < space; ++m) {
+                const T* row = x + begin + m * stride;
+                T* grad = g + begin + m * stride;
+                ESPER_EACH_LANE grad[lane] = outer * (grad[lane] - a - (row[lane] - center) * scale * b);
+            }
         }
     }
 }
@@ -165,9 +181,6 @@ void group_norm_backward(int channels, int space, int groups, bool relu, const T
                          int stride) {
     const int per_group = channels / groups;
     const T count = T(per_group) * space;
-    std::memset(grad_weight, 0, sizeof(T) * channels);
-    std::memset(grad_bias, 0, sizeof(T) * channels);
-    if (grad_gamma) std::memset(grad_gamma, 0, sizeof(T) * channels);
     for (int k = 0; k < groups; ++k)
         for (int at = 0; at < stride; at += width<T>()) {
             const int64_t begin = static_cast<int64_t>(k) * per_group * space * stride + at;
@@ -287,10 +300,8 @@ template <class T> void add_bias(int channels, int space, const T* bias, T* y, i
 
 template <class T> void add_bias_backward(int channels, int space, const T* g, T* grad_bias, int lanes, int stride) {
     merge_rows(space, lanes, stride);
-    for (int c = 0; c < channels; ++c) {
-        grad_bias[c] = T(0);
+    for (int c = 0; c < channels; ++c)
         for (int m = 0; m < space; ++m, g += stride) grad_bias[c] += sum_of(g, lanes);
-    }
 }
 
 // One factor per channel. Backward in place.
@@ -315,7 +326,7 @@ void scale_backward(int channels, int space, const T* gamma, const T* x, T* g, T
                 g[lane] *= factor;
             }
         }
-        grad_gamma[c] = sum;
+        grad_gamma[c] += sum;
     }
 }
 
@@ -359,7 +370,7 @@ void shift_backward(int rows, const T* strength, const T* z, const T* h, T* g, T
             g[lane] *= factor;
         }
     }
-    *grad_strength = sum * (T(1) - factor * factor);
+    *grad_strength += sum * (T(1) - factor * factor);
 }
 
 enum Activation { RELU, SILU, TANH, SIGMOID };
@@ -475,8 +486,9 @@ void transpose(int channels, int height, int width, int factor, const T* images,
 // Cross entropy. Adds to `totals` = {sum of losses, correct answers}; `grad` (or null) gets the gradient of the mean
 // loss. Lanes with a negative label are skipped. NativeExecutor checks the labels once.
 template <class T>
-void cross_entropy(int classes, const T* logits, const int64_t* labels, double* totals, T* grad, T* work, int lanes,
-                   int stride) {
+void cross_entropy(int classes, const T* logits, const int64_t* labels, double* totals, T* grad, T* work,
+                   Chunk chunk) {
+    const int lanes = chunk.lanes, stride = chunk.stride;
     T *best = work, *sum = work + stride, *answer = work + 2 * stride;
     ESPER_EACH_LANE {
         best[lane] = logits[lane];
@@ -513,10 +525,10 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
     for (int c = 0; c < classes; ++c) {
         const T* row = logits + c * stride;
         T* out = grad + c * stride;
-        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(lanes));
+        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(chunk.batch));
     }
     for (int lane = 0; lane < lanes; ++lane)
-        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(lanes);
+        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(chunk.batch);
 }
 
 }  // namespace esper

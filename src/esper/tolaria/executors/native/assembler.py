@@ -57,6 +57,8 @@ class Rows(NamedTuple):
 ROWS, NUMBERS, NUM_WORKING = 0, 1, 2
 SCRATCH_ROWS: Final = 3
 """Rows of scratch that every program may use; the loss does."""
+_CACHED_NUMBERS = 2**20
+"""Numbers of the features of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Program:
     def cost(self) -> int:
         """Roughly in proportion to its time: the product of the sizes of each instruction, summed."""
         return int(np.maximum(self.code["size"], 1).astype(np.int64).prod(axis=1).sum())
+
+    @property
+    def chunk(self) -> int:
+        """Examples of a batch that pass through the layers together, so that their features stay in a core's cache."""
+        return max(_CACHED_NUMBERS // max(self.rows, 1) // LANES, 1) * LANES
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError, as PyTorch does, where a normalization would see a single value."""

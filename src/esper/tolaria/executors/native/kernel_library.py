@@ -36,7 +36,7 @@ class HostsStruct(ctypes.Structure):
     """`Hosts` of program.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("program", "first", "count", "base", "size", "turn", "next")),
+        *((name, ctypes.c_void_p) for name in ("program", "first", "count", "chunk", "base", "size", "turn", "next")),
         *((name, ctypes.c_int64) for name in ("hosts", "spaces")),
     )
 

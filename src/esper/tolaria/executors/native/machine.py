@@ -102,6 +102,7 @@ class _Memory:
 class Workload:
     """The program of each host, made once per pass: `code` of all programs, and first instruction and count [H].
 
+    `chunk` [H]: examples of a batch that pass through the layers together (`Program.chunk`).
     `turn` [H]: the hosts, those with the most work first, so that threads end at nearly the same time.
     """
 
@@ -109,6 +110,7 @@ class Workload:
     code: np.ndarray
     first: np.ndarray
     count: np.ndarray
+    chunk: np.ndarray
     turn: np.ndarray
 
     @classmethod
@@ -121,9 +123,10 @@ class Workload:
             end += len(program.code)
         first = np.array([begins[id(program)] for program in programs], dtype=np.int64)
         count = np.array([len(program.code) for program in programs], dtype=np.int64)
+        chunk = np.array([program.chunk for program in programs], dtype=np.int64)
         code = np.concatenate([p.code for p in distinct.values()])
         turn = np.argsort([-program.cost for program in programs], kind="stable")
-        return cls(tuple(distinct.values()), code, first, count, turn)
+        return cls(tuple(distinct.values()), code, first, count, chunk, turn)
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError where a normalization of a host would see a single value (`Program.check_batch`)."""
@@ -195,7 +198,7 @@ class Machine:
 
     def _run(self, work: Workload, spaces: Spaces, examples: ExamplesStruct) -> None:
         taken = np.zeros(1, dtype=np.int64)
-        arrays = work.code, work.first, work.count, spaces.begin, spaces.size, work.turn, taken
+        arrays = work.code, work.first, work.count, work.chunk, spaces.begin, spaces.size, work.turn, taken
         assert all(array.flags.c_contiguous for array in arrays)
         hosts = HostsStruct(*(array.ctypes.data for array in arrays), *spaces.begin.shape)
         memories = [m.struct(work.programs, examples.batch, examples.numbers) for m in self._memory]

@@ -63,37 +63,39 @@ void batch_norm(int half, int channels, int space, T eps, T momentum, const T* x
     }
 }
 
-// In place.
+// In place. Whether the ReLU let a number through is computed again from `x`.
 template <class T>
-void batch_norm_backward(int half, int channels, int space, const T* x, const T* y, Affine<T> affine, const T* mean,
-                         const T* rstd, T* g, T* grad_weight, T* grad_bias, Chunk chunk) {
+void batch_norm_backward(int half, int channels, int space, const T* x, Affine<T> affine, const T* mean, const T* rstd,
+                         T* g, T* grad_weight, T* grad_bias, Chunk chunk) {
     const T count = T(space) * chunk.batch;
     int lanes = chunk.lanes, stride = chunk.stride;
     merge_rows(space, lanes, stride);
     for (int c = 0; c < channels; ++c) {
         const int64_t begin = static_cast<int64_t>(c) * space * stride;
-        const T center = mean[c], scale = rstd[c];
+        const T center = mean[c], scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
         if (half & SUMS_OF_BATCH) {
             T sum = T(0), product = T(0);
             for (int m = 0; m < space; ++m) {
-                const T *row = x + begin + m * stride, *out = y + begin + m * stride;
-                T* grad = g + begin + m * stride;
-                ESPER_EACH_LANE grad[lane] = out[lane] <= T(0) ? T(0) : grad[lane];
+                const T *row = x + begin + m * stride, *grad = g + begin + m * stride;
 #pragma omp simd reduction(+ : sum, product)
                 for (int lane = 0; lane < lanes; ++lane) {
-                    sum += grad[lane];
-                    product += grad[lane] * ((row[lane] - center) * scale);
+                    const T away = row[lane] - center, inner = away * scale + shift <= T(0) ? T(0) : grad[lane];
+                    sum += inner;
+                    product += inner * away;
                 }
             }
-            grad_weight[c] += product;
+            grad_weight[c] += product * rstd[c];
             grad_bias[c] += sum;
         }
         if (half & FEATURES) {
-            const T outer = affine.weight[c] * scale, a = grad_bias[c] / count, b = grad_weight[c] / count;
+            const T a = grad_bias[c] / count, b = grad_weight[c] / count * rstd[c];
             for (int m = 0; m < space; ++m) {
                 const T* row = x + begin + m * stride;
                 T* grad = g + begin + m * stride;
-                ESPER_EACH_LANE grad[lane] = outer * (grad[lane] - a - (row[lane] - center) * scale * b);
+                ESPER_EACH_LANE {
+                    const T away = row[lane] - center, inner = away * scale + shift <= T(0) ? T(0) : grad[lane];
+                    grad[lane] = scale * (inner - a - away * b);
+                }
             }
         }
     }
@@ -226,41 +228,40 @@ template <class T> inline bool later_wins(T first, T later) {
     return later > first || (later != later && first == first);
 }
 
-template <class T> void max_pool(int channels, int height, int width, const T* h, T* y, int lanes, int stride) {
+// 2x2. `winners`: which of the four numbers is the largest, for the backward pass.
+template <class T>
+void max_pool(int channels, int height, int width, const T* h, T* y, T* winners, int lanes, int stride) {
     for (int c = 0; c < channels; ++c)
         for (int i = 0; i + 1 < height; i += 2)
-            for (int j = 0; j + 1 < width; j += 2, y += stride) {
+            for (int j = 0; j + 1 < width; j += 2, y += stride, winners += stride) {
                 const T* a = h + ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
                 const T *b = a + stride, *d = a + static_cast<int64_t>(width) * stride, *e = d + stride;
                 ESPER_EACH_LANE {
-                    T best = later_wins(a[lane], b[lane]) ? b[lane] : a[lane];
-                    best = later_wins(best, d[lane]) ? d[lane] : best;
-                    y[lane] = later_wins(best, e[lane]) ? e[lane] : best;
+                    const bool is_b = later_wins(a[lane], b[lane]);
+                    T best = is_b ? b[lane] : a[lane], winner = is_b ? T(1) : T(0);
+                    const bool is_d = later_wins(best, d[lane]);
+                    best = is_d ? d[lane] : best, winner = is_d ? T(2) : winner;
+                    const bool is_e = later_wins(best, e[lane]);
+                    y[lane] = is_e ? e[lane] : best, winners[lane] = is_e ? T(3) : winner;
                 }
             }
 }
 
 template <class T>
-void max_pool_backward(int channels, int height, int width, const T* h, const T* g, T* grad, int lanes, int stride) {
+void max_pool_backward(int channels, int height, int width, const T* winners, const T* g, T* grad, int lanes,
+                       int stride) {
     if (height % 2 || width % 2) std::memset(grad, 0, sizeof(T) * channels * height * width * stride);
     for (int c = 0; c < channels; ++c)
         for (int i = 0; i + 1 < height; i += 2)
-            for (int j = 0; j + 1 < width; j += 2, g += stride) {
-                const int64_t begin = ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
-                const int64_t below = static_cast<int64_t>(width) * stride;
-                const T *a = h + begin, *b = a + stride, *d = a + below, *e = d + stride;
-                T *ga = grad + begin, *gb = ga + stride, *gd = ga + below, *ge = gd + stride;
+            for (int j = 0; j + 1 < width; j += 2, g += stride, winners += stride) {
+                T* upper = grad + ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
+                T* lower = upper + static_cast<int64_t>(width) * stride;
                 ESPER_EACH_LANE {
-                    const bool is_b = later_wins(a[lane], b[lane]);
-                    const T upper = is_b ? b[lane] : a[lane];
-                    const bool is_d = later_wins(upper, d[lane]);
-                    const T best = is_d ? d[lane] : upper;
-                    const bool is_e = later_wins(best, e[lane]);
-                    const T value = g[lane];
-                    ge[lane] = is_e ? value : T(0);
-                    gd[lane] = !is_e && is_d ? value : T(0);
-                    gb[lane] = !is_e && !is_d && is_b ? value : T(0);
-                    ga[lane] = is_e || is_d || is_b ? T(0) : value;
+                    const T winner = winners[lane], value = g[lane];
+                    upper[lane] = winner == T(0) ? value : T(0);
+                    upper[stride + lane] = winner == T(1) ? value : T(0);
+                    lower[lane] = winner == T(2) ? value : T(0);
+                    lower[stride + lane] = winner == T(3) ? value : T(0);
                 }
             }
 }
@@ -390,21 +391,21 @@ template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes
     }
 }
 
-// In place.
-template <class T> void activate_backward(int rows, int kind, const T* x, const T* y, T* g, int lanes, int stride) {
+// In place. `saved` is the input of SiLU, and the output of the others.
+template <class T> void activate_backward(int rows, int kind, const T* saved, T* g, int lanes, int stride) {
     merge_rows(rows, lanes, stride);
-    for (int r = 0; r < rows; ++r, x += stride, y += stride, g += stride) {
+    for (int r = 0; r < rows; ++r, saved += stride, g += stride) {
         if (kind == RELU) {
-            ESPER_EACH_LANE g[lane] = y[lane] <= T(0) ? T(0) : g[lane];
+            ESPER_EACH_LANE g[lane] = saved[lane] <= T(0) ? T(0) : g[lane];
         } else if (kind == SILU) {
             ESPER_EACH_LANE {
-                const T open = sigmoid_of(x[lane]);
-                g[lane] *= open * (T(1) + x[lane] * (T(1) - open));
+                const T open = sigmoid_of(saved[lane]);
+                g[lane] *= open * (T(1) + saved[lane] * (T(1) - open));
             }
         } else if (kind == TANH) {
-            ESPER_EACH_LANE g[lane] *= T(1) - y[lane] * y[lane];
+            ESPER_EACH_LANE g[lane] *= T(1) - saved[lane] * saved[lane];
         } else {
-            ESPER_EACH_LANE g[lane] *= y[lane] * (T(1) - y[lane]);
+            ESPER_EACH_LANE g[lane] *= saved[lane] * (T(1) - saved[lane]);
         }
     }
 }
@@ -427,7 +428,8 @@ void blend(int rows, int algorithm, const T* h, const T* delta, const T* gate, T
     }
 }
 
-// In place: `g` becomes the gradient of h. A seed that is not active is trained as if alpha were 1.
+// In place: `g` becomes the gradient of h. A seed that is not active is trained as if alpha were 1. MULTIPLY alone needs
+// `h`; it needs `delta`, and so does the gradient of a gate.
 template <class T>
 void blend_backward(int rows, int algorithm, bool active, const T* h, const T* delta, const T* gate, T alpha, T* g,
                     T* grad_delta, T* grad_gate, int lanes, int stride) {
@@ -438,7 +440,7 @@ void blend_backward(int rows, int algorithm, bool active, const T* h, const T* d
     }
     for (int r = 0; r < rows; ++r) {
         const int64_t begin = static_cast<int64_t>(r) * stride;
-        const T *own = h + begin, *from = delta + begin;
+        const T *own = h ? h + begin : nullptr, *from = delta ? delta + begin : nullptr;
         T* grad = g + begin;
         T* to = grad_delta ? grad_delta + begin : nullptr;
         if (algorithm == MULTIPLY) {

@@ -17,11 +17,11 @@
 #define ESPER_OPERATIONS(X)                                                                                            \
     X(TRANSPOSE, "mp") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "ioW")                 \
     X(DEPTHWISE, "idi") X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iiD") X(BATCH_NORM, "fccccCCf")       \
-    X(BATCH_NORM_BACKWARD, "fccccCCff") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
-    X(GROUP_NORM_BACKWARD, "fcccggfCCC") X(MAX_POOL, "pq") X(MAX_POOL_BACKWARD, "pqp") X(MEAN, "fr")                   \
+    X(BATCH_NORM_BACKWARD, "fccccCCf") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
+    X(GROUP_NORM_BACKWARD, "fcccggfCCC") X(MAX_POOL, "pqq") X(MAX_POOL_BACKWARD, "qqp") X(MEAN, "fr")                   \
     X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fC") X(SCALE, "cff") X(SCALE_BACKWARD, "cffC")      \
     X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "nrrr") X(SHIFT_BACKWARD, "nrrrN") X(ACTIVATE, "rr")       \
-    X(ACTIVATE_BACKWARD, "rrr") X(BLEND, "rrbnr") X(BLEND_BACKWARD, "rrbnrrb") X(CROSS_ENTROPY, "rltr")                \
+    X(ACTIVATE_BACKWARD, "rr") X(BLEND, "rrbnr") X(BLEND_BACKWARD, "rrbnrrb") X(CROSS_ENTROPY, "rltr")                \
     X(SQUARE_NORM, "cn") X(CLIP, "n") X(SGD, "nncccc") X(ADAMW, "nncccccs")
 
 namespace esper {
@@ -36,8 +36,9 @@ constexpr const char* OPERANDS_OF[] = {ESPER_OPERATIONS(X)};
 
 constexpr int SIZES = 6, NUMBERS_GIVEN = 5, OPERANDS = 10;
 
-// Working memory: rows of lanes, and single numbers. Then a batch, which `Pass` gathers.
-enum Space : int32_t { NOTHING = -1, ROWS = 0, NUMBERS = 1, IMAGES = 2, LABELS = 3 };
+// Working memory: rows of lanes of each chunk, those that all chunks share, and single numbers. Then a batch, which
+// `Pass` gathers.
+enum Space : int32_t { NOTHING = -1, ROWS, LOCAL, NUMBERS, IMAGES, LABELS };
 
 struct Instruction {
     int32_t operation;
@@ -45,7 +46,7 @@ struct Instruction {
     int32_t size[SIZES];
     double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer
     int32_t space[OPERANDS];
-    int64_t offset[OPERANDS];  // rows in ROWS, elements elsewhere
+    int64_t offset[OPERANDS];  // rows in ROWS and LOCAL, elements elsewhere
 };
 
 // Layers of two halves: all chunks of a batch pass the first one before any passes the second one.
@@ -65,7 +66,7 @@ template <class T> struct Host {
 
     template <class U = T> U* at(const Instruction& i, int k) const {
         if (i.space[k] == NOTHING) return nullptr;
-        const int64_t step = i.space[k] == ROWS ? chunk.stride : 1;
+        const int64_t step = i.space[k] <= LOCAL ? chunk.stride : 1;
         return reinterpret_cast<U*>(base[i.space[k]]) + i.offset[k] * step;
     }
 
@@ -110,7 +111,7 @@ template <class T> struct Host {
         for (int k = 0; letters[k]; ++k) {
             if (i.space[k] == NOTHING) continue;
             if (i.space[k] < 0 || i.space[k] >= spaces || i.offset[k] < 0) return false;
-            const int64_t unit = std::strchr("lts", letters[k]) ? 8 : sizeof(T), step = i.space[k] == ROWS ? chunk.stride : 1;
+            const int64_t unit = std::strchr("lts", letters[k]) ? 8 : sizeof(T), step = i.space[k] <= LOCAL ? chunk.stride : 1;
             if (i.offset[k] * unit * step + bytes_of(i, letters[k]) > size[i.space[k]]) return false;
         }
         return labels_fit(i);
@@ -154,8 +155,7 @@ template <class T> struct Host {
                 return batch_norm<T>(half, n[0], n[1], number, T(i.number[1]), p[0], affine, p[3], p[4], p[5], p[6],
                                      p[7], chunk);
             case BATCH_NORM_BACKWARD:
-                return batch_norm_backward<T>(half, n[0], n[1], p[0], p[7], affine, p[3], p[4], p[8], p[5], p[6],
-                                              chunk);
+                return batch_norm_backward<T>(half, n[0], n[1], p[0], affine, p[3], p[4], p[7], p[5], p[6], chunk);
             case BATCH_NORM_FIXED:
                 return batch_norm_fixed<T>(n[0], n[1], number, p[0], affine, p[3], p[4], p[5], lanes, stride);
             case GROUP_NORM:
@@ -164,7 +164,7 @@ template <class T> struct Host {
             case GROUP_NORM_BACKWARD:
                 return group_norm_backward<T>(n[0], n[1], n[2], i.flag, p[0], affine, p[3], p[4], p[5], p[6], p[7],
                                               p[8], p[9], lanes, stride);
-            case MAX_POOL: return max_pool<T>(n[0], n[1], n[2], p[0], p[1], lanes, stride);
+            case MAX_POOL: return max_pool<T>(n[0], n[1], n[2], p[0], p[1], p[2], lanes, stride);
             case MAX_POOL_BACKWARD: return max_pool_backward<T>(n[0], n[1], n[2], p[0], p[1], p[2], lanes, stride);
             case MEAN: return mean_space<T>(n[0], n[1], p[0], p[1], stride);
             case MEAN_BACKWARD: return mean_space_backward<T>(n[0], n[1], p[0], p[1], lanes, stride);
@@ -177,7 +177,7 @@ template <class T> struct Host {
             case SHIFT: return shift<T>(n[0], p[0], p[1], p[2], p[3], lanes, stride);
             case SHIFT_BACKWARD: return shift_backward<T>(n[0], p[0], p[1], p[2], p[3], p[4], lanes, stride);
             case ACTIVATE: return activate<T>(n[0], i.flag, p[0], p[1], lanes, stride);
-            case ACTIVATE_BACKWARD: return activate_backward<T>(n[0], i.flag, p[0], p[1], p[2], lanes, stride);
+            case ACTIVATE_BACKWARD: return activate_backward<T>(n[0], i.flag, p[0], p[1], lanes, stride);
             case BLEND: return blend<T>(n[0], n[1], p[0], p[1], p[2], *p[3], p[4], lanes, stride);
             case BLEND_BACKWARD:
                 return blend_backward<T>(n[0], n[1], i.flag, p[0], p[1], p[2], *p[3], p[4], p[5], p[6], lanes, stride);
@@ -207,9 +207,9 @@ struct Examples {
 
 // The working memory of one thread, and their sizes in bytes.
 struct Memory {
-    void *rows, *numbers, *scratch, *images;
+    void *rows, *local, *numbers, *scratch, *images;
     int64_t* labels;
-    int64_t rows_size, numbers_size, scratch_size;
+    int64_t rows_size, local_size, numbers_size, scratch_size;
 };
 
 // The hosts, shared by all threads; `next` is the first position of `turn` that no thread has taken.
@@ -280,20 +280,27 @@ template <class T> class Pass {
         return DONE;
     }
 
-    // Bytes of the rows of one lane.
-    int64_t bytes_of_lane() const { return memory_.rows_size / stride_of(static_cast<int>(examples_.batch)); }
+    // Gives the host the rows of a chunk that begins after so many lanes.
+    void give_rows(int before, int stride) {
+        const int64_t of_lane = memory_.rows_size / stride_of(static_cast<int>(examples_.batch));
+        give(ROWS, static_cast<char*>(memory_.rows) + before * of_lane, stride * of_lane);
+        give(LOCAL, memory_.local, memory_.local_size);
+    }
 
-    // Lanes beyond the last example of a batch must be zero.
+    // Clears the rows of the last chunk, because lanes beyond the last example must be zero.
     void clear_last(int lanes, int size) {
         const int before = (lanes - 1) / size * size, stride = stride_of(lanes - before);
         if (before + stride == lanes) return;
-        std::memset(static_cast<char*>(memory_.rows) + before * bytes_of_lane(), 0, stride * bytes_of_lane());
+        give_rows(before, stride);
+        for (const int space : {ROWS, LOCAL})
+            if (size_[space]) std::memset(reinterpret_cast<void*>(base_[space]), 0, size_[space]);
     }
 
     // The host with the rows, images and labels of a chunk.
     Host<T> of_chunk(int lanes, int before, int batch) {
         const int stride = stride_of(lanes);
-        give(ROWS, static_cast<char*>(memory_.rows) + before * bytes_of_lane(), stride * bytes_of_lane());
+        if (before && lanes != stride) std::memset(memory_.local, 0, memory_.local_size);  // other chunks used it
+        give_rows(before, stride);
         if (examples_.images) {
             const int64_t image = examples_.numbers * int64_t(sizeof(T)), label = sizeof(int64_t);
             give(IMAGES, static_cast<char*>(memory_.images) + before * image, lanes * image);

@@ -27,8 +27,8 @@ class MemoryStruct(ctypes.Structure):
     """`Memory` of program.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "numbers", "scratch", "images", "labels")),
-        *((name, ctypes.c_int64) for name in ("rows_size", "numbers_size", "scratch_size")),
+        *((name, ctypes.c_void_p) for name in ("rows", "local", "numbers", "scratch", "images", "labels")),
+        *((name, ctypes.c_int64) for name in ("rows_size", "local_size", "numbers_size", "scratch_size")),
     )
 
 

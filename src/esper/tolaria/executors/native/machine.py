@@ -69,6 +69,7 @@ def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: i
     stride = stride_of(lanes)
     return {
         "rows": max(p.rows for p in programs) * stride,
+        "local": max(p.local * (min(p.chunk, stride) if numbers_of_image else stride) for p in programs),
         "numbers": max(p.numbers for p in programs),
         "scratch": max(SCRATCH_ROWS * stride, *(p.scratch for p in programs)),
         "images": numbers_of_image * stride,
@@ -80,7 +81,8 @@ class _Memory:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._tensors = {name: torch.zeros(0, dtype=dtype) for name in ("rows", "numbers", "scratch", "images")}
+        names = "rows", "local", "numbers", "scratch", "images"
+        self._tensors = {name: torch.zeros(0, dtype=dtype) for name in names}
         self._labels = torch.zeros(0, dtype=torch.int64)
 
     def struct(self, programs: Sequence[Program], lanes: int, numbers_of_image: int) -> MemoryStruct:
@@ -91,10 +93,9 @@ class _Memory:
                 self._tensors[name] = torch.empty(size, dtype=self._dtype)
         if len(self._labels) < stride:
             self._labels = torch.empty(stride, dtype=torch.int64)
-        rows, numbers, scratch, images = self._tensors.values()
-        pointers = (x.data_ptr() for x in (rows, numbers, scratch, images, self._labels))
+        pointers = (x.data_ptr() for x in (*self._tensors.values(), self._labels))
         size = self._dtype.itemsize
-        return MemoryStruct(*pointers, *(size * needed[name] for name in ("rows", "numbers", "scratch")))
+        return MemoryStruct(*pointers, *(size * needed[name] for name in ("rows", "local", "numbers", "scratch")))
 
 
 @final

@@ -8,13 +8,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tolaria.executors.native.assembler import Assembler, Operation, Place, Program, Rows, ShapeError
+from esper.tolaria.executors.native.assembler import (
+    LOCAL,
+    NUM_WORKING,
+    ROWS,
+    Assembler,
+    Operation,
+    Place,
+    Pool,
+    Program,
+    Rows,
+    ShapeError,
+)
 from esper.tolaria.executors.native.executor import _values_of_bytes
 from esper.tolaria.executors.native.kernel_library import stride_of
 from esper.tolaria.executors.native.layer_rules import images
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 
-SPACE = 2
+SPACE = NUM_WORKING
 
 
 def doubling(rows: int) -> Program:
@@ -58,6 +69,28 @@ def test_fewer_examples_after_more_leave_nothing_behind():
     machine, x = Machine(), torch.ones(1, 20, 4)
     run(machine, [doubling(4)], [0], x)
     assert not run(machine, [doubling(4)], [0], x[:, :17].contiguous())[..., 17:].any()
+
+
+def squares(rows: int, unused: int) -> Program:
+    """The sum of the squares of all images, in TOTALS; ONE holds a one."""
+    a = Assembler(trainable=False)
+    h, y = a.rows(rows), a.rows(rows + unused)
+    a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(1, rows, 1, 1))
+    a.emit(Operation.SCALE, Place(ONE, 0), h, y, sizes=(1, rows))
+    a.emit(Operation.CONVOLVE_WEIGHT_GRAD, y, y, Place(TOTALS, 0), sizes=(1, 1, rows, 1, 1))
+    return a.program()
+
+
+def test_chunks_of_a_host_leave_nothing_in_the_empty_lanes_of_the_next_host(monkeypatch):
+    monkeypatch.setattr("esper.tolaria.executors.native.assembler._CACHED_NUMBERS", 40 * 16)
+    programs = [squares(18, 4), squares(4, 0)]
+    assert [program.chunk for program in programs] == [16, 80]
+    out, one, spaces = torch.zeros(2, 1), torch.ones(1), Spaces(2, ONE + 1)
+    spaces.rows(TOTALS, out)
+    spaces.share(ONE, one)
+    images, labels = torch.full((37, 1, 18, 1), 2.0), torch.zeros(37, dtype=torch.int64)
+    Machine().run_batches(Workload.of_each(programs), spaces, Examples(images, labels, None, 37))
+    assert out.tolist() == [[37 * 18 * 4.0], [37 * 4 * 4.0]]  # to the second host, an image is four numbers
 
 
 def test_spaces_are_rows_of_tensors_or_one_tensor_for_all():
@@ -108,12 +141,12 @@ def summing(rows: int) -> Program:
     return a.program()
 
 
-IMAGES, LABELS, TOTALS = 2, 3, 4
+IMAGES, LABELS, TOTALS, ONE = range(NUM_WORKING, NUM_WORKING + 4)
 
 
 def totals_of(images, labels, order, batch, *, hosts=3, threads=1, padded=False):
     """Summed losses and hits [H, 2] of a pass."""
-    spaces, totals = Spaces(hosts, 5), torch.zeros(hosts, 2, dtype=torch.float64)
+    spaces, totals = Spaces(hosts, ONE), torch.zeros(hosts, 2, dtype=torch.float64)
     spaces.rows(TOTALS, totals)
     work = Workload.of_each([summing(4)] * hosts)
     Machine(threads=threads).run_batches(work, spaces, Examples(images, labels, order, batch, padded))
@@ -171,10 +204,10 @@ def test_bytes_become_numbers_and_windows_of_images_as_in_pytorch(seed, border, 
     a = Assembler(trainable=False)
     h = a.rows(40)
     a.emit(Operation.TRANSPOSE, Place(IMAGES, 0), h, sizes=(2, 4, 5, 1))
-    a.emit(Operation.SCALE, Place(5, 0), h, Place(TOTALS, 0), sizes=(1, 40))
-    out, one, spaces = torch.zeros(2, 40, 16), torch.ones(1), Spaces(2, 6)
+    a.emit(Operation.SCALE, Place(ONE, 0), h, Place(TOTALS, 0), sizes=(1, 40))
+    out, one, spaces = torch.zeros(2, 40, 16), torch.ones(1), Spaces(2, ONE + 1)
     spaces.rows(TOTALS, out)
-    spaces.share(5, one)
+    spaces.share(ONE, one)
     stored = images if stored_as_bytes else images.float()
     examples = Examples(stored, torch.zeros(7, dtype=torch.int64), order, 3, table=table, moves=moves, border=border)
     Machine().run_batches(Workload.of_each([a.program()] * 2), spaces, examples)
@@ -189,7 +222,7 @@ def test_images_are_unshuffled_while_they_are_copied_as_in_pytorch(shape, factor
     a = Assembler(trainable=False)
     h = images(a, Place(SPACE, 0), shape, factor)
     a.emit(Operation.SCALE, Place(SPACE + 2, 0), h.rows, Place(SPACE + 1, 0), sizes=(1, h.rows.size))
-    assert a.program().rows == x[0].numel()  # the copy that is made anyway
+    assert a.program().local == x[0].numel()  # the copy that is made anyway
     out, spaces = torch.zeros(x[0].numel(), stride_of(lanes)), Spaces(1, SPACE + 3)
     for k, tensor in enumerate((x, out, torch.ones(1))):
         spaces.share(SPACE + k, tensor)
@@ -217,35 +250,61 @@ def test_threads_begin_with_the_host_that_has_the_most_work():
     assert work.turn.tolist() == [1, 3, 2, 0]
 
 
-def test_rows_that_were_released_are_used_again():
-    a = Assembler(trainable=True)
-    first, second, third = a.rows(4), a.rows(2), a.rows(3)
-    a.release(second)
-    assert a.rows(1) == Rows(4, 1)
-    a.release(first)
-    assert a.rows(5) == Rows(9, 5)  # the holes are of four and of one
-    a.release(Rows(4, 1), third)
-    assert a.rows(9) == Rows(0, 9)  # which have grown together
-    assert a.program().rows == 14
+def test_rows_that_were_given_back_are_taken_again():
+    pool = Pool()
+    first, second, third = pool.take(4), pool.take(2), pool.take(3)
+    pool.give_back(second)
+    assert pool.take(1) == Rows(4, 1)
+    pool.give_back(first)
+    assert pool.take(5) == Rows(9, 5)  # the holes are of four and of one
+    pool.give_back(Rows(4, 1))
+    pool.give_back(third)
+    assert pool.take(9) == Rows(0, 9)  # which have grown together
+    assert pool.size == 14
 
 
-def test_rows_that_are_released_twice_are_noticed():
-    a = Assembler(trainable=True)
-    rows = a.rows(4)
-    a.release(rows)
-    with pytest.raises(AssertionError, match="released twice"):
-        a.release(rows)
+def test_rows_that_are_given_back_twice_are_noticed():
+    pool = Pool()
+    rows = pool.take(4)
+    pool.give_back(rows)
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give_back(rows)
 
 
 @given(st.lists(st.one_of(st.integers(1, 9), st.integers(-9, -1)), max_size=60))
 def test_rows_in_use_never_overlap(wishes):
-    """A positive number asks for so many rows, a negative one releases one of those in use."""
-    a, used = Assembler(trainable=True), []
+    """A positive number asks for so many rows, a negative one gives back those of one in use."""
+    pool, used = Pool(), []
     for wish in wishes:
         if wish > 0:
-            used.append(a.rows(wish))
+            used.append(pool.take(wish))
         elif used:
-            a.release(used.pop(-wish % len(used)))
+            pool.give_back(used.pop(-wish % len(used)))
         taken = [row for rows in used for row in range(rows.first, rows.first + rows.size)]
         assert len(set(taken)) == len(taken)
-        assert max(taken, default=-1) < a.program().rows or not taken
+        assert max(taken, default=-1) < pool.size
+
+
+def test_rows_are_used_again_after_the_last_instruction_that_names_them():
+    a = Assembler(trainable=False)
+    x, y, z = a.rows(4), a.rows(4), a.rows(3)
+    for source, target in ((x, y), (y, z)):
+        a.emit(Operation.ACTIVATE, source, target, sizes=(3,))
+    program = a.program()
+    assert (program.rows, program.local) == (0, 8)
+    assert program.code["space"][:, :2].tolist() == [[LOCAL, LOCAL]] * 2
+    assert program.code["offset"][:, :2].tolist() == [[0, 4], [4, 0]]
+
+
+def test_only_rows_that_wait_for_other_chunks_have_a_place_for_each_chunk():
+    a = Assembler(trainable=True)
+    x, y, z = a.rows(6), a.rows(6), a.rows(6)
+    numbers = a.numbers(2)
+    a.emit(Operation.ACTIVATE, x, y, sizes=(6,))
+    a.emit(Operation.BATCH_NORM, y, *[numbers] * 6, z, sizes=(2, 3))
+    a.emit(Operation.ACTIVATE, Rows(z.first + 4, 2), x, sizes=(2,))
+    program = a.program()
+    spaces = [program.code["space"][i, k] for i, k in ((0, 0), (0, 1), (1, 0), (1, 7), (2, 0), (2, 1))]
+    assert spaces == [ROWS, ROWS, ROWS, LOCAL, LOCAL, ROWS]
+    assert program.code["offset"][[1, 2], [7, 0]].tolist() == [0, 4]
+    assert (program.rows, program.local) == (12, 6)

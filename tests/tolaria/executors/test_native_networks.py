@@ -17,7 +17,8 @@ from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.stages import Algorithm, HostFamily
-from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
+from esper.tolaria.executors.native import assembler
+from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload
 from esper.tolaria.executors.native.networks import (
     ActiveSeed,
     HostLayout,
@@ -35,7 +36,7 @@ SLOTS = ("r0c0", "r0c1", "r1c0")  # action order; the network passes r1c0 before
 ORDER = (0, 2, 1)
 CHANNELS = {"r0c0": 4, "r0c1": 8, "r1c0": 4}
 SPEC = CNNHostSpec(in_channels=2, base=4, blocks=2, kernel=3, pools=1, classes=5)
-BATCH, SIZE = 21, 6
+BATCH, SIZE = 37, 6
 NAMES = [registry.blueprint_at(i, HostFamily.CNN).name for i in registry.selectable(HostFamily.CNN)]
 ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
 EIGHT = [[1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]
@@ -86,11 +87,11 @@ class World:
             )
         self.host_layout = HostLayout(self.skeleton_host, self.layout, self.buffer_layout, SIZE, SIZE)
 
-    def run(self, program, lanes=BATCH):
+    def run(self, program):
         spaces = Spaces(1, num_spaces(len(SLOTS)))
         for space, tensor in (
-            (Space.IMAGES, self.x), (Space.LABELS, self.y), (Space.TOTALS, self.totals), (Space.HOST, self.values),
-            (Space.HOST_GRADS, self.grads), (Space.HOST_BUFFERS, self.buffers),
+            (Space.TOTALS, self.totals), (Space.HOST, self.values), (Space.HOST_GRADS, self.grads),
+            (Space.HOST_BUFFERS, self.buffers),
         ):  # fmt: skip
             spaces.share(space, tensor)
         for slot, rows in self.rows.items():
@@ -98,7 +99,8 @@ class World:
             kinds = SlotSpace.SEED, SlotSpace.SEED_GRADS, SlotSpace.GATE, SlotSpace.GATE_GRADS, SlotSpace.ALPHA
             for kind, tensor in zip(kinds, (*rows, self.alpha[slot]), strict=True):
                 spaces.share(slot_space(s, kind), tensor)
-        Machine(dtype=DOUBLE).run(Workload.of_each([program]), spaces, lanes)
+        batch = Examples(self.x, self.y, None, BATCH)
+        Machine(dtype=DOUBLE).run_batches(Workload.of_each([program]), spaces, batch)
 
     def logits(self, on):
         """By PyTorch, with the seeds of the slots in `on`."""
@@ -150,6 +152,19 @@ def test_a_seed_of_every_kind(name, alpha, trainable, algorithm):
     check_training({"r0c1": (name, algorithm, alpha, trainable)})
 
 
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """The batch of 37 passes through the layers in chunks of 16, 16 and 5."""
+    monkeypatch.setattr(assembler, "_CACHED_NUMBERS", 0)
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("algorithm", [ADD, MULTIPLY, GATE])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_of_a_batch_give_the_gradients_of_the_batch(name, algorithm):
+    check_training({slot: (name, algorithm, 0.4, True) for slot in SLOTS})
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(
@@ -166,8 +181,17 @@ def test_any_seeds_in_any_slots(grown):
     check_training(grown)
 
 
+@pytest.mark.usefixtures("in_chunks")
+def test_every_state_of_a_network_is_measured_in_chunks_too():
+    check_measuring(EIGHT)
+
+
 @pytest.mark.parametrize("sets", [EIGHT, [[1, 1, 0]], [[0, 0, 0]]])
 def test_every_state_of_a_network_is_measured_like_a_pass_of_its_own(sets):
+    check_measuring(sets)
+
+
+def check_measuring(sets):
     world = World({
         "r0c0": ("conv_light", GATE, 0.7, False), "r1c0": ("norm", MULTIPLY, 0.6, False),
         "r0c1": ("conv_heavy", ADD, 1.0, False),

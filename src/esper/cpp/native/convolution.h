@@ -42,6 +42,13 @@ inline Taps taps_at(const Shape& s, int place, int stride) {
     return found;
 }
 
+// How many positions from `place` on have the same taps and follow each other: rows of lanes that are full are one row.
+inline int alike(const Shape& s, int place) {
+    if (s.kernel == 1) return s.space() - place;
+    const int x = place % s.width;
+    return x == 0 || x + 1 >= s.width ? 1 : s.width - 1 - x;
+}
+
 // How many numbers `pack` writes.
 inline int64_t packed_size(const Shape& s) {
     return int64_t((s.outputs + OUTPUTS - 1) / OUTPUTS) * OUTPUTS * s.inputs * s.taps();
@@ -50,19 +57,22 @@ inline int64_t packed_size(const Shape& s) {
 // Weights in the order of the loops below: [block of outputs][input][tap][output of the block], zero past the last.
 template <class T> void pack(const Shape& s, const T* weight, bool transposed, T* packed) {
     const int taps = s.taps();
-    for (int first = 0; first < s.outputs; first += OUTPUTS)
+    if (s.outputs % OUTPUTS) std::memset(packed, 0, sizeof(T) * packed_size(s));
+    const auto at = [&](int o, int c) {
+        return packed + (int64_t(o / OUTPUTS) * s.inputs + c) * taps * OUTPUTS + o % OUTPUTS;
+    };
+    if (transposed) {  // of the gradient of the input: from outputs to inputs, kernel flipped
         for (int c = 0; c < s.inputs; ++c)
-            for (int tap = 0; tap < taps; ++tap)
-                for (int o = first; o < first + OUTPUTS; ++o) {
-                    T value = T(0);
-                    if (o < s.outputs)  // of the gradient of the input: from outputs to inputs, kernel flipped
-                        value = transposed ? weight[(c * s.outputs + o) * taps + taps - 1 - tap]
-                                           : weight[(o * s.inputs + c) * taps + tap];
-                    *packed++ = value;
-                }
+            for (int o = 0; o < s.outputs; ++o)
+                for (int tap = taps - 1; tap >= 0; --tap) at(o, c)[tap * OUTPUTS] = *weight++;
+    } else {
+        for (int o = 0; o < s.outputs; ++o)
+            for (int c = 0; c < s.inputs; ++c)
+                for (int tap = 0; tap < taps; ++tap) at(o, c)[tap * OUTPUTS] = *weight++;
+    }
 }
 
-// One position, SUMS outputs from `first` on, and VS vectors of lanes from `at` on.
+// Positions that are alike from `place` on, SUMS outputs from `first` on, and VS vectors of their lanes from `at` on.
 template <class T, int VS>
 void convolve_block(const Shape& s, const T* in, const T* packed, T* out, int first, int at, int lanes, int stride,
                     const Taps& taps, int place) {
@@ -100,15 +110,17 @@ void convolve(const Shape& s, const T* in, const T* weight, bool transposed, T* 
     // weights that exceed the first cache: all positions of one block of outputs before the next block
     const int group = block * blocks * static_cast<int64_t>(sizeof(T)) > FIRST_CACHE ? 1 : blocks;
     for (int begin = 0; begin < blocks; begin += group)
-        for (int place = 0; place < s.space(); ++place) {
+        for (int place = 0, places; place < s.space(); place += places) {
             const Taps taps = taps_at(s, place, stride);
-            for (int at = 0; at < stride; at += VECTORS * width<T>())
+            places = lanes == stride ? alike(s, place) : 1;
+            const int end = places * stride, full = places * lanes;
+            for (int at = 0; at < end; at += VECTORS * width<T>())
                 for (int o = begin * OUTPUTS; o < (begin + group) * OUTPUTS && o < s.outputs; o += SUMS) {
                     const T* packed = scratch + o / OUTPUTS * block + o % OUTPUTS;
-                    if (at + VECTORS * width<T>() <= stride)
-                        convolve_block<T, VECTORS>(s, in, packed, out, o, at, lanes, stride, taps, place);
+                    if (at + VECTORS * width<T>() <= end)
+                        convolve_block<T, VECTORS>(s, in, packed, out, o, at, full, stride, taps, place);
                     else
-                        convolve_block<T, 1>(s, in, packed, out, o, at, lanes, stride, taps, place);
+                        convolve_block<T, 1>(s, in, packed, out, o, at, full, stride, taps, place);
                 }
         }
 }
@@ -188,7 +200,6 @@ void tiles_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, 
 // All tiles of weights over one part of the features at a time, which stays in the second cache; in the first one with
 // kernel 1, where each number is used in few products.
 template <class T> void convolve_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int stride) {
-    std::memset(grad, 0, sizeof(T) * s.outputs * s.inputs * s.taps());
     const int64_t cache = s.kernel == 1 ? 2 * FIRST_CACHE : SECOND_CACHE;
     const int64_t row = static_cast<int64_t>(BYTES) * s.width * (s.inputs + s.outputs);  // bytes of a vector of lanes in a row of the image
     int step = static_cast<int>(cache / (row * s.height)) * width<T>();
@@ -215,8 +226,9 @@ template <class T> void convolve_weight_grad(const Shape& s, const T* in, const 
 template <class T>
 void depthwise(const Shape& s, const T* in, const T* weight, bool transposed, T* out, int lanes, int stride) {
     const int64_t channel = static_cast<int64_t>(s.space()) * stride;
-    for (int place = 0; place < s.space(); ++place) {
+    for (int place = 0, places; place < s.space(); place += places) {
         const Taps taps = taps_at(s, place, stride);
+        places = lanes == stride ? alike(s, place) : 1;
         for (int c = 0; c < s.inputs; ++c) {
             T factor[MAX_TAPS];
             for (int i = 0; i < taps.count; ++i) {
@@ -225,10 +237,10 @@ void depthwise(const Shape& s, const T* in, const T* weight, bool transposed, T*
             }
             const T* h = in + c * channel;
             T* to = out + c * channel + static_cast<int64_t>(place) * stride;
-            for (int lane = 0; lane < stride; lane += width<T>()) {
+            for (int lane = 0; lane < places * stride; lane += width<T>()) {
                 wide<T> sum = {};
                 for (int i = 0; i < taps.count; ++i) sum += factor[i] * load(h + taps.from[i] + lane);
-                store_lanes<T>(to + lane, sum, lanes - lane);
+                store_lanes<T>(to + lane, sum, places * lanes - lane);
             }
         }
     }
@@ -236,7 +248,6 @@ void depthwise(const Shape& s, const T* in, const T* weight, bool transposed, T*
 
 template <class T> void depthwise_weight_grad(const Shape& s, const T* in, const T* grad_out, T* grad, int stride) {
     const Shape one{1, 1, s.height, s.width, s.kernel};
-    std::memset(grad, 0, sizeof(T) * s.inputs * s.taps());
     for (int c = 0; c < s.inputs; ++c) {
         const int64_t channel = static_cast<int64_t>(c) * s.space() * stride;
         const Part all{0, s.height, 0, stride};

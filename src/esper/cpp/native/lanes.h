@@ -30,6 +30,14 @@ template <> struct Wide<double> { typedef double type __attribute__((vector_size
 template <class T> using wide = typename Wide<T>::type;
 template <class T> constexpr int width() { return BYTES / sizeof(T); }
 
+// The examples of a batch that pass through the layers together, so that their features stay in the cache.
+struct Chunk {
+    int lanes, stride;
+    int before, batch;  // examples of the batch before this chunk, and in all chunks
+    bool first() const { return before == 0; }
+    bool last() const { return before + lanes == batch; }
+};
+
 template <class T> inline wide<T> load(const T* from) {
     wide<T> value;
     std::memcpy(&value, from, sizeof value);

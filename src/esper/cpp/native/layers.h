@@ -1,7 +1,7 @@
 // All layers except convolutions, forward and backward, on rows of lanes (lanes.h).
 //
-// Gradients of weights are overwritten, not accumulated. "In place": `g` is the gradient of the output and becomes that
-// of the input.
+// Gradients of weights are added to what the chunks before gave. "In place": `g` is the gradient of the output and
+// becomes that of the input.
 
 #pragma once
 
@@ -22,63 +22,81 @@ template <class T> struct Affine {
     const T *weight, *bias;
 };
 
+// Layers that need a sum over the whole batch: one half computes it, chunk by chunk, the other one uses it.
+enum Half { SUMS_OF_BATCH = 1, FEATURES = 2, BOTH = 3 };
+
 // By the batch's statistics, saved in `mean` and `rstd` [C] for the backward pass; running statistics are unbiased.
 template <class T>
-void batch_norm(int channels, int space, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
-                T* running_var, T* mean, T* rstd, T* y, int lanes, int stride) {
+void batch_norm(int half, int channels, int space, T eps, T momentum, const T* x, Affine<T> affine, T* running_mean,
+                T* running_var, T* mean, T* rstd, T* y, Chunk chunk) {
+    const T before = T(space) * chunk.before, own = T(space) * chunk.lanes, count = T(space) * chunk.batch;
+    int lanes = chunk.lanes, stride = chunk.stride;
     merge_rows(space, lanes, stride);
-    const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const T* from = x + static_cast<int64_t>(c) * space * stride;
         T* to = y + static_cast<int64_t>(c) * space * stride;
-        T sum = T(0), squares = T(0);
-        for (int m = 0; m < space; ++m) sum += sum_of(from + m * stride, lanes);
-        const T center = sum / count;
-        for (int m = 0; m < space; ++m) {
-            const T* row = from + m * stride;
+        if (half & SUMS_OF_BATCH) {  // `rstd` is the sum of squares until the last chunk
+            T sum = T(0), squares = T(0);
+            for (int m = 0; m < space; ++m) sum += sum_of(from + m * stride, lanes);
+            const T center = sum / own, step = center - mean[c], share = own / (before + own);
+            for (int m = 0; m < space; ++m) {
+                const T* row = from + m * stride;
 #pragma omp simd reduction(+ : squares)
-            for (int lane = 0; lane < lanes; ++lane) squares += (row[lane] - center) * (row[lane] - center);
+                for (int lane = 0; lane < lanes; ++lane) squares += (row[lane] - center) * (row[lane] - center);
+            }
+            mean[c] += step * share;
+            rstd[c] += squares + step * step * before * share;
+            if (chunk.last()) {
+                running_mean[c] += momentum * (mean[c] - running_mean[c]);
+                running_var[c] += momentum * (rstd[c] / (count - T(1)) - running_var[c]);
+                rstd[c] = T(1) / std::sqrt(rstd[c] / count + eps);
+            }
         }
-        mean[c] = center;
-        rstd[c] = T(1) / std::sqrt(squares / count + eps);
-        running_mean[c] += momentum * (center - running_mean[c]);
-        running_var[c] += momentum * (squares / (count - T(1)) - running_var[c]);
-        const T scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
-        for (int m = 0; m < space; ++m) {
-            const T* row = from + m * stride;
-            T* out = to + m * stride;
-            ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
+        if (half & FEATURES) {
+            const T center = mean[c], scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
+            for (int m = 0; m < space; ++m) {
+                const T* row = from + m * stride;
+                T* out = to + m * stride;
+                ESPER_EACH_LANE out[lane] = relu_of((row[lane] - center) * scale + shift);
+            }
         }
     }
 }
 
-// In place.
+// In place. Whether the ReLU let a number through is computed again from `x`.
 template <class T>
-void batch_norm_backward(int channels, int space, const T* x, const T* y, Affine<T> affine, const T* mean,
-                         const T* rstd, T* g, T* grad_weight, T* grad_bias, int lanes, int stride) {
+void batch_norm_backward(int half, int channels, int space, const T* x, Affine<T> affine, const T* mean, const T* rstd,
+                         T* g, T* grad_weight, T* grad_bias, Chunk chunk) {
+    const T count = T(space) * chunk.batch;
+    int lanes = chunk.lanes, stride = chunk.stride;
     merge_rows(space, lanes, stride);
-    const T count = T(space) * lanes;
     for (int c = 0; c < channels; ++c) {
         const int64_t begin = static_cast<int64_t>(c) * space * stride;
-        const T center = mean[c], scale = rstd[c];
-        T sum = T(0), product = T(0);
-        for (int m = 0; m < space; ++m) {
-            const T *row = x + begin + m * stride, *out = y + begin + m * stride;
-            T* grad = g + begin + m * stride;
-            ESPER_EACH_LANE grad[lane] = out[lane] <= T(0) ? T(0) : grad[lane];
+        const T center = mean[c], scale = rstd[c] * affine.weight[c], shift = affine.bias[c];
+        if (half & SUMS_OF_BATCH) {
+            T sum = T(0), product = T(0);
+            for (int m = 0; m < space; ++m) {
+                const T *row = x + begin + m * stride, *grad = g + begin + m * stride;
 #pragma omp simd reduction(+ : sum, product)
-            for (int lane = 0; lane < lanes; ++lane) {
-                sum += grad[lane];
-                product += grad[lane] * ((row[lane] - center) * scale);
+                for (int lane = 0; lane < lanes; ++lane) {
+                    const T away = row[lane] - center, inner = away * scale + shift <= T(0) ? T(0) : grad[lane];
+                    sum += inner;
+                    product += inner * away;
+                }
             }
+            grad_weight[c] += product * rstd[c];
+            grad_bias[c] += sum;
         }
-        grad_weight[c] = product;
-        grad_bias[c] = sum;
-        const T outer = affine.weight[c] * scale, a = sum / count, b = product / count;
-        for (int m = 0; m < space; ++m) {
-            const T* row = x + begin + m * stride;
-            T* grad = g + begin + m * stride;
-            ESPER_EACH_LANE grad[lane] = outer * (grad[lane] - a - (row[lane] - center) * scale * b);
+        if (half & FEATURES) {
+            const T a = grad_bias[c] / count, b = grad_weight[c] / count * rstd[c];
+            for (int m = 0; m < space; ++m) {
+                const T* row = x + begin + m * stride;
+                T* grad = g + begin + m * stride;
+                ESPER_EACH_LANE {
+                    const T away = row[lane] - center, inner = away * scale + shift <= T(0) ? T(0) : grad[lane];
+                    grad[lane] = scale * (inner - a - away * b);
+                }
+            }
         }
     }
 }
@@ -165,9 +183,6 @@ void group_norm_backward(int channels, int space, int groups, bool relu, const T
                          int stride) {
     const int per_group = channels / groups;
     const T count = T(per_group) * space;
-    std::memset(grad_weight, 0, sizeof(T) * channels);
-    std::memset(grad_bias, 0, sizeof(T) * channels);
-    if (grad_gamma) std::memset(grad_gamma, 0, sizeof(T) * channels);
     for (int k = 0; k < groups; ++k)
         for (int at = 0; at < stride; at += width<T>()) {
             const int64_t begin = static_cast<int64_t>(k) * per_group * space * stride + at;
@@ -213,41 +228,40 @@ template <class T> inline bool later_wins(T first, T later) {
     return later > first || (later != later && first == first);
 }
 
-template <class T> void max_pool(int channels, int height, int width, const T* h, T* y, int lanes, int stride) {
+// 2x2. `winners`: which of the four numbers is the largest, for the backward pass.
+template <class T>
+void max_pool(int channels, int height, int width, const T* h, T* y, T* winners, int lanes, int stride) {
     for (int c = 0; c < channels; ++c)
         for (int i = 0; i + 1 < height; i += 2)
-            for (int j = 0; j + 1 < width; j += 2, y += stride) {
+            for (int j = 0; j + 1 < width; j += 2, y += stride, winners += stride) {
                 const T* a = h + ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
                 const T *b = a + stride, *d = a + static_cast<int64_t>(width) * stride, *e = d + stride;
                 ESPER_EACH_LANE {
-                    T best = later_wins(a[lane], b[lane]) ? b[lane] : a[lane];
-                    best = later_wins(best, d[lane]) ? d[lane] : best;
-                    y[lane] = later_wins(best, e[lane]) ? e[lane] : best;
+                    const bool is_b = later_wins(a[lane], b[lane]);
+                    T best = is_b ? b[lane] : a[lane], winner = is_b ? T(1) : T(0);
+                    const bool is_d = later_wins(best, d[lane]);
+                    best = is_d ? d[lane] : best, winner = is_d ? T(2) : winner;
+                    const bool is_e = later_wins(best, e[lane]);
+                    y[lane] = is_e ? e[lane] : best, winners[lane] = is_e ? T(3) : winner;
                 }
             }
 }
 
 template <class T>
-void max_pool_backward(int channels, int height, int width, const T* h, const T* g, T* grad, int lanes, int stride) {
+void max_pool_backward(int channels, int height, int width, const T* winners, const T* g, T* grad, int lanes,
+                       int stride) {
     if (height % 2 || width % 2) std::memset(grad, 0, sizeof(T) * channels * height * width * stride);
     for (int c = 0; c < channels; ++c)
         for (int i = 0; i + 1 < height; i += 2)
-            for (int j = 0; j + 1 < width; j += 2, g += stride) {
-                const int64_t begin = ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
-                const int64_t below = static_cast<int64_t>(width) * stride;
-                const T *a = h + begin, *b = a + stride, *d = a + below, *e = d + stride;
-                T *ga = grad + begin, *gb = ga + stride, *gd = ga + below, *ge = gd + stride;
+            for (int j = 0; j + 1 < width; j += 2, g += stride, winners += stride) {
+                T* upper = grad + ((static_cast<int64_t>(c) * height + i) * width + j) * stride;
+                T* lower = upper + static_cast<int64_t>(width) * stride;
                 ESPER_EACH_LANE {
-                    const bool is_b = later_wins(a[lane], b[lane]);
-                    const T upper = is_b ? b[lane] : a[lane];
-                    const bool is_d = later_wins(upper, d[lane]);
-                    const T best = is_d ? d[lane] : upper;
-                    const bool is_e = later_wins(best, e[lane]);
-                    const T value = g[lane];
-                    ge[lane] = is_e ? value : T(0);
-                    gd[lane] = !is_e && is_d ? value : T(0);
-                    gb[lane] = !is_e && !is_d && is_b ? value : T(0);
-                    ga[lane] = is_e || is_d || is_b ? T(0) : value;
+                    const T winner = winners[lane], value = g[lane];
+                    upper[lane] = winner == T(0) ? value : T(0);
+                    upper[stride + lane] = winner == T(1) ? value : T(0);
+                    lower[lane] = winner == T(2) ? value : T(0);
+                    lower[stride + lane] = winner == T(3) ? value : T(0);
                 }
             }
 }
@@ -287,10 +301,8 @@ template <class T> void add_bias(int channels, int space, const T* bias, T* y, i
 
 template <class T> void add_bias_backward(int channels, int space, const T* g, T* grad_bias, int lanes, int stride) {
     merge_rows(space, lanes, stride);
-    for (int c = 0; c < channels; ++c) {
-        grad_bias[c] = T(0);
+    for (int c = 0; c < channels; ++c)
         for (int m = 0; m < space; ++m, g += stride) grad_bias[c] += sum_of(g, lanes);
-    }
 }
 
 // One factor per channel. Backward in place.
@@ -315,7 +327,7 @@ void scale_backward(int channels, int space, const T* gamma, const T* x, T* g, T
                 g[lane] *= factor;
             }
         }
-        grad_gamma[c] = sum;
+        grad_gamma[c] += sum;
     }
 }
 
@@ -359,7 +371,7 @@ void shift_backward(int rows, const T* strength, const T* z, const T* h, T* g, T
             g[lane] *= factor;
         }
     }
-    *grad_strength = sum * (T(1) - factor * factor);
+    *grad_strength += sum * (T(1) - factor * factor);
 }
 
 enum Activation { RELU, SILU, TANH, SIGMOID };
@@ -379,21 +391,21 @@ template <class T> void activate(int rows, int kind, const T* x, T* y, int lanes
     }
 }
 
-// In place.
-template <class T> void activate_backward(int rows, int kind, const T* x, const T* y, T* g, int lanes, int stride) {
+// In place. `saved` is the input of SiLU, and the output of the others.
+template <class T> void activate_backward(int rows, int kind, const T* saved, T* g, int lanes, int stride) {
     merge_rows(rows, lanes, stride);
-    for (int r = 0; r < rows; ++r, x += stride, y += stride, g += stride) {
+    for (int r = 0; r < rows; ++r, saved += stride, g += stride) {
         if (kind == RELU) {
-            ESPER_EACH_LANE g[lane] = y[lane] <= T(0) ? T(0) : g[lane];
+            ESPER_EACH_LANE g[lane] = saved[lane] <= T(0) ? T(0) : g[lane];
         } else if (kind == SILU) {
             ESPER_EACH_LANE {
-                const T open = sigmoid_of(x[lane]);
-                g[lane] *= open * (T(1) + x[lane] * (T(1) - open));
+                const T open = sigmoid_of(saved[lane]);
+                g[lane] *= open * (T(1) + saved[lane] * (T(1) - open));
             }
         } else if (kind == TANH) {
-            ESPER_EACH_LANE g[lane] *= T(1) - y[lane] * y[lane];
+            ESPER_EACH_LANE g[lane] *= T(1) - saved[lane] * saved[lane];
         } else {
-            ESPER_EACH_LANE g[lane] *= y[lane] * (T(1) - y[lane]);
+            ESPER_EACH_LANE g[lane] *= saved[lane] * (T(1) - saved[lane]);
         }
     }
 }
@@ -416,7 +428,8 @@ void blend(int rows, int algorithm, const T* h, const T* delta, const T* gate, T
     }
 }
 
-// In place: `g` becomes the gradient of h. A seed that is not active is trained as if alpha were 1.
+// In place: `g` becomes the gradient of h. A seed that is not active is trained as if alpha were 1. MULTIPLY alone needs
+// `h`; it needs `delta`, and so does the gradient of a gate.
 template <class T>
 void blend_backward(int rows, int algorithm, bool active, const T* h, const T* delta, const T* gate, T alpha, T* g,
                     T* grad_delta, T* grad_gate, int lanes, int stride) {
@@ -427,7 +440,7 @@ void blend_backward(int rows, int algorithm, bool active, const T* h, const T* d
     }
     for (int r = 0; r < rows; ++r) {
         const int64_t begin = static_cast<int64_t>(r) * stride;
-        const T *own = h + begin, *from = delta + begin;
+        const T *own = h ? h + begin : nullptr, *from = delta ? delta + begin : nullptr;
         T* grad = g + begin;
         T* to = grad_delta ? grad_delta + begin : nullptr;
         if (algorithm == MULTIPLY) {
@@ -475,8 +488,9 @@ void transpose(int channels, int height, int width, int factor, const T* images,
 // Cross entropy. Adds to `totals` = {sum of losses, correct answers}; `grad` (or null) gets the gradient of the mean
 // loss. Lanes with a negative label are skipped. NativeExecutor checks the labels once.
 template <class T>
-void cross_entropy(int classes, const T* logits, const int64_t* labels, double* totals, T* grad, T* work, int lanes,
-                   int stride) {
+void cross_entropy(int classes, const T* logits, const int64_t* labels, double* totals, T* grad, T* work,
+                   Chunk chunk) {
+    const int lanes = chunk.lanes, stride = chunk.stride;
     T *best = work, *sum = work + stride, *answer = work + 2 * stride;
     ESPER_EACH_LANE {
         best[lane] = logits[lane];
@@ -513,10 +527,10 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
     for (int c = 0; c < classes; ++c) {
         const T* row = logits + c * stride;
         T* out = grad + c * stride;
-        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(lanes));
+        ESPER_EACH_LANE out[lane] = exp_of(row[lane] - best[lane]) / (sum[lane] * T(chunk.batch));
     }
     for (int lane = 0; lane < lanes; ++lane)
-        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(lanes);
+        if (labels[lane] >= 0) grad[labels[lane] * stride + lane] -= T(1) / T(chunk.batch);
 }
 
 }  // namespace esper

@@ -10,18 +10,19 @@
 #include "optimizers.h"
 
 #include <algorithm>
+#include <cctype>
 #include <vector>
 
-// X(name, operands): the size of each operand, as a letter of `bytes_of`.
+// X(name, operands): the size of each operand, as a letter of `bytes_of`; capital if it is a sum over the batch.
 #define ESPER_OPERATIONS(X)                                                                                            \
-    X(TRANSPOSE, "mp") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "iow")                 \
-    X(DEPTHWISE, "idi") X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iid") X(BATCH_NORM, "fccccccf")       \
-    X(BATCH_NORM_BACKWARD, "fccccccff") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
-    X(GROUP_NORM_BACKWARD, "fcccggfccc") X(MAX_POOL, "pq") X(MAX_POOL_BACKWARD, "pqp") X(MEAN, "fr")                   \
-    X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fc") X(SCALE, "cff") X(SCALE_BACKWARD, "cffc")      \
-    X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "1rrr") X(SHIFT_BACKWARD, "1rrr1") X(ACTIVATE, "rr")       \
-    X(ACTIVATE_BACKWARD, "rrr") X(BLEND, "rrb1r") X(BLEND_BACKWARD, "rrb1rrb") X(CROSS_ENTROPY, "rltr")                \
-    X(SQUARE_NORM, "c1") X(CLIP, "1") X(SGD, "11cccc") X(ADAMW, "11cccccs")
+    X(TRANSPOSE, "mp") X(CONVOLVE, "iwo") X(CONVOLVE_INPUT_GRAD, "owi") X(CONVOLVE_WEIGHT_GRAD, "ioW")                 \
+    X(DEPTHWISE, "idi") X(DEPTHWISE_INPUT_GRAD, "idi") X(DEPTHWISE_WEIGHT_GRAD, "iiD") X(BATCH_NORM, "fccccCCf")       \
+    X(BATCH_NORM_BACKWARD, "fccccCCf") X(BATCH_NORM_FIXED, "fccccf") X(GROUP_NORM, "fcccggf")                         \
+    X(GROUP_NORM_BACKWARD, "fcccggfCCC") X(MAX_POOL, "pqq") X(MAX_POOL_BACKWARD, "qqp") X(MEAN, "fr")                   \
+    X(MEAN_BACKWARD, "rf") X(ADD_BIAS, "cf") X(ADD_BIAS_BACKWARD, "fC") X(SCALE, "cff") X(SCALE_BACKWARD, "cffC")      \
+    X(MODULATE, "frf") X(MODULATE_BACKWARD, "ffr") X(SHIFT, "nrrr") X(SHIFT_BACKWARD, "nrrrN") X(ACTIVATE, "rr")       \
+    X(ACTIVATE_BACKWARD, "rr") X(BLEND, "rrbnr") X(BLEND_BACKWARD, "rrbnrrb") X(CROSS_ENTROPY, "rltr")                \
+    X(SQUARE_NORM, "cn") X(CLIP, "n") X(SGD, "nncccc") X(ADAMW, "nncccccs")
 
 namespace esper {
 
@@ -35,8 +36,9 @@ constexpr const char* OPERANDS_OF[] = {ESPER_OPERATIONS(X)};
 
 constexpr int SIZES = 6, NUMBERS_GIVEN = 5, OPERANDS = 10;
 
-// Working memory: rows of lanes, and single numbers. Then a batch, which `Pass` gathers.
-enum Space : int32_t { NOTHING = -1, ROWS = 0, NUMBERS = 1, IMAGES = 2, LABELS = 3 };
+// Working memory: rows of lanes of each chunk, those that all chunks share, and single numbers. Then a batch, which
+// `Pass` gathers.
+enum Space : int32_t { NOTHING = -1, ROWS, LOCAL, NUMBERS, IMAGES, LABELS };
 
 struct Instruction {
     int32_t operation;
@@ -44,32 +46,40 @@ struct Instruction {
     int32_t size[SIZES];
     double number[NUMBERS_GIVEN];  // epsilon, momentum; rates of an optimizer
     int32_t space[OPERANDS];
-    int64_t offset[OPERANDS];  // rows in ROWS, elements elsewhere
+    int64_t offset[OPERANDS];  // rows in ROWS and LOCAL, elements elsewhere
 };
+
+// Layers of two halves: all chunks of a batch pass the first one before any passes the second one.
+inline bool has_halves(const Instruction& i) {
+    return i.operation == BATCH_NORM || i.operation == BATCH_NORM_BACKWARD;
+}
+
+// The optimizer's instructions, which need the gradients of the whole batch.
+inline bool is_of_optimizer(const Instruction& i) { return i.operation >= SQUARE_NORM; }
 
 template <class T> struct Host {
     const int64_t *base, *size;  // addresses of the spaces, and their bytes
     int64_t spaces;
-    int lanes, stride;
+    Chunk chunk;
     T* scratch;  // packed weights, or a few rows
     int64_t scratch_size;
 
     template <class U = T> U* at(const Instruction& i, int k) const {
         if (i.space[k] == NOTHING) return nullptr;
-        const int64_t step = i.space[k] == ROWS ? stride : 1;
+        const int64_t step = i.space[k] <= LOCAL ? chunk.stride : 1;
         return reinterpret_cast<U*>(base[i.space[k]]) + i.offset[k] * step;
     }
 
     // Bytes of an operand of this letter.
     int64_t bytes_of(const Instruction& i, char letter) const {
         const int64_t n0 = i.size[0], n1 = i.size[1], n2 = i.size[2], n3 = i.size[3];
-        const int64_t taps = int64_t(i.size[4]) * i.size[4], number = sizeof(T), row = number * stride;
-        switch (letter) {
-            case '1': return number;                          // one number
+        const int64_t taps = int64_t(i.size[4]) * i.size[4], number = sizeof(T), row = number * chunk.stride;
+        switch (std::tolower(letter)) {
+            case 'n': return number;                          // one number
             case 'c': return n0 * number;                     // one for each channel or weight
             case 'w': return n0 * n1 * taps * number;         // weights of a convolution
             case 'd': return n0 * taps * number;              // weights of a depthwise convolution
-            case 'm': return n0 * n1 * n2 * lanes * number;   // images
+            case 'm': return n0 * n1 * n2 * chunk.lanes * number;  // images
             case 'b': return row;                             // a row of lanes
             case 'r': return n0 * row;                        // rows
             case 'g': return n2 * row;                        // a row for each group
@@ -78,7 +88,7 @@ template <class T> struct Host {
             case 'o': return n1 * n2 * n3 * row;              // outputs of a convolution
             case 'p': return n0 * n1 * n2 * row;              // images, or input of pooling
             case 'q': return n0 * (n1 / 2) * (n2 / 2) * row;  // output of pooling
-            case 'l': return int64_t(lanes) * 8;              // labels
+            case 'l': return int64_t(chunk.lanes) * 8;        // labels
             case 't': return 16;                              // totals
             default: return 8;                                // steps
         }
@@ -87,7 +97,7 @@ template <class T> struct Host {
     static Shape shape_of(const Instruction& i) { return {i.size[0], i.size[1], i.size[2], i.size[3], i.size[4]}; }
 
     int64_t scratch_bytes(const Instruction& i) const {
-        if (i.operation == CROSS_ENTROPY) return int64_t(3) * stride * sizeof(T);
+        if (i.operation == CROSS_ENTROPY) return int64_t(3) * chunk.stride * sizeof(T);
         if (i.operation == CONVOLVE) return packed_size(shape_of(i)) * sizeof(T);
         return i.operation == CONVOLVE_INPUT_GRAD ? packed_size(shape_of(i).transposed()) * sizeof(T) : 0;
     }
@@ -101,22 +111,31 @@ template <class T> struct Host {
         for (int k = 0; letters[k]; ++k) {
             if (i.space[k] == NOTHING) continue;
             if (i.space[k] < 0 || i.space[k] >= spaces || i.offset[k] < 0) return false;
-            const int64_t unit = std::strchr("lts", letters[k]) ? 8 : sizeof(T), step = i.space[k] == ROWS ? stride : 1;
+            const int64_t unit = std::strchr("lts", letters[k]) ? 8 : sizeof(T), step = i.space[k] <= LOCAL ? chunk.stride : 1;
             if (i.offset[k] * unit * step + bytes_of(i, letters[k]) > size[i.space[k]]) return false;
         }
         return labels_fit(i);
     }
 
+    // Clears what the chunks of a batch add to.
+    void clear_sums(const Instruction& i) const {
+        const char* letters = OPERANDS_OF[i.operation];
+        for (int k = 0; letters[k]; ++k)
+            if (std::isupper(letters[k]) && i.space[k] != NOTHING) std::memset(at(i, k), 0, bytes_of(i, letters[k]));
+    }
+
     // Whether every label has a class, which depends on the batch.
     bool labels_fit(const Instruction& i) const {
         if (i.operation == CROSS_ENTROPY)
-            for (int lane = 0; lane < lanes; ++lane)
+            for (int lane = 0; lane < chunk.lanes; ++lane)
                 if (at<int64_t>(i, 1)[lane] >= i.size[0]) return false;
         return true;
     }
 
-    void run(const Instruction& i) const {
+    void run(const Instruction& i, int half) const {
+        if (chunk.first() && half & SUMS_OF_BATCH) clear_sums(i);
         const int32_t* n = i.size;
+        const int lanes = chunk.lanes, stride = chunk.stride;
         const T number = T(i.number[0]);
         const Rates<T> rates{number, T(i.number[1]), T(i.number[2]), T(i.number[3]), T(i.number[4])};
         const Shape shape = shape_of(i);  // of the forward pass
@@ -133,11 +152,10 @@ template <class T> struct Host {
             case DEPTHWISE_INPUT_GRAD: return depthwise<T>(shape, p[0], p[1], true, p[2], lanes, stride);
             case DEPTHWISE_WEIGHT_GRAD: return depthwise_weight_grad<T>(shape, p[0], p[1], p[2], stride);
             case BATCH_NORM:
-                return batch_norm<T>(n[0], n[1], number, T(i.number[1]), p[0], affine, p[3], p[4], p[5], p[6], p[7],
-                                     lanes, stride);
+                return batch_norm<T>(half, n[0], n[1], number, T(i.number[1]), p[0], affine, p[3], p[4], p[5], p[6],
+                                     p[7], chunk);
             case BATCH_NORM_BACKWARD:
-                return batch_norm_backward<T>(n[0], n[1], p[0], p[7], affine, p[3], p[4], p[8], p[5], p[6], lanes,
-                                              stride);
+                return batch_norm_backward<T>(half, n[0], n[1], p[0], affine, p[3], p[4], p[7], p[5], p[6], chunk);
             case BATCH_NORM_FIXED:
                 return batch_norm_fixed<T>(n[0], n[1], number, p[0], affine, p[3], p[4], p[5], lanes, stride);
             case GROUP_NORM:
@@ -146,7 +164,7 @@ template <class T> struct Host {
             case GROUP_NORM_BACKWARD:
                 return group_norm_backward<T>(n[0], n[1], n[2], i.flag, p[0], affine, p[3], p[4], p[5], p[6], p[7],
                                               p[8], p[9], lanes, stride);
-            case MAX_POOL: return max_pool<T>(n[0], n[1], n[2], p[0], p[1], lanes, stride);
+            case MAX_POOL: return max_pool<T>(n[0], n[1], n[2], p[0], p[1], p[2], lanes, stride);
             case MAX_POOL_BACKWARD: return max_pool_backward<T>(n[0], n[1], n[2], p[0], p[1], p[2], lanes, stride);
             case MEAN: return mean_space<T>(n[0], n[1], p[0], p[1], stride);
             case MEAN_BACKWARD: return mean_space_backward<T>(n[0], n[1], p[0], p[1], lanes, stride);
@@ -159,12 +177,12 @@ template <class T> struct Host {
             case SHIFT: return shift<T>(n[0], p[0], p[1], p[2], p[3], lanes, stride);
             case SHIFT_BACKWARD: return shift_backward<T>(n[0], p[0], p[1], p[2], p[3], p[4], lanes, stride);
             case ACTIVATE: return activate<T>(n[0], i.flag, p[0], p[1], lanes, stride);
-            case ACTIVATE_BACKWARD: return activate_backward<T>(n[0], i.flag, p[0], p[1], p[2], lanes, stride);
+            case ACTIVATE_BACKWARD: return activate_backward<T>(n[0], i.flag, p[0], p[1], lanes, stride);
             case BLEND: return blend<T>(n[0], n[1], p[0], p[1], p[2], *p[3], p[4], lanes, stride);
             case BLEND_BACKWARD:
                 return blend_backward<T>(n[0], n[1], i.flag, p[0], p[1], p[2], *p[3], p[4], p[5], p[6], lanes, stride);
             case CROSS_ENTROPY:
-                return cross_entropy<T>(n[0], p[0], at<int64_t>(i, 1), at<double>(i, 2), p[3], scratch, lanes, stride);
+                return cross_entropy<T>(n[0], p[0], at<int64_t>(i, 1), at<double>(i, 2), p[3], scratch, chunk);
             case SQUARE_NORM: return square_norm<T>(n[0], p[0], i.flag, p[1]);
             case CLIP: *p[0] = clip_factor<T>(*p[0], number); return;
             case SGD: return sgd<T>(n[0], rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5]);
@@ -187,17 +205,18 @@ struct Examples {
     int64_t own_labels;
 };
 
-// The working memory of one thread, and their sizes in bytes. Lanes beyond the batch must be zero.
+// The working memory of one thread, and their sizes in bytes.
 struct Memory {
-    void *rows, *numbers, *scratch, *images;
+    void *rows, *local, *numbers, *scratch, *images;
     int64_t* labels;
-    int64_t rows_size, numbers_size, scratch_size;
+    int64_t rows_size, local_size, numbers_size, scratch_size;
 };
 
 // The hosts, shared by all threads; `next` is the first position of `turn` that no thread has taken.
 struct Hosts {
     const Instruction* program;
     const int64_t *first, *count;  // instructions of each host
+    const int64_t* chunk;          // how many examples of a batch pass through its layers together
     const int64_t *base, *size;    // [hosts][spaces] addresses, bytes
     const int64_t* turn;           // hosts in the order in which they are run
     int64_t* next;
@@ -225,8 +244,8 @@ template <class T> class Pass {
             base_[k] = hosts_.base[h * hosts_.spaces + k];
             size_[k] = hosts_.size[h * hosts_.spaces + k];
         }
-        give(ROWS, memory_.rows, memory_.rows_size);
         give(NUMBERS, memory_.numbers, memory_.numbers_size);
+        lanes_ = -1;
         if (!examples_.images) return run_batch(h, static_cast<int>(examples_.batch), true);
         for (int64_t start = 0; start < examples_.count; start += examples_.batch) {
             const int found = left(h, start);
@@ -239,17 +258,56 @@ template <class T> class Pass {
         return DONE;
     }
 
+    // Each chunk of a batch passes all layers up to the next one that needs a sum over the batch, then the next chunk.
     int64_t run_batch(int64_t h, int lanes, bool check) {
-        if (lanes != lanes_ && memory_.rows_size) std::memset(memory_.rows, 0, memory_.rows_size);
+        const int size = examples_.images ? static_cast<int>(std::min<int64_t>(hosts_.chunk[h], lanes)) : lanes;
+        if (lanes != lanes_) clear_last(lanes, size);
         lanes_ = lanes;
-        const Host<T> host{base_.data(), size_.data(), hosts_.spaces, lanes, stride_of(lanes),
-                           static_cast<T*>(memory_.scratch), memory_.scratch_size};
-        for (int64_t i = hosts_.first[h]; i < hosts_.first[h] + hosts_.count[h]; ++i) {
-            const Instruction& next = hosts_.program[i];
-            if (!(check ? host.fits(next) : host.labels_fit(next))) return i;
-            host.run(next);
+        const int64_t first = hosts_.first[h], last = first + hosts_.count[h];
+        for (int64_t begin = first, end; begin <= last; begin = end + 1) {
+            for (end = begin; end < last && (lanes <= size || !has_halves(hosts_.program[end]));) ++end;
+            for (int before = 0; before < lanes; before += size) {
+                const Host<T> host = of_chunk(std::min(size, lanes - before), before, lanes);
+                if (begin > first) host.run(hosts_.program[begin - 1], FEATURES);
+                for (int64_t i = begin; i < std::min(end + 1, last); ++i) {
+                    const Instruction& next = hosts_.program[i];
+                    if (is_of_optimizer(next) && !host.chunk.last()) continue;
+                    if (!(check && host.chunk.first() ? host.fits(next) : host.labels_fit(next))) return i;
+                    host.run(next, i == end ? SUMS_OF_BATCH : BOTH);
+                }
+            }
         }
         return DONE;
+    }
+
+    // Gives the host the rows of a chunk that begins after so many lanes.
+    void give_rows(int before, int stride) {
+        const int64_t of_lane = memory_.rows_size / stride_of(static_cast<int>(examples_.batch));
+        give(ROWS, static_cast<char*>(memory_.rows) + before * of_lane, stride * of_lane);
+        give(LOCAL, memory_.local, memory_.local_size);
+    }
+
+    // Clears the rows of the last chunk, because lanes beyond the last example must be zero.
+    void clear_last(int lanes, int size) {
+        const int before = (lanes - 1) / size * size, stride = stride_of(lanes - before);
+        if (before + stride == lanes) return;
+        give_rows(before, stride);
+        for (const int space : {ROWS, LOCAL})
+            if (size_[space]) std::memset(reinterpret_cast<void*>(base_[space]), 0, size_[space]);
+    }
+
+    // The host with the rows, images and labels of a chunk.
+    Host<T> of_chunk(int lanes, int before, int batch) {
+        const int stride = stride_of(lanes);
+        if (before && lanes != stride) std::memset(memory_.local, 0, memory_.local_size);  // other chunks used it
+        give_rows(before, stride);
+        if (examples_.images) {
+            const int64_t image = examples_.numbers * int64_t(sizeof(T)), label = sizeof(int64_t);
+            give(IMAGES, static_cast<char*>(memory_.images) + before * image, lanes * image);
+            give(LABELS, memory_.labels + before, lanes * label);
+        }
+        return {base_.data(), size_.data(), hosts_.spaces, {lanes, stride, before, batch},
+                static_cast<T*>(memory_.scratch), memory_.scratch_size};
     }
 
     // Examples of the batch that begins here; a host with fewer examples than the others ends with -1.
@@ -277,8 +335,6 @@ template <class T> class Pass {
         }
         std::fill_n(images + found * numbers, (lanes - found) * numbers, T(0));
         std::fill_n(memory_.labels + found, lanes - found, int64_t(-1));
-        give(IMAGES, images, lanes * numbers * int64_t(sizeof(T)));
-        give(LABELS, memory_.labels, lanes * int64_t(sizeof(int64_t)));
         return true;
     }
 
@@ -317,7 +373,7 @@ template <class T> class Pass {
     const Examples& examples_;
     const Memory& memory_;
     std::vector<int64_t> base_, size_;  // of the host that runs
-    int lanes_ = -1;
+    int lanes_ = -1;                    // of its last batch
 };
 
 }  // namespace esper

@@ -3,7 +3,8 @@
 esper/cpp/native/program.cpp executes them; it lists the same operations in the same order. An operand is a place in one
 of a host's spaces. Spaces get their addresses when a program runs, so hosts of equal structure share a program.
 
-    ROWS      activations and their gradients [rows][lanes]; the next host reuses them
+    ROWS      activations and their gradients [rows][lanes] of each chunk of a batch; the next host reuses them
+    LOCAL     those that no other chunk's turn separates, so that all chunks use the same memory
     NUMBERS   single numbers, such as the statistics of a batch norm
     others    weights, gradients, buffers, a batch: see `networks.Space`
 """
@@ -48,26 +49,31 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of lanes."""
+    """Consecutive rows of lanes, counted as if none were used twice; `Assembler.program` gives them their places."""
 
     first: int
     size: int
 
 
-ROWS, NUMBERS, NUM_WORKING = 0, 1, 2
+ROWS, LOCAL, NUMBERS, NUM_WORKING = range(4)
+_HALVED = (Operation.BATCH_NORM, Operation.BATCH_NORM_BACKWARD)
+"""Operations that a chunk begins, and ends only when all chunks have begun it."""
 SCRATCH_ROWS: Final = 3
 """Rows of scratch that every program may use; the loss does."""
+_CACHED_NUMBERS = 2**20
+"""Numbers of the features of a chunk."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions, and the working memory they need: rows of lanes, single numbers, and scratch numbers.
+    """Instructions, and the working memory they need: rows of lanes (of all chunks, of one), numbers, scratch numbers.
 
     `single` is the shape [C, H, W] of features of which one example gives a normalization a single value; else None.
     """
 
     code: np.ndarray
     rows: int
+    local: int
     numbers: int
     scratch: int
     single: tuple[int, int, int] | None = None
@@ -76,6 +82,11 @@ class Program:
     def cost(self) -> int:
         """Roughly in proportion to its time: the product of the sizes of each instruction, summed."""
         return int(np.maximum(self.code["size"], 1).astype(np.int64).prod(axis=1).sum())
+
+    @property
+    def chunk(self) -> int:
+        """Examples of a batch that pass through the layers together, so that their features stay in a core's cache."""
+        return max(_CACHED_NUMBERS // max(self.rows + self.local, 1) // LANES, 1) * LANES
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError, as PyTorch does, where a normalization would see a single value."""
@@ -99,12 +110,11 @@ def expect(what: str, found: object, expected: object) -> None:
 @final
 @dataclass
 class Assembler:
-    """Writes a program. `trainable`: a backward pass will follow, so its inputs must not be released."""
+    """Writes a program. `trainable`: a backward pass will follow."""
 
     trainable: bool
     _code: list[tuple[object, ...]] = field(default_factory=list)
-    _free: list[Rows] = field(default_factory=list)
-    _rows: int = 0
+    _begins: list[int] = field(default_factory=lambda: [0])
     _numbers: int = 0
     _scratch: int = 0
     _single: tuple[int, int, int] | None = None
@@ -130,25 +140,9 @@ class Assembler:
         ))  # fmt: skip
 
     def rows(self, count: int) -> Rows:
-        """Rows that nothing else uses until they are passed to `release`."""
-        for i, hole in enumerate(self._free):
-            if hole.size >= count:
-                rest = Rows(hole.first + count, hole.size - count)
-                self._free[i : i + 1] = [rest] if rest.size else []
-                return Rows(hole.first, count)
-        self._rows += count
-        return Rows(self._rows - count, count)
-
-    def release(self, *released: Rows) -> None:
-        """Allow these rows to be reused; adjacent holes are merged."""
-        merged: list[Rows] = []
-        for hole in sorted([*self._free, *released]):
-            if merged and merged[-1].first + merged[-1].size == hole.first:
-                merged[-1] = Rows(merged[-1].first, merged[-1].size + hole.size)
-            else:
-                assert not merged or merged[-1].first + merged[-1].size < hole.first, "released twice"
-                merged.append(hole)
-        self._free = merged
+        """Rows that keep what is written to them until the last instruction that names them."""
+        self._begins.append(self._begins[-1] + count)
+        return Rows(self._begins[-2], count)
 
     def numbers(self, count: int) -> Place:
         """Single numbers, reserved for the whole program."""
@@ -167,4 +161,61 @@ class Assembler:
     def program(self) -> Program:
         """The program written so far."""
         code = np.array(self._code, dtype=INSTRUCTION)
-        return Program(code, self._rows, self._numbers, self._scratch, self._single)
+        rows, local = place_rows(code, np.array(self._begins))
+        return Program(code, rows, local, self._numbers, self._scratch, self._single)
+
+
+@final
+class Pool:
+    """Rows that are taken and given back; `size` are enough for all."""
+
+    def __init__(self) -> None:
+        self.size, self._free = 0, list[Rows]()
+
+    def take(self, count: int) -> Rows:
+        """Rows that nobody has taken."""
+        for i, hole in enumerate(self._free):
+            if hole.size >= count:
+                rest = Rows(hole.first + count, hole.size - count)
+                self._free[i : i + 1] = [rest] if rest.size else []
+                return Rows(hole.first, count)
+        self.size += count
+        return Rows(self.size - count, count)
+
+    def give_back(self, rows: Rows) -> None:
+        """Allow these rows to be taken again; adjacent holes are merged."""
+        merged: list[Rows] = []
+        for hole in sorted([*self._free, rows]):
+            if merged and merged[-1].first + merged[-1].size == hole.first:
+                merged[-1] = Rows(merged[-1].first, merged[-1].size + hole.size)
+            else:
+                assert not merged or merged[-1].first + merged[-1].size < hole.first, "given back twice"
+                merged.append(hole)
+        self._free = merged
+
+
+def place_rows(code: np.ndarray, begins: np.ndarray) -> tuple[int, int]:
+    """Give all operands in ROWS their places there or in LOCAL; how many rows there are in both.
+
+    Rows from each of `begins` to the next are in use from the first to the last instruction that names some of them.
+    They lie in LOCAL if other chunks do not take their turn in between.
+    """
+    in_rows = code["space"] == ROWS
+    which = np.searchsorted(begins, code["offset"], side="right") - 1
+    turns = np.cumsum(np.isin(code["operation"], _HALVED))
+    spans: dict[int, tuple[int, int]] = {}
+    for i, k in np.argwhere(in_rows).tolist():
+        spans[which[i, k]] = spans.get(which[i, k], (i, i))[0], i
+    pools, taken = {ROWS: Pool(), LOCAL: Pool()}, list[tuple[int, int, Rows]]()
+    spaces, shifts = np.zeros(len(begins), dtype=np.int32), np.zeros(len(begins), dtype=np.int64)
+    for k, (first, last) in spans.items():
+        for ended in [use for use in taken if use[0] < first]:
+            pools[ended[1]].give_back(ended[2])
+            taken.remove(ended)
+        space = ROWS if turns[last] > turns[first] else LOCAL
+        rows = pools[space].take(int(begins[k + 1] - begins[k]))
+        taken.append((last, space, rows))
+        spaces[k], shifts[k] = space, rows.first - begins[k]
+    code["space"][in_rows] = spaces[which[in_rows]]
+    code["offset"][in_rows] += shifts[which[in_rows]]
+    return pools[ROWS].size, pools[LOCAL].size

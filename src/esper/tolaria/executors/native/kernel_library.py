@@ -27,8 +27,8 @@ class MemoryStruct(ctypes.Structure):
     """`Memory` of program.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "numbers", "scratch", "images", "labels")),
-        *((name, ctypes.c_int64) for name in ("rows_size", "numbers_size", "scratch_size")),
+        *((name, ctypes.c_void_p) for name in ("rows", "local", "numbers", "scratch", "images", "labels")),
+        *((name, ctypes.c_int64) for name in ("rows_size", "local_size", "numbers_size", "scratch_size")),
     )
 
 
@@ -36,7 +36,7 @@ class HostsStruct(ctypes.Structure):
     """`Hosts` of program.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("program", "first", "count", "base", "size", "turn", "next")),
+        *((name, ctypes.c_void_p) for name in ("program", "first", "count", "chunk", "base", "size", "turn", "next")),
         *((name, ctypes.c_int64) for name in ("hosts", "spaces")),
     )
 

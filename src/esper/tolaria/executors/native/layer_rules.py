@@ -4,8 +4,6 @@ A rule emits the forward pass and returns the features with a function that emit
 
     features, backward = rule(assembler, layer, weights, features)
     gradient of the input = backward(gradient of the output, needs_input_grad)
-
-A rule owns the rows it allocates. In training its `backward` releases them; in evaluation `chain` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Place, Rows, expect
 
 Backward = Callable[[Rows, bool], Rows | None]
-"""(gradient of the output, whether the input's is needed) -> that of the input. It releases or reuses its argument."""
+"""(gradient of the output, whether the input's is needed) -> that of the input. It may overwrite its argument."""
 
 _OUTPUTS = 8
 """Outputs that a convolution packs together, as in convolution.h."""
@@ -140,7 +138,7 @@ def _product(
             a.emit(Operation.ADD_BIAS_BACKWARD, g, weights.grad("bias"), sizes=(outputs, x.space))
         a.emit(weight_grad, x.rows, g, weights.grad("weight"), sizes=sizes)
 
-    return y, backward_of(a, x, [y.rows], emit, lambda g, grad: a.emit(input_grad, g, weight, grad, sizes=sizes))
+    return y, backward_of(a, x, emit, lambda g, grad: a.emit(input_grad, g, weight, grad, sizes=sizes))
 
 
 def batch_norm_relu(a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Features) -> Layer:
@@ -150,7 +148,7 @@ def batch_norm_relu(a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Fea
     running = (weights.buffer("running_mean", x.channels), weights.buffer("running_var", x.channels))
     if not a.trainable:
         a.emit(Operation.BATCH_NORM_FIXED, x.rows, *affine, *running, y.rows, sizes=sizes, numbers=(norm.eps,))
-        return y, backward_of(a, x, [y.rows])
+        return y, backward_of(a, x)
     assert norm.momentum is not None
     a.normalizes(x.shape, groups=x.channels)
     stats = (a.numbers(x.channels), a.numbers(x.channels))
@@ -159,9 +157,9 @@ def batch_norm_relu(a: Assembler, norm: nn.BatchNorm2d, weights: Weights, x: Fea
 
     def emit(g: Rows) -> None:
         grads = (weights.grad("weight"), weights.grad("bias"))
-        a.emit(Operation.BATCH_NORM_BACKWARD, x.rows, *affine, *stats, *grads, y.rows, g, sizes=sizes)
+        a.emit(Operation.BATCH_NORM_BACKWARD, x.rows, *affine, *stats, *grads, g, sizes=sizes)
 
-    return y, backward_of(a, x, [y.rows], emit)
+    return y, backward_of(a, x, emit)
 
 
 def group_norm(
@@ -176,14 +174,12 @@ def group_norm(
     stats = (a.rows(norm.num_groups), a.rows(norm.num_groups))
     operands = (x.rows, *affine, gamma, *stats)
     a.emit(Operation.GROUP_NORM, *operands, y.rows, sizes=sizes, flag=relu, numbers=(norm.eps,))
-    if not a.trainable:
-        a.release(*stats)
 
     def emit(g: Rows) -> None:
         grads = (weights.grad("weight"), weights.grad("bias"), None if scale is None else scale.grad("gamma"))
         a.emit(Operation.GROUP_NORM_BACKWARD, *operands, g, *grads, sizes=sizes, flag=relu)
 
-    return y, backward_of(a, x, [*stats, y.rows], emit)
+    return y, backward_of(a, x, emit)
 
 
 def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) -> Layer:
@@ -191,7 +187,7 @@ def layer_scale(a: Assembler, layer: LayerScale, weights: Weights, x: Features) 
     y, sizes, gamma = like(a, x), (x.channels, x.space), weights.value("gamma", x.channels)
     a.emit(Operation.SCALE, gamma, x.rows, y.rows, sizes=sizes)
     return y, backward_of(
-        a, x, [y.rows], lambda g: a.emit(Operation.SCALE_BACKWARD, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
+        a, x, lambda g: a.emit(Operation.SCALE_BACKWARD, gamma, x.rows, g, weights.grad("gamma"), sizes=sizes)
     )  # fmt: skip
 
 
@@ -199,8 +195,9 @@ def activate(a: Assembler, kind: Activation, x: Features) -> Layer:
     """An activation function."""
     y, sizes = like(a, x), (x.rows.size,)
     a.emit(Operation.ACTIVATE, x.rows, y.rows, sizes=sizes, flag=kind)
+    saved = x if kind == Activation.SILU else y
     return y, backward_of(
-        a, x, [y.rows], lambda g: a.emit(Operation.ACTIVATE_BACKWARD, x.rows, y.rows, g, sizes=sizes, flag=kind)
+        a, x, lambda g: a.emit(Operation.ACTIVATE_BACKWARD, saved.rows, g, sizes=sizes, flag=kind)
     )  # fmt: skip
 
 
@@ -214,28 +211,26 @@ def mean_space(a: Assembler, x: Features) -> Layer:
     y, sizes = Features(a.rows(x.channels), x.channels, 1, 1), (x.channels, x.space)
     a.emit(Operation.MEAN, x.rows, y.rows, sizes=sizes)
     return y, backward_of(
-        a, x, [y.rows], input_grad=lambda g, grad: a.emit(Operation.MEAN_BACKWARD, g, grad, sizes=sizes)
+        a, x, input_grad=lambda g, grad: a.emit(Operation.MEAN_BACKWARD, g, grad, sizes=sizes)
     )  # fmt: skip
 
 
 def max_pool(a: Assembler, x: Features) -> Layer:
     """2x2 max pooling; an odd last row or column is left out."""
     y = Features(a.rows(x.channels * (x.height // 2) * (x.width // 2)), x.channels, x.height // 2, x.width // 2)
-    a.emit(Operation.MAX_POOL, x.rows, y.rows, sizes=x.shape)
+    winners = like(a, y).rows
+    a.emit(Operation.MAX_POOL, x.rows, y.rows, winners, sizes=x.shape)
     return y, backward_of(
-        a, x, [y.rows], input_grad=lambda g, grad: a.emit(Operation.MAX_POOL_BACKWARD, x.rows, g, grad, sizes=x.shape)
+        a, x, input_grad=lambda g, grad: a.emit(Operation.MAX_POOL_BACKWARD, winners, g, grad, sizes=x.shape)
     )  # fmt: skip
 
 
-def chain(a: Assembler, x: Features, *steps: Callable[[Features], Layer]) -> Layer:
-    """One step after another; `x` belongs to the caller."""
+def chain(x: Features, *steps: Callable[[Features], Layer]) -> Layer:
+    """One step after another."""
     h, backwards = x, []
     for step in steps:
-        before = h
-        h, backward = step(before)
+        h, backward = step(h)
         backwards.append(backward)
-        if not a.trainable and before is not x:
-            a.release(before.rows)
     return h, in_reverse(backwards)
 
 
@@ -260,11 +255,10 @@ def like(a: Assembler, x: Features) -> Features:
 def backward_of(
     a: Assembler,
     x: Features,
-    saved: Sequence[Rows],
     emit: Callable[[Rows], None] | None = None,
     input_grad: Callable[[Rows, Rows], None] | None = None,
 ) -> Backward:
-    """The backward pass of a layer with input `x`, after which the `saved` rows are released.
+    """The backward pass of a layer with input `x`.
 
     `emit(g)` emits the gradients of the weights. `input_grad(g, grad)` emits that of `x` into new rows; without it,
     `emit` replaces `g` by the gradient of `x`.
@@ -273,10 +267,10 @@ def backward_of(
     def backward(g: Rows, needs_input_grad: bool) -> Rows | None:
         if emit is not None:
             emit(g)
-        grad = g if input_grad is None or not needs_input_grad else a.rows(x.rows.size)
-        if input_grad is not None and needs_input_grad:
-            input_grad(g, grad)
-        a.release(*saved, *([g] if grad is not g or not needs_input_grad else []))
-        return grad if needs_input_grad else None
+        if not needs_input_grad or input_grad is None:
+            return g if needs_input_grad else None
+        grad = a.rows(x.rows.size)
+        input_grad(g, grad)
+        return grad
 
     return backward

@@ -69,6 +69,7 @@ def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: i
     stride = stride_of(lanes)
     return {
         "rows": max(p.rows for p in programs) * stride,
+        "local": max(p.local * (min(p.chunk, stride) if numbers_of_image else stride) for p in programs),
         "numbers": max(p.numbers for p in programs),
         "scratch": max(SCRATCH_ROWS * stride, *(p.scratch for p in programs)),
         "images": numbers_of_image * stride,
@@ -80,7 +81,8 @@ class _Memory:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._tensors = {name: torch.zeros(0, dtype=dtype) for name in ("rows", "numbers", "scratch", "images")}
+        names = "rows", "local", "numbers", "scratch", "images"
+        self._tensors = {name: torch.zeros(0, dtype=dtype) for name in names}
         self._labels = torch.zeros(0, dtype=torch.int64)
 
     def struct(self, programs: Sequence[Program], lanes: int, numbers_of_image: int) -> MemoryStruct:
@@ -91,10 +93,9 @@ class _Memory:
                 self._tensors[name] = torch.empty(size, dtype=self._dtype)
         if len(self._labels) < stride:
             self._labels = torch.empty(stride, dtype=torch.int64)
-        rows, numbers, scratch, images = self._tensors.values()
-        pointers = (x.data_ptr() for x in (rows, numbers, scratch, images, self._labels))
+        pointers = (x.data_ptr() for x in (*self._tensors.values(), self._labels))
         size = self._dtype.itemsize
-        return MemoryStruct(*pointers, *(size * needed[name] for name in ("rows", "numbers", "scratch")))
+        return MemoryStruct(*pointers, *(size * needed[name] for name in ("rows", "local", "numbers", "scratch")))
 
 
 @final
@@ -102,6 +103,7 @@ class _Memory:
 class Workload:
     """The program of each host, made once per pass: `code` of all programs, and first instruction and count [H].
 
+    `chunk` [H]: examples of a batch that pass through the layers together (`Program.chunk`).
     `turn` [H]: the hosts, those with the most work first, so that threads end at nearly the same time.
     """
 
@@ -109,6 +111,7 @@ class Workload:
     code: np.ndarray
     first: np.ndarray
     count: np.ndarray
+    chunk: np.ndarray
     turn: np.ndarray
 
     @classmethod
@@ -121,9 +124,10 @@ class Workload:
             end += len(program.code)
         first = np.array([begins[id(program)] for program in programs], dtype=np.int64)
         count = np.array([len(program.code) for program in programs], dtype=np.int64)
+        chunk = np.array([program.chunk for program in programs], dtype=np.int64)
         code = np.concatenate([p.code for p in distinct.values()])
         turn = np.argsort([-program.cost for program in programs], kind="stable")
-        return cls(tuple(distinct.values()), code, first, count, turn)
+        return cls(tuple(distinct.values()), code, first, count, chunk, turn)
 
     def check_batch(self, examples: int) -> None:
         """Raise ValueError where a normalization of a host would see a single value (`Program.check_batch`)."""
@@ -195,7 +199,7 @@ class Machine:
 
     def _run(self, work: Workload, spaces: Spaces, examples: ExamplesStruct) -> None:
         taken = np.zeros(1, dtype=np.int64)
-        arrays = work.code, work.first, work.count, spaces.begin, spaces.size, work.turn, taken
+        arrays = work.code, work.first, work.count, work.chunk, spaces.begin, spaces.size, work.turn, taken
         assert all(array.flags.c_contiguous for array in arrays)
         hosts = HostsStruct(*(array.ctypes.data for array in arrays), *spaces.begin.shape)
         memories = [m.struct(work.programs, examples.batch, examples.numbers) for m in self._memory]

@@ -151,16 +151,12 @@ def _forward(
         for k, x in enumerate(states):
             states[k], backward = layer(x)
             backwards.append(backward)
-            if not a.trainable:
-                a.release(x.rows)
 
     def pass_slot(slot_id: str) -> None:
         if slot_id not in steps:
             return
         off, on = steps[slot_id]
         blended = [_blended(a, seeds[slot_id], states[i]) for i in on]
-        if not a.trainable:
-            a.release(*(states[i].rows for i in set(on) - set(off)))
         states[:] = [states[i] for i in off] + [y for y, _ in blended]
         backwards.extend(backward for _, backward in blended)
 
@@ -170,7 +166,7 @@ def _forward(
         if i < host.spec.pools:
             apply(lambda x: max_pool(a, x))
             pass_slot(f"r1c{i}")
-    apply(lambda x: chain(a, x, lambda h: mean_space(a, h), lambda h: linear(a, host.head, weights.of("head"), h)))
+    apply(lambda x: chain(x, lambda h: mean_space(a, h), lambda h: linear(a, host.head, weights.of("head"), h)))
     return states, in_reverse(backwards)
 
 
@@ -179,7 +175,6 @@ def _block(a: Assembler, block: nn.Module, weights: Weights) -> Callable[[Featur
     assert isinstance(conv, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
     return lambda x: chain(
-        a,
         x,
         lambda h: convolution(a, conv, weights.of("conv"), h),
         lambda h: batch_norm_relu(a, norm, weights.of("norm"), h),
@@ -218,19 +213,17 @@ def _blended(a: Assembler, seed: ActiveSeed, h: Features) -> Layer:
     if seed.active:
         y = replace(h, rows=a.rows(h.rows.size))
         a.emit(Operation.BLEND, h.rows, delta.rows, gate, alpha, y.rows, sizes=sizes)
-    if not a.trainable:
-        a.release(delta.rows, *([] if gate is None else [gate]))
 
     def backward(g: Rows, needs_input_grad: bool) -> Rows:
         delta_grad = a.rows(h.rows.size) if seed.trainable else None
         gate_grad = a.rows(1) if seed.gate_trainable else None
         if seed.trainable or (seed.active and seed.algorithm is Algorithm.MULTIPLY):
+            factors = seed.algorithm is Algorithm.MULTIPLY
+            own, change = h.rows if factors else None, delta.rows if factors or seed.gate_trainable else None
             a.emit(
-                Operation.BLEND_BACKWARD, h.rows, delta.rows, gate, alpha, g, delta_grad, gate_grad,
+                Operation.BLEND_BACKWARD, own, change, gate, alpha, g, delta_grad, gate_grad,
                 sizes=sizes, flag=seed.active,
             )  # fmt: skip
-        if seed.active:
-            a.release(y.rows)
         if delta_grad is not None:
             seed_backward(delta_grad, False)
         if gate_grad is not None:

@@ -43,7 +43,7 @@ def sequential(a: Assembler, module: nn.Sequential, weights: Weights, x: Feature
             steps.append(lambda h, n=layer, w=own, r=relu, s=scale: group_norm(a, n, w, h, relu=r, scale=s))  # type: ignore[misc]
         else:
             steps.append(lambda h, m=layer, w=own: RULES[type(m)](a, m, w, h))  # type: ignore[misc]
-    return chain(a, x, *steps)
+    return chain(x, *steps)
 
 
 def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Features) -> Layer:
@@ -55,12 +55,12 @@ def attention(a: Assembler, module: ChannelAttention, weights: Weights, x: Featu
         y = like(a, x)
         a.emit(Operation.MODULATE, x.rows, factor.rows, y.rows, sizes=sizes)
         return y, backward_of(
-            a, factor, [y.rows],
+            a, factor,
             input_grad=lambda g, grad: a.emit(Operation.MODULATE_BACKWARD, x.rows, g, grad, sizes=sizes),
         )  # fmt: skip
 
     mlp = (weights, Activation.TANH, module.squeeze, module.excite, ["squeeze", "excite"])
-    return chain(a, x, lambda h: _mlp(a, h, *mlp), modulate)
+    return chain(x, lambda h: _mlp(a, h, *mlp), modulate)
 
 
 def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -> Layer:
@@ -73,10 +73,10 @@ def norm_shift(a: Assembler, module: NormShift, weights: Weights, x: Features) -
         a.emit(Operation.SHIFT, strength, z.rows, x.rows, y.rows, sizes=sizes)
         operands = (strength, z.rows, x.rows)
         return y, backward_of(
-            a, z, [y.rows], lambda g: a.emit(Operation.SHIFT_BACKWARD, *operands, g, gain.grad("strength"), sizes=sizes)
+            a, z, lambda g: a.emit(Operation.SHIFT_BACKWARD, *operands, g, gain.grad("strength"), sizes=sizes)
         )  # fmt: skip
 
-    return chain(a, x, lambda h: group_norm(a, module.norm, weights.of("norm"), h), shift)
+    return chain(x, lambda h: group_norm(a, module.norm, weights.of("norm"), h), shift)
 
 
 def gate(a: Assembler, module: GateNetwork, weights: Weights, x: Features) -> Layer:
@@ -89,7 +89,6 @@ def _mlp(
 ) -> Layer:
     """Mean over space, linear, SiLU, linear, `last`; `names` are those of the linear layers."""
     return chain(
-        a,
         x,
         lambda h: mean_space(a, h),
         lambda h: linear(a, first, weights.of(names[0]), h),

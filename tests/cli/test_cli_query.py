@@ -54,7 +54,7 @@ def test_rows_too_wide_for_the_terminal_have_a_line_for_each_column(
     rows = out.split("\n\n")
     assert len(rows) == 2
     assert [line.split()[0] for line in rows[1].splitlines()][:4] == ["run", "round", "t", "host"]
-    assert [line.split()[1] for line in rows[1].splitlines()][1:4] == ["1", "5", "1"]
+    assert [line.split()[1:] for line in rows[1].splitlines()][1:4] == [["1"], ["5"], ["1"]]
 
 
 def test_without_a_select_the_tables_are_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import small_runs
 import tiny
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
 from esper.leyline.manifest import GrowthManifest
+from esper.runs import best_host
 from esper.runs.build import assemble, dataset_of, engine_of
 from esper.runs.checkpoint import checkpoints, load, state_digest
 from esper.runs.config import RunConfig
@@ -409,7 +410,13 @@ def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monk
         assert main(["train", "--rounds", "2", "--run-dir", str(path), *options]) == 0
         reports.append(compared([str(path), "--num-envs", "3"], tmp_path / "report.json"))
     states = [contents(path / "checkpoints") for path in runs]
-    arrays = [{name: x for name, x in state.items() if name.endswith(".safetensors")} for state in states]
+    bests = [best_host.read(path / "checkpoints") for path in runs]  # the file says its test accuracy too
+    assert dataclasses.replace(bests[0], test=bests[1].test) == bests[1]
+    assert state_digest(bests[0].state) == state_digest(bests[1].state)
+    arrays = [
+        {name: x for name, x in state.items() if name.endswith(".safetensors") and name != best_host.FILE}
+        for state in states
+    ]
     assert len(arrays[0]) == 2
     assert arrays[0] == arrays[1]
     lines = [small_runs.records(path) for path in runs]
@@ -417,6 +424,7 @@ def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monk
         assert found["events.jsonl"].pop()["kind"] == "run_finished"
     assert lines[0] == lines[1]
     first, second = (small_runs.summary(path) for path in runs)
+    assert first.pop("best_host") | {"test": None} == second.pop("best_host") | {"test": None}
     assert {name for name in first if first[name] != second[name]} == {"final_test_accuracy_mean"}
     changed_rows = 0
     for one, other in zip(*(report["controllers"] for report in reports), strict=True):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import write_results
+from small_runs import main as command_line
 from write_results import Options, by_kind, comparison, each_seed, grown, main
 
 
@@ -56,15 +57,16 @@ def test_the_page_keeps_what_stands_around_the_markers(tmp_path: Path):
     page, evaluation, run = tmp_path / "results.md", tmp_path / "evaluation.json", tmp_path / "run"
     page.write_text("before\n{}\nold\n{}\nafter\n".format(*write_results.MARKERS))
     evaluation.write_text(json.dumps(REPORT))
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"objective_mean": 60.0 + i}) + "\n" for i in range(12)))
+    short = ["--rounds", "2", "--num-envs", "4", "--episode-length", "8"]
+    assert command_line(["train", "--task", "mixed_digits", "--run-dir", str(run), *short]) == 0
     assert main(Options(evaluation=evaluation, runs=(run,), page=page)) == 0
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     assert "trained is better." in text
-    assert {path.name for path in tmp_path.glob("*.png")} == {"results_learning.png", "results_frontier.png"}
+    pictures = {f"results_{name}.png" for name in ("learning", "frontier", "timelines")}
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures
 
 
 def test_each_seed_has_a_column_of_its_own():

@@ -104,7 +104,7 @@ def test_from_the_overview_to_a_step_of_a_host_and_back(browser, address):
         heading.focus()
         tab.keyboard.press("Enter")
         until(tab, lambda: rows() == ["a", HOSTILE, "new"])  # 30, 10, none
-        assert tab.locator("th[aria-sort=descending]").count() == 1
+        until(tab, lambda: tab.locator("th[aria-sort=descending]").count() == 1)  # the page may be drawn anew
         tab.get_by_role("button", name="100·J ± sd").click()
         until(tab, lambda: rows() == [HOSTILE, "a", "new"])
         assert "sort=100" in tab.url

@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 train: $(STAMP)
-	$(BIN)/esper train --task mixed_digits --num-envs 64 --set ppo.twins=4 $(ARGS)
+	$(BIN)/esper train --task mixed_digits --num-envs 64 --set ppo.group_size=4 $(ARGS)
 
 SEED ?= 1
 FOUND := runs/mixed_digits-learn-s$(SEED)

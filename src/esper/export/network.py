@@ -104,14 +104,7 @@ class GrownNetwork:
         x = dataset.train.x[:1].to("cpu")
         example = x if dataset.inputs is None else dataset.inputs(x)
         module = build(_host(task.host, spec.slot_ids, example), seeds)
-        state = {name: x.to("cpu") for name, x in below("population", engine.executor.state_dict()).items()}
-        fill(module.host, state["host.params"][host], state["host.buffers"][host])
-        for s, seed in zip(rows, seeds, strict=True):
-            row, grown = host * spec.num_slots + s, module.grown[slot_key(seed.slot)]
-            fill(grown.seed, state["seeds.params"][row], state["seeds.buffers"][row])  # type: ignore[arg-type]
-            if grown.gate is not None:
-                fill(grown.gate, state["gates.params"][row], state["gates.buffers"][row])  # type: ignore[arg-type]
-        restore_frozen(module.host)
+        _fill(module, engine, host, dict(zip(rows, seeds, strict=True)))
         host_params, grown_params = module.num_params()
         tokenizer, content = _tokenizer(dataset)
         description = Description(
@@ -200,6 +193,18 @@ class GrownNetwork:
         for left in folder.parent.glob(f".{folder.name}.draft-*"):
             remove(left)
         return notes
+
+
+def _fill(module: GrownModule, engine: VectorizedEngine, host: int, seeds: Mapping[int, GrownSeed]) -> None:
+    """Copy the weights of a host and of its seeds, by slot number, from an engine."""
+    state = {name: x.to("cpu") for name, x in below("population", engine.executor.state_dict()).items()}
+    fill(module.host, state["host.params"][host], state["host.buffers"][host])
+    for s, seed in seeds.items():
+        row, grown = host * engine.spec.num_slots + s, module.grown[slot_key(seed.slot)]
+        fill(grown.seed, state["seeds.params"][row], state["seeds.buffers"][row])  # type: ignore[arg-type]
+        if grown.gate is not None:
+            fill(grown.gate, state["gates.params"][row], state["gates.buffers"][row])  # type: ignore[arg-type]
+    restore_frozen(module.host)
 
 
 def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:

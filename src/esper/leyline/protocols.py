@@ -73,7 +73,7 @@ def host_numbers(
 ) -> Tensor:
     """[N]: the number that keys the random draws of each host.
 
-    With D distinct hosts the hosts n, n + D, n + 2D, ... are *twins*: they get the same data, weights and seeds, and
+    With D distinct hosts the hosts n, n + D, n + 2D, ... are copies: they get the same data, weights and seeds, and
     differ only in what the controller does.
     """
     numbers = torch.arange(host_offset, host_offset + num_envs, device=device)

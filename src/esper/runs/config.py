@@ -119,10 +119,10 @@ class RunConfig:
         self._check_batches(task)
         self._check_reward()
         self._check_experimental(task)
-        if self.num_envs % self.ppo.twins:
+        if self.num_envs % self.ppo.group_size:
             raise ConfigError(
-                f"num_envs is {self.num_envs}, which ppo.twins = {self.ppo.twins} does not divide; every host of a "
-                "round needs as many copies as the others."
+                f"num_envs is {self.num_envs}, which ppo.group_size = {self.ppo.group_size} does not divide; every "
+                "host of a round needs as many copies as the others."
             )
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
@@ -178,8 +178,8 @@ class RunConfig:
         return reward_traits(self.reward_name)
 
     def engine(self, *, run_seed: int | None = None, num_envs: int | None = None) -> EngineConfig:
-        """The engine configuration; evaluation overrides seed and number of hosts, and has no twins."""
-        distinct = self.num_envs // self.ppo.twins if num_envs is None and self.ppo.twins > 1 else None
+        """The engine configuration; evaluation overrides seed and number of hosts, and has no copies of hosts."""
+        distinct = self.num_envs // self.ppo.group_size if num_envs is None and self.ppo.group_size > 1 else None
         limit = self.reward_traits.time_limit if self.time_limit == "mode" else self.time_limit
         return EngineConfig(
             run_seed=self.seed if run_seed is None else run_seed,

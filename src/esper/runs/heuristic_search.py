@@ -55,7 +55,7 @@ class Tried:
         """Mean 100·J."""
         return float(self.values.mean())
 
-    def told(self, spec: EngineSpec) -> dict[str, Any]:
+    def as_json(self, spec: EngineSpec) -> dict[str, Any]:
         """As JSON values."""
         error = standard_error(self.values)
         words = self.rules.words(spec)
@@ -87,7 +87,7 @@ class Tuned:
         }
         write_policy(folder / HEURISTIC_FILE, best.rules, self.config.task, found, self.spec)
         stages = [
-            {"stage": stage, "candidates": [tried.told(self.spec) for tried in results]}
+            {"stage": stage, "candidates": [tried.as_json(self.spec) for tried in results]}
             for stage, results in self.stages
         ]
         with replacing(folder / REPORT_FILE) as file:

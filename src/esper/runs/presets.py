@@ -2,7 +2,7 @@
 
 quickstart   10 rounds of 16 hosts, minutes on two CPU cores: `make train`
 small        100 rounds of 16 hosts, network of width 128
-learn        180 rounds of 128 hosts of mixed_digits, 32 instances with four twins each: `make learn`
+learn        180 rounds of 128 hosts of mixed_digits, 32 instances with four hosts each: `make learn`
 paper        the published size: 200 rounds of 12 hosts, network of width 512
 """
 
@@ -55,7 +55,7 @@ def small() -> Values:
 def learn() -> Values:
     """A controller that beats the best schedule and the best rule that a search of equal cost finds."""
     ppo = PPOConfig(
-        twins=4,
+        group_size=4,
         lr=1e-3,
         update_epochs=6,
         num_minibatches=8,

@@ -57,7 +57,7 @@ def feature_groups(slot_ids: Sequence[str]) -> list[FeatureGroup]:
         names = dict.fromkeys(layout[i][1].name for i in columns)
         return FeatureGroup(name, kind, columns, tuple(blueprints), (*names, *(["blueprint"] if blueprints else [])))
 
-    def told(name: str) -> FeatureGroup:
+    def of_topic(name: str) -> FeatureGroup:
         return group(name, "what", lambda place, feature: feature.group == name)
 
     def held(place: str, *blueprints: int) -> FeatureGroup:
@@ -66,7 +66,7 @@ def feature_groups(slot_ids: Sequence[str]) -> list[FeatureGroup]:
     all_slots = range(len(slot_ids))
     return [
         group("everything", "all", lambda place, feature: True, all_slots),
-        *(told(name) for name in dict.fromkeys(feature.group for _, feature in layout)),
+        *(of_topic(name) for name in dict.fromkeys(feature.group for _, feature in layout)),
         group("blueprints of the seeds", "what", lambda place, feature: False, all_slots),
         held("host block"),
         *(held(f"slot {slot}", number) for number, slot in enumerate(slot_ids)),

@@ -30,7 +30,7 @@ class EngineConfig:
     Attributes:
         run_seed: key of every random draw.
         num_envs: N. host_offset: global number of the first host of this process.
-        distinct_hosts: how many hosts differ, the others are their twins (`leyline.protocols.host_numbers`); None: all.
+        distinct_hosts: how many hosts differ, others are their copies (`leyline.protocols.host_numbers`); None: all.
         episode_length: E, control steps per episode.
         slots: enabled slots in action order.
         time_limit: the last step is bootstrapped ("truncate") or a true end ("terminate").

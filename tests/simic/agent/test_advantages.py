@@ -227,10 +227,10 @@ def test_a_rollout_without_a_valid_step_has_advantages_of_zero():
     assert found.advantages.tolist() == [[0.0, 0.0]]
 
 
-# -- twins ------------------------------------------------------------------------------------------------------------
+# -- copies of a host ------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_counts_by_its_difference_from_the_mean_of_the_other_twins():
+def test_a_reward_counts_by_its_difference_from_the_mean_of_the_other_copies():
     rewards = rows(
         [1.0, 2.0], [10.0, 20.0], [4.0, 2.0], [30.0, 0.0], [7.0, 5.0], [50.0, 10.0]
     )  # hosts 0, 2, 4; 1, 3, 5
@@ -244,12 +244,12 @@ def test_an_invalid_step_of_a_twin_counts_as_nothing():
     assert paired_rewards(rows([2.0], [100.0], [4.0]), valid, 3).tolist()[::2] == [[0.0], [3.0]]
 
 
-def test_without_twins_rewards_stay():
+def test_without_copies_rewards_stay():
     rewards = rows([1.0, 2.0])
     assert paired_rewards(rewards, torch.ones(1, 2, dtype=torch.bool), 1) is rewards
 
 
-def test_paired_rewards_of_twins_that_do_the_same_vanish():
+def test_paired_rewards_of_copies_that_do_the_same_vanish():
     rewards = torch.randn(4, 5).repeat(3, 1)
     paired = paired_rewards(rewards, torch.ones(12, 5, dtype=torch.bool), 3)
     torch.testing.assert_close(paired, torch.zeros(12, 5), atol=1e-6, rtol=0.0)

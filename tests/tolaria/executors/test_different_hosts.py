@@ -71,15 +71,15 @@ def test_two_processes_train_as_one():
     assert np.array_equal(whole.committed_acc, shared.committed_acc)
 
 
-def test_twins_are_the_same_host():
-    twins, hosts = episode(4, distinct_hosts=2), episode(2)
+def test_copies_are_the_same_host():
+    copies, hosts = episode(4, distinct_hosts=2), episode(2)
     for n in range(4):
-        assert twins.val_acc[n] == hosts.val_acc[n % 2]
-        assert twins.returns[n] == hosts.returns[n % 2]
+        assert copies.val_acc[n] == hosts.val_acc[n % 2]
+        assert copies.returns[n] == hosts.returns[n % 2]
     assert any(values[0] != values[1] for values in hosts.instance.values())
 
 
-def test_twins_of_scripted_hosts_are_the_same_host():
+def test_copies_of_scripted_hosts_are_the_same_host():
     from esper.tasks.registry import task_by_name
 
     null = task_by_name("null")

@@ -86,17 +86,17 @@ def gae_scan(
     return _scan_(delta_NT, decay_NT, backward=True).masked_fill_(invalid_NT, 0.0)
 
 
-def paired_rewards(rewards: Float[Tensor, "N T"], valid: Bool[Tensor, "N T"], twins: int) -> Float[Tensor, "N T"]:
-    """Rewards minus the mean reward of a host's twins in the same step; twins are the hosts n, n + N/twins, ...
+def paired_rewards(rewards: Float[Tensor, "N T"], valid: Bool[Tensor, "N T"], group_size: int) -> Float[Tensor, "N T"]:
+    """Rewards minus the mean reward of the copies of a host in the same step: the hosts n, n + N/group_size, ...
 
-    Twins have equal data and weights, so what a host owes to these cancels, and what the controller did remains. The
+    Copies have equal data and weights, so what a host owes to these cancels, and what the controller did remains. The
     mean leaves the host itself out, so it does not depend on the host's actions, and the expected policy gradient stays
     the same (Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019). Invalid steps count as 0.
     """
-    if twins == 1:
+    if group_size == 1:
         return rewards
-    counted_kDT = rewards.masked_fill(~valid, 0.0).view(twins, -1, rewards.shape[1])
-    others_kDT = (counted_kDT.sum(dim=0) - counted_kDT) / (twins - 1)
+    counted_kDT = rewards.masked_fill(~valid, 0.0).view(group_size, -1, rewards.shape[1])
+    others_kDT = (counted_kDT.sum(dim=0) - counted_kDT) / (group_size - 1)
     return rewards - others_kDT.flatten(0, 1)
 
 

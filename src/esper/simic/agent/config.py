@@ -23,8 +23,9 @@ class PPOConfig:
         forced_value_weight: weight in the value loss of steps where WAIT was the only legal op.
         advantage_std_floor: lower bound of the divisor that normalizes advantages.
         observation_momentum, return_momentum: momentum of the running statistics.
-        twins: how many hosts of a round are copies of each other, with equal data and weights. A reward then counts by
-            its difference from the mean reward of the other copies in the same step (`paired_rewards`). 1: no copies.
+        group_size: how many hosts of a round are copies of each other, with equal data and weights. A reward then
+            counts by its difference from the mean reward of the other copies in the same step (`paired_rewards`), as in
+            RLOO and GRPO. 1: no copies.
     """
 
     feature_width: int = 128
@@ -50,10 +51,10 @@ class PPOConfig:
     advantage_std_floor: float = 0.1
     observation_momentum: float = 0.99
     return_momentum: float = 0.9
-    twins: int = 1
+    group_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("feature_width", "hidden_width", "num_layers", "update_epochs", "num_minibatches", "twins"):
+        for name in ("feature_width", "hidden_width", "num_layers", "update_epochs", "num_minibatches", "group_size"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("gamma", "gae_lambda", "forced_value_weight", "lr_final_fraction"):
             self._require(name, 0.0 <= getattr(self, name) <= 1.0, "in [0, 1]")

@@ -102,7 +102,7 @@ def run_ppo_updates(
     without a finite minibatch.
     """
     slabs = buffer.slabs
-    rewards_NT = paired_rewards(slabs.rewards, slabs.valid, config.twins)
+    rewards_NT = paired_rewards(slabs.rewards, slabs.valid, config.group_size)
     accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
     return_moments = masked_moments(accumulated_NT, slabs.valid)
     scale = agent.returns.scale_with(return_moments)

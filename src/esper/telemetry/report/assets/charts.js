@@ -220,7 +220,7 @@ function lanes({ host, slots, length }) {
     });
   };
   const key = keys([...Object.entries(STAGES).map(([name, color]) => ({ name: words(name), color, fill: true })), { name: "◆ fossilized  ✕ pruned", color: "none" }]);
-  return figure({ title: "Seeds by slot", note: "Colour: stage. Filled height: alpha, the weight with which the seed is heard.", key, draw, rows: host.seeds });
+  return figure({ title: "Seeds by slot", note: "Colour: stage. Filled height: alpha, the weight of the seed's output.", key, draw, rows: host.seeds });
 }
 
 /** From the accuracy of the host alone to that of the network with all its seeds. */

@@ -65,9 +65,9 @@ function miniature(host, { length, slots }, [low, high]) {
   const path = (column, i) => svg("path", { d: curve(d3.zip(host.steps.t, host.steps[column])) ?? "", fill: "none", stroke: style(i).color, "stroke-width": 1.6, "vector-effect": "non-scaling-stroke", ...(i ? { "stroke-dasharray": "3 2" } : {}) });
   const seed = (s) => {
     const color = STAGES[s.stage] ?? C.grey, base = bottom(s.slot), x = s.t - 0.5;
-    const heard = `M${x} ${base}` + s.alpha.map((alpha, i) => `V${base - (LANE - 2) * (alpha ?? 0)}H${x + i + 1}`).join("") + `V${base}Z`;
+    const weight = `M${x} ${base}` + s.alpha.map((alpha, i) => `V${base - (LANE - 2) * (alpha ?? 0)}H${x + i + 1}`).join("") + `V${base}Z`;
     return [svg("rect", { x, y: base - LANE + 2, width: s.alpha.length, height: LANE - 2, fill: color, "fill-opacity": 0.4, stroke: color, "vector-effect": "non-scaling-stroke" }),
-      svg("path", { d: heard, fill: color }), svg("path", { d: `M${x} ${base}v${2 - LANE}`, stroke: "var(--panel)", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" })];
+      svg("path", { d: weight, fill: color }), svg("path", { d: `M${x} ${base}v${2 - LANE}`, stroke: "var(--panel)", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" })];
   };
   return svg("svg", { viewBox: `0.5 0 ${length} ${height}`, preserveAspectRatio: "none", height, "aria-hidden": "true" },
     slots.map((slot) => svg("rect", { x: 0.5, y: bottom(slot) - LANE + 2, width: length, height: LANE - 2, fill: "currentColor", "fill-opacity": 0.06 })),

@@ -245,6 +245,20 @@ def test_a_step_is_the_network_written_out():
     assert [head.shape[1] for head in out.logits] == list(head_sizes(NUM_SLOTS))
 
 
+def test_the_inverse_temperature_multiplies_every_logit_and_is_kept_with_the_weights():
+    network = new_network(3)
+    rollout = Rollout(network)
+    inputs = rollout.features[:, 0], rollout.blueprints[:, 0], rollout.hidden0
+    whole = rollout.features, rollout.blueprints, rollout.hidden0, rollout.reset
+    before, of_sequences = network.step(*inputs), network.unroll(*whole)[0]
+    network.inverse_temperature.fill_(3.0)
+    after = network.step(*inputs)
+    torch.testing.assert_close(list(network.unroll(*whole)[0]), [3.0 * logits for logits in of_sequences])
+    torch.testing.assert_close(list(after.logits), [3.0 * logits for logits in before.logits])
+    torch.testing.assert_close((after.value, after.hidden.h), (before.value, before.hidden.h))
+    assert network.state_dict()["inverse_temperature"] == 3.0
+
+
 @pytest.mark.parametrize(("feature", "layers"), [(32, 1), (16, 1), (32, 2)])
 def test_a_sequence_is_evaluated_to_what_its_steps_decided_through_resets(feature, layers):
     network = new_network(4, feature=feature, layers=layers)

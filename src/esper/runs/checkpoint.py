@@ -30,7 +30,7 @@ from esper.leyline.files import is_draft, remove, replacing_folder
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
 
-FORMAT = 4
+FORMAT = 5
 KEEP = 3
 BEST = "best"
 _STATE, _HEADER, _CHECKSUMS = "state.safetensors", "header.json", "checksums.json"

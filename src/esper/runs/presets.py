@@ -2,7 +2,7 @@
 
 quickstart   10 rounds of 16 hosts, minutes on two CPU cores: `make train`
 small        100 rounds of 16 hosts, network of width 128
-learn        180 rounds of 128 hosts of mixed_digits, 32 instances with four hosts each: `make learn`
+learn        120 rounds of 128 hosts of mixed_digits, 32 instances with four hosts each: `make learn`
 paper        the published size: 200 rounds of 12 hosts, network of width 512
 """
 
@@ -56,20 +56,21 @@ def learn() -> Values:
     """A controller that beats the best schedule and the best rule that a search of equal cost finds."""
     ppo = PPOConfig(
         group_size=4,
-        lr=1e-3,
+        lr=2e-3,
         update_epochs=6,
         num_minibatches=8,
         target_kl=0.05,
         gae_lambda=0.98,
-        ent_coef=0.02,
-        ent_coef_end=0.002,
+        ent_coef=0.04,
+        ent_coef_end=0.01,
         lr_final_fraction=0.05,
+        final_inverse_temperature=5.0,
     )
     return small() | {
         "task": "mixed_digits",
         "preset": "learn",
-        "rounds": 180,
-        "schedule_rounds": 180,
+        "rounds": 120,
+        "schedule_rounds": 120,
         "num_envs": 128,
         "checkpoint_every": 10,
         "ppo": plain(ppo),

@@ -120,6 +120,8 @@ class TamiyoNetwork(nn.Module):
             nn.LayerNorm(width // 4), nn.ReLU(), _linear(width // 4, width // 8),
             nn.ReLU(), _linear(width // 8, 1),
         )  # fmt: skip
+        self.inverse_temperature: Tensor
+        self.register_buffer("inverse_temperature", torch.ones(()))  # of every head; the larger, the more certain
 
     def initial_hidden(self, n: int, device: torch.device) -> Hidden:
         """Zeros, each [L, n, H]."""
@@ -174,7 +176,8 @@ class TamiyoNetwork(nn.Module):
         heads, value_input = self.trunk(x).split((sum(head_sizes), value_size), dim=-1)
         hidden = list(heads.relu().split(head_sizes, dim=-1))
         hidden[Head.BLUEPRINT] = self.head_blueprint(hidden[Head.BLUEPRINT]).relu()
-        logits = tuple(output(h) for output, h in zip(self.head_outputs, hidden, strict=True))
+        outputs = zip(self.head_outputs, hidden, strict=True)
+        logits = tuple(self.inverse_temperature * output(h) for output, h in outputs)
         return logits, self.value_net(value_input).squeeze(-1)
 
 

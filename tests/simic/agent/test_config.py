@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 
 from esper.leyline.errors import ConfigError
-from esper.simic.agent.config import PPOConfig, entropy_coefficient, floor_scale, value_coefficient
+from esper.simic.agent.config import (
+    PPOConfig,
+    entropy_coefficient,
+    floor_scale,
+    inverse_temperature,
+    value_coefficient,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +27,7 @@ from esper.simic.agent.config import PPOConfig, entropy_coefficient, floor_scale
         ("target_kl", -1.0),
         ("max_grad_norm", float("inf")),
         ("ent_coef", -0.01),
+        ("final_inverse_temperature", 0.0),
         ("vf_coef", float("nan")),
         ("vf_coef_warmup", -1),
         ("return_momentum", 1.0),
@@ -52,6 +59,13 @@ def test_the_value_coefficient_rises_over_ten_updates():
 def test_the_entropy_floor_is_strong_early_and_weak_late():
     found = [floor_scale(k, 101) for k in (0, 24, 25, 75, 80, 100)]
     assert found == pytest.approx([1.5, 1.5, 1.0, 1.0, 0.9, 0.5])
+
+
+def test_the_policy_becomes_certain_in_the_last_tenth_of_the_run():
+    config = PPOConfig(final_inverse_temperature=5.0)
+    found = [inverse_temperature(config, updates, 100) for updates in (0, 90, 95, 100, 120)]
+    assert found == pytest.approx([1.0, 1.0, 3.0, 5.0, 5.0])
+    assert inverse_temperature(PPOConfig(), 100, 100) == 1.0
 
 
 def test_a_run_of_one_update_has_schedules_too():

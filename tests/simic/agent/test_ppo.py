@@ -417,6 +417,13 @@ def test_the_coefficients_of_an_update_are_those_of_its_place_in_the_run(rolled_
     assert [metrics[name] for name in names] == pytest.approx(found[2])
 
 
+def test_the_inverse_temperature_of_the_next_episode_is_set_by_the_update_before_it(rolled_out):
+    client = rolled_out(final_inverse_temperature=5.0)
+    client.agent.schedule_position = 18  # the last but one of 20 updates
+    assert learn(client)["inverse_temperature"] == 1.0
+    assert client.agent.network.inverse_temperature == pytest.approx(3.0)  # 19 of 20: in the middle of the last tenth
+
+
 def test_the_learning_rate_falls_in_equal_steps_to_its_final_fraction(rolled_out):
     client = rolled_out(lr=1e-3, lr_final_fraction=0.1)
     found = [ppo.learning_rate(client.config, position, 4) for position in (0, 1, 3, 9)]

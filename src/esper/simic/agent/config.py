@@ -17,6 +17,8 @@ class PPOConfig:
         target_kl: no further pass once the approximate KL divergence exceeds 1.5 times this.
         lr, adam_betas, adam_eps: Adam. max_grad_norm: limit of the L2 norm of the policy gradient.
         lr_final_fraction: share of `lr` in the last update; linear over the run, 1 for a constant rate.
+        final_inverse_temperature: factor of the logits of all heads after the last update, from which it is kept. It is
+            1 for nine tenths of the run, so that the policy explores, and rises linearly then.
         ent_coef, ent_coef_end: entropy coefficient, linear over the run.
         vf_coef_start, vf_coef, vf_coef_warmup: value coefficient, linear from `vf_coef_start` to `vf_coef` over the
             first `vf_coef_warmup` updates, then constant.
@@ -39,6 +41,7 @@ class PPOConfig:
     target_kl: float = 0.015
     lr: float = 5e-4
     lr_final_fraction: float = 1.0
+    final_inverse_temperature: float = 1.0
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-5
     max_grad_norm: float = 1.0
@@ -62,7 +65,8 @@ class PPOConfig:
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "in [0, 1)")
         self._require("adam_betas", all(0.0 <= beta < 1.0 for beta in self.adam_betas), "two values in [0, 1)")
         self._require("clip_coef", 0.0 < self.clip_coef < 1.0, "in (0, 1)")
-        for name in ("target_kl", "lr", "adam_eps", "max_grad_norm", "advantage_std_floor"):
+        positive = ("target_kl", "lr", "adam_eps", "max_grad_norm", "advantage_std_floor", "final_inverse_temperature")
+        for name in positive:
             self._require(name, 0.0 < getattr(self, name) < float("inf"), "positive and finite")
         for name in ("ent_coef", "ent_coef_end", "vf_coef_start", "vf_coef"):
             self._require(name, 0.0 <= getattr(self, name) < float("inf"), "finite and not negative")
@@ -76,6 +80,12 @@ class PPOConfig:
 def learning_rate(config: PPOConfig, position: int, total_updates: int) -> float:
     """Linear from `lr` in the first update to `lr_final_fraction * lr` in the last."""
     return config.lr * (1.0 + (config.lr_final_fraction - 1.0) * progress(position, total_updates))
+
+
+def inverse_temperature(config: PPOConfig, position: int, total_updates: int) -> float:
+    """1 for nine tenths of the run, then linear to `final_inverse_temperature` after the last update."""
+    late = max(10.0 * position / total_updates - 9.0, 0.0)
+    return 1.0 + (config.final_inverse_temperature - 1.0) * min(late, 1.0)
 
 
 def entropy_coefficient(config: PPOConfig, position: int, total_updates: int) -> float:

@@ -22,6 +22,7 @@ def update_row(
     return_scale: Float[Tensor, ""],
     weights: LossWeights,
     lr: float,
+    inverse_temperature: Float[Tensor, ""],
     selectable: Bool[Tensor, " B"],
 ) -> Float[Tensor, " M"]:
     """Metrics known before the first minibatch; values and returns are scaled, advantages not normalized."""
@@ -36,6 +37,7 @@ def update_row(
             "ent_coef": weights.entropy,
             "vf_coef": weights.value,
             "floor_scale": weights.floor,
+            "inverse_temperature": inverse_temperature,
             "forced_share": (rollout.forced & valid).sum() / valid.sum(),
             "explained_variance": torch.where(explainable, explained, torch.nan),
             "value_mean": values.mean,

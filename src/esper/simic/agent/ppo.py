@@ -24,7 +24,13 @@ from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
 from esper.simic.agent.advantages import discounted_returns, paired_rewards
 from esper.simic.agent.config import PPOConfig as PPOConfig
-from esper.simic.agent.config import entropy_coefficient, floor_scale, learning_rate, value_coefficient
+from esper.simic.agent.config import (
+    entropy_coefficient,
+    floor_scale,
+    inverse_temperature,
+    learning_rate,
+    value_coefficient,
+)
 from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
 from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
 from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
@@ -111,7 +117,8 @@ def run_ppo_updates(
 
     weights = loss_weights(agent, config, slabs.rewards.device)
     lr = learning_rate(config, agent.schedule_position, agent.total_updates)
-    rows = [update_row(slabs, normalized, scale, weights, lr, agent.selectable)]
+    beta = agent.network.inverse_temperature.clone()
+    rows = [update_row(slabs, normalized, scale, weights, lr, beta, agent.selectable)]
     if hidden is not None:
         rows.append(health_row(hidden))
     rows += _run_epochs(agent, buffer, config, weights, lr, update_index=update_index, run_seed=run_seed)
@@ -120,6 +127,7 @@ def run_ppo_updates(
     agent.observations.update(masked_moments(slabs.raw_states, slabs.valid))
     metrics = aggregate_ppo_metrics(rows, read)
     agent.schedule_position += int(metrics["optimizer_steps"] > 0)
+    agent.network.inverse_temperature.fill_(inverse_temperature(config, agent.schedule_position, agent.total_updates))
     agent.barren_updates = 0 if metrics["finite_minibatches"] > 0 else agent.barren_updates + 1
     buffer.reset()
     if agent.barren_updates >= MAX_BARREN_UPDATES:

@@ -58,7 +58,7 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(Reducer.MIN, "ratio_min"),
     *_metrics(Reducer.SUM, *(f"steps_{head}" for head in HEAD_NAMES)),
     *(Metric(name=f"entropy_{head}", reducer=Reducer.MEAN, weight=f"steps_{head}") for head in HEAD_NAMES),
-    *_metrics(Reducer.LAST, "approx_kl", "lr", "ent_coef", "vf_coef", "floor_scale"),
+    *_metrics(Reducer.LAST, "approx_kl", "lr", "ent_coef", "vf_coef", "floor_scale", "inverse_temperature"),
     *_metrics(Reducer.LAST, "forced_share", "explained_variance", "value_mean", "value_std"),
     *_metrics(Reducer.LAST, "return_mean", "return_std", "return_scale", "advantage_mean", "advantage_std"),
     *_metrics(Reducer.LAST, "hidden_rms", "hidden_max", "cell_rms", "cell_max"),

@@ -172,6 +172,12 @@ def test_missing_metrics_raise_nothing() -> None:
     assert list(of_trend(20, [1.0] * 19)) == []
 
 
+def test_a_policy_that_is_made_certain_need_not_explore():
+    found = [list(of_update({"entropy_op": 0.01, "inverse_temperature": beta})) for beta in (1.0, 1.5)]
+    assert [alarm.name for alarm in found[0]] == ["entropy_op"]
+    assert found[1] == []
+
+
 def test_every_alarm_has_a_rule() -> None:
     extremes: list[Mapping[str, float]] = [dict.fromkeys(RULES, 1e9), dict.fromkeys(RULES, -1e9)]
     alarms = [alarm for metrics in extremes for alarm in of_update(metrics)]

@@ -141,8 +141,11 @@ def rule_of(alarm: Alarm) -> Rule:
 
 
 def of_update(metrics: Mapping[str, float]) -> Iterator[Alarm]:
-    """Every metric of an update beyond its threshold."""
+    """Every metric of an update beyond its threshold. A policy that is meant to become certain need not explore."""
+    sharpened = metrics.get("inverse_temperature", 1.0) > 1.0
     for name, value in metrics.items():
+        if sharpened and name.startswith("entropy_"):
+            continue
         for table in (_ABOVE, _BELOW):
             if name in table and table[name].broken_by(value):
                 yield Alarm(name, value, table[name].threshold)

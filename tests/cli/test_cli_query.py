@@ -40,6 +40,11 @@ def test_an_answer_is_a_table_json_or_csv(run: Path, capsys: pytest.CaptureFixtu
     assert float(cells[1][2]) == rows[0]["reward"]
 
 
+def test_a_select_may_be_longer_than_a_path(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sql = f"select count(*) n from steps where {' and '.join(['t > 0'] * 1000)}"
+    assert output(capsys, str(run), sql)[:2] == (0, "n   \n72  \n")
+
+
 def test_a_long_table_is_cut_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = output(capsys, str(run), "select host from steps")
     assert len(out.splitlines()) == SHOWN + 2

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def query(command: Query) -> int:
     if command.csv and command.json:
         raise ConfigError("--csv and --json were both given; choose one.")
     *paths, last = command.runs or ("",)
-    sql = None if (Path(last) / CONFIG).is_file() else last
+    is_run = os.path.isfile(os.path.join(last, CONFIG))  # Path.is_file fails where a SELECT is too long for a path
+    sql = None if is_run else last
     if sql is None:
         paths.append(last)
     if not paths:

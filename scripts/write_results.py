@@ -15,14 +15,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from esper.telemetry.record import open_record
 from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE, dress, seed_lanes
@@ -202,26 +205,43 @@ def timelines(run: Path) -> Figure:
     return figure
 
 
+def _name_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """A label beside each point, at the first place around it that is inside and free."""
+    renderer = FigureCanvasAgg(axes.get_figure(root=True)).get_renderer()
+    places = axes.transData.transform([(x, y) for _, x, y in points])
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    for name, x, y in points:
+        for right, dy in product((True, False), (4, -4, 12, -12, 20, -20)):
+            label = axes.annotate(
+                name, (x, y), xytext=(7 if right else -7, dy), textcoords="offset points", fontsize=8, color=INK,
+                ha="left" if right else "right", va="center",
+            )  # fmt: skip
+            box = label.get_window_extent(renderer)
+            if axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 and not any(box.overlaps(other) for other in taken):
+                break
+            label.remove()
+        else:
+            axes.add_artist(label)
+        taken.append(box)
+
+
 def frontier(controllers: Sequence[Controller]) -> Figure:
     """Test accuracy against growth, and against the FLOPs that training a host takes."""
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
-    for axes, (what, label) in zip(
-        figure.subplots(1, 2),
-        (("growth", "parameters / host"), ("training_flops", "FLOPs to train a host")),
-        strict=True,
-    ):
+    sizes = (("growth", "parameters / host"), ("training_flops", "FLOPs to train a host"))
+    both = list(zip(figure.subplots(1, 2), sizes, strict=True))
+    for axes, (what, label) in both:
         for row in controllers:
             trained = row["name"] == "trained"
             axes.plot(row[what], row["test"], "o", color=BLUE if trained else FAINT, markersize=9 if trained else 6)
-            axes.annotate(
-                row["name"].removesuffix(".json"), (row[what], row["test"]), xytext=(5, 4), textcoords="offset points",
-                fontsize=8, color=INK,
-            )  # fmt: skip
         axes.set_xscale("log")
         axes.set_xlabel(label)
         axes.set_ylabel("test accuracy, %")
         axes.margins(0.18, 0.1)
         _finish(axes, legend=False)
+    figure.draw_without_rendering()  # labels need the final place of the axes
+    for axes, (what, _) in both:
+        _name_points(axes, [(row["name"].removesuffix(".json"), row[what], row["test"]) for row in controllers])
     return figure
 
 

@@ -108,7 +108,7 @@ MIXED_FASHION_MNIST = register_task(
         source=fashion_mnist.SOURCE,
         best_schedule=None,
         batch_val=500,
-        instances=replace(MIXED, fractions=(0.05, 0.1), views=len(fashion_mnist.VIEWS)),
+        instances=replace(MIXED, views=len(fashion_mnist.VIEWS)),
     )
 )
 

@@ -36,9 +36,13 @@ train: $(STAMP)
 SEED ?= 1
 FOUND := runs/mixed_digits-learn-s$(SEED)
 
-learn: $(STAMP)  # two cores, 1 GB of memory; the search spends as many env-steps as the controller
-	$(BIN)/esper train --preset learn --seed $(SEED) --run-dir $(FOUND) $(ARGS)
-	$(BIN)/esper search mixed_digits --preset learn --seed $(SEED) --num-envs 64 --out $(FOUND)-search
+learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-steps as the controller, at the same time
+	@mkdir -p runs
+	$(BIN)/esper search mixed_digits --preset learn --seed $(SEED) --num-envs 64 --out $(FOUND)-search \
+		> $(FOUND)-search.log 2>&1 & search=$$!; \
+	$(BIN)/esper train --preset learn --seed $(SEED) --run-dir $(FOUND) $(ARGS) || { kill $$search; exit 1; }; \
+	wait $$search || { cat $(FOUND)-search.log >&2; exit 1; }; \
+	cat $(FOUND)-search.log
 	$(BIN)/esper evaluate $(FOUND) $(FOUND)-search/best_schedule.json $(FOUND)-search/best_rule.json \
 		wait_only heuristic explore_then_commit random untrained static_final static_common big_host \
 		--num-envs 128 --out $(FOUND)-evaluation

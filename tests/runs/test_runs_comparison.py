@@ -327,6 +327,27 @@ def test_a_controller_is_transferred_to_another_task_with_as_many_slots(
     assert said in capfd.readouterr().err
 
 
+def test_several_tasks_give_the_comparisons_of_each_by_itself(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    size = ["random", "--episode-length", "4", "--num-envs", "2"]
+    tasks = ["--task", "tiny", "--task", "faulty_null"]
+    path = tmp_path / "both.json"
+    assert main(["evaluate", str(run), *size, *tasks, "--out", str(tmp_path / "out"), "--json", str(path)]) == 0
+    shown = capfd.readouterr().out
+    both = json.loads(path.read_text())
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == both
+    assert shown.index("tiny") < shown.index("faulty_null")
+    for found, task in zip(both, ("tiny", "faulty_null"), strict=True):
+        alone = compared([str(run), *size, "--task", task], tmp_path / "one.json")
+        assert [row["hosts"]["objective"] for row in found["controllers"]] == [
+            row["hosts"]["objective"] for row in alone["controllers"]
+        ]
+        assert (found["task"], found["verdict"]) == (task, alone["verdict"])
+    assert main(["evaluate", "random", "--task", "tiny", "--task", "tiny"]) == 2
+    assert "the tasks tiny, tiny are not all different" in capfd.readouterr().err
+
+
 def test_the_same_task_with_longer_episodes(run: Path, tmp_path: Path) -> None:
     found = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "a.json")
     assert found["episode_length"] == 7

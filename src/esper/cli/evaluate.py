@@ -33,8 +33,8 @@ class Evaluate:
     explore_then_commit, static_final, static_common, big_host, untrained, and best_schedule (of task null)."""
     best: Flag = False
     """Use the checkpoint with the highest mean J of ten rounds instead of the newest."""
-    task: Text = None
-    """Task; with runs, another task that their controllers are transferred to. (digits)"""
+    task: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], placeholder("NAME")] = ()
+    """A task, or several; with runs, others that their controllers are transferred to. (digits, or that of the runs)"""
     preset: Text = None
     """Preset, if no run is given. (quickstart)"""
     reward: Text = None
@@ -67,34 +67,46 @@ def evaluate(command: Evaluate) -> int:
     from esper.runs.outcome_store import REPORT
 
     runs, baselines = named(command.controllers)
-    configs = _configs(command, runs)
+    tasks = command.task or (None,)
+    if len(set(tasks)) < len(tasks):
+        raise ConfigError(f"the tasks {', '.join(map(str, tasks))} are not all different; give each once.")
+    configs = [_configs(command, runs, task) for task in tasks]
     with ExitStack() as stack:
         writers = [stack.enter_context(_json_file(command.json))]
-        found = compare(
-            configs,
-            runs,
-            baselines,
-            best=command.best,
-            transfer=command.task is not None or command.episode_length is not None,
-            seeds=command.seed,
-            num_envs=command.num_envs,
-            out=command.out,
-            console=RunConsole(stderr=True),
-        )
+        found = [
+            compare(
+                of_task,
+                runs,
+                baselines,
+                best=command.best,
+                transfer=task is not None or command.episode_length is not None,
+                seeds=command.seed,
+                num_envs=command.num_envs,
+                out=command.out,
+                console=RunConsole(stderr=True),
+            )
+            for task, of_task in zip(tasks, configs, strict=True)
+        ]
         if command.out is not None:
             writers.append(stack.enter_context(_json_file(command.out / REPORT)))
+        reports = [comparison.report() for comparison in found]
         for write_json in writers:
-            write_json(plain_json(found.report()))
+            write_json(plain_json(reports if len(reports) > 1 else reports[0]))
     if str(command.json) != "-":
-        found.show(RunConsole())
+        console = RunConsole()
+        for i, comparison in enumerate(found):
+            if i:
+                console.say("")
+            comparison.show(console)
     return 0
 
 
-def _configs(command: Evaluate, runs: tuple[Path, ...]) -> list["RunConfig"]:
-    """The configuration of each run, or the one that the options give."""
+def _configs(command: Evaluate, runs: tuple[Path, ...], task: str | None) -> list["RunConfig"]:
+    """The configuration of each run on a task, or the one that the options give."""
     from esper.runs.presets import resolve
 
-    given = overrides(command)
+    given = {name: value for name, value in overrides(command).items() if name != "task"}
+    given |= {"task": task} if task is not None else {}
     given.pop("num_envs", None)  # of the evaluation hosts, not of the run
     given.pop("seed", None)
     if not runs:
@@ -117,7 +129,7 @@ def _of_run(command: Evaluate, run: Path, given: dict[str, Any]) -> "RunConfig":
         raise ConfigError(f"{', '.join(own)} cannot be changed for an existing run; leave it out.")
     require_run(run)
     values = read_toml(run / CONFIG)
-    if command.task is None or command.task == values.get("task"):
+    if given.get("task", values.get("task")) == values.get("task"):
         return recorded(values | given, allowed=allowed, trust=command.trust)
     own_plugins = plugin_names(values)
     require_trusted(own_plugins, allowed, trust=command.trust)

@@ -140,8 +140,8 @@ def evaluate(
     config: RunConfig, hosts: int, make: Callable[[EngineSpec], ClientProtocol], offset: int = SEED_OFFSET
 ) -> Score:
     """100·J of a controller on fresh hosts."""
-    told = config.engine(run_seed=config.seed + offset, num_envs=hosts)
-    engine = engine_of(config, None, device_of(config), engine_config=told)
+    engine_config = config.engine(run_seed=config.seed + offset, num_envs=hosts)
+    engine = engine_of(config, None, device_of(config), engine_config=engine_config)
     client = make(engine.spec)
     engine.reset(client, episode=0)
     stats = engine.rollout(client)
@@ -270,9 +270,9 @@ def main(options: Options) -> int:
     """Learn once per seed, print, and write the numbers; returns the exit code."""
     torch.set_num_threads(1)  # the tensors are too small for several threads
     console = Console(width=160)
-    told = {"task": options.task, "preset": options.preset, "num_envs": options.num_envs}
-    told |= {"rounds": options.rounds, "schedule_rounds": options.rounds}
-    config = resolve(told, options.config)
+    given = {"task": options.task, "preset": options.preset, "num_envs": options.num_envs}
+    given |= {"rounds": options.rounds, "schedule_rounds": options.rounds}
+    config = resolve(given, options.config)
     say = partial(console.print, highlight=False)
     runs = [learn(replace(config, seed=seed), options, say) for seed in options.seeds]
     console.print(shown(options.task, runs))

@@ -128,25 +128,25 @@ def _pay(seen: Sequence[RewardInputs], config: RewardConfig) -> np.ndarray:
     return values
 
 
-def accuracy(ax: Axes, told: Episode) -> None:
+def accuracy(ax: Axes, played: Episode) -> None:
     """Accuracy of the host."""
-    steps = np.arange(1, len(told.seen) + 1)
+    steps = np.arange(1, len(played.seen) + 1)
     dress(ax, "Accuracy", "validation, %; the host alone would follow the grey line")
     ax.plot(steps, [null.host_accuracy(t) for t in steps], color="#c3ccd4", linewidth=2.2)
-    ax.plot(steps, told.column("val_acc"), color=BLUE, linewidth=2.2)
-    ax.plot(steps, told.column("committed_acc"), color=ORANGE, linewidth=2.2, linestyle=(0, (4, 2)))
+    ax.plot(steps, played.column("val_acc"), color=BLUE, linewidth=2.2)
+    ax.plot(steps, played.column("committed_acc"), color=ORANGE, linewidth=2.2, linestyle=(0, (4, 2)))
     handles = [Line2D([], [], color=BLUE, linewidth=2.2), Line2D([], [], color=ORANGE, linewidth=2.2)]
     ax.legend(handles, ["with all live seeds", "with fossilized seeds only"], loc="lower right", frameon=False,
               fontsize=9, labelcolor=INK)  # fmt: skip
-    ax.set_xlim(0.5, len(told.seen) + 0.5)
-    ax.set_xticks(range(10, len(told.seen) + 1, 10))
+    ax.set_xlim(0.5, len(played.seen) + 0.5)
+    ax.set_xticks(range(10, len(played.seen) + 1, 10))
 
 
-def slots(ax: Axes, told: Episode) -> None:
+def slots(ax: Axes, played: Episode) -> None:
     """Stages of the slots before the operation of each step, and the operations."""
     dress(ax, "Slots", "stages before the operation of each step; marks are operations that took effect")
     ax.grid(visible=False)
-    for t, inputs in enumerate(told.seen, start=1):
+    for t, inputs in enumerate(played.seen, start=1):
         for slot, stage in enumerate(inputs.slots.stage[0].tolist()):
             color = STAGES.get(SeedStage(stage).name, "#f3f5f7")
             ax.barh(slot, 1.02, left=t - 0.5, height=0.72, color=color)
@@ -154,11 +154,11 @@ def slots(ax: Axes, told: Episode) -> None:
         if op != _OP.WAIT and bool(inputs.success[0]):
             ax.plot(t, int(inputs.target[0]), marker="o", markersize=9, color=OPERATIONS[op.name],
                     markeredgecolor="white", markeredgewidth=1.6)  # fmt: skip
-    ax.set_yticks(range(told.seen[0].slots.stage.shape[1]))
-    ax.set_yticklabels([f"slot {i}" for i in range(told.seen[0].slots.stage.shape[1])])
+    ax.set_yticks(range(played.seen[0].slots.stage.shape[1]))
+    ax.set_yticklabels([f"slot {i}" for i in range(played.seen[0].slots.stage.shape[1])])
     ax.invert_yaxis()
-    ax.set_xlim(0.5, len(told.seen) + 0.5)
-    ax.set_xticks(range(10, len(told.seen) + 1, 10))
+    ax.set_xlim(0.5, len(played.seen) + 0.5)
+    ax.set_xticks(range(10, len(played.seen) + 1, 10))
     stages = [Patch(color=c, label=n.lower()) for n, c in LIVE_STAGES.items() if n != "GERMINATED"]
     stages += [Patch(color=COOLING, label="cooling down")]
     marks = [
@@ -170,11 +170,11 @@ def slots(ax: Axes, told: Episode) -> None:
               fontsize=9, labelcolor=INK, handlelength=1.0, columnspacing=1.2)  # fmt: skip
 
 
-def groups(told: Episode, name: str) -> dict[tuple[str, ...], np.ndarray]:
+def groups(played: Episode, name: str) -> dict[tuple[str, ...], np.ndarray]:
     """The series of a term that are not all zero; modes with equal series share one."""
     found: dict[tuple[str, ...], np.ndarray] = {}
     for mode in COLORS:
-        series = told.term(mode, name)
+        series = played.term(mode, name)
         if not series.any():
             continue
         same = next((modes for modes, other in found.items() if np.allclose(series, other, atol=1e-6)), ())
@@ -183,11 +183,11 @@ def groups(told: Episode, name: str) -> dict[tuple[str, ...], np.ndarray]:
     return found
 
 
-def term(ax: Axes, told: Episode, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
+def term(ax: Axes, played: Episode, name: str, modes: Mapping[tuple[str, ...], np.ndarray]) -> None:
     """One term, step by step."""
     dress(ax, name, "")
     ax.title.set_fontfamily("DejaVu Sans Mono")
-    steps = np.arange(1, len(told.seen) + 1)
+    steps = np.arange(1, len(played.seen) + 1)
     ax.axhline(0.0, color=FAINT, linewidth=0.8)
     for paying, series in modes.items():
         color, paid = COLORS[paying[0]], np.flatnonzero(series)
@@ -198,8 +198,8 @@ def term(ax: Axes, told: Episode, name: str, modes: Mapping[tuple[str, ...], np.
             ax.step(steps, series, where="mid", color=color, linewidth=1.7)
             ax.fill_between(steps, 0.0, series, step="mid", color=color, alpha=0.12, linewidth=0)
     name_modes(ax, modes)
-    ax.set_xlim(0.5, len(told.seen) + 1.5)
-    ax.set_xticks(range(10, len(told.seen) + 1, 10))
+    ax.set_xlim(0.5, len(played.seen) + 1.5)
+    ax.set_xticks(range(10, len(played.seen) + 1, 10))
     ax.margins(y=0.12)
 
 
@@ -229,10 +229,10 @@ def name_modes(ax: Axes, modes: Iterable[tuple[str, ...]]) -> None:
                                     bbox_to_anchor=(0.0, 1.035), bbox_transform=ax.transAxes))  # fmt: skip
 
 
-def picture(told: Episode, target: Path) -> None:
+def picture(played: Episode, target: Path) -> None:
     """Draw all panels into a PNG file."""
     plt.rcParams["font.family"] = "DejaVu Sans"
-    panels = {name: found for name in REWARD_TERMS if (found := groups(told, name))}
+    panels = {name: found for name in REWARD_TERMS if (found := groups(played, name))}
     wide = [name for name in WIDE if name in panels]
     order = [*wide, *(name for name in panels if name not in wide)]
     cells = sum(2 if name in wide else 1 for name in order)
@@ -244,10 +244,10 @@ def picture(told: Episode, target: Path) -> None:
     figure.suptitle("Every reward term over one episode", x=0.05, y=1 - 0.3 / height, ha="left",
                     fontsize=17, color=INK, fontweight="bold")  # fmt: skip
     nothing = [name for name in REWARD_TERMS if name not in panels]
-    figure.text(0.05, 1 - 0.78 / height, f"scripted task, one host, {len(told.seen)} steps; the same episode under "
+    figure.text(0.05, 1 - 0.78 / height, f"scripted task, one host, {len(played.seen)} steps; the same episode under "
                 f"each mode. Zero here: {', '.join(nothing)}.", fontsize=11, color=FAINT)  # fmt: skip
-    accuracy(figure.add_subplot(grid[0, :]), told)
-    slots(figure.add_subplot(grid[1, :]), told)
+    accuracy(figure.add_subplot(grid[0, :]), played)
+    slots(figure.add_subplot(grid[1, :]), played)
     place = 0
     for name in order:
         width = 2 if name in wide else 1
@@ -256,7 +256,7 @@ def picture(told: Episode, target: Path) -> None:
         if len(modes) > 1 and all(np.flatnonzero(series).tolist() == [len(series) - 1] for series in modes.values()):
             last_step(ax, name, modes)
         else:
-            term(ax, told, name, modes)
+            term(ax, played, name, modes)
         place += width
     figure.savefig(target, dpi=100)
     plt.close(figure)

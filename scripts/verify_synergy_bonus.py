@@ -163,8 +163,8 @@ def bonuses(device: torch.device) -> list[Line]:
         config = RewardConfig(mode="escrow") if mode == "escrow" else RewardConfig()
         double, single = (pay(cases, mode, device, dtype) for dtype in (torch.float64, torch.float32))
         for case, in_double, in_single in zip(cases, double, single, strict=True):
-            told = reward_of_row(row_of(case), config).terms.get("synergy", 0.0)
-            lines.append(Line(name=case.name, expected=case.bonus, scalar=told, batched=in_double, single=in_single))
+            scalar = reward_of_row(row_of(case), config).terms.get("synergy", 0.0)
+            lines.append(Line(name=case.name, expected=case.bonus, scalar=scalar, batched=in_double, single=in_single))
     return lines
 
 
@@ -182,8 +182,8 @@ def by_engine(stages: list[int], pair: float, device: torch.device, dtype: torch
     stage = torch.tensor([stages], device=device)
     coalitions = enumerate_coalitions(stage, torch.ones_like(stage, dtype=torch.bool))
     sets = [[s for s, on in enumerate(members) if on] for members in coalitions.sets[0].tolist()]
-    told = torch.tensor([[accuracy(members, pair) for members in sets]], dtype=dtype, device=device)
-    return derive(coalitions, told).interactions[0]
+    accuracies = torch.tensor([[accuracy(members, pair) for members in sets]], dtype=dtype, device=device)
+    return derive(coalitions, accuracies).interactions[0]
 
 
 def interactions(device: torch.device) -> list[Line]:
@@ -213,7 +213,7 @@ def lines_of(model: str, pair: float, fossils: tuple[int, ...], device: torch.de
             batched=double[i, j].item(), single=single[i, j].item(),
         )  # fmt: skip
         expected_sum, scalar_sum = expected_sum + expected * (i == 0), scalar_sum + scalar * (i == 0)
-    sums = [told.nansum(dim=1)[0].item() for told in (double, single)]
+    sums = [values.nansum(dim=1)[0].item() for values in (double, single)]
     yield Line(name=f"{name}: I of slot 0", expected=expected_sum, scalar=scalar_sum, batched=sums[0], single=sums[1])
 
 

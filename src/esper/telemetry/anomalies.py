@@ -17,7 +17,7 @@ from esper.leyline.actions import HEADS
 
 WINDOW = 10
 """Rounds whose mean is compared with that of the rounds before."""
-SETTLED = 5
+WARM_UP = 5
 """Rounds after which memory no longer grows for good reasons."""
 
 Row = Mapping[str, Any]
@@ -278,9 +278,9 @@ def trend(rounds: Sequence[Row]) -> Iterator[Finding]:
 def memory_grows(rounds: Sequence[Row]) -> Iterator[Finding]:
     """The last memory peak against that of an early round, if there are rounds enough."""
     peaks = [(row["round"], float(row["memory_peak"])) for row in rounds if row["memory_peak"]]
-    if len(peaks) >= 2 * SETTLED:
+    if len(peaks) >= 2 * WARM_UP:
         last, peak = peaks[-1]
-        for alarm in _broken("memory_grows", peak / peaks[SETTLED - 1][1]):
+        for alarm in _broken("memory_grows", peak / peaks[WARM_UP - 1][1]):
             yield last, None, alarm
 
 

@@ -99,9 +99,9 @@ def each_seed(reports: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "### Each training seed by itself",
         "",
-        f"Trained controller minus each baseline, on {reports[0]['num_envs']} new hosts of each seed.",
+        f"Trained controller minus each baseline, on {reports[0]['num_envs']} new hosts of the seed above the column.",
         "",
-        "| against | " + " | ".join(f"hosts of seed {report['seed']}" for report in reports) + " |",
+        "| against | " + " | ".join(str(report["seed"]) for report in reports) + " |",
         "| --- |" + " ---: |" * len(reports),
     ]
     rows = [{row["name"]: row for row in report["controllers"]} for report in reports]
@@ -169,12 +169,12 @@ def curves(runs: Sequence[Path], references: Mapping[str, float]) -> Figure:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         values = np.convolve([row["objective_mean"] for row in rows], np.ones(SMOOTHED) / SMOOTHED, mode="valid")
         smoothed.append(values)
-        axes.plot(np.arange(SMOOTHED, SMOOTHED + len(values)), values, color=BLUE, alpha=0.35, linewidth=1.0)
+        axes.plot(np.arange(SMOOTHED, SMOOTHED + len(values)), values, color=BLUE, alpha=0.3, linewidth=0.8)
     shortest = min(map(len, smoothed))
-    mean = np.mean([values[:shortest] for values in smoothed], axis=0)
-    axes.plot(
-        np.arange(SMOOTHED, SMOOTHED + shortest), mean, color=BLUE, linewidth=2.2, label=f"trained, {len(runs)} seeds"
-    )
+    every, rounds = np.array([values[:shortest] for values in smoothed]), np.arange(SMOOTHED, SMOOTHED + shortest)
+    axes.fill_between(rounds, every.min(axis=0), every.max(axis=0), color=BLUE, alpha=0.12, linewidth=0)
+    label = f"trained, mean and range of {len(runs)} seeds"
+    axes.plot(rounds, every.mean(axis=0), color=BLUE, linewidth=2.2, label=label)
     shown = {"best_schedule.json": ORANGE, "best_rule.json": GREEN, "wait_only": FAINT}
     for name, color in shown.items():
         if name in references:

@@ -33,6 +33,7 @@ def run(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_the_example_runs_from_the_command_line_as_it_stands(tmp_path):
     (language, plugin), (shell, commands) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     assert (language, shell) == ("python", "bash")

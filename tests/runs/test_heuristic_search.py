@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from esper.leyline.protocols import EngineSpec
@@ -23,6 +24,7 @@ def spec() -> EngineSpec:
     return TrainingHosts(resolve({"task": TASK}), 4).spec
 
 
+@pytest.mark.slow
 def test_tuned_rules_are_better_than_the_defaults_and_cost_no_more_than_the_budget():
     tuned = tune(resolve({"task": TASK}), budget=BUDGET, num_envs=4)
     hosts = TrainingHosts(resolve({"task": TASK}), 4)

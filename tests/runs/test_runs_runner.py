@@ -97,6 +97,7 @@ def test_a_run_that_was_interrupted_continues_as_if_it_had_not_been(
     assert_same_run(path, whole[kind])
 
 
+@pytest.mark.slow
 def test_a_run_may_be_interrupted_again_and_again(whole: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "run"
     with interrupted_at(1, 1), interrupted_at(1, 4), interrupted_at(2, 5), interrupted_at(3, 1):

@@ -34,6 +34,7 @@ def test_the_built_in_pooling_equals_ours():
     assert torch.equal(builtin_pool(x), max_pool_2x2(x))
 
 
+@pytest.mark.slow
 def test_page_faults_of_some_steps_are_counted():
     ms, faults = in_this_process(False, Options(**TINY))
     assert ms > 0.0

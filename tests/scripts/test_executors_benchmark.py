@@ -73,6 +73,7 @@ def test_one_plain_evaluation_leaves_the_hosts_as_they_were():
     assert hosts.streamed.data.structure is hosts.structure
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_hosts_with_seeds_and_without(monkeypatch, capsys):
     small = Shape("4x4", 8, base=1, batch=2)
     monkeypatch.setattr(executors, "SWEEP", ((small, 1),))

@@ -47,6 +47,7 @@ def test_the_parts_of_a_round_sum_to_the_round(tmp_path):
     assert sum(cost.steps) <= cost.rollout
 
 
+@pytest.mark.slow
 def test_recording_changes_what_is_written_and_no_number_that_is_learned(tmp_path):
     silent, recorded = subject(tmp_path, "telemetry=off"), subject(tmp_path, "telemetry=on")
     with silent, recorded:

@@ -19,6 +19,7 @@ from profile_hot_path_operations import (
 TINY = {"hosts": (2,), "steps": 4, "repetitions": 2, "device": "cpu"}
 
 
+@pytest.mark.slow
 def test_every_operation_is_timed(tmp_path, capsys):
     path = tmp_path / "operations.json"
     assert main(Options(**TINY, phases=True, operators=3, functions=3, json=path)) == 0

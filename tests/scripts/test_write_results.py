@@ -72,7 +72,7 @@ def test_the_page_keeps_what_stands_around_the_markers(tmp_path: Path):
 def test_each_seed_has_a_column_of_its_own():
     report = REPORT | {"num_envs": 4, "seed": 1_000_001}
     lines = each_seed([report, report | {"seed": 1_000_002}]).splitlines()
-    assert "on 4 new hosts of each seed" in lines[2]
+    assert "on 4 new hosts of the seed above the column" in lines[2]
     assert lines[4] == "| against | 1000001 | 1000002 |"
     assert lines[-2:] == ["| (100·J) | 79.00 | 79.00 |", "| wait_only | +1.50 [+1.00, +2.00] | +1.50 [+1.00, +2.00] |"]
     assert each_seed([]) == ""

@@ -38,6 +38,7 @@ print(json.dumps({"predicted": predicted.total(hosts), "peak": peak, "process": 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(("kind", "hosts"), [("images", 24), ("text", 4)])
 def test_the_prediction_is_within_a_fifth_of_the_peak(kind, hosts):

@@ -57,8 +57,8 @@ def add_round(path: Path, number: int, *, hosts: int = 3, steps: int = 8, parts:
     ops = {op: hosts for op in OPS}
     line = {"round": number, "objective_mean": 10.0 * number, "objective_std": 1.0, "committed_accuracy_mean": 50.0,
             "growth_ratio_mean": 1.5, "live_accuracy_mean": 51.0, "shaped_return": 2.0, "rollbacks": 0, "ops": ops,
-            "env_steps": hosts * steps, "seconds": 2.0, "update_seconds": 0.5, "approx_kl": 0.01,
-            "ratio_max": 6.0 if number == 2 else 1.5}  # fmt: skip
+            "env_steps": hosts * steps, "seconds": 2.0, "update_seconds": 0.5,
+            "approx_kl": 0.2 if number == 2 else 0.01}  # fmt: skip
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -64,8 +64,8 @@ def full_record() -> ToyRecord:
             record.add(
                 "coalitions", *(place | {"t": 4, "members": m, "accuracy": a} for m, a in (([], 30.0), (["s0"], 40.0)))
             )
-    record.add("anomalies", {"round": 2, "t": 4, "host": -1, "kind": "ratio_max", "value": 6.0, "threshold": 5.0,
-                             "message": "The ratio is large.", "advice": "Lower ppo.lr."})  # fmt: skip
+    record.add("anomalies", {"round": 2, "t": 4, "host": -1, "kind": "approx_kl", "value": 0.6, "threshold": 0.1,
+                             "message": "The divergence is large.", "advice": "Lower ppo.lr."})  # fmt: skip
     for host, (trained, fixed) in enumerate(((10.0, 4.0), (14.0, 6.0))):
         record.add("evaluations", *({"controller": c, "host": host, "objective": j, "committed": j + 1, "test": j,
                                      "growth": 2.0 + host, "training_flops": 1e9}

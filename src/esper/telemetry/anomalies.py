@@ -50,7 +50,9 @@ class Rule(NamedTuple):
 _SMALLER_STEPS = "Lower ppo.lr or ppo.update_epochs."
 _REPORT_BUG = "Resume from an earlier checkpoint; if it happens again, report it with this run directory."
 _ABOVE = {
-    "ratio_max": Rule(5.0, "An update made an action more than five times as probable.", _SMALLER_STEPS),
+    "ratio_max": Rule(
+        1e6, "An update made an action a million times as probable: its stored probability was wrong.", _REPORT_BUG
+    ),
     "approx_kl": Rule(0.1, "An update moved the policy far from the one that acted (KL).", _SMALLER_STEPS),
     "hidden_rms": Rule(10.0, "The recurrent state is too large.", "Lower ppo.lr; look at the features."),
     "cell_rms": Rule(10.0, "The recurrent cell state is too large.", "Lower ppo.lr; look at the features."),
@@ -59,7 +61,9 @@ _ABOVE = {
     "nonfinite_logits": Rule(0.0, "The policy had logits that are not finite.", _REPORT_BUG),
 }
 _BELOW = {
-    "ratio_min": Rule(0.1, "An update made an action less than a tenth as probable.", _SMALLER_STEPS, below=True),
+    "ratio_min": Rule(
+        1e-8, "An update made an action nearly impossible: its stored probability was wrong.", _REPORT_BUG, below=True
+    ),
     "explained_variance": Rule(
         -0.5, "The critic predicts returns worse than a constant.", "Lower ppo.lr, or raise ppo.vf_coef.", below=True
     ),

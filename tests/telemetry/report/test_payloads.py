@@ -199,8 +199,8 @@ def test_charts_of_ppo_have_the_thresholds_of_alarms_and_the_settings(record):
 def test_rising_j_is_listed_but_is_no_finding(record):
     record.add("anomalies", {"round": 2, "t": 4, "kind": "objective_rises", "message": "100·J rose."})
     found = payload(record, "anomalies")
-    assert [kind["kind"] for kind in found["kinds"]] == ["ratio_max"]
-    assert {row["kind"] for row in found["newest"]} == {"ratio_max", "objective_rises"}
+    assert [kind["kind"] for kind in found["kinds"]] == ["approx_kl"]
+    assert {row["kind"] for row in found["newest"]} == {"approx_kl", "objective_rises"}
 
 
 def test_a_run_says_how_much_it_learned():

@@ -25,6 +25,7 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from esper.telemetry.record import open_record
@@ -228,21 +229,31 @@ def _name_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None
 def frontier(controllers: Sequence[Controller]) -> Figure:
     """Test accuracy against growth, and against the FLOPs that training a host takes."""
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
-    sizes = (("growth", "parameters / host"), ("training_flops", "FLOPs to train a host"))
+    sizes = (("growth", "parameters / host"), ("training_flops", "FLOPs to train a host, 10^9"))
     both = list(zip(figure.subplots(1, 2), sizes, strict=True))
     for axes, (what, label) in both:
         for row in controllers:
             trained = row["name"] == "trained"
-            axes.plot(row[what], row["test"], "o", color=BLUE if trained else FAINT, markersize=9 if trained else 6)
+            axes.plot(
+                _size(row, what), row["test"], "o", color=BLUE if trained else FAINT, markersize=9 if trained else 6
+            )
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(label)
         axes.set_ylabel("test accuracy, %")
         axes.margins(0.18, 0.1)
         _finish(axes, legend=False)
     figure.draw_without_rendering()  # labels need the final place of the axes
     for axes, (what, _) in both:
-        _name_points(axes, [(row["name"].removesuffix(".json"), row[what], row["test"]) for row in controllers])
+        _name_points(axes, [(row["name"], _size(row, what), row["test"]) for row in controllers])
     return figure
+
+
+def _size(row: Controller, what: str) -> float:
+    """Growth, or FLOPs in 10^9."""
+    return float(row[what]) / (1e9 if what == "training_flops" else 1.0)
 
 
 def draw(figure: Figure, path: Path) -> None:

@@ -2,7 +2,7 @@
 #
 #   make train                        train a controller with the preset quickstart, in a new folder under runs/
 #   make train ARGS="--rounds 2"      options of `esper train` follow in ARGS
-#   make learn                        train a controller that beats its baselines, and compare it (20 to 25 minutes)
+#   make learn                        train a controller that beats what a search finds, and compare it (18 minutes)
 #   make learn SEED=2                 the same with another seed
 #   make test                         the default tests
 #   make check                        format, lint, types, import order

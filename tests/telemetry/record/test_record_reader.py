@@ -271,6 +271,17 @@ def test_an_evaluation_in_the_directory_becomes_rows(copy: Path) -> None:
     ]
 
 
+def test_an_evaluation_on_several_tasks_becomes_rows_of_each(copy: Path) -> None:
+    reports = [
+        {"task": task, "controllers": [{"name": "trained", "objective": 61.0, "hosts": None}]} for task in ("a", "b")
+    ]
+    (copy / "evaluation.json").write_text(json.dumps(reports))
+    with open_record([copy]) as record:
+        assert record.complaints == []
+        rows = record.query("SELECT task, controller, objective FROM evaluations ORDER BY task")
+    assert [tuple(row.values()) for row in rows] == [("a", "trained", 61.0), ("b", "trained", 61.0)]
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.toml"):
         open_record([tmp_path])

@@ -97,6 +97,19 @@ def test_evaluated_controllers_have_intervals_and_the_words_of_the_evaluation(tm
     assert (found["task"], found["sources"]) == ("digits", [source])
 
 
+def test_a_file_of_several_tasks_has_a_verdict_for_each(tmp_path):
+    record = ToyRecord()
+    record.add_run(path=str(tmp_path))
+    reports = [{"task": task, "verdict": f"on {task}", "controllers": []} for task in ("cifar", "digits")]
+    (tmp_path / "evaluation.json").write_text(json.dumps(reports))
+    for task in ("cifar", "digits"):
+        record.add("evaluations", {"file": "evaluation.json", "task": task, "controller": "trained", "objective": 1.0})
+    found = payload(record, "evaluation")
+    assert [(one["task"], one["sources"][0]["verdict"]) for one in found] == [
+        ("digits", "on digits"), ("cifar", "on cifar"),
+    ]  # fmt: skip
+
+
 def test_each_task_has_the_newest_evaluation_of_a_run_and_names_the_older_ones(tmp_path):
     record = ToyRecord()
     record.add_run(path=str(tmp_path))  # of the task digits

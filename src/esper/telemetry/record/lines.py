@@ -151,7 +151,14 @@ def evaluation_files(run: Path) -> list[Path]:
 
 
 def evaluation_rows(document: object, file: str) -> Iterator[Row]:
-    """Rows of `evaluations` from a file of `esper evaluate --json`: means of all hosts, then each host."""
+    """Rows of `evaluations` from a file of `esper evaluate --json`: means of all hosts, then each host.
+
+    Of several tasks the file holds a list.
+    """
+    if isinstance(document, list):
+        for one in document:
+            yield from evaluation_rows(one, file)
+        return
     controllers = document.get("controllers") if isinstance(document, dict) else None
     place = {"file": file, "task": document.get("task") if isinstance(document, dict) else None}
     for found in controllers if isinstance(controllers, list) else ():

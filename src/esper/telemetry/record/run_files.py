@@ -224,7 +224,7 @@ class RunFiles:
         evaluations: list[lines.Row] = []
         for file in lines.evaluation_files(self.path):
             name = file.relative_to(self.path).as_posix()
-            evaluations += lines.evaluation_rows(_json(file, self._complaints), name)
+            evaluations += lines.evaluation_rows(_any_json(file, self._complaints), name)
         self._table(EVALUATIONS.name, EVALUATIONS.types, evaluations)
 
     def _run_row(self) -> lines.Row:
@@ -315,13 +315,17 @@ def _text(path: Path, complaints: list[str]) -> str | None:
 
 
 def _json(path: Path, complaints: list[str]) -> dict[str, Any] | None:
+    value = _any_json(path, complaints)
+    return value if isinstance(value, dict) else None
+
+
+def _any_json(path: Path, complaints: list[str]) -> object:
     text = _text(path, complaints)
     try:
-        value = None if text is None else json.loads(text)
+        return None if text is None else json.loads(text)
     except ValueError as error:
         complaints.append(f"{path} is damaged ({error}) and was not read; restore it from a backup.")
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _toml(path: Path, complaints: list[str]) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def evaluation(record: Record) -> list[Payload]:
         for run, files in tasks[task].items():
             known = list(documents[run])
             *older, file = sorted(files, key=lambda name: known.index(name) if name in known else -1)
-            document = documents[run].get(file, {})
+            found = documents[run].get(file, [])
+            document = next((one for one in found if len(found) == 1 or one.get("task") == task), {})
             sources.append({"run": run, "file": file, "older": older, "verdict": document.get("verdict")})
             rows += _with_kind(files[file], document)
         sections.append({"task": task, "rows": rows, "sources": sources})
@@ -132,13 +133,19 @@ def _with_kind(rows: list[Payload], document: Payload) -> list[Payload]:
     ]
 
 
-def _documents(run: Path) -> dict[str, Payload]:
-    """The evaluations in a run directory by file, oldest first; the record complains about those that are damaged."""
+def _documents(run: Path) -> dict[str, list[Payload]]:
+    """The evaluations in a run directory by file, oldest first; the record complains about those that are damaged.
+
+    A file of several tasks has one for each.
+    """
     found = {}
     for file in evaluation_files(run):
         with suppress(ValueError):
-            if stat.S_ISREG(mode_of(file)) and "controllers" in (document := json.loads(file.read_text("utf-8"))):
-                found[file.relative_to(run).as_posix()] = document
+            if stat.S_ISREG(mode_of(file)):
+                document = json.loads(file.read_text("utf-8"))
+                every = document if isinstance(document, list) else [document]
+                if known := [one for one in every if isinstance(one, dict) and "controllers" in one]:
+                    found[file.relative_to(run).as_posix()] = known
     return found
 
 

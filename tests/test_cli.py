@@ -184,11 +184,6 @@ REFUSED = [
     (NULL + "--run-dir ten.toml/run", "cannot be created (Not a directory)"),
     (NULL + "--plugins nowhere.py", "there is no plugin"),
     (NULL + "--plugins fails.py", "in line 2 of"),
-    (NULL + "--set experimental=true graph=static", "task 'null' has no networks; leave graph out"),
-    (
-        "train --executor streamed --set experimental=true graph=static",
-        "set executor to 'auto' or 'fused', or graph to 'dynamic'",
-    ),
     ("train --task fashion_mnist", "data_dir"),
     ("train --task fashion_mnist --data-dir nowhere", "there is no such folder"),
     ("train --task fashion_mnist --data-dir data", "truncated"),

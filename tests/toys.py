@@ -29,7 +29,6 @@ from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import (
     EvaluationSplit,
     Executor,
-    StaticGraph,
     Structure,
     TrainPass,
     ValidationPass,
@@ -263,8 +262,6 @@ class WithFaults:
         )
         self.committed = executor.committed
         self.state_dict, self.load_state_dict = executor.state_dict, executor.load_state_dict
-        if isinstance(executor, StaticGraph):
-            self.apply_changes = executor.apply_changes
 
     def evaluate(self, t: int, slots: SlotState, coalitions: Coalitions) -> ValidationPass:
         told = self.executor.evaluate(t, slots, coalitions)

@@ -1,7 +1,6 @@
-"""What must hold on a GPU, as functions of a device and of a way to record; `test_on_cuda.py` calls them there.
+"""What must hold on a GPU, as functions of a device; `test_on_cuda.py` calls them there.
 
-`tests/test_gpu_rehearsal.py` calls those that do not need CUDA itself on the CPU with a tape, so that a mistake in a
-check is found without a GPU.
+`tests/test_gpu_rehearsal.py` calls them on the CPU, so that a mistake in a check is found without a GPU.
 """
 
 from collections import Counter
@@ -9,28 +8,24 @@ from collections.abc import Callable
 from dataclasses import replace as replaced
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import blueprint_by_name
 from esper.leyline.pytree import flatten
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
-from esper.leyline.tensor_dataclass import named_tensors, replace
-from esper.runs import kernels
+from esper.leyline.tensor_dataclass import named_tensors
 from esper.runs.build import dataset_of, engine_of, learner_of
 from esper.runs.config import RunConfig
 from esper.runs.presets import resolve
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
-from esper.tolaria.capture import CaptureBackend
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
 from esper.tolaria.phases import ControlPlane
 from tiny import Bench
 
-MakeBackend = Callable[[], CaptureBackend]
 STEPS = 8
 NULL = {
     "task": "null", "num_envs": 6, "episode_length": STEPS, "reward": {"mode": "shaped"},
@@ -43,7 +38,7 @@ def config(device: torch.device, **told: object) -> RunConfig:
     import small_runs
 
     assert small_runs.OPTIONS  # registers the tiny task
-    eager = {"compile": "off"} if device.type == "cpu" else {}  # a tape captures PyTorch alone
+    eager = {"compile": "off"} if device.type == "cpu" else {}
     return resolve({**NULL, "device": str(device), **eager, **told})
 
 
@@ -52,21 +47,10 @@ def parts(chosen: RunConfig, device: torch.device) -> tuple[VectorizedEngine, Si
     return engine, learner_of(chosen, engine.spec)
 
 
-def capturing(monkeypatch: pytest.MonkeyPatch, make: MakeBackend) -> None:
-    """Everything that can be captured is, by backends of the test's choice."""
-    import esper.tolaria.executors.choice as choice
-
-    for module in (kernels, choice):
-        monkeypatch.setattr(module, "capture_backend_for", lambda wanted, device: make())
-
-
-def check_decisions_and_rewards(device: torch.device, forms: RunConfig, make_backend: MakeBackend | None) -> None:
+def check_decisions_and_rewards(device: torch.device, forms: RunConfig) -> None:
     """A second learner in other forms, shown the steps of an eager one, decides and rewards alike."""
-    engine, client = parts(replaced(forms, compile="off", capture="off"), device)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if make_backend is not None:
-            capturing(monkeypatch, make_backend)
-        other = learner_of(forms, engine.spec)
+    engine, client = parts(replaced(forms, compile="off"), device)
+    other = learner_of(forms, engine.spec)
     for episode in range(2):
         engine.reset(client, episode)
         other.begin_rollout(episode, engine.spec.host_ids())
@@ -141,15 +125,11 @@ def assert_close(got: object, want: object, atol: float) -> None:
 
 
 def trained(
-    device: torch.device,
-    kind: str,
-    dtype: torch.dtype | None = None,
-    recorder: CaptureBackend | None = None,
-    epochs: int = 2,
+    device: torch.device, kind: str, dtype: torch.dtype | None = None, epochs: int = 2
 ) -> tuple[list[TrainPass], Tensor, Bench]:
     """Mixed seeds for some epochs: what was told, accuracies of all coalitions afterwards."""
     bench = Bench(3, device=device, scaler_dtype=dtype)
-    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor.data, capture_backend=recorder)
+    executor = bench.executor if kind == "streamed" else FusedExecutor(bench.executor.data)
     bench.grow("r0c0", "conv_light", SeedStage.HOLDING, alpha=1.0)
     bench.grow("r1c0", "conv_heavy", SeedStage.BLENDING, alpha=0.3, algorithm=Algorithm.GATE, hosts=[0, 2])
     bench.grow("r0c1", "norm", SeedStage.TRAINING, algorithm=Algorithm.MULTIPLY, hosts=[1])
@@ -157,20 +137,6 @@ def trained(
     found = bench.coalitions()
     executor.apply_structure(bench.structure(found))
     return told, executor.evaluate(epochs, bench.slots, found).loss, bench
-
-
-def check_replayed_training(device: torch.device, make_backend: MakeBackend, dtype: torch.dtype | None) -> None:
-    """Replayed epochs give what eager ones give. Atomic additions may round differently, hence the tolerance."""
-    atol = 1e-3 if dtype is None else 3e-2
-    want, loss, eager = trained(device, "fused", dtype, None, 4)
-    got, loss_replayed, replayed = trained(device, "fused", dtype, make_backend(), 4)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.loss, b.loss, atol=atol, rtol=atol)
-    torch.testing.assert_close(loss_replayed, loss, atol=atol, rtol=atol)
-    torch.testing.assert_close(
-        replayed.population.host.params, eager.population.host.params, atol=atol, rtol=10 * atol
-    )  # fmt: skip
-    assert torch.equal(replayed.executor.data.scaler.good_steps, eager.executor.data.scaler.good_steps)
 
 
 def check_executors(device: torch.device) -> None:
@@ -194,43 +160,6 @@ def check_half_precision(device: torch.device, kind: str, dtype: torch.dtype) ->
         torch.testing.assert_close(a.loss, b.loss, atol=0.1, rtol=0.1)
     steps = bench.executor.data.scaler.good_steps
     assert bool((steps == 0).all()) if dtype is torch.bfloat16 else bool((steps > 0).all())
-
-
-def check_captured_run(device: torch.device, make_backend: MakeBackend) -> None:
-    """A whole run with everything replayed: it goes on for two rounds, and its first losses are the eager ones."""
-    losses: list[list[Tensor]] = []
-    for make in (None, make_backend):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if make is not None:
-                capturing(monkeypatch, make)
-            engine, client = parts(config(device, **TINY), device)
-        seen: list[Tensor] = []
-        for episode in range(2):
-            engine.reset(client, episode)
-            while engine.t < STEPS:
-                engine.step(client)
-                seen.append(engine.state.hosts.val_loss.clone())
-            engine.apply_structure()
-            client.update()
-        losses.append(seen)
-    assert all(bool(x.isfinite().all()) for x in losses[1])
-    for want, got in zip(losses[0][:3], losses[1][:3], strict=True):  # later ones part: training is chaotic
-        torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
-
-
-def check_step_is_an_argument(device: torch.device, make_backend: MakeBackend) -> None:
-    """A replayed policy step sees the step number: the features of another step differ in the columns of time."""
-    _, client = parts(config(device), device)
-    from esper.simic.agent.policy_step import PolicyStep, blank_inputs
-    from esper.tolaria.capture import capture
-
-    step = PolicyStep(client.agent.network, client.agent.selectable, STEPS)
-    inputs = blank_inputs(client.agent.network, 6, client.spec.num_slots, device)
-    replayed = capture(step, inputs, False, recorder=make_backend(), name="policy step")
-    for t in (1, 5, 8):
-        now = replace(inputs, t=torch.full((), t, device=device))
-        assert torch.equal(replayed(now, False).act.raw_features, step(now, False).act.raw_features)
-        assert replayed(now, False).act.raw_features[0, 0].item() == pytest.approx(t / STEPS)
 
 
 def check_block_mask_attention(device: torch.device) -> None:

@@ -24,7 +24,7 @@ LIVES = [
     ("executor", "stage", "t", "speed", "last", "rules"),
     [
         pytest.param(executor, *life.values, id=f"{executor}, {life.id}", marks=[pytest.mark.slow] * rare)
-        for executor in ("streamed", "fused", "static")
+        for executor in ("streamed", "fused")
         for life in LIVES
         for rare in [executor != "streamed" and life is not LIVES[-1]]
     ],
@@ -32,8 +32,7 @@ LIVES = [
 def test_after_a_prune_no_parameter_and_no_optimizer_state_remains(executor, stage, t, speed, last, rules):
     rules = dict(rules)
     target = rules.pop("target", 2)
-    how = {"executor": "fused", "graph": "static"} if executor == "static" else {"executor": executor}
-    engine = tiny.engine(2, 12, rules=rules, **how)
+    engine = tiny.engine(2, 12, rules=rules, executor=executor)
     plan = {
         1: action(Op.GERMINATE, slot=1, style=3, tempo=0, alpha_target=target),
         t: {0: action(Op.PRUNE, slot=1, alpha_speed=speed)},

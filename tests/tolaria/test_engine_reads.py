@@ -22,7 +22,7 @@ from toys import ToyClient, action, script
 Op = LifecycleOp
 NOISY = dataclasses.replace(NULL, script=NullSpec(sigma=2.0))
 WIDTH = 32
-EXECUTORS = {  # hosts in several processes: test_sharded.py; static topology, which reads less: test_static.py
+EXECUTORS = {  # hosts in several processes: test_sharded.py
     "scripted": {"of": NULL},
     "streamed": {"executor": "streamed"},
     "fused": {"executor": "fused"},

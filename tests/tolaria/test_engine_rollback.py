@@ -151,8 +151,7 @@ def slow_life(t):
 
 def trained_run(faults, plan, length, watch=(), executor="streamed"):
     """An engine of the tiny task; copies of the population's state after the steps in `watch`."""
-    how = {"executor": "fused", "graph": "static"} if executor == "static" else {"executor": executor}
-    inner = tiny.engine(2, length, **how)
+    inner = tiny.engine(2, length, executor=executor)
     engine = VectorizedEngine(inner.config, WithFaults(inner.executor, faults), inner.spec)
     client, seen = ToyClient(engine.spec, script(2, length, plan)), {}
     engine.reset(client, 0)
@@ -174,7 +173,7 @@ def rows_of(tree, host, *, kept=False):
     return found
 
 
-@pytest.mark.parametrize("executor", ["streamed", "fused", "static"])
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_a_rollback_restores_host_and_fossil_to_the_bit_and_destroys_the_growing_seed(executor):
     # host 1 breaks in step 9; both were kept in step 6, when the fossil came
     engine, client, seen = trained_run({9: {1: NAN}}, slow_life(6), 10, watch=(6, 8, 9), executor=executor)
@@ -198,10 +197,9 @@ def test_a_rollback_restores_host_and_fossil_to_the_bit_and_destroys_the_growing
     assert not torch.equal(now["seeds.params"][0], after["seeds.params"][0])
 
 
-@pytest.mark.parametrize("executor", ["streamed", "static"])
-def test_a_host_in_panic_changes_no_bit_of_its_neighbour(executor):
-    broken, _, seen = trained_run({4: {1: NAN}, 9: {1: NAN}}, slow_life(6), 10, watch=(9, 10), executor=executor)
-    whole, _, wanted = trained_run({}, slow_life(6), 10, watch=(9, 10), executor=executor)
+def test_a_host_in_panic_changes_no_bit_of_its_neighbour():
+    broken, _, seen = trained_run({4: {1: NAN}, 9: {1: NAN}}, slow_life(6), 10, watch=(9, 10))
+    whole, _, wanted = trained_run({}, slow_life(6), 10, watch=(9, 10))
     for t in (9, 10):
         assert same_tree(rows_of(seen[t], 0), rows_of(wanted[t], 0))
         assert same_tree(rows_of(seen[t], 0, kept=True), rows_of(wanted[t], 0, kept=True))
@@ -210,7 +208,7 @@ def test_a_host_in_panic_changes_no_bit_of_its_neighbour(executor):
             assert tiny.bit_equal(getattr(a, name)[0], getattr(b, name)[0]), name
 
 
-@pytest.mark.parametrize("executor", ["streamed", "fused", "static"])
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
 def test_a_fossil_that_came_under_suspicion_joins_the_older_snapshot_alone(executor):
     # ten healthy steps are the past; a strike in 12, when the seed is fossilized, and the end in 14
     plan = {1: action(Op.GERMINATE, tempo=0, style=0, alpha_target=2), 12: action(Op.FOSSILIZE)}

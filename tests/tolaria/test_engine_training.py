@@ -97,7 +97,7 @@ def test_a_whole_life_is_plain_training_of_a_network_that_grows(algorithm):
     assert_close(run.bench.seed_params("r1c0"), dict(reference.seeds["r1c0"].named_parameters()), rtol=1e-3, atol=1e-4)
 
 
-HOW = {"streamed": {}, "fused": {"executor": "fused"}, "static": {"executor": "fused", "graph": "static"}}
+HOW = {"streamed": {}, "fused": {"executor": "fused"}}
 
 
 @pytest.mark.parametrize("executor", list(HOW))
@@ -186,7 +186,6 @@ EXECUTORS = {
     "streamed": {"executor": "streamed"},
     "fused": {"executor": "fused"},
     "native": {"executor": "native"},
-    "static": {"executor": "fused", "graph": "static"},
 }
 
 

@@ -26,7 +26,6 @@ HOW = {
     "streamed": {},
     "fused": {"executor": "fused"},
     "native": {"executor": "native"},
-    "static": {"executor": "fused", "graph": "static"},
     "shared": {"workers": 2},
 }
 

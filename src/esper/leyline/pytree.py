@@ -3,7 +3,7 @@
     (Hidden(h, c), None, [x])  <-- flatten, unflatten -->  tensors [h, c, x]  and the form of the tree
 
 Inner nodes are dataclasses of tensors, tuples (also named ones), lists and dictionaries. Other leaves are None, bools
-or strings and belong to the form. Plain numbers are refused: a captured or compiled function would keep the number of
+or strings and belong to the form. Plain numbers are refused: a compiled function would keep the number of
 its first call.
 """
 
@@ -80,7 +80,7 @@ def _form(value: object, tensors: list[Tensor]) -> Form:
         return _Node(kind, tuple(value), tuple(_form(part, tensors) for part in value.values()))
     if isinstance(value, int | float):
         raise TypeError(
-            f"the tree contains the plain number {value!r}, which a capture would keep; pass it as a tensor."
+            f"the tree contains the plain number {value!r}, which a compiled function would keep; pass it as a tensor."
         )
     raise TypeError(
         f"a tree of tensors cannot contain {kind.__name__}; use dataclasses, tuples, lists and dictionaries of tensors."

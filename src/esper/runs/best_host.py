@@ -92,7 +92,7 @@ def portable(config: RunConfig) -> RunConfig:
 
     Every executor loads the same state.
     """
-    return replace(config, executor="streamed", graph="dynamic", workers=1, compile="off", capture="off", amp="off")
+    return replace(config, executor="streamed", workers=1, compile="off", amp="off")
 
 
 def engine_of_host(config: RunConfig, dataset: Dataset, device: torch.device, best: BestHost) -> VectorizedEngine:

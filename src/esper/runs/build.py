@@ -13,11 +13,12 @@ from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs.config import RunConfig
 from esper.runs.identity import run_shape
-from esper.runs.kernels import phase_form, policy_form, require_replayed_training, reward_form
 from esper.runs.plugins import load_plugins
+from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
 from esper.simic.client import SimicClient, rollout_bytes
-from esper.simic.compilation import is_compiled
+from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
+from esper.simic.rewards.compiled_rewards import Kernel, RewardOutput
 from esper.simic.rewards.reward import AnyReward
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, make_baseline
@@ -31,6 +32,7 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.memory import keep_freed_memory
 from esper.tolaria.memory_prediction import available_bytes, gigabytes, predict
+from esper.tolaria.phases import PhaseForm, eager
 from esper.tolaria.runtime import choose_device, host_read
 
 
@@ -64,11 +66,8 @@ def engine_of(
     on_step: StepListener | None = None,
     task: TaskSpec | None = None,
 ) -> VectorizedEngine:
-    """The engine of a run; raises ConfigError if `capture` is on and the executor does not support it.
-
-    `engine_config` and `task` replace those of the configuration.
-    """
-    engine = build_engine(
+    """The engine of a run; `engine_config` and `task` replace those of the configuration."""
+    return build_engine(
         engine_config or config.engine(),
         task or config.task_spec(),
         dataset,
@@ -77,28 +76,53 @@ def engine_of(
         prepare=partial(load_plugins, config.plugins),
         form=phase_form(config, device),
     )
-    require_replayed_training(config, engine)
-    return engine
 
 
 def reward_of(config: RunConfig, spec: EngineSpec) -> AnyReward:
-    """The reward function, compiled and captured if the configuration says so.
-
-    Raises:
-        ConfigError: the reward cannot be compiled or captured.
-    """
+    """The reward function, compiled if the configuration says so; raises ConfigError if it cannot be."""
     reward = make_reward(config.reward_name, config.reward)
     if isinstance(reward, ContributionReward):
-        if (form := reward_form(config, spec)) is not None:
-            reward.warm_up(form, spec.num_envs, spec.num_slots, spec.device)
+        if is_compiled(config.compile, spec.device):
+            reward.warm_up(compiled_reward, spec.num_envs, spec.num_slots, spec.device)
     elif isinstance(reward, ObjectiveReward):
         pass  # about twenty operators: always eager
-    elif asked := [name for name in ("compile", "capture") if getattr(config, name) == "on"]:
+    elif config.compile == "on":
         raise ConfigError(
-            f"{asked[0]} is 'on', but only rewards built on ContributionReward can be compiled or captured, and "
-            f"{config.reward_name!r} is not; leave {asked[0]} out."
+            "compile is 'on', but only rewards built on ContributionReward can be compiled, and "
+            f"{config.reward_name!r} is not; leave compile out."
         )
     return reward
+
+
+def compiled_reward(kernel: Kernel) -> Kernel:
+    """The compiled kernel: one graph per reward mode, attribution formula and number of hosts."""
+    step = CompiledStep(lambda given: _transposed(kernel(**given)), name="the reward kernel")
+    return lambda **given: _transposed(step(given))
+
+
+def _transposed(output: RewardOutput) -> RewardOutput:
+    """The output with a row for each column: a graph writes one contiguously, and a table only by transposing it."""
+    total, breakdown, info, escrow_next, drip_opened, flags = output
+    return RewardOutput(total, breakdown.T, info.T, escrow_next, drip_opened, flags.T)
+
+
+def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:
+    """Compiles the policy step if the configuration says so; raises ConfigError if it cannot be compiled."""
+
+    def wrap(step: PolicyStep) -> PolicyFunction:
+        if not is_compiled(config.compile, spec.device):
+            return step
+        decide = CompiledStep(step, name="the policy step")
+        decide(blank_inputs(step.network, spec.num_envs, spec.num_slots, spec.device), False)
+        return decide
+
+    return wrap
+
+
+def phase_form(config: RunConfig, device: torch.device) -> PhaseForm:
+    """How the phases of a control step run: eager, or compiled at the first reset of the engine."""
+    compiled = is_compiled(config.compile, device)
+    return partial(CompiledStep, name="a phase of the control step") if compiled else eager
 
 
 def learner_of(config: RunConfig, spec: EngineSpec) -> SimicClient:
@@ -165,7 +189,7 @@ def require_memory(
     available: int | None = None,
     setting: str = "num_envs",
 ) -> None:
-    """Say how much memory the hosts and their rollout will need; nothing for scripted hosts and static graphs.
+    """Say how much memory the hosts and their rollout will need; nothing for scripted hosts.
 
     Args:
         config: of the run.
@@ -180,7 +204,7 @@ def require_memory(
     Raises:
         ConfigError: they do not fit; it names the largest number that does.
     """
-    if dataset is None or config.graph == "static":
+    if dataset is None:
         return
     engine = config.engine(num_envs=num_envs)
     rollout = rollout_bytes(config.episode_length, len(config.slots), config.ppo)

@@ -69,9 +69,6 @@ class RunConfig:
     "fused":    all hosts at once in stacked modules; faster on GPUs and for small images.
     "native":   C++ compiled for this CPU at the first run; several times faster, host results independent as above.
     "auto":     native on a CPU with a compiler if feature maps fit the cache, else chosen by image size."""
-    graph: Literal["dynamic", "static"] = "dynamic"
-    """"dynamic" runs the existing seeds and reads the device once a step. "static" runs every possible seed under masks
-    and reads once an episode; it needs `experimental`."""
     workers: int = 1
     """Maximum number of processes that share the hosts on a CPU, including this one; `config.toml` names how many were
     used. It changes results only under the fused executor, and there only by rounding."""
@@ -81,14 +78,9 @@ class RunConfig:
     compile: CompileChoice = "auto"
     """Whether torch.compile is used for policy, built-in rewards and the phases of a control step. "auto" is "on" on
     CUDA and "off" on a CPU; `config.toml` names the one chosen. The first compilation takes about half a minute."""
-    capture: Literal["off", "on"] = "off"
-    """"on" captures policy step, reward kernel and, with executor "fused", a training batch as CUDA graphs; needs
-    CUDA and `experimental`."""
     topology: tuple[str, ...] = ()
     """Seeds that every host has from the first step, each as "slot blueprint ALGORITHM"; then nothing else grows, and
     no controller is trained."""
-    experimental: bool = False
-    """Allows graph = "static" and capture = "on", which are not proven on a GPU yet."""
     amp: Literal["off", "auto", "bf16", "fp16"] = "off"
     """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off"."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
@@ -118,7 +110,6 @@ class RunConfig:
         self._check_slots(task)
         self._check_batches(task)
         self._check_reward()
-        self._check_experimental(task)
         if self.num_envs % self.ppo.group_size:
             raise ConfigError(
                 f"num_envs is {self.num_envs}, which ppo.group_size = {self.ppo.group_size} does not divide; every "
@@ -127,18 +118,6 @@ class RunConfig:
         if self.amp == "fp16" and self.device == "cpu":
             raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
         self.engine()
-
-    def _check_experimental(self, task: TaskSpec) -> None:
-        for name, value in (("graph", "static"), ("capture", "on")):
-            if getattr(self, name) == value and not self.experimental:
-                raise ConfigError(
-                    f"{name} is {value!r}, which is not proven on a GPU yet; set experimental = true to try it, or "
-                    "leave it out."
-                )
-        if self.capture == "on" and self.device == "cpu":
-            raise ConfigError("capture is 'on' on the CPU, which has no CUDA graphs; leave capture out.")
-        if self.graph == "static" and task.host is None:
-            raise ConfigError(f"graph is 'static', but task {self.task!r} has no networks; leave graph out.")
 
     def _check_batches(self, task: TaskSpec) -> None:
         for name in ("batch_train", "batch_val"):
@@ -190,9 +169,7 @@ class RunConfig:
             time_limit=limit,
             executor=self.executor,
             workers=self.workers,
-            graph=self.graph,
             amp=self.amp,
-            capture=self.capture,
             lifecycle=self.lifecycle,
             governor=self.governor,
         )

@@ -135,9 +135,7 @@ def why_chosen(executor: str, device: torch.device) -> str:
 def _executor_lines(config: RunConfig, parts: Parts, asked: str) -> Iterator[str]:
     """What a run says about how its hosts are run; nothing for a task without networks."""
     engine = parts.engine
-    if config.graph == "static":
-        yield "graph: static (metrics appear at the end of each round)"
-    elif engine.config.executor != "auto":
+    if engine.config.executor != "auto":
         why = why_chosen(engine.config.executor, engine.spec.device) if asked == "auto" else ""
         kind = "threads" if isinstance(engine.executor, NativeExecutor) else "processes"
         workers = f", {engine.config.workers} {kind}" if engine.config.workers > 1 else ""

@@ -42,7 +42,7 @@ class SimicClient:
 
     `network` is initialized and has the shape of `spec`. `read` brings the metrics of an update to the host, the only
     host read here. `total_updates` is the length of the run, for the schedules. `policy_form` makes the policy step
-    eager, compiled or captured. Raises ConfigError where the parts do not fit together.
+    eager or compiled. Raises ConfigError where the parts do not fit together.
     """
 
     def __init__(

@@ -4,7 +4,14 @@
     "on"     compiled by `torch.compile`, on every device; on the CPU that takes 10 to 30 seconds for each graph
     "auto"   "on" on CUDA, "off" on the CPU
 
-The compiled functions are listed in `runs/kernels.py`.
+    function      what it is                               compiled in
+    observe       losses judged, measurements to state     `runs/build.py`, `phase_form`
+    policy_step   a decision of all hosts                  `policy_form`
+    execute       ops, tick and feedback of all hosts      `phase_form`
+    reward        in all modes but `objective`             `compiled_reward`
+    end_step      tally, snapshots, outputs of a step      `phase_form`
+
+Functions are compiled before the first step; `graphs_compiled` counts recompilations.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -9,7 +9,6 @@ import torch
 
 from esper.kasmina.blueprints import registry
 from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
-from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
@@ -18,7 +17,6 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import Properties, StepListener, VectorizedEngine
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds
@@ -92,8 +90,6 @@ def _executor(
 ) -> tuple[Executor, EngineConfig]:
     """The executor, and the configuration that names it."""
     if task.script is not None:
-        if config.graph == "static":
-            raise ConfigError(f"graph is 'static', but task {task.name!r} runs no networks; set graph to 'dynamic'.")
         scripted = ScriptedExecutor(
             task.script,
             num_envs=config.num_envs,
@@ -108,7 +104,7 @@ def _executor(
     executor, taken = network_executor(replace(config, workers=workers), task, dataset, device)
     if isinstance(executor, NativeExecutor) and not executor.refused:
         return executor, replace(config, executor=taken, workers=workers)  # as threads
-    if workers > 1 and config.graph == "dynamic":
+    if workers > 1:
         return _sharded(replace(config, executor=taken), task, dataset, workers, prepare)
     return executor, replace(config, executor=taken, workers=1)
 
@@ -122,7 +118,6 @@ def _sharded(
         replace(config, num_envs=end - begin, host_offset=config.host_offset + begin, workers=1) for begin, end in parts
     ]
     own, taken = network_executor(configs[0], task, dataset, torch.device("cpu"))
-    assert isinstance(own, NetworkExecutor), "a static graph stays in one process"
     shards = [shard_of(replace(part, executor=taken), task, dataset) for part in configs[1:]]
     executor = ShardedExecutor(ShardRunner(own, configs[0]), configs[0].num_envs, shards, prepare)
     return executor, replace(config, executor=taken, workers=workers)

@@ -7,7 +7,6 @@ from esper.kasmina.rules.config import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
 from esper.tolaria.amp import AmpMode
-from esper.tolaria.capture import CaptureChoice
 from esper.tolaria.governor import GovernorConfig
 
 _MAX_HOSTS = 2**32
@@ -17,9 +16,7 @@ ExecutorChoice = Literal["auto", "native", "fused", "streamed"]
 _CHOICES: dict[str, tuple[str, ...]] = {
     "time_limit": ("truncate", "terminate"),
     "executor": get_args(ExecutorChoice),
-    "graph": ("dynamic", "static"),
     "amp": get_args(AmpMode),
-    "capture": get_args(CaptureChoice),
 }
 
 
@@ -37,13 +34,10 @@ class EngineConfig:
         executor: "streamed" runs the hosts one after another, bit for bit as if each were alone; "fused" all at once,
             equal up to rounding; "native" by compiled C++ on a CPU, one after another, equal up to rounding; "auto"
             chooses, see `executors.choice`.
-        graph: "dynamic" runs the seeds that exist, with one host read per step; "static" (experimental) runs every
-            possible seed under masks, without reads between the steps of an episode.
         workers: how many share the hosts of a CPU: threads where all hosts run natively, else processes, this one
-            included. Scripted hosts, hosts on a GPU and static graphs stay in one process.
+            included. Scripted hosts and hosts on a GPU stay in one process.
         amp: precision of host training: "off" float32, "bf16", "fp16" with dynamic loss scaling, "auto" bf16 on a GPU
             that supports it.
-        capture: whether training is captured as CUDA graphs (experimental).
     """
 
     run_seed: int = 0
@@ -52,9 +46,7 @@ class EngineConfig:
     slots: tuple[str, ...] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"
     executor: ExecutorChoice = "streamed"
-    graph: Literal["dynamic", "static"] = "dynamic"
     amp: AmpMode = "off"
-    capture: CaptureChoice = "off"
     host_offset: int = 0
     distinct_hosts: int | None = None
     workers: int = 1
@@ -87,8 +79,3 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {', '.join(others)} or {last}.")
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; use 1 for this process alone.")
-        if self.graph == "static" and self.executor in ("streamed", "native"):
-            raise ConfigError(
-                f"graph is 'static', which runs all hosts at once, but executor is {self.executor!r}, which runs "
-                "them one after another; set executor to 'auto' or 'fused', or graph to 'dynamic'."
-            )

@@ -3,13 +3,10 @@
     step t   apply_structure -> train -> measure -> observe -> decide -> execute -> reward -> end_step
              -> one host read: the structure that the next step applies, and the numbers of the report
 
-With a static graph the host needs no structure, so nothing is read between steps: reports stay on the device until
-`apply_structure` is called, at the end of the episode or before. All work is masked over hosts; this file has no loop
-over hosts.
+All work is masked over hosts; this file has no loop over hosts.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as data_replace
 from typing import Any
@@ -31,10 +28,10 @@ from esper.leyline.tensor_dataclass import replace
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.protocol import Executor, StaticGraph
+from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.phases import ControlPlane, PhaseForm, eager
 from esper.tolaria.read_counter import reads_so_far
-from esper.tolaria.runtime import Packed, PendingRead, PhaseTimer
+from esper.tolaria.runtime import PendingRead, PhaseTimer
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
 
 StepListener = Callable[[StepReport], None]
@@ -75,10 +72,7 @@ class VectorizedEngine:
         self._state: ParallelEnvState | None = None
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
-        self._by_mask = executor if isinstance(executor, StaticGraph) else None
         self._pending: PendingRead | None = None
-        self._unread: list[tuple[int, Packed]] = []
-        self._reports: deque[StepReport] = deque()
         self._plane = ControlPlane(config, executor.costs, form)
         self._warmed_up = form is eager
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
@@ -95,8 +89,6 @@ class VectorizedEngine:
         """Begin episode number `episode` with N fresh hosts, in the engine and in the client."""
         spec = self.spec
         self.episode, self.t, self._pending = episode, 0, None
-        self._unread.clear()
-        self._reports.clear()
         self.warm_up(len(client.terms))
         self.executor.reset(episode)
         self._state = self._fresh(client.initial_state(spec.num_envs, spec.num_slots, spec.episode_length, spec.device))
@@ -182,8 +174,7 @@ class VectorizedEngine:
 
     def step(self, client: ClientProtocol) -> None:
         """One control step of all hosts."""
-        if self._by_mask is None:
-            self.apply_structure()
+        self.apply_structure()
         assert self.t < self.spec.episode_length, "the episode is over; reset() begins the next one"
         self.t += 1
         t, config, state, coalitions = self.t, self.config, self.state, self._coalitions
@@ -214,30 +205,17 @@ class VectorizedEngine:
         outputs = reading.with_coalitions(ended.outputs, coalitions, validated.accuracy)
         self._state = replace(ended.state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
-        if self._by_mask is None:
-            self._pending = reading.start(outputs, self._coalitions)
-            return
-        with self.timer.span("apply_structure"):
-            self._by_mask.apply_changes(phases.changes(t, verdict, executed, ended), self._state.slots)
-        if self.on_step is not None:
-            self._unread.append((t, Packed(*outputs)))
+        self._pending = reading.start(outputs, self._coalitions)
 
     def apply_structure(self) -> None:
-        """Wait for the read of the last step, apply its structure to the parameters, and report the step.
-
-        With a static graph one read brings the reports of all steps since the last call.
-        """
-        if self._pending is not None:
-            arrays, self._pending = self._pending.wait(), None
-            with self.timer.span("apply_structure"):
-                self.executor.apply_structure(reading.structure(self.t, arrays))
-            if self.on_step is not None:
-                self._reports.append(reading.step_report(self.episode, self.t, arrays))
-        if self._unread:
-            unread, self._unread = self._unread, []
-            self._reports.extend(reading.step_reports(self.episode, unread))
-        while self._reports and self.on_step is not None:
-            self.on_step(self._reports.popleft())
+        """Wait for the read of the last step, apply its structure to the parameters, and report the step."""
+        if self._pending is None:
+            return
+        arrays, self._pending = self._pending.wait(), None
+        with self.timer.span("apply_structure"):
+            self.executor.apply_structure(reading.structure(self.t, arrays))
+        if self.on_step is not None:
+            self.on_step(reading.step_report(self.episode, self.t, arrays))
 
     def outcome(self) -> RolloutStats:
         """The statistics of a finished episode that a checkpoint restored."""
@@ -318,5 +296,4 @@ class VectorizedEngine:
         require_known_stages(self._state.slots)
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
-        if self._by_mask is None:
-            self.executor.apply_structure(reading.structure_now(t, self._state, self._coalitions))
+        self.executor.apply_structure(reading.structure_now(t, self._state, self._coalitions))

@@ -31,7 +31,6 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.running_seeds import begin_training
 from esper.tolaria.executors.streamed.executor import train_function
@@ -107,7 +106,6 @@ def predict(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the choice of an executor come again when the hosts are built
         one, taken = network_executor(replace(config, num_envs=1, workers=1), task, dataset, device)
-    assert isinstance(one, NetworkExecutor), "static graphs are not predicted"
     one.reset(0)
     structure = _everywhere_largest(one.population)
     one.apply_structure(structure)

@@ -29,7 +29,7 @@ from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
 from esper.tolaria import governor, reading
 from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.protocol import Changes, TrainPass, ValidationPass
+from esper.tolaria.executors.protocol import TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
 from esper.tolaria.reading import Decision
 from esper.tolaria.state import ParallelEnvState, count_rollback, count_step
@@ -233,18 +233,6 @@ def end_step(
         keep=keep,
     )
     return EndStepOutput(state=state, snapshot=snapshot, keep=keep, outputs=reading.step_outputs(finished))
-
-
-def changes(t: int, verdict: ObserveVerdict, executed: ExecuteOutput, ended: EndStepOutput) -> Changes:
-    """What a static executor must do after step `t`, as masks on the device."""
-    return Changes(
-        t=t,
-        germinated=executed.ops.germinated,
-        released=executed.ops.released | executed.ticks.released | verdict.rolled_back,
-        panicked=verdict.governor.panic,
-        snapshot=ended.snapshot,
-        keep=ended.keep,
-    )
 
 
 PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]

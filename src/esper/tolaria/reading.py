@@ -16,7 +16,7 @@ from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.governor import GovernorVerdict
-from esper.tolaria.runtime import Arrays, Packed, PendingRead, host_read, read_packed, start_read
+from esper.tolaria.runtime import Arrays, PendingRead, host_read, start_read
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport
 
 _STACKS = (
@@ -172,12 +172,6 @@ def step_report(episode: int, t: int, arrays: Sequence[np.ndarray]) -> StepRepor
     for view in views:
         view.setflags(write=False)
     return StepReport(episode=episode, t=t, **_fields_of(StepReport, _by_name(views)))
-
-
-def step_reports(episode: int, packs: list[tuple[int, Packed]]) -> list[StepReport]:
-    """The reports of several steps (step number and packed outputs of each), by one read."""
-    read = read_packed([packed for _, packed in packs])
-    return [step_report(episode, t, arrays) for (t, _), arrays in zip(packs, read, strict=True)]
 
 
 def rollout_stats(

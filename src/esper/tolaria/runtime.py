@@ -12,7 +12,6 @@ A *host read* makes Python wait for the contents of a tensor. Intended ones pass
 import math
 import re
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import groupby
@@ -111,14 +110,6 @@ def start_read(*tensors: Tensor) -> PendingRead:
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(packed.bytes.device))
     return PendingRead(pinned, copied, packed)
-
-
-def read_packed(packs: Sequence[Packed]) -> list[Arrays]:
-    """The values of several packs by one transfer; counts as one read."""
-    (read,) = host_read(torch.cat([pack.bytes for pack in packs]))
-    pieces = np.split(read, np.cumsum([len(pack.bytes) for pack in packs])[:-1])
-    # copied, because a piece may begin at an address that is not aligned for its dtypes
-    return [pack.unpack(piece.copy()) for pack, piece in zip(packs, pieces, strict=True)]
 
 
 def host_read(*tensors: Tensor) -> tuple[np.ndarray, ...]:

@@ -1,10 +1,6 @@
 """Generalized advantage estimation, return accumulators and normalization against numbers worked out by hand."""
 
 import math
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from hypothesis import strategies as st
 from esper.simic.agent.advantages import (
     compute_gae,
     discounted_returns,
-    gae_scan,
     normalize_advantages,
     paired_rewards,
 )
@@ -146,39 +141,6 @@ def test_slabs_whose_time_axis_is_not_the_last_in_memory_give_the_same():
     rollout = random_rollout(5, 9, torch.float64)
     turned = [x.t().contiguous().t() for x in rollout]
     assert torch.equal(compute_gae(*turned, GAMMA, LAMBDA), compute_gae(*rollout, GAMMA, LAMBDA))
-
-
-ON_THE_CPU = """
-import torch
-import test_advantages as tests
-from esper.simic.agent.gae_kernel import gae_on_cuda
-tests.compare_with_the_kernel(gae_on_cuda, torch.device("cpu"))
-"""
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_equals_its_reference_when_it_is_interpreted():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    here = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", ON_THE_CPU], env=environment, cwd=here, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs CUDA and Triton")
-def test_the_kernel_equals_its_reference_on_the_device():
-    compare_with_the_kernel(compute_gae, torch.device("cuda"))
-
-
-def compare_with_the_kernel(kernel, device):
-    for dtype in (torch.float32, torch.float64):
-        for hosts, steps in ((1, 1), (3, 7), (200, 11)):
-            rollout = random_rollout(hosts, steps, dtype)
-            own = torch.linspace(0.5, 1.0, hosts, dtype=dtype)
-            for gamma, lam in ((GAMMA, LAMBDA), (own, LAMBDA), (own, own.flip(0))):
-                numbers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (gamma, lam)]
-                found = kernel(*(x.to(device) for x in rollout), *numbers)
-                assert torch.equal(found.cpu(), gae_scan(*rollout, gamma, lam)), (dtype, hosts, steps)
 
 
 @settings(max_examples=50, deadline=None)

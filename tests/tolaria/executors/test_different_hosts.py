@@ -16,7 +16,6 @@ from esper.tasks.instances import MixedImages
 from esper.tasks.objectives import Classification
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.static.executor import StaticExecutor
 from tiny import CLASSES
 from toys import ToyClient, script
 
@@ -28,7 +27,6 @@ EXECUTORS = {
     "native": NativeExecutor,
     "fused": lambda data: FusedExecutor(data, measures_together=True),
     "fused, measured by host": lambda data: FusedExecutor(data, measures_together=False),
-    "static": StaticExecutor,
 }
 
 

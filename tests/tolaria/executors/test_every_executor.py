@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.static.executor import StaticExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 from plain import PlainTraining, assert_close
 from tiny import SLOTS, VAL_BATCH, Bench, bit_equal, same_tree, with_players
@@ -21,7 +20,6 @@ WRAP = {
     "streamed": StreamedExecutor,
     "fused": lambda data: FusedExecutor(data, measures_together=True),
     "native": NativeExecutor,
-    "static": StaticExecutor,
 }
 
 every_executor = pytest.mark.parametrize("executor", list(WRAP))
@@ -140,7 +138,7 @@ class Answers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("executor", ["streamed", "fused", "static"])  # native keeps no logits: tests/kasmina/native
+@pytest.mark.parametrize("executor", ["streamed", "fused"])  # native keeps no logits: tests/kasmina/native
 def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
     bench = bench_of(executor)
     bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0)
@@ -164,9 +162,8 @@ def test_the_logits_of_coalitions_are_those_of_separate_passes(executor):
     assert sorted(matched) == list(range(8))
 
 
-@pytest.mark.parametrize("executor", ["fused", "static"])
-def test_one_example_at_a_time_is_measured_like_all_at_once(executor, monkeypatch):
-    bench = grown_bench(executor)
+def test_one_example_at_a_time_is_measured_like_all_at_once(monkeypatch):
+    bench = grown_bench("fused")
     found, whole = bench.measure(shapley=True)
     tested = bench.executor.committed("test", bench.slots).accuracy[:, 0]
     monkeypatch.setattr("esper.tolaria.executors.host_data._MAX_FLOATS_ON_CPU", 1)

@@ -116,3 +116,17 @@ def test_each_host_of_a_run_equals_that_host_alone():
             atol=1e-5,
             rtol=1e-4,
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_trains_as_host_by_host(dtype):
+    # rounding to 8 or 11 bits differs by kernel, so the losses agree to about as much
+    known, fused = Bench(2, scaler_dtype=dtype), Bench(2, scaler_dtype=dtype)
+    fused.executor = FusedExecutor(fused.executor.data, measures_together=True)
+    for bench in (known, fused):
+        bench.grow("r0c0", "conv_light", S.HOLDING, alpha=1.0, algorithm=GATE)
+        bench.grow("r0c1", "norm", S.TRAINING)
+    outputs, want = fused.train(2), known.train(2)
+    torch.testing.assert_close(outputs.loss, want.loss, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(fused.population.seeds.params, known.population.seeds.params, atol=5e-3, rtol=5e-2)
+    assert torch.equal(fused.executor.data.scaler.scale, known.executor.data.scaler.scale)

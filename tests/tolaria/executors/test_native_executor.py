@@ -274,7 +274,6 @@ def test_auto_runs_small_hosts_natively_where_there_is_a_compiler(monkeypatch):
 
 def test_auto_does_not_run_natively_what_cannot_be():
     assert taken(executor="auto", amp="bf16") == "fused"
-    assert taken(executor="auto", graph="static") == "fused"
 
 
 def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
@@ -288,16 +287,9 @@ def test_features_that_leave_the_cache_are_not_run_natively_by_auto():
     assert not prefers_native(data)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"amp": "bf16"}, "hosts are trained in torch.bfloat16, and compiled C"),
-        ({"graph": "static"}, "executor is 'native', which runs them"),
-    ],
-)
-def test_native_is_refused_where_it_cannot_be_with_the_way_out(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        engine(2, 4, executor="native", **settings)
+def test_native_is_refused_where_it_cannot_be_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"hosts are trained in torch\.bfloat16, and compiled C"):
+        engine(2, 4, executor="native", amp="bf16")
 
 
 def test_native_is_refused_on_a_gpu():

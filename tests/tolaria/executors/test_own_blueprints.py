@@ -18,7 +18,6 @@ from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.stages import HostFamily, SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.static.executor import StaticExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 from tiny import Bench, bit_equal, engine, same_tree
 
@@ -133,7 +132,6 @@ def test_dropout_depends_neither_on_the_global_generator_nor_on_the_other_hosts(
         (dropping, NativeExecutor),
         (dropping, FusedExecutor),
         (dropping_unknown, FusedExecutor),
-        (dropping_unknown, StaticExecutor),
     ],
 )
 def test_hosts_that_run_together_drop_what_they_drop_alone(build, executor):
@@ -172,8 +170,6 @@ def test_every_host_and_every_run_draws_its_own_parameters_and_keeps_constant_on
 def test_rebuilt_seeds_train_fused_as_host_by_host():
     with registered(Looked):
         compare(FusedExecutor, lambda bench: bench.grow("r0c1", "own", HOLDING, alpha=1.0))
-        with pytest.raises(ConfigError, match="blueprint 'own' rebuilds its module for each new seed"):
-            StaticExecutor(Bench(1).executor.data)
 
 
 # -- what mixes examples ----------------------------------------------------------------------------------------------

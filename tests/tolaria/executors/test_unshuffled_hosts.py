@@ -16,7 +16,6 @@ from esper.tolaria.build import build_engine
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.static.executor import StaticExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 from tiny import CLASSES, CPU, SLOTS, Bench, bit_equal
 from toys import ToyClient, action, script
@@ -27,7 +26,6 @@ WRAP = {
     "streamed": StreamedExecutor,
     "native": NativeExecutor,
     "fused": lambda data: FusedExecutor(data, measures_together=True),
-    "static": StaticExecutor,
 }
 
 
@@ -46,7 +44,7 @@ def settings(augmentation: CropAndFlip | None = None) -> dict[str, object]:
     return {"host": host, "data": images(augmentation)}
 
 
-@pytest.mark.parametrize("executor", ["native", "fused", "static"])
+@pytest.mark.parametrize("executor", ["native", "fused"])
 @pytest.mark.parametrize("augmentation", [None, CropAndFlip(1)], ids=["plain", "augmented"])
 def test_hosts_with_seeds_are_those_of_the_streamed_executor(executor, augmentation):
     compare(WRAP[executor], grow_different_seeds, num_envs=5, **settings(augmentation))

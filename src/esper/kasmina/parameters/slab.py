@@ -1,7 +1,7 @@
 """A slab: parameters, buffers and optimizer state of many modules, one row each, allocated once per run.
 
 A train pass updates a compact copy of its rows (`Working`), so that an optimizer step costs no more than the trained
-rows. Methods ending in `_where` take a mask of rows instead of indices: they write all rows, without a device read.
+rows.
 """
 
 from collections.abc import Sequence
@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, OptimizerState, init_state
-from esper.leyline.tensor_dataclass import lift, named_tensors, tree_map
+from esper.leyline.tensor_dataclass import named_tensors, tree_map
 
 
 def _take(state: OptimizerState, rows: Tensor, width: int) -> OptimizerState:
     return tree_map(lambda x: x[rows, :width] if x.dim() > 1 else x[rows], state)
-
-
-def put_where(marked: Bool[Tensor, " R"], new: Float[Tensor, "R W"], into: Float[Tensor, "R W"]) -> None:
-    """Copy the marked rows of `new` to `into`; the others may hold anything, also NaN."""
-    torch.where(marked[:, None], new, into, out=into)
 
 
 @final
@@ -71,31 +66,6 @@ class Slab:
         """Copy parameters and buffers of these rows from a slab of the same shape."""
         self.params[rows] = source.params[rows]
         self.buffers[rows] = source.buffers[rows]
-
-    # -- under a mask of rows -----------------------------------------------------------------------------------------
-
-    def clear_where(self, marked: Bool[Tensor, " R"]) -> None:
-        """`clear` of the marked rows."""
-        self.params.masked_fill_(marked[:, None], 0.0)
-        self.buffers.masked_fill_(marked[:, None], 0.0)
-        self.forget_optimizer_where(marked)
-
-    def forget_optimizer_where(self, marked: Bool[Tensor, " R"]) -> None:
-        """`forget_optimizer` of the marked rows."""
-        for _, tensor in named_tensors(self.optimizer):
-            tensor.masked_fill_(lift(marked, tensor), 0)
-
-    def copy_where(self, source: "Slab", marked: Bool[Tensor, " R"]) -> None:
-        """`copy_rows` of the marked rows."""
-        put_where(marked, source.params, self.params)
-        put_where(marked, source.buffers, self.buffers)
-
-    def whole(self) -> Working:
-        """All rows, in place: nothing is copied, and `finish` is not needed."""
-        rows = torch.arange(self.params.shape[0], device=self.params.device)
-        return Working(
-            rows=rows, params=self.params, grad=torch.zeros_like(self.params), optimizer=self.optimizer, leaves=()
-        )
 
     # -- compact copies -----------------------------------------------------------------------------------------------
 

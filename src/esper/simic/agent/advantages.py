@@ -9,8 +9,6 @@ Shape legend: N = hosts, T = steps. Loops over time work on time-major copies, a
                                      decays by one more gamma
 """
 
-from importlib.util import find_spec
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -19,7 +17,6 @@ from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.normalizers import masked_moments
 
 ADVANTAGE_EPS = 1e-8
-_HAS_TRITON = find_spec("triton") is not None
 
 
 @tensor_dataclass
@@ -32,6 +29,7 @@ class NormalizedAdvantages:
     floored: Bool[Tensor, ""]
 
 
+@torch.no_grad()
 def compute_gae(
     rewards: Float[Tensor, "N T"],
     values: Float[Tensor, "N T"],
@@ -51,28 +49,8 @@ def compute_gae(
     w and T are v and A at valid steps; at invalid ones w_t = gamma * w_{t+1} and T_t = gamma * T_{t+1}. The advantage
     of an invalid step is 0 and its flags are ignored. `gamma` and `gae_lambda` are one number for all hosts or one for
     each. The result has no gradient and rounds in the order of the formula: in float64 it equals a scalar loop bit for
-    bit. On CUDA a Triton kernel computes it, where Triton is installed.
+    bit. It works in place, because allocation costs more than arithmetic.
     """
-    arguments = (rewards, values, bootstrap_values, terminal, truncated, valid)
-    if values.is_cuda and _HAS_TRITON:
-        from esper.simic.agent.gae_kernel import gae_on_cuda
-
-        return gae_on_cuda(*arguments, gamma, gae_lambda)
-    return gae_scan(*arguments, gamma, gae_lambda)
-
-
-@torch.no_grad()
-def gae_scan(
-    rewards: Float[Tensor, "N T"],
-    values: Float[Tensor, "N T"],
-    bootstrap_values: Float[Tensor, "N T"],
-    terminal: Bool[Tensor, "N T"],
-    truncated: Bool[Tensor, "N T"],
-    valid: Bool[Tensor, "N T"],
-    gamma: float | Float[Tensor, " N"],
-    gae_lambda: float | Float[Tensor, " N"],
-) -> Float[Tensor, "N T"]:
-    """`compute_gae` in PyTorch operators, on any device; in place, because allocation costs more than arithmetic."""
     discount, trace = _per_row(values, gamma), _per_row(values, gamma * gae_lambda)
     invalid_NT = ~valid
     next_NT = _scan_(values.masked_fill(invalid_NT, 0.0), invalid_NT * discount, backward=True)

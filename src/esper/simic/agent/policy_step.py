@@ -2,7 +2,7 @@
 
     state of hosts and slots --> features --> normalized --> network (recurrent state in, out) --> eight heads
 
-The step number is a tensor and the random numbers are drawn before, so one captured or compiled graph serves a run.
+The step number is a tensor and the random numbers are drawn before, so one compiled graph serves a run.
 
 Shape legend: N = hosts, S = slots, D = features, B = blueprints.
 """
@@ -54,11 +54,11 @@ def without(reset: Bool[Tensor, " N"], hidden: Hidden) -> Hidden:
 
 
 PolicyFunction = Callable[[PolicyInputs, bool], Decision]
-"""`PolicyStep` or a compiled or captured form of it; the second argument is `deterministic`."""
+"""`PolicyStep` or a compiled form of it; the second argument is `deterministic`."""
 
 
 def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.device) -> PolicyInputs:
-    """Inputs of empty slots where only WAIT is legal, to compile and capture with."""
+    """Inputs of empty slots where only WAIT is legal, to compile with."""
     sizes, width = {"N": n, "S": slots}, feature_dim(slots)
     legal = torch.zeros(n, NUM_OPS, slots, dtype=torch.bool, device=device)
     legal[:, LifecycleOp.WAIT] = True

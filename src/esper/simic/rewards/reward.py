@@ -42,11 +42,10 @@ class ContributionReward:
         self._kernel: Kernel = compute_reward_batched
 
     def warm_up(self, form: Callable[[Kernel], Kernel], n: int, slots: int, device: torch.device) -> None:
-        """Compile or capture the kernel for `n` hosts with `form`; raises ConfigError where that is impossible."""
+        """Compile the kernel for `n` hosts with `form`; raises ConfigError where that is impossible."""
         blank, start = _blank_inputs(n, slots, device), self.initial_state(n, slots, 1, device)
         self._kernel = form(compute_reward_batched)
-        for _ in range(2):  # a capture takes two calls
-            reward_step(blank, start, self.config, self._kernel)
+        reward_step(blank, start, self.config, self._kernel)
 
     def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> RewardState:
         """Carried state at the start of an episode."""
@@ -66,7 +65,7 @@ class ContributionReward:
 
 
 def _blank_inputs(n: int, slots: int, device: torch.device) -> RewardInputs:
-    """Inputs of a step without operation or measurement, to compile and capture with."""
+    """Inputs of a step without operation or measurement, to compile with."""
     sizes = {"N": n, "S": slots}
     whole = torch.zeros(n, dtype=torch.int64, device=device)
     return RewardInputs(

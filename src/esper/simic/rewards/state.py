@@ -110,7 +110,7 @@ def reward_step(
         inputs: slots and hosts before the op, and the outcome of op and tick.
         state: the value returned by the previous step of the episode, or `initial_state`.
         config: mode and numbers.
-        kernel: eager, compiled or captured.
+        kernel: eager or compiled.
 
     Returns:
         The reward in the dtype of `hosts.val_acc`, and the state for the next step.

@@ -18,14 +18,12 @@ from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
-from esper.tolaria.capture import capture_backend_for
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.scoring import check_scores
-from esper.tolaria.executors.static.executor import StaticExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 
 _NATIVE_BYTES = 2**24
@@ -43,16 +41,14 @@ Taken = Literal["native", "fused", "streamed"]
 
 def network_executor(
     config: EngineConfig, task: TaskSpec, dataset: Dataset, device: torch.device
-) -> tuple[NetworkExecutor | StaticExecutor, Taken]:
+) -> tuple[NetworkExecutor, Taken]:
     """The executor for hosts that are networks, in this process, and its name.
 
     Raises:
-        ConfigError: "fused" or a static graph with a host that cannot be stacked; "native" with a host or objective
+        ConfigError: "fused" with a host that cannot be stacked; "native" with a host or objective
             that it has no rule for, on a GPU, in less than float32, or without a C++ compiler.
     """
     data = _host_data(config, task, dataset, device)
-    if config.graph == "static":
-        return StaticExecutor(data), "fused"
     if config.executor == "native" and (problem := native_problem(data)):
         raise ConfigError(f"executor is 'native', but {problem}.")
     if config.executor != "auto":
@@ -74,7 +70,7 @@ def _build(name: Taken, config: EngineConfig, data: HostData) -> NetworkExecutor
     if name == "native":
         return NativeExecutor(data, threads=config.workers * torch.get_num_threads())
     if name == "fused":
-        return FusedExecutor(data, capture_backend=capture_backend_for(config.capture, data.population.device))
+        return FusedExecutor(data)
     return StreamedExecutor(data)
 
 

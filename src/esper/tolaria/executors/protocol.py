@@ -2,8 +2,7 @@
 
 The control plane (stages, alpha, rewards) is tensors on the device; the executor owns the large state (parameters,
 optimizers, data). Once per step the engine reads the structure of the population and passes it to `apply_structure`,
-which creates, clears, snapshots and restores seeds by host index before the next train pass. An executor of a static
-graph gets masks on the device instead (`apply_changes`), and nothing is read between steps.
+which creates, clears, snapshots and restores seeds by host index before the next train pass.
 """
 
 from dataclasses import dataclass
@@ -75,21 +74,6 @@ class Structure:
     sets_valid: np.ndarray
 
 
-@tensor_dataclass
-class Changes:
-    """The changes of step `t` as masks on the device, named as in `Structure`.
-
-    A host germinates at most one seed in a step.
-    """
-
-    t: int
-    germinated: Bool[Tensor, "N S"]
-    released: Bool[Tensor, "N S"]
-    panicked: Bool[Tensor, " N"]
-    snapshot: Bool[Tensor, " N"]
-    keep: Bool[Tensor, "N S"]
-
-
 def empty_structure(num_envs: int, num_slots: int) -> Structure:
     """N hosts without seeds, before the first step."""
     no_seed, no_host = np.zeros((num_envs, num_slots), dtype=np.bool_), np.zeros(num_envs, dtype=np.bool_)
@@ -139,11 +123,3 @@ class Executor(Protocol):
 
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`."""
-
-
-@runtime_checkable
-class StaticGraph(Executor, Protocol):
-    """An executor that runs every blueprint in every slot and selects by masks, so that it needs no structure."""
-
-    def apply_changes(self, changes: Changes, slots: SlotState) -> None:
-        """`apply_structure` without a read: `slots` is the state after the step that ended."""

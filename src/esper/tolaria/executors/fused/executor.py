@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
-from esper.leyline.errors import ConfigError
 from esper.leyline.messages import SlotState
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.capture import CaptureBackend, Programs
 from esper.tolaria.executors.epoch import run_epoch
 from esper.tolaria.executors.fused.measuring import measure_states
 from esper.tolaria.executors.fused.prefixes import Bucket, buckets
 from esper.tolaria.executors.fused.slots import SlotGroup, apply_groups, frozen_rows, slot_groups, trainable_rows
 from esper.tolaria.executors.fused.stacked_modules import StackedModules
-from esper.tolaria.executors.fused.training_program import TrainingProgram, structure_key, training_program
+from esper.tolaria.executors.fused.training_program import TrainingProgram, training_program
 from esper.tolaria.executors.gradients import gradient_statistics
 from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.network import NetworkExecutor
@@ -43,21 +41,11 @@ class FusedExecutor(NetworkExecutor):
     measures host by host, because the states of one host just fit into the cache and those of many hosts do not.
     """
 
-    def __init__(
-        self,
-        data: HostData,
-        *,
-        measures_together: bool | None = None,
-        capture_backend: CaptureBackend | None = None,
-    ) -> None:
+    def __init__(self, data: HostData, *, measures_together: bool | None = None) -> None:
         super().__init__(data)
         on_cpu = self.population.device.type == "cpu"
         self.measures_together = not on_cpu if measures_together is None else measures_together
         self.stacked_modules = StackedModules(self.population, examples(data.dataset, HOST_EXAMPLES)[0])
-        if capture_backend is not None and self.stacked_modules.dropouts:
-            raise ConfigError("a captured train pass would repeat its dropout masks; set capture to 'off'.")
-        self._capture_backend = capture_backend
-        self._programs: Programs[TrainingProgram] = Programs()
         self._all_hosts = np.arange(self.population.num_envs)
 
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
@@ -79,7 +67,7 @@ class FusedExecutor(NetworkExecutor):
         return outputs
 
     def _program(self, slots: SlotState) -> TrainingProgram:
-        """What this pass runs; with CUDA graphs, in the memory of an earlier pass of the same structure."""
+        """What this pass runs."""
         p, data = self.population, self.data
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
@@ -87,12 +75,7 @@ class FusedExecutor(NetworkExecutor):
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         host = host._replace(draws=p.host_draws(slice(None)))
         groups = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
-        program = training_program(
-            host, hosts, rows, groups, optimizer, data.scaler, data.objective, self._capture_backend
-        )
-        if self._capture_backend is None:
-            return program
-        return self._programs.cached(structure_key(data.structure), program)
+        return training_program(host, hosts, rows, groups, optimizer, data.scaler, data.objective)
 
     def sum_scores(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int

@@ -1,4 +1,4 @@
-"""Measure many states of the network for several hosts in one forward pass; used by the fused and the static executor.
+"""Measure many states of the network for several hosts in one forward pass; used by the fused executor.
 
 Shape legend: B = examples, P = states, g = hosts, K = coalitions.
 """

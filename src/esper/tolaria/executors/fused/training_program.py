@@ -3,27 +3,22 @@
     train_batch   x, y --> scores [N]; writes the gradients of all hosts and seeds into the working copies
     step          gradients --> weights, in the working copies
 
-Both can be captured as CUDA graphs (`tolaria.capture`). They are separate because gradient statistics are computed
-between them in the last batch, and because a short last batch can share the graph of the step.
+They are separate because gradient statistics are computed between them in the last batch.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from esper.kasmina.parameters.slab import Working
 from esper.leyline.objective import Objective, Scores
-from esper.leyline.tensor_dataclass import named_tensors
 from esper.tolaria.amp import LossScaler
-from esper.tolaria.capture import CaptureBackend, Captured
 from esper.tolaria.executors.fused.slots import Rows, SlotGroup, apply_groups
 from esper.tolaria.executors.optimizer_step import StackedOptimizer
-from esper.tolaria.executors.protocol import Structure
-from esper.tolaria.executors.running_seeds import TrainedRows, blend_order, trained_mask
+from esper.tolaria.executors.running_seeds import TrainedRows
 from esper.tolaria.executors.scoring import mean_factor
 
 Groups = dict[str, list[SlotGroup]]
@@ -36,7 +31,7 @@ class TrainingProgram:
 
     Attributes:
         hosts: the working copies of all hosts. rows: those of seeds and gates. groups: what runs in each slot.
-        train_batch, step: see the module docstring; captured if `capture` is on.
+        train_batch, step: see the module docstring.
     """
 
     hosts: Working
@@ -44,16 +39,6 @@ class TrainingProgram:
     groups: Groups
     train_batch: Callable[[Tensor, Tensor], Scores]
     step: Callable[[], None]
-
-    def tensors(self) -> list[Tensor]:
-        """All memory that a pass reads or writes, except indices, which follow from the structure."""
-        found: list[Tensor] = []
-        for working in (self.hosts, self.rows.seeds, self.rows.gates):
-            found += (working.params, working.grad, *(x for _, x in named_tensors(working.optimizer)))
-        for group in (group for of_slot in self.groups.values() for group in of_slot):
-            found += (group.running, *(piece.alpha for piece in group.pieces))
-            found += (x for rows in (group.seed, group.gate) if rows is not None for x in _copied(rows))
-        return found
 
 
 def training_program(
@@ -64,9 +49,8 @@ def training_program(
     optimizer: StackedOptimizer,
     scaler: LossScaler,
     objective: Objective,
-    capture_backend: CaptureBackend | None,
 ) -> TrainingProgram:
-    """The program on this memory; with a `capture_backend` its functions are captured when they are called again."""
+    """The program on this memory."""
     trained = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
 
     def run_batch(x_NB: Tensor, y_NB: Tensor) -> Scores:
@@ -78,19 +62,7 @@ def training_program(
         optimizer.unscale()
         return scores
 
-    functions: dict[str, Any] = {"train_batch": run_batch, "step": optimizer.step}
-    if capture_backend is not None:
-        functions = {name: Captured(f, capture_backend, name=f"{name} of training") for name, f in functions.items()}
-    return TrainingProgram(hosts=hosts, rows=rows, groups=groups, **functions)
-
-
-def structure_key(structure: Structure) -> Hashable:
-    """Determines the operations of a train pass and their shapes: programs of equal keys are interchangeable."""
-    trainable, active = trained_mask(structure), structure.alpha > 0.0
-    runs = trainable | active
-    of_running = (structure.blueprint, blend_order(structure), structure.has_gate)
-    masks = (trainable.tobytes(), active.tobytes())
-    return (*masks, *(np.where(runs, values, 0).astype(np.int64).tobytes() for values in of_running))
+    return TrainingProgram(hosts=hosts, rows=rows, groups=groups, train_batch=run_batch, step=optimizer.step)
 
 
 def train_batch(
@@ -118,10 +90,3 @@ def train_batch(
         grads = torch.autograd.grad(loss_BN, leaves, factor_N.expand_as(loss_BN), materialize_grads=True)
         torch._foreach_copy_([grad for of_kind in trained for grad in of_kind.grads], grads)
     return Scores(*(of_BN.sum(dim=0, dtype=torch.float64) for of_BN in (loss_BN.detach(), score_BN, weight_BN)))
-
-
-def _copied(rows: Rows) -> Iterator[Tensor]:
-    """What was copied out of the population for these rows: buffers, and weights that are not trained."""
-    yield from rows.buffers
-    if not rows.grads:
-        yield from rows.parameters

@@ -163,7 +163,6 @@ def _build(pipe: Connection) -> ShardRunner:
     assert registry.names() == shard.names, f"blueprints {registry.names()}, in the main process {shard.names}"
     torch.set_num_threads(shard.threads)
     executor, _ = network_executor(shard.config, shard.task, shard.dataset, CPU)
-    assert isinstance(executor, NetworkExecutor), "a static graph stays in one process"
     return ShardRunner(executor, shard.config)
 
 

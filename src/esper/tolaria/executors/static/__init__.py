@@ -1,1 +1,0 @@
-"""Every blueprint in every slot, selected by masks (experimental)."""

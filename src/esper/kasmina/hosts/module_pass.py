@@ -74,6 +74,8 @@ def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whateve
     """
     try:
         return network(x)
+    except ConfigError:
+        raise  # says already what the network returns
     except Exception as error:  # any error of the user's code
         raise ConfigError(
             f"{type(network).__name__} cannot process inputs {list(x.shape)} of {x.dtype}, which are like the example: "

@@ -87,9 +87,19 @@ class Structure:
         return all(dtype is torch.float32 for dtype in self.dtypes)
 
     def __str__(self) -> str:
-        return described(
-            unflatten(self.form, [torch.empty(0, *s, dtype=d) for s, d in zip(self.shapes, self.dtypes, strict=True)])
-        )
+        """E.g. "{'tokens': int64 [n, 5], 'mask': bool [n, 5]}"."""
+        return str(unflatten(self.form, [_Words(*of) for of in zip(self.shapes, self.dtypes, strict=True)]))
+
+
+@final
+class _Words:
+    """Stands for a tensor in the words of a structure."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._words = f"{str(dtype).removeprefix('torch.')} [{', '.join(('n', *map(str, shape)))}]"
+
+    def __repr__(self) -> str:
+        return self._words
 
 
 def _words(flat: Tensor) -> Tensor:
@@ -102,6 +112,8 @@ def described(value: object) -> str:
     """What a value is, for messages: "a CausalLMOutput with .logits and .past", "a tuple of 2", "a tensor [4, 3]"."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
     name = f"a {type(value).__name__}"
     if is_tensor_dataclass(value) or hasattr(value, "_fields"):
         parts = [f".{field}" for field, part in _fields(value) if part is not None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.objective import Objective, Scores
-from esper.leyline.structure import Structure, described
+from esper.leyline.structure import Structure
 
 PADDING = -1
 """Target of an example or token that does not count."""
@@ -210,15 +210,10 @@ class OfStructures:
     outputs: Structure | None
     targets: Structure | None
 
-    def arguments(self, outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
-        """Outputs and targets as the function takes them."""
-        pairs = ((self.outputs, outputs), (self.targets, targets))
-        outputs, targets = (x if structure is None else structure.unpack(x) for structure, x in pairs)
-        return outputs, targets
-
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """One number per example [B]."""
-        return self.function(*self.arguments(outputs, targets))
+        pairs = ((self.outputs, outputs), (self.targets, targets))
+        return self.function(*(x if structure is None else structure.unpack(x) for structure, x in pairs))
 
 
 def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -226,10 +221,8 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
     try:
         found = function(outputs, targets)
     except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"the {name} fails on {_words(function, outputs, targets)} of {targets.dtype}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
+        reason = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ConfigError(f"the {name} fails on {_words(function, outputs, targets)}: {reason}") from error
     if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
         kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
         raise ConfigError(
@@ -242,9 +235,10 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
 
 def _words(function: PerExample, outputs: Tensor, targets: Tensor) -> str:
     """What a loss or metric is called with."""
-    if isinstance(function, OfStructures):
-        return "outputs {} and targets {}".format(*map(described, function.arguments(outputs, targets)))
-    return f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    of = (function.outputs, function.targets) if isinstance(function, OfStructures) else (None, None)
+    return (
+        f"outputs {of[0] or tuple(outputs.shape)} and targets {of[1] or f'{tuple(targets.shape)} of {targets.dtype}'}"
+    )
 
 
 def perplexity(objective: Objective, loss: float) -> float | None:

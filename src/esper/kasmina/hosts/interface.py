@@ -75,19 +75,30 @@ class Interface:
             return Structure.of(tree).pack(tree)
         except (TypeError, ConfigError) as error:
             raise ConfigError(
-                f"{what}, but your loss can take tensors of floats [B, ...] alone: {error} Choose them with outputs=, "
-                f"e.g. outputs=lambda out: {selection(found) or '...'}."
+                f"{what}, but your loss can take tensors of floats [B, ...] alone; choose them with outputs=, e.g. "
+                f"outputs=lambda out: {selection(found) or '...'}."
             ) from error
 
     def attach(self, network: nn.Module) -> nn.Module:
         """Make a network take batches and give outputs as an objective takes them, wherever it is called."""
-
-        def given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            return self.arguments(args[0])
-
-        network.register_forward_pre_hook(given, with_kwargs=True)
-        network.register_forward_hook(lambda module, args, result: self.collected(module, result))
+        network.register_forward_pre_hook(self._given, with_kwargs=True)
+        network.register_forward_hook(self._collect)
         return network
+
+    def _given(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return self.arguments(args[0])
+
+    def _collect(self, network: nn.Module, args: tuple[Any, ...], result: Any) -> Tensor:  # noqa: ANN401
+        return self.collected(network, result)
+
+
+def inputs_in_words(network: nn.Module, x: Tensor) -> str:
+    """What a network is called with for a batch, where an interface may be attached to it."""
+    for hook in network._forward_pre_hooks.values():
+        interface = getattr(hook, "__self__", None)
+        if isinstance(interface, Interface) and interface.inputs is not None:
+            return str(interface.inputs)
+    return f"{list(x.shape)} of {x.dtype}"
 
 
 ONE_TENSOR = Interface()
@@ -101,6 +112,6 @@ def as_floats(tree: object) -> object:
         TypeError, ConfigError: it holds something else.
     """
     tensors, form = flatten(tree)
-    if others := [described(x) for x in tensors if not x.is_floating_point()]:
-        raise ConfigError(f"found {others[0]}.")
+    if not all(x.is_floating_point() for x in tensors):
+        raise ConfigError(f"{described(tree)} holds something else than floats.")
     return unflatten(form, [x.float() for x in tensors])

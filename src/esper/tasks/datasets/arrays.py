@@ -269,7 +269,7 @@ def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
                 field = "x" if any(tensor is part for part in flatten(x)[0]) else "y"
                 raise DataError(
                     f"{at}.{field} has the shape {list(tensor.shape)}, but the first one has {list(expected.shape)}; "
-                    "make all equal, e.g. resize or crop images."
+                    "make all equal, e.g. resize or crop images, or pad sequences (in the collate_fn of a DataLoader)."
                 )
     stacked: tuple[Any, Any] = unflatten(first, [torch.stack(column) for column in zip(*rows, strict=True)])
     return stacked
@@ -300,7 +300,7 @@ def _tensor(place: str, value: object) -> Tensor:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
         native = value.dtype.newbyteorder("=")
         value = torch.from_numpy(np.require(value, native, ["C", "W"]))  # copies only what PyTorch cannot share
-    elif isinstance(value, bool | int | float | np.generic):
+    elif isinstance(value, bool | int | float | np.generic | list):
         value = torch.as_tensor(value)
     if not isinstance(value, Tensor) or value.is_complex():
         kind = (

@@ -105,7 +105,7 @@ def _flat_dict(kind: type, names: tuple[Hashable, ...]) -> _Node:
 
 
 def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
-    if form is _TENSOR:
+    if form == _TENSOR:  # another process has a copy of its own
         return next(rest)
     if isinstance(form, _Plain):
         return form.value

@@ -6,6 +6,7 @@ import pytest
 import torch
 from own_tasks import SMALL
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import esper
 from esper.leyline.errors import EsperError
@@ -103,6 +104,17 @@ def test_several_tensors_give_to_the_bit_what_the_same_network_gives_of_one(exec
     for several, alone in ((towers(), one), (bert(), text)):
         weights = [dict(grown(task, executor).module.host.named_parameters()) for task in (several, alone)]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def test_what_is_ignored_of_loaders_is_said_once():
+    loader = DataLoader(TensorDataset(IMAGES, META, CLASSES), batch_size=8, shuffle=True)
+    said = (
+        r"train, val: of a DataLoader its data set and collate_fn are taken; .* batches are of 16 examples \(batch=\)"
+    )
+    with pytest.warns(UserWarning, match=said) as found:
+        task = towers(train=loader, val=loader)
+    assert len(found) == 1
+    assert grown(task).points == grown(towers(val=((IMAGES, META), CLASSES))).points
 
 
 def test_workers_get_the_structure_too():

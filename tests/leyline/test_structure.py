@@ -82,10 +82,14 @@ def test_values_are_described_with_the_expression_for_what_is_mostly_meant():
     hidden, logits = torch.zeros(2, 5, 4), torch.zeros(2, 3)
     for value, words, place in (
         (Output(None, logits, hidden), "a Output with .logits and .state", "out.logits"),
-        ({"hidden": hidden, "class_logits": logits}, "a dict with 'hidden' and 'class_logits'", "out['class_logits']"),
-        ((logits, None), "a tuple of 2: a tensor [2, 3] of torch.float32, None", "out[0]"),
-        (Pair(ids=TOKENS, mean=logits), "a Pair with .mean and .ids", "out.mean"),
-        ({"ids": TOKENS}, "a dict with 'ids'", None),
-        (torch.distributions.Normal(0.0, 1.0), "a Normal", None),
+        (
+            {"hidden": hidden, "class_logits": logits},
+            "a dict with ['hidden'] and ['class_logits']",
+            "out['class_logits']",
+        ),
+        ((logits, None), "a tuple with [0]", "out[0]"),
+        (Pair(ids=TOKENS, mean=logits), "a Pair with [0] and [1]", "out[0]"),
+        ({"ids": TOKENS}, "a dict with ['ids']", "..."),
+        (torch.distributions.Normal(0.0, 1.0), "a Normal", "..."),
     ):
         assert (described(value), selection(value)) == (words, place)

@@ -21,8 +21,14 @@ from esper.leyline.objective import Objective
 from esper.leyline.structure import Structure
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs
-from esper.tasks.datasets.arrays import Examples, Stored, from_arrays, stored
-from esper.tasks.datasets.structured import StructuredAugmentation, StructuredInputs
+from esper.tasks.datasets.arrays import (
+    Examples,
+    Stored,
+    StructuredAugmentation,
+    StructuredInputs,
+    from_arrays,
+    stored,
+)
 from esper.tasks.objectives import (
     Classification,
     Custom,

@@ -7,8 +7,8 @@ Data sets, batches and executors know the one tensor only. Tensors of float32 li
 gradients pass; others as bytes, in words of int64.
 """
 
+import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, final
 
 import torch
@@ -32,54 +32,37 @@ class Structure:
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, tree: object) -> "Structure":
-        """That of a batch, whose tensors are [B, ...].
+    def of(cls, tree: object, axes: int = 1) -> "Structure":
+        """That of tensors which have the same `axes` in front, such as the batch.
 
         Raises:
             TypeError: the tree holds something that is not a tensor.
-            ConfigError: its tensors do not have the batch as first axis.
+            ConfigError: its tensors differ in the axes in front.
         """
         tensors, form = flatten(tree)
-        if not tensors or any(x.dim() == 0 or len(x) != len(tensors[0]) for x in tensors):
+        if not tensors or any(x.dim() < axes or x.shape[:axes] != tensors[0].shape[:axes] for x in tensors):
             raise ConfigError(f"{described(tree)} does not hold the same number of examples along each first axis.")
-        return cls(form, tuple(tuple(x.shape[1:]) for x in tensors), tuple(x.dtype for x in tensors))
+        return cls(form, tuple(tuple(x.shape[axes:]) for x in tensors), tuple(x.dtype for x in tensors))
 
     def pack(self, tree: object) -> Tensor:
-        """One tensor [..., K] from the tensors [..., *shape] of a tree; any number of axes in front.
-
-        Raises:
-            ConfigError: the tree is of another structure.
-        """
-        tensors, form = flatten(tree)
-        fits = form == self.form and all(
-            (tuple(x.shape[x.dim() - len(shape) :]), x.dtype) == (shape, dtype)
-            for x, shape, dtype in zip(tensors, self.shapes, self.dtypes, strict=True)
-        )
-        if not fits:
-            raise ConfigError(
-                f"found {described(tree)}, but the first examples were {self}; make all of one structure."
-            )
-        lead = tensors[0].shape[: tensors[0].dim() - len(self.shapes[0])]
-        flat = [x.reshape(*lead, -1) for x in tensors]
-        if not self._as_numbers:
-            flat = [_words(x) for x in flat]
-        return torch.cat(flat, dim=-1)
+        """One tensor [..., K] of a tree of tensors [..., *shape]; raises ConfigError if it has another structure."""
+        tensors, _ = flatten(tree)
+        axes = max(1, tensors[0].dim() - len(self.shapes[0])) if tensors else 1
+        if (found := Structure.of(tree, axes)) != self:
+            raise ConfigError(f"found {found}, but the first examples were {self}; make all of one structure.")
+        flat = [x.reshape(*x.shape[:axes], -1) for x in tensors]
+        return torch.cat(flat if self._as_numbers else [_words(x) for x in flat], dim=-1)
 
     def unpack(self, packed: Tensor) -> Any:  # noqa: ANN401 -- the type of the packed tree
         """The tree of a tensor [..., K]; its tensors are contiguous."""
-        lead, tensors = packed.shape[:-1], []
-        sizes = [torch.Size(shape).numel() for shape in self.shapes]
-        widths = (
-            sizes
-            if self._as_numbers
-            else [-(-n * t.itemsize // _WORD) for n, t in zip(sizes, self.dtypes, strict=True)]
-        )
-        places = pairwise(accumulate(widths, initial=0))
-        for (start, end), size, shape, dtype in zip(places, sizes, self.shapes, self.dtypes, strict=True):
+        tensors, start = [], 0
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            size = math.prod(shape)
+            end = start + (size if self._as_numbers else -(-size * dtype.itemsize // _WORD))
             part = packed[..., start:end]
-            if not self._as_numbers:
-                part = part.view(dtype)[..., :size]
-            tensors.append(part.reshape(*lead, *shape).contiguous())
+            part = part if self._as_numbers else part.view(dtype)[..., :size]
+            tensors.append(part.reshape(*packed.shape[:-1], *shape).contiguous())
+            start = end
         return unflatten(self.form, tensors)
 
     @property
@@ -87,19 +70,12 @@ class Structure:
         return all(dtype is torch.float32 for dtype in self.dtypes)
 
     def __str__(self) -> str:
-        """E.g. "{'tokens': int64 [n, 5], 'mask': bool [n, 5]}"."""
-        return str(unflatten(self.form, [_Words(*of) for of in zip(self.shapes, self.dtypes, strict=True)]))
-
-
-@final
-class _Words:
-    """Stands for a tensor in the words of a structure."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._words = f"{str(dtype).removeprefix('torch.')} [{', '.join(('n', *map(str, shape)))}]"
-
-    def __repr__(self) -> str:
-        return self._words
+        """E.g. "{tokens: int64 [n, 5], mask: bool [n, 5]}"."""
+        words = [
+            f"{str(dtype).removeprefix('torch.')} [{', '.join(('n', *map(str, shape)))}]"
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        return str(unflatten(self.form, words)).replace("'", "")
 
 
 def _words(flat: Tensor) -> Tensor:
@@ -109,43 +85,24 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def described(value: object) -> str:
-    """What a value is, for messages: "a CausalLMOutput with .logits and .past", "a tuple of 2", "a tensor [4, 3]"."""
+    """What a value is, for messages: "a Result with .logits and .past", "a tuple with [0] and [1]"."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
+    *places, last = ["", *(place for place, part in _parts(value) if part is not None)]
     name = f"a {type(value).__name__}"
-    if is_tensor_dataclass(value) or hasattr(value, "_fields"):
-        parts = [f".{field}" for field, part in _fields(value) if part is not None]
-    elif isinstance(value, dict):
-        parts = [repr(key) for key in value]
-    elif isinstance(value, tuple | list):
-        return f"{name} of {len(value)}: {', '.join(described(part) for part in value)}"
-    else:
-        return name
-    return (
-        f"{name} with {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
-        if parts
-        else f"{name} without values"
-    )
+    return f"{name} with {', '.join(places[1:])}{' and ' if places[1:] else ''}{last}" if last else name
 
 
-def selection(value: object) -> str | None:
-    """The expression that takes the one tensor of floats out of `out` that most people mean: logits, or the first."""
-    if is_tensor_dataclass(value) or hasattr(value, "_fields"):
-        parts = [(f"out.{field}", part) for field, part in _fields(value)]
-    elif isinstance(value, dict):
-        parts = [(f"out[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, tuple | list):
-        parts = [(f"out[{i}]", part) for i, part in enumerate(value)]
-    else:
-        return None
-    floats = [
-        place for place, part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.dim() > 1
-    ]
-    return next((place for place in floats if "logits" in place), floats[0] if floats else None)
+def selection(value: object) -> str:
+    """What takes the one tensor that most people mean out of `out`: logits, or the first one of floats."""
+    floats = [f"out{place}" for place, part in _parts(value) if isinstance(part, Tensor) and part.is_floating_point()]
+    return next((place for place in floats if "logits" in place), floats[0] if floats else "...")
 
 
-def _fields(value: Any) -> list[tuple[str, object]]:  # noqa: ANN401 -- a dataclass or a named tuple
-    names = value._fields if hasattr(value, "_fields") else [field for field in value.__dataclass_fields__]
-    return [(name, getattr(value, name)) for name in names]
+def _parts(value: Any) -> list[tuple[str, object]]:  # noqa: ANN401 -- whatever a network returns
+    """The parts of a dataclass, a dictionary or a tuple, with how they are reached."""
+    if is_tensor_dataclass(value):
+        return [(f".{name}", getattr(value, name)) for name in value.__dataclass_fields__]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    return [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, tuple | list) else []

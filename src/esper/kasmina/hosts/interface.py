@@ -64,7 +64,7 @@ class Interface:
         name = "outputs" if self.outputs is not None else type(network).__name__
         what = f"{name} gives {described(found)}{' in training' * network.training}"
         if not self.packs:
-            place = selection(found) or "..."
+            place = selection(found)
             choice = f"out if isinstance(out, torch.Tensor) else {place}" if network.training else place
             raise ConfigError(
                 f"{what}, but an objective takes one tensor: say which with outputs=lambda out: {choice}, or give a "
@@ -76,7 +76,7 @@ class Interface:
         except (TypeError, ConfigError) as error:
             raise ConfigError(
                 f"{what}, but your loss can take tensors of floats [B, ...] alone; choose them with outputs=, e.g. "
-                f"outputs=lambda out: {selection(found) or '...'}."
+                f"outputs=lambda out: {selection(found)}."
             ) from error
 
     def attach(self, network: nn.Module) -> nn.Module:

@@ -6,24 +6,23 @@ y   Classification   classes [n]     NextToken   tokens [n, T], -1 is padding   
 x and y may be tuples or dictionaries of such tensors, which are stored packed (`esper.leyline.structure`).
 """
 
-import dataclasses
 import hashlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
     default_collate,
     default_convert,
 )
@@ -64,6 +63,42 @@ class Stored(NamedTuple):
     y: Tensor
     x_structure: Structure | None
     y_structure: Structure | None
+
+
+@final
+@dataclass(frozen=True)
+class StructuredInputs:
+    """`Inputs` around the user's `function`, which takes and gives several tensors.
+
+    `stored`, `given`: structures of an example as it is stored and as the network takes it, None for one tensor.
+    """
+
+    function: Callable[[Any], Any]
+    stored: Structure | None
+    given: Structure | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Inputs`."""
+        found = self.function(x if self.stored is None else self.stored.unpack(x))
+        packed: Tensor = found if self.given is None else self.given.pack(found)
+        return packed
+
+
+@final
+@dataclass(frozen=True)
+class StructuredAugmentation:
+    """`Augmentation` around the user's `function`, which takes and gives the structure of a stored example."""
+
+    function: Augmentation
+    stored: Structure
+
+    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, t: int, count: int) -> Int[Tensor, "N n K"]:
+        """See `Augmentation`."""
+        return self.function.draw(run_seed, hosts, episode, t, count)
+
+    def __call__(self, x: Tensor, drawn: Int[Tensor, "N B K"]) -> Tensor:
+        """See `Augmentation`."""
+        return self.stored.pack(self.function(self.stored.unpack(x), drawn))
 
 
 def from_arrays(
@@ -214,7 +249,11 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
         )
     collate: Callable[[list[Any]], Any] | None = None
     if loader is not None:
-        source = _sampled(place, loader, source)
+        if not isinstance(loader.sampler, RandomSampler | SequentialSampler):
+            raise DataError(
+                f"{place} is a DataLoader with a {type(loader.sampler).__name__}, which decides how often "
+                "an example is seen; here each is trained on once per pass: give a data set, e.g. a Subset."
+            )
         collate = None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn
 
     def columns(items: list[Any]) -> tuple[Any, Any]:
@@ -227,8 +266,8 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
             raise DataError(f"{place} is empty, expected examples.")
         found = columns(items)
         again = [source[index] for index in range(min(len(items), _READ_AGAIN))]
-        changed = not _same(columns(items[: len(again)]), columns(again))
-    if changed:
+        pairs = zip(*(flatten(columns(of))[0] for of in (items[: len(again)], again)), strict=True)
+    if not all(torch.equal(one, other) for one, other in pairs):
         warnings.warn(
             f"{place} gives other examples when it is read again, as random transforms do, but it is read once: each "
             "example keeps what was drawn first. Leave random changes out of the data set and give them as "
@@ -236,20 +275,6 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
             stacklevel=2,
         )
     return found
-
-
-def _sampled(place: str, loader: DataLoader[Any], source: MapStyle) -> MapStyle:
-    """The examples that a loader visits."""
-    sampler: object = loader.sampler
-    if isinstance(sampler, SubsetRandomSampler):
-        subset: Any = Subset(loader.dataset, list(sampler.indices))
-        return cast(MapStyle, subset)
-    if not isinstance(sampler, RandomSampler | SequentialSampler):
-        raise DataError(
-            f"{place} is a DataLoader with a {type(sampler).__name__}, which decides how often an example is seen; "
-            "every example is trained on once per pass here: give the data set itself, or a Subset of it."
-        )
-    return source
 
 
 def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
@@ -273,11 +298,6 @@ def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
                 )
     stacked: tuple[Any, Any] = unflatten(first, [torch.stack(column) for column in zip(*rows, strict=True)])
     return stacked
-
-
-def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    pairs = list(zip(flatten(one)[0], flatten(other)[0], strict=True))
-    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in pairs)
 
 
 @contextmanager
@@ -399,6 +419,6 @@ def _words(change: object) -> str:
     """A data class with its values, another object by its name, the same in every process."""
     if change is None:
         return "none"
-    if dataclasses.is_dataclass(change) and not isinstance(change, type):
+    if is_dataclass(change) and not isinstance(change, type):
         return repr(change)
     return getattr(change, "__qualname__", type(change).__qualname__)

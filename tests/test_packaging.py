@@ -66,6 +66,7 @@ DRAWS = re.compile(
 )
 MAY_DRAW = {
     "leyline/random.py": "the border: a generator of its own from a key",
+    "tasks/datasets/arrays.py": "reads a user's data set, whose transforms may draw, under fixed seeds",
     "kasmina/parameters/kinds.py": "looks whether a blueprint moves the global generator",
     "kasmina/hosts/module_checks.py": "looks whether a user's network moves the global generator",
     "kasmina/hosts/module_probe.py": "tries a user's network, with a generator of its own",

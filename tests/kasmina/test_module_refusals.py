@@ -145,7 +145,10 @@ def test_a_slot_without_gradient_is_refused():
 
 
 def test_an_output_that_is_no_tensor_is_refused():
-    refuses("Own gives a dict; an objective needs one tensor", network(lambda net, x: {"logits": net.b(net.a(x))}))
+    said = (
+        r"Own gives a dict with \['logits'\], but .* say which with outputs=lambda out: out\['logits'\], or give a loss"
+    )
+    refuses(said, network(lambda net, x: {"logits": net.b(net.a(x))}))
 
 
 def test_a_network_that_computes_its_loss_is_refused():

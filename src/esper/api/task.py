@@ -1,28 +1,40 @@
 """A task of the user's: a network, its slots, and data."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from esper.kasmina.hosts.interface import Interface, as_floats
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
+from esper.leyline.structure import Structure
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs
-from esper.tasks.datasets.arrays import Examples, from_arrays, stored_pair
+from esper.tasks.datasets.arrays import (
+    Examples,
+    Stored,
+    StructuredAugmentation,
+    StructuredInputs,
+    from_arrays,
+    stored,
+)
 from esper.tasks.objectives import (
     Classification,
     Custom,
     MeanSquaredError,
     NextToken,
+    OfStructures,
     PerExample,
     WithMetric,
     per_example,
@@ -40,12 +52,17 @@ class Task:
     """What a controller learns to grow, or grows.
 
     Args:
-        model: a class or function that gives a new network x -> outputs in every call; it is not edited.
+        model: a class or function that gives a new network in every call; it is not edited. The network is called with
+            x; with a, b where x is a tuple; by name where x is a dictionary.
         slots: paths of submodules, such as "layer2.1", at whose outputs seeds may grow.
-        train: (x [n, ...], y [n, ...]) as tensors or arrays, or a map-style `torch.utils.data.Dataset`.
+        train: (x [n, ...], y [n, ...]) as tensors or arrays, or a map-style `torch.utils.data.Dataset`, or a
+            `DataLoader` of one, whose data set and `collate_fn` are taken. x may be a tuple or a dictionary of tensors;
+            y too, with a `loss`.
         val: what the controller sees. test: what is measured once, at the end. A tenth of `train` each if not given.
         batch: examples per batch of training.
         name: for run directories and messages; that of the network if not given.
+        outputs: what counts of the network's result, e.g. `lambda out: out.logits`. All of it if not given, which must
+            be one tensor, or tensors of floats [B, ...] that a `loss` takes as the network returns them.
         loss: (outputs, targets) -> loss of each example [B]. If not given, the targets decide: classes [n] mean
             cross-entropy and accuracy, tokens [n, T] (-1 is padding) the same for each token, floats squared error, R².
         metric: (outputs, targets) -> points of each example [B], where 100 is perfect. If only `loss` is given: by how
@@ -82,6 +99,7 @@ class Task:
         metric: PerExample | None = None,
         unit: str | None = None,
         blind_loss: float | None = None,
+        outputs: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
         augmentation: Augmentation | None = None,
         classes: Sequence[str] = (),
@@ -92,34 +110,44 @@ class Task:
         min_training_epochs: int = 3,
         seed: int = 0,
     ) -> None:
-        given = {
-            part: _with_whole_numbers(*stored_pair(part, examples, inputs))
-            for part, examples in (("train", train), ("val", val), ("test", test))
-            if examples is not None
-        }
-        x, y = given["train"]
-        sample = x[: min(len(x), _EXAMPLES)]
-        sample = sample if inputs is None else inputs(sample)
-        host = ModuleHostSpec.of(model, slots, sample[:8])
-        network = deterministic_build(lambda: host.build(slots, sample[:1]))
-        outputs = _outputs(network, sample, batch)
-        if y.is_floating_point() and y.dim() == 1 and outputs.shape[1:] == (1,):  # one number, with and without an axis
-            given = {part: (of_x, of_y[:, None]) for part, (of_x, of_y) in given.items()}
-            y = given["train"][1]
-        objective = _objective(outputs, y, loss, metric, unit, blind_loss)
+        given = _stored({"train": train, "val": val, "test": test}, inputs, batch)
+        first = given["train"]
+        prepare, example = _prepared(inputs, first)
+        sample = first.x[:_EXAMPLES] if prepare is None else prepare(first.x[:_EXAMPLES])
+        interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
+        host = ModuleHostSpec.of(model, slots, sample[:8], interface=interface)
+        network = cast(ModuleHost, deterministic_build(lambda: host.build(slots, sample[:1])))
+        found = _outputs(network, sample, batch)
+        structures = _structure_of_outputs(network, sample[:2]), first.y_structure
+        if structures != (None, None):
+            if loss is None:
+                raise ConfigError("targets of several tensors need a loss(outputs, targets) of your own; give one.")
+            loss, metric = (None if of is None else OfStructures(of, *structures) for of in (loss, metric))
+        pairs = {part: (of.x, of.y if of.y.is_floating_point() else of.y.long()) for part, of in given.items()}
+        y = pairs["train"][1]
+        if y.is_floating_point() and y.dim() == 1 and found.shape[1:] == (1,):  # one number, with and without an axis
+            pairs = {part: (of_x, of_y[:, None]) for part, (of_x, of_y) in pairs.items()}
+            y = pairs["train"][1]
+        objective = _objective(found, y, loss, metric, unit, blind_loss)
         self.name = _name(name, network)
         dataset = from_arrays(
             self.name,
-            given["train"],
-            given.get("val"),
-            given.get("test"),
+            pairs["train"],
+            pairs.get("val"),
+            pairs.get("test"),
             objective=objective,
             inputs=inputs,
             augmentation=augmentation,
             class_names=classes,
             run_seed=seed,
         )
-        check_scores(objective, outputs[:4], dataset.train.y[:4])
+        if (first.x_structure, first.y_structure) != (None, None):
+            words = {"structure": f"{first.x_structure}, {first.y_structure}"}
+            dataset = replace(dataset, identity={**dataset.identity, **words})
+        if augmentation is not None and first.x_structure is not None:
+            augmentation = StructuredAugmentation(augmentation, first.x_structure)
+        dataset = replace(dataset, inputs=prepare, augmentation=augmentation)
+        check_scores(objective, found[:4], dataset.train.y[:4])
         rate = _LEARNING_RATES[optimizer] if lr is None and optimizer in _LEARNING_RATES else lr or 0.0
         self.spec = TaskSpec(
             name=self.name,
@@ -166,13 +194,39 @@ class _Given:
         return self.dataset
 
 
-def _with_whole_numbers(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets as a data set has them, float32 or int64."""
-    return x, y if y.is_floating_point() else y.long()
+def _stored(examples: Mapping[str, Examples | None], inputs: Inputs | None, batch: int) -> dict[str, Stored]:
+    """The splits that are given, which are all of one structure."""
+    given = {part: stored(part, of, inputs) for part, of in examples.items() if of is not None}
+    for part, of in given.items():
+        for field in ("x", "y"):
+            ours, expected = (getattr(split, f"{field}_structure") for split in (of, given["train"]))
+            if ours != expected:
+                words = (str(structure or "one tensor") for structure in (ours, expected))
+                raise DataError("{}.{} is {}, but that of train is {}; make them equal.".format(part, field, *words))
+    if loaders := [part for part, of in examples.items() if isinstance(of, DataLoader)]:
+        warnings.warn(
+            f"{', '.join(loaders)}: of a DataLoader its data set and collate_fn are taken; its batch_size, shuffle, "
+            f"drop_last and workers are ignored: batches are of {batch} examples (batch=), in an order of each "
+            "network's own.",
+            stacklevel=3,
+        )
+    return given
 
 
-def _name(given: str | None, network: nn.Module) -> str:
-    name = type(cast(ModuleHost, network).network).__name__.lower() if given is None else given
+def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Structure | None]:
+    """`inputs` for stored examples, and the structure of what a network takes (None for one tensor)."""
+    if inputs is None:
+        return None, given.x_structure
+    x = given.x[:_EXAMPLES]
+    found: object = inputs(x if given.x_structure is None else given.x_structure.unpack(x))
+    structure = None if isinstance(found, Tensor) else Structure.of(found)
+    if structure is None and given.x_structure is None:
+        return inputs, None
+    return StructuredInputs(inputs, given.x_structure, structure), structure
+
+
+def _name(given: str | None, network: ModuleHost) -> str:
+    name = type(network.network).__name__.lower() if given is None else given
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ConfigError(
             f"the name of the task is {name!r}; use letters, digits, '_', '-' and '.', as in a file name."
@@ -184,7 +238,19 @@ def _name(given: str | None, network: nn.Module) -> str:
 def _outputs(network: nn.Module, x: Tensor, batch: int) -> Tensor:
     """Outputs of a new network."""
     network.eval()
-    return torch.cat([network(part, lambda slot_id, h: h) for part in x.split(max(batch, 1))])
+    return torch.cat([network(part, _no_seeds) for part in x.split(max(batch, 1))])
+
+
+@torch.no_grad()
+def _structure_of_outputs(network: ModuleHost, x: Tensor) -> Structure | None:
+    """What a loss gets of the outputs of a network in evaluation; None for one tensor."""
+    result = network.run(network.arguments(x), _no_seeds)
+    counted = network.spec.interface.selected(network.network, result)
+    return None if isinstance(counted, Tensor) else Structure.of(as_floats(counted))
+
+
+def _no_seeds(slot_id: str, h: Tensor) -> Tensor:
+    return h
 
 
 def _objective(

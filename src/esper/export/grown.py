@@ -9,7 +9,7 @@ GrownModule
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -57,7 +57,6 @@ class Grown(nn.Module):
         return h + change if self.alpha is None else h + self.alpha * change
 
 
-@final
 class GrownModule(nn.Module):
     """A host and what grew in its slots, in execution order."""
 
@@ -66,10 +65,9 @@ class GrownModule(nn.Module):
         self.host = host
         self.grown = nn.ModuleDict({slot_key(slot): grown[slot] for slot in host.execution_order() if slot in grown})
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs [B, ...] of inputs [B, ...]."""
-        outputs: Tensor = self.host(x, self._apply_slot)
-        return outputs
+    def forward(self, x: Tensor) -> Any:  # noqa: ANN401 -- as in the user's network
+        """What the host's own network returns for inputs [B, ...]: mostly outputs [B, ...]."""
+        return self.host.run(((x,), {}), self._apply_slot)
 
     def _apply_slot(self, slot_id: str, h: Tensor) -> Tensor:
         key = slot_key(slot_id)
@@ -79,6 +77,15 @@ class GrownModule(nn.Module):
         """Parameters of the host and of what grew, tied ones counted once."""
         host, grown = (sum(p.numel() for p in part.parameters()) for part in (self.host, self.grown))
         return host, grown
+
+
+@final
+class GrownModuleOfSeveral(GrownModule):
+    """The same where the host's own network takes several inputs, in order or by name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as in the user's network
+        """What it returns for its own arguments."""
+        return self.host.run((args, kwargs), self._apply_slot)
 
 
 def slot_key(slot_id: str) -> str:
@@ -99,7 +106,8 @@ def build(host: Host, seeds: Sequence[GrownSeed]) -> GrownModule:
         gate = deterministic_build(lambda: GateNetwork(width)) if seed.algorithm == "GATE" else None
         return Grown(deterministic_build(lambda: blueprint.build(width)), seed.algorithm, gate, seed.alpha)
 
-    module = GrownModule(host, {seed.slot: grown(seed) for seed in seeds})
+    kind = GrownModuleOfSeveral if host.takes_several else GrownModule
+    module = kind(host, {seed.slot: grown(seed) for seed in seeds})
     drop_batch_counters(module)
     _use_plain_dropout(module)
     return module.eval()

@@ -258,10 +258,14 @@ def _kind(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def flops(module: nn.Module, example: Tensor) -> int:
-    """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two."""
+def flops(module: GrownModule, example: Tensor) -> int:
+    """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two.
+
+    `example` is a batch as hosts get it.
+    """
+    args, kwargs = module.host.arguments(example[:1])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(example[:1])
+        module(*args, **kwargs)
     return int(counter.get_total_flops())
 
 

@@ -49,8 +49,8 @@ def flatten(tree: object) -> tuple[list[Tensor], Form]:
     return tensors, _form(tree, tensors)
 
 
-def unflatten(form: Form, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 -- the type of the flattened tree
-    """The tree of this form with these tensors."""
+def unflatten(form: Form, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 -- the type of the flattened tree
+    """The tree of this form with these tensors, or with what stands for them."""
     rest = iter(tensors)
     tree = _built(form, rest)
     assert next(rest, None) is None, "more tensors than the form has leaves"
@@ -104,8 +104,8 @@ def _flat_dict(kind: type, names: tuple[Hashable, ...]) -> _Node:
     return _Node(kind, names, (_TENSOR,) * len(names))
 
 
-def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
-    if form is _TENSOR:
+def _built(form: Form, rest: Iterator[Any]) -> Any:  # noqa: ANN401
+    if form == _TENSOR:  # another process has a copy of its own
         return next(rest)
     if isinstance(form, _Plain):
         return form.value
@@ -119,6 +119,6 @@ def _built(form: Form, rest: Iterator[Tensor]) -> Any:  # noqa: ANN401
         return tuple(parts)
     if issubclass(form.kind, tuple):
         return form.kind(*parts)
-    if issubclass(form.kind, dict):
+    if issubclass(form.kind, dict) and not dataclasses.is_dataclass(form.kind):
         return dict(zip(form.names, parts, strict=True))
     return build(form.kind, dict(zip(form.names, parts, strict=True)))

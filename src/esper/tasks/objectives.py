@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.objective import Objective, Scores
+from esper.leyline.structure import Structure
 
 PADDING = -1
 """Target of an example or token that does not count."""
@@ -197,21 +198,47 @@ class WithMetric:
         return score / weight
 
 
+@final
+@dataclass(frozen=True)
+class OfStructures:
+    """A loss or metric of the user's that takes several tensors as outputs or targets, which come packed.
+
+    `outputs`, `targets`: their structures, None for one tensor.
+    """
+
+    function: Callable[[Any, Any], Tensor]
+    outputs: Structure | None
+    targets: Structure | None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One number per example [B]."""
+        pairs = ((self.outputs, outputs), (self.targets, targets))
+        return self.function(*(x if structure is None else structure.unpack(x) for structure, x in pairs))
+
+
 def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
     """What a loss or metric gives, float32 [R]; raises ConfigError if it is not one number per example."""
-    shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     try:
         found = function(outputs, targets)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        raise ConfigError(f"the {name} fails on {shapes} of {targets.dtype}: {' '.join(str(error).split())}") from error
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+        reason = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ConfigError(f"the {name} fails on {_words(function, outputs, targets)}: {reason}") from error
     if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
         kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
         raise ConfigError(
-            f"the {name} gives a result of {kind} for {shapes}; expected one number per example, "
-            f"{tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
+            f"the {name} gives a result of {kind} for {_words(function, outputs, targets)}; expected one number per "
+            f"example, {tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
             "(reduction='none')."
         )
     return found.float()
+
+
+def _words(function: PerExample, outputs: Tensor, targets: Tensor) -> str:
+    """What a loss or metric is called with."""
+    of = (function.outputs, function.targets) if isinstance(function, OfStructures) else (None, None)
+    return (
+        f"outputs {of[0] or tuple(outputs.shape)} and targets {of[1] or f'{tuple(targets.shape)} of {targets.dtype}'}"
+    )
 
 
 def perplexity(objective: Objective, loss: float) -> float | None:

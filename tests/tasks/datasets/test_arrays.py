@@ -1,14 +1,16 @@
 import dataclasses
+import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from esper.leyline.errors import DataError
 from esper.tasks.datasets import Dataset, arrays
-from esper.tasks.datasets.arrays import from_arrays
+from esper.tasks.datasets.arrays import from_arrays, stored
 from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.objectives import Classification, MeanSquaredError, NextToken
 
@@ -161,13 +163,13 @@ def test_a_stream_of_examples_is_refused():
             arrays._stacked("mine.train", stream)
 
 
-def test_a_data_set_is_read_once_in_order():
+def test_a_data_set_is_read_once_in_order_and_its_first_examples_again_to_compare_them():
     @dataclasses.dataclass
     class Counting:
         read: list[int]
 
         def __len__(self) -> int:
-            return 20
+            return 70
 
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             self.read.append(index)
@@ -175,4 +177,99 @@ def test_a_data_set_is_read_once_in_order():
 
     counting = Counting([])
     load(counting)
-    assert counting.read == list(range(20))
+    assert counting.read == [*range(70), *range(64)]
+
+
+LOADED = TensorDataset(*examples(40))
+
+
+def padded(items: list[tuple[Tensor, int]]) -> tuple[dict[str, Tensor], Tensor]:
+    tokens = torch.nn.utils.rnn.pad_sequence([x for x, _ in items], batch_first=True)
+    return {"tokens": tokens, "mask": tokens != 0}, torch.tensor([y for _, y in items])
+
+
+def sequences(count: int = 20) -> list[tuple[Tensor, int]]:
+    return [(torch.arange(1, 2 + i % 4), i % 3) for i in range(count)]
+
+
+def test_a_loader_gives_the_examples_of_its_data_set_in_their_order():
+    for loader in (DataLoader(LOADED, batch_size=7, shuffle=True, drop_last=True), DataLoader(LOADED, batch_size=None)):
+        assert load(loader).identity == load(LOADED).identity
+
+
+def test_a_loaders_collate_function_sees_all_examples_at_once():
+    found = stored("mine", DataLoader(sequences(), batch_size=3, collate_fn=padded), None)
+    assert str(found.x_structure) == "{tokens: int64 [n, 4], mask: bool [n, 4]}"
+    x = found.x_structure.unpack(found.x)
+    assert x["tokens"][:5].tolist() == [[1, 0, 0, 0], [1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 3, 4], [1, 0, 0, 0]]
+    assert torch.equal(x["mask"], x["tokens"] != 0)
+    with pytest.raises(
+        DataError, match=r"mine\[1\].x has the shape \[2\], .* pad sequences \(in the collate_fn of a Dat"
+    ):
+        stored("mine", sequences(), None)
+
+
+def test_a_loader_that_leaves_out_or_weights_examples_is_refused():
+    for sampler in (WeightedRandomSampler([1.0] * 40, 40), SubsetRandomSampler([3, 0])):
+        said = f"mine is a DataLoader with a {type(sampler).__name__}, which decides how often .* a Subset"
+        with pytest.raises(DataError, match=said):
+            stored("mine", DataLoader(LOADED, sampler=sampler), None)
+
+
+def test_items_may_be_dictionaries_with_labels_or_several_inputs_and_a_target():
+    x, y = examples(30)
+    by_name = [{"a": x[i].tolist(), "b": np.float32(i), "labels": int(y[i])} for i in range(30)]
+    columns = {"a": x, "b": torch.arange(30.0), "label": y}
+    for given in (by_name, columns, DataLoader(by_name)):
+        found = stored("mine", given, None)
+        assert str(found.x_structure) == "{a: float32 [n, 2], b: float32 [n]}"
+        assert torch.equal(found.x, torch.cat((x, torch.arange(30.0)[:, None]), dim=1))
+        assert torch.equal(found.y, y)
+    found = stored("mine", TensorDataset(x, x[:, :1], y), None)
+    assert str(found.x_structure) == "(float32 [n, 2], float32 [n, 1])"
+    with pytest.raises(DataError, match="mine is a dictionary of 'a', expected inputs by name and 'labels'"):
+        stored("mine", {"a": x}, None)
+    with pytest.raises(DataError, match=r"mine\[1\] has other parts than the first example"):
+        stored("mine", [({"a": 1.0}, 0), ({"b": 1.0}, 0)], None)
+
+
+class Noisy:
+    """Forty examples, one in ten of which is turned around when it is read."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x = torch.tensor([float(index), index + 1.0])
+        return x.flip(0) if self.draw() < 0.1 else x, index % 3
+
+
+def _own_generator() -> Callable[[], float]:
+    return np.random.default_rng(0).random
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, np.random.random, _own_generator()])
+def test_random_transforms_are_frozen_with_a_warning_that_names_augmentation(draw):
+    with pytest.warns(UserWarning, match=r"mine.train gives other examples when it is read again.*augmentation="):
+        load(Noisy(draw))
+
+
+def test_random_transforms_are_frozen_alike_in_every_process_and_leave_the_generators_alone():
+    for draw in (lambda: float(torch.rand(())), random.random, np.random.random):
+        identities, following = [], []
+        for seed in (1, 2):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            expected = draw()
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            with pytest.warns(UserWarning, match="augmentation="):
+                identities.append(load(Noisy(draw)).identity)
+            following.append(draw() == expected)
+        assert identities[0] == identities[1]
+        assert following == [True, True] or draw is random.random  # the checks of shapes in tests draw from that one

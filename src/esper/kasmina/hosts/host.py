@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.interface import Arguments
 from esper.kasmina.hosts.slots import InjectionPoint
 from esper.leyline.stages import HostFamily
 
@@ -22,6 +23,7 @@ class Host(nn.Module, ABC):
         largest_activation: floats of the largest activation of one example, outputs included; bounds the memory.
         shares_prefixes: whether `apply` may return more rows than it gets (states of the network side by side), with
             the rest of the forward pass working on all of them. False where the input of a slot is used again later.
+        takes_several: whether the network itself has several inputs, which a batch holds packed.
         frozen: paths of frozen parameters that each host has a copy of, registered as buffers; all hosts share others.
     """
 
@@ -29,6 +31,7 @@ class Host(nn.Module, ABC):
     enabled: tuple[InjectionPoint, ...]
     largest_activation: int
     shares_prefixes: bool = True
+    takes_several: bool = False
     frozen: tuple[str, ...] = ()
 
     @abstractmethod
@@ -46,6 +49,19 @@ class Host(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
         """Outputs [B, ...] of inputs [B, ...]; `apply` runs once per enabled slot, in execution order."""
+
+    def arguments(self, x: Tensor) -> Arguments:
+        """What the network itself is called with for a batch [B, ...]."""
+        return (x,), {}
+
+    def run(self, arguments: Arguments, apply: Apply) -> Any:  # noqa: ANN401 -- whatever the network returns
+        """What the network itself returns for `arguments`; `apply` as in `forward`."""
+        return self(*arguments[0], apply)
+
+    def collected(self, result: Any) -> Tensor:  # noqa: ANN401
+        """What `forward` gives where `run` gives `result`: outputs [B, ...] as an objective takes them."""
+        outputs: Tensor = result
+        return outputs
 
 
 @runtime_checkable

@@ -93,10 +93,8 @@ def check_slot(slot: str, run: Pass, rows: int) -> Tensor:
 
 def check_output(network: nn.Module, run: Pass, rows: int) -> Tensor:
     """The output of the network: one float tensor [rows, ...]."""
-    out, name = run.output, type(network).__name__
-    if not isinstance(out, Tensor):
-        raise ConfigError(f"{name} gives {_kind(out)}; an objective needs one tensor: wrap the network in a module "
-                          "that returns it.")  # fmt: skip
+    out: Tensor = run.output
+    name = type(network).__name__
     if out.dim() == 0 or len(out) != rows or not out.is_floating_point():
         raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} examples; outputs are floats "
                           f"[{rows}, ...], and the network computes no loss.")  # fmt: skip
@@ -151,6 +149,13 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> None:
             )
     features = [check_slot(slot, run, len(x)) for slot in slots]
     out = check_output(network, run, len(x))
+    with torch.no_grad():
+        evaluated = plain_pass(network, x)
+    if out.shape != evaluated.shape:
+        raise ConfigError(
+            f"{name} gives outputs {list(out.shape)} in training and {list(evaluated.shape)} in evaluation for "
+            f"{len(x)} examples; choose what both have with outputs=, e.g. outputs=lambda out: out[0]."
+        )
     grads = (
         torch.autograd.grad(out.sum(), features, allow_unused=True) if out.requires_grad else (None,) * len(features)
     )

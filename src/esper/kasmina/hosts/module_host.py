@@ -7,17 +7,29 @@ output of the submodule    features    family
 [B, C, H, W]               (C, H, W)   CNN
 [B, T, D]                  (T, D)      TRANSFORMER
 [B, D]                     (1, D)      TRANSFORMER: a sequence of one token
+
+A batch is one tensor [B, ...] for executors, and so are the outputs. The network itself may take and return several:
+
+    forward(x, apply)  =  collected(run(arguments(x), apply))
+
+    arguments(x)               (args, kwargs) of the network, e.g. ((), {"input_ids": ..., "attention_mask": ...})
+    run(arguments, apply)      what the network returns, e.g. a dataclass with .logits; `apply` at the slots
+    collected(result)          what the objective takes: `outputs=` of the user's, or several tensors packed
+
+So a saved network is `run` with the arguments as they come; it knows no packed batches. Its figures are those of
+`objective.scores(host.collected(saved(*args, **kwargs)), y)`.
 """
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.hosts.host import Apply, Host
+from esper.kasmina.hosts.interface import ONE_TENSOR, Arguments, Interface
 from esper.kasmina.hosts.module_pass import replaced_outputs
 from esper.kasmina.hosts.module_probe import Model, ModuleFacts, new_network, probe
 from esper.kasmina.hosts.slots import InjectionPoint, enabled_points
@@ -33,32 +45,40 @@ class ModuleHostSpec:
 
     model: Model
     facts: ModuleFacts
+    interface: Interface = ONE_TENSOR
 
     @classmethod
     def of(
-        cls, model: Model, slots: Sequence[str], example: Tensor, *, outputs: tuple[int, ...] | None = None
+        cls,
+        model: Model,
+        slots: Sequence[str],
+        example: Tensor,
+        *,
+        outputs: tuple[int, ...] | None = None,
+        interface: Interface = ONE_TENSOR,
     ) -> "ModuleHostSpec":
         """Probe a network.
 
         Args:
             model: a class, function or partial that gives a new network x -> outputs in every call.
             slots: paths of submodules, in action order.
-            example: inputs [B, ...] as the network gets them; eight or more, or else the probe makes some up from
+            example: a batch [B, ...] as the interface takes it; eight or more, or else the probe makes some up from
                 their values.
             outputs: expected shape of the output for one example, e.g. (10,) for ten classes; None for any.
+            interface: how the network is called, and what its result becomes.
 
         Raises:
             ConfigError: the network cannot be a host; the message says which module, and the way out.
         """
         if isinstance(slots, str) or not slots or len(set(slots)) < len(slots):
             raise ConfigError(f"slots is {slots!r}; it must be a list of different paths of submodules, at least one.")
-        facts = probe(model, slots, example)
+        facts = probe(model, slots, example, interface)
         if outputs is not None and facts.outputs != outputs:
             raise ConfigError(
                 f"the network gives outputs {list(facts.outputs)} for one example, but the task needs "
                 f"{list(outputs)}; change its last layer."
             )
-        return cls(model=model, facts=facts)
+        return cls(model=model, facts=facts, interface=interface)
 
     @property
     def family(self) -> HostFamily:
@@ -99,6 +119,7 @@ class ModuleHost(Host):
         self.family = spec.family
         self.largest_activation = spec.facts.largest_activation
         self.shares_prefixes = all(spec.facts.shares_prefix[point.order] for point in self.enabled)
+        self.takes_several = spec.interface.inputs is not None
         self.network = new_network(spec.model)
         as_buffers(self.network, spec.facts.own_frozen)
         self.frozen = tuple(f"network.{path}" for path in spec.facts.own_frozen)
@@ -118,11 +139,24 @@ class ModuleHost(Host):
         return ModuleHost(self.spec, [point.slot_id for point in self.enabled])
 
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
-        """Outputs [B, ...] of inputs [B, ...]; `apply` runs once per enabled slot, in execution order.
+        """Outputs [B, ...] of a batch [B, ...]; `apply` runs once per enabled slot, in execution order.
 
         Raises:
             ConfigError: this pass calls the slots otherwise than the probe found.
         """
+        return self.collected(self.run(self.arguments(x), apply))
+
+    def arguments(self, x: Tensor) -> Arguments:
+        """See the module docstring."""
+        return self.spec.interface.arguments(x)
+
+    def collected(self, result: Any) -> Tensor:  # noqa: ANN401 -- whatever the network returns
+        """See the module docstring."""
+        return self.spec.interface.collected(self.network, result)
+
+    def run(self, arguments: Arguments, apply: Apply) -> Any:  # noqa: ANN401
+        """See the module docstring; raises ConfigError as `forward`."""
+        args, kwargs = arguments
         met: list[str] = []
         trains = torch.is_grad_enabled()
         shapes = {point.slot_id: self.spec.facts.shapes[point.order] for point in self.enabled}
@@ -136,10 +170,10 @@ class ModuleHost(Host):
                 return apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
 
         with replaced_outputs(self.network, at_slot, self._order):
-            outputs: Tensor = self.network(x)
+            result = self.network(*args, **kwargs)
         if tuple(met) != self._order:
             raise ConfigError(
                 f"a forward pass of {type(self.network).__name__} met the slots {', '.join(met) or 'not at all'}, but "
                 f"the probe met {', '.join(self._order)}; the path through the network must not depend on the inputs."
             )
-        return outputs
+        return result

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.interface import inputs_in_words
 from esper.leyline.errors import ConfigError
 
 
@@ -74,8 +75,10 @@ def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whateve
     """
     try:
         return network(x)
+    except ConfigError:
+        raise  # says already what the network returns
     except Exception as error:  # any error of the user's code
         raise ConfigError(
-            f"{type(network).__name__} cannot process inputs {list(x.shape)} of {x.dtype}, which are like the example: "
-            f"{error}. Inputs come as [B, ...] with any B, as in the data; correct the network or the example."
+            f"{type(network).__name__} cannot process inputs {inputs_in_words(network, x)}, which are like the "
+            f"example: {error}. Inputs come as [B, ...] with any B, as in the data; correct the network or the example."
         ) from error

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.hosts import module_checks as checks
+from esper.kasmina.hosts.interface import ONE_TENSOR, Interface
 from esper.kasmina.hosts.module_pass import plain_pass, recorded_pass, replaced_outputs
 from esper.kasmina.hosts.slots import InjectionPoint, Surface
 from esper.kasmina.parameters.dropout import with_keyed_dropout
@@ -61,18 +62,18 @@ def new_network(model: Model) -> nn.Module:
     return network
 
 
-def probe(model: Model, slots: Sequence[str], example: Tensor) -> ModuleFacts:
+def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interface = ONE_TENSOR) -> ModuleFacts:
     """Run the network of `model` on inputs like `example` [B, ...].
 
     Raises:
         ConfigError: the network cannot be a host (see `module_checks`).
     """
     _check_model(model)
-    network, again = (deterministic_build(lambda: new_network(model)) for _ in range(2))
+    network, again = (interface.attach(deterministic_build(lambda: new_network(model))) for _ in range(2))
     checks.check_weights(network, again)
     checks.check_paths(network, slots)
     _disturb(network.eval())
-    x, others = _inputs(example).split(_ROWS)
+    x, others = _inputs(example, interface).split(_ROWS)
     with torch.no_grad():
         checks.check_examples(network, slots, x, others)
         checks.check_binding(network, again, x)
@@ -152,15 +153,21 @@ def _shares_prefix(network: nn.Module, slot: str, x: Tensor) -> bool:
     return checks.near(together, torch.cat((run(lambda h: h), run(changed))))
 
 
-def _inputs(example: Tensor) -> Tensor:
-    """Twice `_ROWS` different inputs: those of the example, or others with its values if there are too few."""
+def _inputs(example: Tensor, interface: Interface) -> Tensor:
+    """Twice `_ROWS` different inputs: those of the example, or others with its values if there are too few.
+
+    The tensors of one example belong together, so several are drawn as they are.
+    """
     if example.dim() == 0 or not example.numel():
         raise ConfigError(f"the example is {list(example.shape)}; it must be inputs [B, ...] as in the data.")
     if len(example) >= 2 * _ROWS:
         return example[: 2 * _ROWS].cpu().clone()
-    generator, values = torch.Generator().manual_seed(0), example.detach().cpu().flatten()
+    generator, values = torch.Generator().manual_seed(0), example.detach().cpu()
     shape = (2 * _ROWS, *example.shape[1:])
-    drawn = values[torch.randint(len(values), shape, generator=generator)]
+    if interface.inputs is None:
+        drawn = values.flatten()[torch.randint(values.numel(), shape, generator=generator)]
+    else:
+        drawn = values[torch.arange(len(values)).repeat(2 * _ROWS)[: 2 * _ROWS]]
     if drawn.is_floating_point():
         scale = float(values.std(correction=0)) or 1.0
         drawn = drawn + scale * torch.randn(shape, generator=generator)

@@ -2,20 +2,35 @@
 
 x   float64, float16 -> float32      uint8 stays (give `inputs`, e.g. Pixels)      other integers -> int64 (tokens)
 y   Classification   classes [n]     NextToken   tokens [n, T], -1 is padding      else      float32 or int64 [n, ...]
+
+x and y may be tuples or dictionaries of such tensors, which are stored packed (`esper.leyline.structure`).
 """
 
-import dataclasses
 import hashlib
-from collections.abc import Sequence, Sized
-from typing import Any, Protocol, runtime_checkable
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
 
 from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
+from esper.leyline.pytree import Form, flatten, unflatten
+from esper.leyline.structure import Structure
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, Split
 from esper.tasks.datasets.splits import stratified_split
 from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
@@ -23,15 +38,67 @@ from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, Ne
 
 @runtime_checkable
 class MapStyle(Sized, Protocol):
-    """Examples by index, like a map-style `torch.utils.data.Dataset`: pairs (x, y) of tensors, arrays or numbers."""
+    """Examples by index, like a map-style `torch.utils.data.Dataset`: pairs (x, y) of tensors, arrays or numbers.
+
+    Also (a, b, y) for x = (a, b), and dictionaries, whose "labels" or "label" is y.
+    """
 
     def __getitem__(self, index: int, /) -> Any:  # noqa: ANN401 -- whatever the user's data set gives; checked here
         """The example at an index."""
 
 
 Array = Tensor | np.ndarray
-Examples = tuple[Array, Array] | MapStyle
-"""(x [n, ...], y [n, ...]), or a map-style data set, which is read once: random transforms are drawn once."""
+Examples = tuple[Any, Any] | Mapping[str, Any] | MapStyle | DataLoader[Any]
+"""(x [n, ...], y [n, ...]), a dictionary of arrays with "labels", a map-style data set, which is read once, or a
+`DataLoader` of one."""
+_TARGETS = ("labels", "label")
+_READ_AGAIN = 64
+"""Examples of a data set that are read twice, to see whether they differ."""
+
+
+class Stored(NamedTuple):
+    """Inputs and targets of one split as they are stored, and their structures (None for one tensor)."""
+
+    x: Tensor
+    y: Tensor
+    x_structure: Structure | None
+    y_structure: Structure | None
+
+
+@final
+@dataclass(frozen=True)
+class StructuredInputs:
+    """`Inputs` around the user's `function`, which takes and gives several tensors.
+
+    `stored`, `given`: structures of an example as it is stored and as the network takes it, None for one tensor.
+    """
+
+    function: Callable[[Any], Any]
+    stored: Structure | None
+    given: Structure | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Inputs`."""
+        found = self.function(x if self.stored is None else self.stored.unpack(x))
+        packed: Tensor = found if self.given is None else self.given.pack(found)
+        return packed
+
+
+@final
+@dataclass(frozen=True)
+class StructuredAugmentation:
+    """`Augmentation` around the user's `function`, which takes and gives the structure of a stored example."""
+
+    function: Augmentation
+    stored: Structure
+
+    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, t: int, count: int) -> Int[Tensor, "N n K"]:
+        """See `Augmentation`."""
+        return self.function.draw(run_seed, hosts, episode, t, count)
+
+    def __call__(self, x: Tensor, drawn: Int[Tensor, "N B K"]) -> Tensor:
+        """See `Augmentation`."""
+        return self.stored.pack(self.function(self.stored.unpack(x), drawn))
 
 
 def from_arrays(
@@ -106,53 +173,146 @@ def _check_names(name: str, names: Sequence[str], objective: Objective) -> None:
 
 def _split(place: str, examples: object, objective: Objective, inputs: Inputs | None) -> Split:
     """Checked examples of one split; `place` names it in messages."""
-    x, y = stored_pair(place, examples, inputs)
+    x, y, *_ = stored(place, examples, inputs)
     return Split(x, _targets(f"{place}.y", y, objective))
 
 
-def stored_pair(place: str, examples: object, inputs: Inputs | None) -> tuple[Tensor, Tensor]:
+def stored(place: str, examples: object, inputs: Inputs | None) -> Stored:
     """Inputs as they are stored and targets as they are given, on the CPU; `place` names them in messages.
 
     Raises:
         DataError: they are no examples; targets are not compared with an objective yet.
     """
-    pair = examples if isinstance(examples, tuple) else _stacked(place, examples)
+    if isinstance(examples, Mapping):
+        pair: tuple[Any, ...] = _pair(place, examples)
+    else:
+        pair = examples if isinstance(examples, tuple) else _stacked(place, examples)
     if len(pair) != 2:
-        raise DataError(f"{place} has {len(pair)} parts, expected inputs and targets: (x, y).")
-    x, y = (_tensor(f"{place}.{field}", value) for field, value in zip("xy", pair, strict=True))
-    if x.dim() == 0 or y.dim() == 0:
-        raise DataError(f"{place} has a single number as x or y, expected examples along the first axis.")
-    if len(x) != len(y):
-        raise DataError(f"{place}: x has {len(x)} examples but y has {len(y)}; they must be equally many.")
-    if len(x) == 0:
-        raise DataError(f"{place} is empty, expected examples; leave it out to split them off train.")
-    for field, values in (("x", x), ("y", y)):
-        _check_finite(f"{place}.{field}", values)
-    return _inputs(f"{place}.x", x, inputs), y
-
-
-def _stacked(place: str, examples: object) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a map-style data set."""
-    if not isinstance(examples, MapStyle) or isinstance(examples, IterableDataset):
         raise DataError(
-            f"{place} is a {type(examples).__name__}, expected (x, y) or a data set with __len__ and __getitem__."
+            f"{place} has {len(pair)} parts, expected inputs and targets: (x, y); several inputs are one part: "
+            "((a, b), y)."
         )
-    columns: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for index in range(len(examples)):
-        example = examples[index]
-        if not isinstance(example, tuple | list) or len(example) != 2:
-            raise DataError(f"{place}[{index}] is a {type(example).__name__}, expected a pair (x, y).")
-        for field, value, column in zip("xy", example, columns, strict=True):
-            tensor = _tensor(f"{place}[{index}].{field}", value)
-            if column and tensor.shape != column[0].shape:
+    x, y = (_tree(f"{place}.{field}", value, _tensor) for field, value in zip("xy", pair, strict=True))
+    parts, targets = flatten(x)[0], flatten(y)[0]
+    if any(values.dim() == 0 for values in (*parts, *targets)):
+        raise DataError(f"{place} has a single number as x or y, expected examples along the first axis.")
+    if len({len(values) for values in (*parts, *targets)}) > 1:
+        found = (" and ".join(str(len(values)) for values in tensors) for tensors in (parts, targets))
+        raise DataError("{}: x has {} examples but y has {}; they must be equally many.".format(place, *found))
+    if not parts or not targets or len(parts[0]) == 0:
+        raise DataError(f"{place} is empty, expected examples; leave it out to split them off train.")
+    _tree(f"{place}.x", x, _check_finite)
+    _tree(f"{place}.y", y, _check_finite)
+    if isinstance(x, Tensor):
+        x = _inputs(f"{place}.x", x, inputs)
+    else:  # masks stay masks
+        x = _tree(f"{place}.x", x, lambda name, of: of if of.dtype is torch.bool else _inputs(name, of, inputs))
+    if not isinstance(y, Tensor):
+        y = _tree(f"{place}.y", y, lambda _, of: of if of.is_floating_point() or of.dtype is torch.bool else of.long())
+    of_x, of_y = (None if isinstance(tree, Tensor) else Structure.of(tree) for tree in (x, y))
+    return Stored(x if of_x is None else of_x.pack(x), y if of_y is None else of_y.pack(y), of_x, of_y)
+
+
+def _tree(place: str, value: Any, change: Callable[[str, Any], Any]) -> Any:  # noqa: ANN401 -- a tree of the user's
+    """`change(place, part)` of each part of tuples, lists and dictionaries; a list of numbers is one part."""
+    if isinstance(value, Mapping):
+        return {key: _tree(f"{place}[{key!r}]", part, change) for key, part in value.items()}
+    numbers = isinstance(value, list) and all(isinstance(part, bool | int | float) for part in value)
+    if isinstance(value, tuple | list) and not numbers:
+        return tuple(_tree(f"{place}[{i}]", part, change) for i, part in enumerate(value))
+    return change(place, value)
+
+
+def _pair(place: str, example: Any) -> tuple[Any, Any]:  # noqa: ANN401 -- whatever the user's data set gives
+    """Inputs and targets of an example or a batch."""
+    if isinstance(example, Mapping):
+        target = next((name for name in _TARGETS if name in example), None)
+        if target is None or len(example) < 2:
+            raise DataError(
+                f"{place} is a dictionary of {', '.join(map(repr, example))}, expected inputs by name and 'labels'; or "
+                "give a pair (x, y)."
+            )
+        return {name: part for name, part in example.items() if name != target}, example[target]
+    if not isinstance(example, tuple | list) or len(example) < 2:
+        raise DataError(f"{place} is a {type(example).__name__}, expected a pair (x, y).")
+    *x, y = example
+    return x[0] if len(x) == 1 else tuple(x), y
+
+
+def _stacked(place: str, examples: object) -> tuple[Any, Any]:
+    """Inputs and targets of a map-style data set or of a `DataLoader` of one."""
+    loader = examples if isinstance(examples, DataLoader) else None
+    source = examples if loader is None else loader.dataset
+    if not isinstance(source, MapStyle) or isinstance(source, IterableDataset):
+        raise DataError(
+            f"{place} is a {type(source).__name__}, expected (x, y) or a data set with __len__ and __getitem__."
+        )
+    collate: Callable[[list[Any]], Any] | None = None
+    if loader is not None:
+        if not isinstance(loader.sampler, RandomSampler | SequentialSampler):
+            raise DataError(
+                f"{place} is a DataLoader with a {type(loader.sampler).__name__}, which decides how often "
+                "an example is seen; here each is trained on once per pass: give a data set, e.g. a Subset."
+            )
+        collate = None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn
+
+    def columns(items: list[Any]) -> tuple[Any, Any]:
+        x, y = _columns(place, items) if collate is None else _pair(place, collate(items))
+        return _tree(f"{place}.x", x, _tensor), _tree(f"{place}.y", y, _tensor)
+
+    with _fixed_generators():
+        items = [source[index] for index in range(len(source))]
+        if not items:
+            raise DataError(f"{place} is empty, expected examples.")
+        found = columns(items)
+        again = [source[index] for index in range(min(len(items), _READ_AGAIN))]
+        pairs = zip(*(flatten(columns(of))[0] for of in (items[: len(again)], again)), strict=True)
+    if not all(torch.equal(one, other) for one, other in pairs):
+        warnings.warn(
+            f"{place} gives other examples when it is read again, as random transforms do, but it is read once: each "
+            "example keeps what was drawn first. Leave random changes out of the data set and give them as "
+            "augmentation=, which draws anew for each network and step.",
+            stacklevel=2,
+        )
+    return found
+
+
+def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
+    """The examples of a data set one below the other, as a tree for x and one for y."""
+    rows: list[list[Tensor]] = []
+    first: Form = None
+    for index, item in enumerate(items):
+        at = f"{place}[{index}]"
+        x, y = (_tree(f"{at}.{field}", part, _tensor) for field, part in zip("xy", _pair(at, item), strict=True))
+        tensors, form = flatten((x, y))
+        rows.append(tensors)
+        first = first or form
+        if form != first:
+            raise DataError(f"{at} has other parts than the first example; give all of them the same ones.")
+        for tensor, expected in zip(tensors, rows[0], strict=True):
+            if tensor.shape != expected.shape:
+                field = "x" if any(tensor is part for part in flatten(x)[0]) else "y"
                 raise DataError(
-                    f"{place}[{index}].{field} has the shape {list(tensor.shape)}, but the first one has "
-                    f"{list(column[0].shape)}; make all equal, e.g. resize or crop images."
+                    f"{at}.{field} has the shape {list(tensor.shape)}, but the first one has {list(expected.shape)}; "
+                    "make all equal, e.g. resize or crop images, or pad sequences (in the collate_fn of a DataLoader)."
                 )
-            column.append(tensor)
-    if not columns[0]:
-        raise DataError(f"{place} is empty, expected examples.")
-    return torch.stack(columns[0]), torch.stack(columns[1])
+    stacked: tuple[Any, Any] = unflatten(first, [torch.stack(column) for column in zip(*rows, strict=True)])
+    return stacked
+
+
+@contextmanager
+def _fixed_generators() -> Iterator[None]:
+    """The global generators draw the same in every process, until the end of the block."""
+    with torch.random.fork_rng(devices=[]):
+        python, numbers = random.getstate(), np.random.get_state()
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
 
 
 def _tensor(place: str, value: object) -> Tensor:
@@ -160,7 +320,7 @@ def _tensor(place: str, value: object) -> Tensor:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
         native = value.dtype.newbyteorder("=")
         value = torch.from_numpy(np.require(value, native, ["C", "W"]))  # copies only what PyTorch cannot share
-    elif isinstance(value, bool | int | float | np.generic):
+    elif isinstance(value, bool | int | float | np.generic | list):
         value = torch.as_tensor(value)
     if not isinstance(value, Tensor) or value.is_complex():
         kind = (
@@ -259,6 +419,6 @@ def _words(change: object) -> str:
     """A data class with its values, another object by its name, the same in every process."""
     if change is None:
         return "none"
-    if dataclasses.is_dataclass(change) and not isinstance(change, type):
+    if is_dataclass(change) and not isinstance(change, type):
         return repr(change)
     return getattr(change, "__qualname__", type(change).__qualname__)

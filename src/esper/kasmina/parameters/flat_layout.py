@@ -206,7 +206,7 @@ class Template(_BoundModule):
         (a row of a slab of gradients) receives its gradient by one addition in place.
         """
         _assign(flat_row, self._parameter_sizes, self._parameter_sites)
-        _assign(buffer_row, self._buffer_sizes, self._buffer_sites)
+        _assign(buffer_row, self._buffer_sizes, self._buffer_sites, written=True)
 
 
 @final
@@ -228,8 +228,8 @@ class StackedTemplate(_BoundModule):
         return _row_views(rows.detach(), self._parameter_sizes, self._parameter_sites)
 
     def buffer_views(self, rows: Float[Tensor, "G Q"]) -> tuple[Tensor, ...]:
-        """The same for buffers."""
-        return _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites)
+        """The same for buffers, which a pass may write in place."""
+        return tuple(x.data for x in _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites))
 
     def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
         """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
@@ -252,12 +252,18 @@ def _row_views(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> tupl
     )
 
 
-def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:
+def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...], *, written: bool = False) -> None:
+    """Put the pieces of a row into their places; those that are `written` in place count versions of their own.
+
+    Views share the counter of their row, so that one buffer that is written would spoil what autograd saved of all.
+    `data` has the same memory and its own counter.
+    """
     if not sites:
         return
     pieces = row.split_with_sizes(sizes)
     for site in sites:
         piece = pieces[site.piece] if site.shape is None else pieces[site.piece].view(site.shape)
+        piece = piece.data if written else piece
         for table, leaf in site.owners:
             table[leaf] = piece
 

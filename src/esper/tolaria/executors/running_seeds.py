@@ -6,7 +6,7 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from esper.kasmina.blending import blend
+from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.parameters.dropout import Draws, draw_for
 from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.population import Population
@@ -49,12 +49,11 @@ class RunningSeed:
 
     def train(self, h: Tensor) -> Tensor:
         """Features after the slot, in a train pass."""
-        x = h.detach() if self.isolated else h
-        return self._blended(h, x, None if self.hidden else self.alpha)
+        return self._blended(h, seed_input(h, isolated=self.isolated), None if self.hidden else self.alpha)
 
     def evaluate(self, h: Tensor) -> Tensor:
         """Features after the slot, in a validation pass."""
-        return self._blended(h, h, self.alpha)
+        return self._blended(h, seed_input(h, isolated=False), self.alpha)
 
     def _blended(self, h: Tensor, x: Tensor, alpha: Tensor | None) -> Tensor:
         gate = self.gate(x) if self.gate is not None else None

@@ -22,6 +22,8 @@ class Host(nn.Module, ABC):
         largest_activation: floats of the largest activation of one example, outputs included; bounds the memory.
         shares_prefixes: whether `apply` may return more rows than it gets (states of the network side by side), with
             the rest of the forward pass working on all of them. False where the input of a slot is used again later.
+        global_rng: whether its forward pass draws from the global generators of PyTorch, Python or numpy, which are
+            then seeded for each host and step. Such hosts run one by one.
         frozen: paths of frozen parameters that each host has a copy of, registered as buffers; all hosts share others.
     """
 
@@ -29,6 +31,7 @@ class Host(nn.Module, ABC):
     enabled: tuple[InjectionPoint, ...]
     largest_activation: int
     shares_prefixes: bool = True
+    global_rng: bool = False
     frozen: tuple[str, ...] = ()
 
     @abstractmethod

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from esper.kasmina.blending import blend, seed_input
-from esper.kasmina.parameters.dropout import Draws, draw_for
+from esper.kasmina.parameters.dropout import Draws
 from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
@@ -17,7 +17,7 @@ from esper.tolaria.executors.protocol import Structure
 
 @dataclass(frozen=True)
 class Bound:
-    """A template, the row it runs on, and the dropout masks that it draws."""
+    """A template, the row it runs on, and the random numbers that it draws."""
 
     template: Template
     params: Tensor
@@ -26,8 +26,7 @@ class Bound:
 
     def __call__(self, h: Tensor) -> Tensor:
         """Run on `h`."""
-        self.template.bind(self.params, self.buffers)
-        draw_for(self.template.dropouts, self.draws)
+        self.template.bind(self.params, self.buffers, self.draws)
         return self.template(h)
 
 
@@ -164,7 +163,7 @@ def running_seeds(
             row = gate_leaf.get((n, s), population.gates.params[flat])
             gate = _bound(gate_kind.template, row, population.gates.buffers[flat])
         row, buffers = leaf.get((n, s), population.seeds.params[flat]), population.seeds.buffers[flat]
-        draws = population.draws(slice(n, n + 1), int(s)) if kind.template.dropouts else None
+        draws = population.draws(slice(n, n + 1), int(s), trains=rows is not None) if kind.template.draws else None
         hosts[n][point.slot_id] = RunningSeed(
             seed=_bound(kind.template, row, buffers, draws),
             gate=gate,

@@ -202,16 +202,24 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
 
 
 def check_binding(network: nn.Module, again: nn.Module, x: Tensor) -> None:
-    """The network runs on weights that it is given; `again` is the same network with other weights."""
+    """The network runs and trains on weights that it is given; `again` is the same network with other weights."""
+    name = type(network).__name__
     template, params, buffers = Template(again.eval()), dict(network.named_parameters()), dict(network.named_buffers())
-    template.bind(template.parameters.pack(params), template.buffers.pack(buffers))
-    with seeded_generators(0):
-        outputs = template(x)
-    if not near(outputs, plain_pass(network, x)):
-        raise ConfigError(
-            f"{type(network).__name__} keeps references to its weights beside its parameters (e.g. in a list), so that "
-            "it cannot run with the weights of another host; read them from their modules in forward."
-        )
+    row, state = template.parameters.pack(params).requires_grad_(), template.buffers.pack(buffers)
+    for training in (False, True):
+        template.train(training)
+        template.bind(row, state, Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
+        with seeded_generators(0), torch.set_grad_enabled(training):
+            outputs = template(x)
+        if not training and not near(outputs, plain_pass(network, x)):
+            raise ConfigError(
+                f"{name} keeps references to its weights beside its parameters (e.g. in a list), so that it cannot run "
+                "with the weights of another host; read them from their modules in forward."
+            )
+    try:
+        outputs.sum().backward()
+    except RuntimeError as error:
+        raise ConfigError(f"{name} cannot be trained on a row of weights: {error}") from error
 
 
 def _kind(found: object) -> str:

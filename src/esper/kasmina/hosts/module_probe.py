@@ -92,12 +92,12 @@ def probe(model: Model, slots: Sequence[str], example: Tensor) -> ModuleFacts:
     _disturb(network.eval())
     with torch.no_grad():
         checks.check_examples(network, slots, x, others)
-        checks.check_binding(network, again, x)
         facts = _facts(network, slots, x)
     if frozen_parameters(network):
         other = deterministic_build(lambda: new_network(model, x[:1] if built_by_pass else None), seed=1)
         facts = replace(facts, own_frozen=own_frozen(network, other))
     run = checks.check_training(network, slots, x)
+    checks.check_binding(network, again, x)
     return replace(
         facts,
         built_by_pass=built_by_pass,

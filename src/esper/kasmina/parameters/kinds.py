@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host
@@ -17,6 +18,7 @@ from esper.kasmina.parameters.frozen import check_shared, refuse_frozen
 from esper.kasmina.parameters.initialization import Builds, InitTable, build_twice, deterministic_build, init_table
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import seeded_generators
+from esper.leyline.stages import Algorithm
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
@@ -137,10 +139,18 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
 
 
 def _check_seed(name: str, build: Build, features: Features) -> bool:
-    """Run a seed in training and in evaluation; whether it draws from the global generators."""
+    """Run a seed as training and evaluation will; whether it draws from the global generators."""
     h = torch.randn(2, *features, generator=torch.Generator().manual_seed(0))
     module, again = deterministic_build(build), deterministic_build(build)
-    delta, draws = _run_once(module.train(), h)
+    try:
+        delta, draws = _run_once(module.train(), seed_input(h, isolated=True))
+        if delta.shape == h.shape and delta.requires_grad:  # as the gradient of a hidden seed
+            blend(h, delta, Algorithm.ADD, None).sum().backward()
+    except Exception as error:  # any error of the user's code
+        raise ConfigError(
+            f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {error}. Correct its module, or "
+            "choose other slots."
+        ) from error
     if h._version:
         raise ConfigError(
             f"blueprint {name!r} edits its input in place, which are the features of the host; let its first operation "
@@ -151,9 +161,10 @@ def _check_seed(name: str, build: Build, features: Features) -> bool:
             f"blueprint {name!r} maps features {tuple(h.shape)} to {tuple(delta.shape)}; "
             "a seed must keep the shape of its input."
         )
-    if not torch.equal(_run_once(again.train(), h)[0], delta):
-        raise ConfigError(f"blueprint {name!r} gives {OWN_STATE}")
-    return draws or _run_once(module.eval(), h)[1]
+    with torch.no_grad():
+        if not torch.equal(_run_once(again.train(), h)[0], delta):
+            raise ConfigError(f"blueprint {name!r} gives {OWN_STATE}")
+        return draws or _run_once(module.eval(), h)[1]
 
 
 OWN_STATE = (
@@ -170,7 +181,8 @@ def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
     Raises:
         ConfigError: it draws from the global generators, and does not say so.
     """
-    outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
+    with torch.no_grad():
+        outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
     if draws and not kind.template.global_rng:
         raise ConfigError(
             "the host draws from the global random generators in its forward pass; set `global_rng = True` in its "
@@ -180,9 +192,9 @@ def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
 
 
 def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
-    """Outputs without gradients, and whether the global generators were used."""
+    """Outputs, and whether the global generators were used."""
     draw_for(dropout_layers(module), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
-    with seeded_generators(0) as used, torch.no_grad():
+    with seeded_generators(0) as used:
         outputs: Tensor = module(*arguments)
         return outputs, used()
 

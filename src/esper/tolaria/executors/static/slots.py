@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.blending import seed_input
 from esper.kasmina.parameters.flat_layout import StackedTemplate
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Slab, put_where
@@ -105,7 +104,7 @@ class StaticSlot:
 
     def __call__(self, h: Tensor, num_hosts: int) -> Tensor:
         """Features [B * N, ...] of all hosts after the slot."""
-        h_BN, x = h.unflatten(0, (-1, num_hosts)), seed_input(h, isolated=True)
+        h_BN, x = h.unflatten(0, (-1, num_hosts)), h.detach()
         *deltas, gate = (c.rows(x).to(h.dtype).unflatten(0, (-1, num_hosts)) for c in self.candidates())
         return blend_masked(h_BN, select(deltas, self.own), gate, self.masks).flatten(0, 1)
 

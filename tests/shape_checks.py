@@ -4,10 +4,12 @@ Here a function is checked in its first eight calls of each test, then in the 16
 """
 
 import inspect
+import random
 from functools import wraps
 from types import CodeType
 from typing import Any
 
+from beartype._check.code import codemain
 from jaxtyping import _decorator  # no public name can be replaced; constraints.txt fixes the version
 
 ALWAYS_CHECKED = 8  # calls of a function in one test
@@ -32,7 +34,8 @@ def _check_some_calls(fn: Any, *, typechecker: Any) -> Any:
 
 
 def install() -> None:
-    """Replace the decorator that the import hook of jaxtyping uses."""
+    """Replace the decorator that the import hook of jaxtyping uses, and keep beartype off the global generator."""
+    codemain.getrandbits = random.Random(0).getrandbits  # it chooses the items of a list that it checks
     _decorator.jaxtyped = _check_some_calls
 
 

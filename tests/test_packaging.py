@@ -65,14 +65,11 @@ DRAWS = re.compile(
     )
 )
 MAY_DRAW = {
-    "leyline/random.py": "the border: a generator of its own from a key",
-    "tasks/datasets/arrays.py": "reads a user's data set, whose transforms may draw, under fixed seeds",
-    "kasmina/parameters/kinds.py": "looks whether a blueprint moves the global generator",
-    "kasmina/hosts/module_checks.py": "looks whether a user's network moves the global generator",
+    "leyline/random.py": "the border: generators from a key, its own and the global ones",
+    "kasmina/parameters/kinds.py": "tries a blueprint, with a generator of its own",
     "kasmina/hosts/module_probe.py": "tries a user's network, with a generator of its own",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, with a generator of its own",
     "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
-    "kasmina/parameters/initialization.py": "keeps what a user's module draws in its constructor from the process",
 }
 MAY_CATCH_ALL = {
     "tasks/datasets/plain_pickle.py": "a damaged pickle can raise anything, and becomes an error that names the file",
@@ -80,6 +77,7 @@ MAY_CATCH_ALL = {
     "export/source.py": "source copied from a user may fail in any way; the network is then saved without it",
     "export/programs.py": "so may the exporters of torch, whose reason is passed on",
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
+    "kasmina/parameters/kinds.py": "any error of a blueprint's passes is raised again with its name",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
     "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",

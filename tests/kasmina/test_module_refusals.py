@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ConfigError
@@ -129,16 +130,34 @@ def test_slots_of_two_families_are_refused():
     refuses(r"of two families: stem \[8, 12, 12\], head \[10\]", ResNet8, ["stem", "head"], IMAGES)
 
 
-@pytest.mark.parametrize("slot", ["layer2.bn2", "layer1.bn1"])  # followed by += and F.relu(inplace=True)
-def test_a_slot_whose_output_is_edited_in_place_is_refused(slot):
-    refuses(f"the output of slot '{slot}' is edited in place after the slot", ResNet8, [slot], IMAGES)
-
-
 def test_a_slot_without_gradient_is_refused():
     refuses("no gradient flows from the output of Own to slot 'a'", network(lambda net, x: net.b(net.a(x).detach())))
     dead = network(lambda net, x: (net.a(x), net.b(x))[1])
     refuses("no gradient flows from the output of Own to slot 'a'", dead)
     refuses("no gradient flows", network(lambda net, x: net.b(net.a(x)).detach()))
+
+
+def guarded(guard: Callable[[], object]) -> Callable[[nn.Module, Tensor], Tensor]:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        with guard():
+            h = F.relu(net.a(x))
+        return net.b(h.clone())
+
+    return forward
+
+
+def test_a_slot_within_no_grad_or_inference_mode_is_refused_for_that_reason():
+    refuses(r"slot 'a', so .* it lies within torch.no_grad\(\), and not at the end", network(guarded(torch.no_grad)))
+    refuses(r"slot 'a' lies within torch.inference_mode\(\) of Own", network(guarded(torch.inference_mode)))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_refused_by_its_name(reentrant):
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        return net.b(checkpoint(net.c, net.a(x), use_reentrant=reentrant))
+
+    refuses("torch.utils.checkpoint", network(forward, c=lambda: nn.Linear(6, 6)))
 
 
 # -- the forward pass -------------------------------------------------------------------------------------------------
@@ -196,19 +215,27 @@ def test_a_network_that_edits_its_inputs_is_refused():
     refuses("Own edits its inputs in place", network(lambda net, x: net.b(net.a(x.mul_(1.0)))))
 
 
-def test_unkeyed_randomness_is_refused():
-    refuses(
-        "Own draws from the global random generator",
-        network(lambda net, x: net.b(F.dropout(net.a(x), 0.1, net.training))),
-    )
+def test_a_generator_of_its_own_is_refused():
+    for generator in (torch.Generator().manual_seed(0), np.random.default_rng(0)):
+
+        def noise(h: Tensor, of=generator) -> Tensor:
+            drawn = torch.randn(h.shape, generator=of) if isinstance(of, torch.Generator) else of.normal(size=h.shape)
+            return h + torch.as_tensor(drawn, dtype=torch.float32)
+
+        refuses(
+            "Own gives other outputs in a second pass over the same inputs.* a generator of its own",
+            network(lambda net, x, noise=noise: net.b(noise(net.a(x)) if net.training else net.a(x))),
+        )
+        refuses("a generator of its own", network(lambda net, x, noise=noise: net.b(noise(net.a(x)))))
 
 
-def test_dropout_inside_attention_with_rare_options_is_refused_by_the_name_of_the_layer():
-    attention = network(
-        lambda net, x: net.b(net.attend(*(net.a(x)[:, None],) * 3)[0][:, 0]),
-        attend=lambda: nn.MultiheadAttention(6, 2, 0.1, add_zero_attn=True, batch_first=True),
-    )
-    refuses(r"set dropout=0.0 in the nn.MultiheadAttention 'attend'", attention)
+def test_state_beside_the_buffers_is_refused():
+    class Remembering(network()):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.a(x).mean(0).detach() + getattr(self, "last", 0.0)
+            return self.b(self.last + self.a(x))
+
+    refuses("keeps something beside its buffers", Remembering)
 
 
 # -- weights and buffers ----------------------------------------------------------------------------------------------
@@ -232,8 +259,8 @@ def test_weights_from_another_generator_are_refused():
     refuses("'a.weight' of Sequential differs between two builds under the same seed", build)
 
 
-def test_a_lazy_layer_is_refused():
-    refuses("'a.weight' of Sequential is lazy", lambda: named(a=nn.LazyLinear(3)))
+def test_a_lazy_layer_that_is_not_called_is_refused():
+    refuses("'c.weight' of Own is lazy and found no shape", network(c=lambda: nn.LazyLinear(3)))
 
 
 def test_weights_on_another_device_are_refused():
@@ -294,9 +321,26 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("how", "name"), [("replaced", "steps"), ("int", "steps"), ("new", "mask")])
-def test_buffers_that_hosts_could_not_own_are_refused(how, name):
-    refuses(f"buffer 'a.{name}' of Sequential is replaced or counted up", lambda: named(a=Counting(how)))
+@pytest.mark.parametrize(
+    ("how", "name", "reason"),
+    [
+        ("replaced", "steps", "replaced or registered by the forward pass"),
+        ("int", "steps", "torch.int64 and changed by the forward pass, but all hosts share"),
+        ("new", "mask", "replaced or registered by the forward pass"),
+    ],
+)
+def test_buffers_that_hosts_could_not_own_are_refused(how, name, reason):
+    refuses(f"buffer 'a.{name}' of Sequential is {reason}", lambda: named(a=Counting(how)))
+
+
+def test_a_parameter_that_training_registers_is_refused():
+    class Late(network()):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.scale = nn.Parameter(torch.ones(6))
+            return self.b(self.a(x))
+
+    refuses("parameter 'scale' of Late is registered or removed by a forward pass in training", Late)
 
 
 def test_a_float_buffer_that_is_written_in_place_is_each_hosts_own():

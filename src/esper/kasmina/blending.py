@@ -31,6 +31,15 @@ from esper.leyline.stages import Algorithm
 Features = Float[Tensor, "B *F"]
 
 
+def seed_input(h: Tensor, *, isolated: bool) -> Tensor:
+    """What a seed in a slot with features `h` gets: without gradient if it is `isolated`, and always contiguous.
+
+    PyTorch's GroupNorm crashes in the backward pass of a channels-last input that needs no gradient, and a blueprint
+    may call `view`.
+    """
+    return (h.detach() if isolated else h).contiguous()
+
+
 def signal_of(algorithm: Algorithm, delta: Tensor) -> Tensor:
     """The signal; raises ValueError for an algorithm that blends nothing."""
     if algorithm is Algorithm.MULTIPLY:

@@ -10,8 +10,12 @@ so the numbers of a host depend neither on the number of hosts nor on the proces
 """
 
 import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +47,7 @@ class Stream(IntEnum):
     INSTANCE = 12
     SCHEDULE_SEARCH = 13
     HEURISTIC_SEARCH = 14
+    FORWARD_PASS = 15
 
 
 def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:
@@ -152,3 +157,35 @@ def local_generator(run_seed: int, stream: int, host: int = 0, **counter: int | 
     """A CPU generator, seeded with `generator_seeds`."""
     (seed,) = generator_seeds(run_seed, stream, torch.tensor([host]), **counter)
     return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def seeded_generators(seed: int, device: torch.device | None = None) -> Iterator[Callable[[], bool]]:
+    """Within the context the global generators start from a seed of 64 bits; afterwards they are as before.
+
+    Those of PyTorch on the CPU (and on `device`, if it is a GPU), of Python and of numpy. Yields a function that says
+    whether one of them has been used; it looks at the CPU alone.
+    """
+    gpu = device if device is not None and device.type == "cuda" else None
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[] if gpu is None else [gpu]):
+        try:
+            # Not torch.manual_seed: that would also seed the generators of devices that are not forked here.
+            torch.default_generator.manual_seed(seed)
+            if gpu is not None:
+                torch.cuda.default_generators[
+                    torch.cuda.current_device() if gpu.index is None else gpu.index
+                ].manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed & _MASK)
+            start = _states()
+            yield lambda: _states() != start
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _states() -> tuple[object, ...]:
+    """The states of the global generators on the CPU."""
+    _, numbers, *rest = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers.tobytes(), *rest

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.nn.functional as F
 from against_streamed import compare
 from torch import Tensor, nn
 
@@ -205,10 +204,15 @@ class Shuffled(nn.Conv2d):
         self.register_buffer("order", torch.randperm(1000))
 
 
+OWN = torch.Generator()
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda c: Functional(lambda h: F.dropout(h, 0.5)), "'own' draws from the global random generator"),
+        (lambda c: Functional(lambda h: h + torch.randn(h.shape, generator=OWN)), "other outputs in a second pass"),
+        (lambda c: nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(c, c, 1)), "'own' edits its input in place"),
+        (lambda c: nn.Conv2d(c, c, 9), r"'own' cannot be trained on features \(2, 4, 3, 3\): .*Kernel size"),
         (lambda c: nn.Conv2d(c, 1, 1), r"'own' maps features \(2, .* to \(2, 1, "),
         (Shuffled, "buffer 'order' of Shuffled is torch.int64 and random"),
     ],

@@ -24,6 +24,8 @@ class Host(nn.Module, ABC):
         shares_prefixes: whether `apply` may return more rows than it gets (states of the network side by side), with
             the rest of the forward pass working on all of them. False where the input of a slot is used again later.
         takes_several: whether the network itself has several inputs, which a batch holds packed.
+        global_rng: whether its forward pass draws from the global generators of PyTorch, Python or numpy, which are
+            then seeded for each host and step. Such hosts run one by one.
         frozen: paths of frozen parameters that each host has a copy of, registered as buffers; all hosts share others.
     """
 
@@ -32,6 +34,7 @@ class Host(nn.Module, ABC):
     largest_activation: int
     shares_prefixes: bool = True
     takes_several: bool = False
+    global_rng: bool = False
     frozen: tuple[str, ...] = ()
 
     @abstractmethod

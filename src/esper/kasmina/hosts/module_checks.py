@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.kasmina.hosts.module_pass import Pass, plain_pass, recorded_pass
-from esper.kasmina.parameters.attention import KeyedAttention
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parameter_layout
+from esper.kasmina.parameters.kinds import OWN_STATE
 from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.random import seeded_generators
 
 
 def near(got: Tensor, want: Tensor) -> bool:
@@ -27,7 +28,8 @@ def check_weights(network: nn.Module, again: nn.Module) -> None:
     ours, theirs = (dict((*of.named_parameters(), *of.named_buffers())) for of in (network, again))
     for path, tensor in ours.items():
         if is_lazy(tensor):
-            raise ConfigError(f"{path!r} of {name} is lazy and has no shape yet; give its layer the number of inputs.")
+            raise ConfigError(f"{path!r} of {name} is lazy and found no shape in a forward pass, which does not call "
+                              "its layer; give the layer the number of inputs.")  # fmt: skip
         if tensor.device.type != "cpu":
             raise ConfigError(f"{path!r} of {name} is on {tensor.device}; build the network on the CPU, from where it "
                               "is moved to the device of the run.")  # fmt: skip
@@ -83,12 +85,12 @@ def check_slot(slot: str, run: Pass, rows: int) -> Tensor:
     if single:
         raise ConfigError(f"slot {slot!r} gives {list(h.shape)}: single values, which no seed can normalize; choose "
                           "a submodule with more channels.")  # fmt: skip
-    if h._version != calls[0].version:
-        raise ConfigError(
-            f"the output of slot {slot!r} is edited in place after the slot, e.g. by nn.ReLU(inplace=True) or `+=`, "
-            "while seeds still need it; use the operation that makes a new tensor, or a slot behind it."
-        )
     return h
+
+
+def is_edited(slot: str, run: Pass) -> bool:
+    """Whether the output of a slot is edited in place behind it, e.g. by nn.ReLU(inplace=True) or `+=`."""
+    return any(not h.is_inference() and h._version != version for _, h, version, _ in run.of(slot))
 
 
 def check_output(network: nn.Module, run: Pass, rows: int) -> Tensor:
@@ -102,9 +104,13 @@ def check_output(network: nn.Module, run: Pass, rows: int) -> Tensor:
 
 
 def check_examples(network: nn.Module, slots: Sequence[str], x: Tensor, others: Tensor) -> None:
-    """In evaluation, the results of an example depend neither on the other examples, nor on its place, nor on B."""
+    """In evaluation, the results of an example depend neither on the other examples, nor on its place, nor on B.
+
+    Where random numbers are drawn, the shapes alone are compared.
+    """
     mixed = torch.cat((others[:2], x[1:2], others[3:]))  # x[1] in third place
     full, fewer, changed = (recorded_pass(network, inputs) for inputs in (x, x[:-1], mixed))
+    check_repeats(network, full.output, plain_pass(network, x))
     for slot in (*slots, None):
         of = f"slot {slot!r}" if slot else f"the output of {type(network).__name__}"
         h, fewer_h, changed_h = (
@@ -116,73 +122,111 @@ def check_examples(network: nn.Module, slots: Sequence[str], x: Tensor, others: 
                 f"{of} is {list(h.shape)}, {list(fewer_h.shape)} and {list(changed_h.shape)} for inputs of "
                 f"{len(x)}, {len(x) - 1} and {len(x)} examples; its shape must not depend on the values."
             )
-        if not near(h[:-1], fewer_h) or not near(h[1], changed_h[2]):
+        if not full.draws and not (near(h[:-1], fewer_h) and near(h[1], changed_h[2])):
             raise ConfigError(
                 f"{of} for one example depends on the other examples in evaluation mode, so that measurements would "
                 "depend on the batches; examples can be mixed in training alone, as nn.BatchNorm2d does."
             )
 
 
-def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> None:
-    """In training: keyed randomness alone, buffers written in place, and a gradient at every slot."""
+def check_repeats(network: nn.Module, first: object, second: object) -> None:
+    """Two passes over the same inputs, from the same weights, buffers and generators, gave the same outputs."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor) and not near(first, second):
+        raise ConfigError(f"{type(network).__name__} gives {OWN_STATE}")
+
+
+_TRIES = 32
+"""Most passes in training until each slot was met, if a network leaves out layers at random."""
+
+
+def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
+    """In training: no state beside weights and buffers, buffers written in place, and a gradient at every slot.
+
+    The pass in which it was found is returned.
+    """
     name, version = type(network).__name__, x._version
     buffers = {path: (buffer, buffer.clone()) for path, buffer in network.named_buffers(remove_duplicate=False)}
-    draw_for(dropout_layers(network), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
-        run = recorded_pass(network.train(), x, differentiable=slots)
-        unkeyed = not torch.equal(torch.get_rng_state(), before)
-    network.eval()
-    if unkeyed:
-        raise ConfigError(
-            f"{name} draws from the global random generator in training, so that a host would depend on others; use "
-            f"layers of nn.Dropout, whose masks are keyed{_attention_hint(network)}."
-        )
+    weights = {path for path, _ in network.named_parameters()}
+
+    def run_with(seed: int) -> Pass:
+        draw_for(dropout_layers(network), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
+        with torch.no_grad():
+            for buffer, value in buffers.values():
+                buffer.copy_(value)
+        with torch.autograd.graph.disable_saved_tensors_hooks(
+            "activation checkpointing (torch.utils.checkpoint) computes layers again in the backward pass, when the "
+            "seeds in them are gone; call the layers directly, or switch checkpointing off"
+        ):
+            return recorded_pass(network, x, differentiable=slots, seed=seed)
+
+    network.train()
+    for seed in range(_TRIES):
+        run = run_with(seed)
+        if not run.draws or all(run.of(slot) for slot in slots):
+            break
     if x._version != version:
         raise ConfigError(f"{name} edits its inputs in place, which all hosts read; let it work on a copy.")
+    for path in {path for path, _ in network.named_parameters()} ^ weights:
+        raise ConfigError(f"parameter {path!r} of {name} is registered or removed by a forward pass in training, so "
+                          "that it is not trained; register it in __init__.")  # fmt: skip
     for path, buffer in network.named_buffers(remove_duplicate=False):
         old, value = buffers.get(path, (None, buffer))
-        if buffer is not old or not (buffer.is_floating_point() or torch.equal(buffer, value)):
-            raise ConfigError(
-                f"buffer {path!r} of {name} is replaced or counted up by the forward pass; register it in __init__ as "
-                "floats, and write into it (copy_, mul_)."
-            )
+        if buffer is not old:
+            raise ConfigError(f"buffer {path!r} of {name} is replaced or registered by the forward pass; register it "
+                              "in __init__, and write into it (copy_, mul_).")  # fmt: skip
+        if not buffer.is_floating_point() and not torch.equal(buffer, value):
+            raise ConfigError(f"buffer {path!r} of {name} is {buffer.dtype} and changed by the forward pass, but all "
+                              "hosts share buffers of whole numbers; register it as floats.")  # fmt: skip
     features = [check_slot(slot, run, len(x)) for slot in slots]
     out = check_output(network, run, len(x))
     with torch.no_grad():
-        evaluated = plain_pass(network, x)
+        evaluated = plain_pass(network.eval(), x)
+    network.train()
     if out.shape != evaluated.shape:
         raise ConfigError(
             f"{name} gives outputs {list(out.shape)} in training and {list(evaluated.shape)} in evaluation for "
             f"{len(x)} examples; choose what both have with outputs=, e.g. outputs=lambda out: out[0]."
         )
-    grads = (
-        torch.autograd.grad(out.sum(), features, allow_unused=True) if out.requires_grad else (None,) * len(features)
-    )
+    try:
+        grads = (
+            torch.autograd.grad(out.sum(), features, allow_unused=True)
+            if out.requires_grad
+            else (None,) * len(features)
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"the backward pass of {name} fails: {error}") from error
     for slot, grad in zip(slots, grads, strict=True):
         if grad is None:
+            found = "the module is unused or detached" if run.of(slot)[0].grad else (
+                "it lies within torch.no_grad(), and not at the end of it; choose a slot behind it"
+            )  # fmt: skip
             raise ConfigError(f"no gradient flows from the output of {name} to slot {slot!r}, so a seed there could "
-                              "not learn; the module is unused or detached.")  # fmt: skip
+                              f"not learn: {found}.")  # fmt: skip
+    check_repeats(network, run.output, run_with(seed).output)  # last, because it writes into the buffers
+    network.eval()
+    return run
 
 
 def check_binding(network: nn.Module, again: nn.Module, x: Tensor) -> None:
-    """The network runs on weights that it is given; `again` is the same network with other weights."""
+    """The network runs and trains on weights that it is given; `again` is the same network with other weights."""
+    name = type(network).__name__
     template, params, buffers = Template(again.eval()), dict(network.named_parameters()), dict(network.named_buffers())
-    template.bind(template.parameters.pack(params), template.buffers.pack(buffers))
-    if not near(template(x), plain_pass(network, x)):
-        raise ConfigError(
-            f"{type(network).__name__} keeps references to its weights beside its parameters (e.g. in a list), so that "
-            "it cannot run with the weights of another host; read them from their modules in forward."
-        )
+    row, state = template.parameters.pack(params).requires_grad_(), template.buffers.pack(buffers)
+    for training in (False, True):
+        template.train(training)
+        template.bind(row, state, Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
+        with seeded_generators(0), torch.set_grad_enabled(training):
+            outputs = template(x)
+        if not training and not near(outputs, plain_pass(network, x)):
+            raise ConfigError(
+                f"{name} keeps references to its weights beside its parameters (e.g. in a list), so that it cannot run "
+                "with the weights of another host; read them from their modules in forward."
+            )
+    try:
+        outputs.sum().backward()
+    except RuntimeError as error:
+        raise ConfigError(f"{name} cannot be trained on a row of weights: {error}") from error
 
 
 def _kind(found: object) -> str:
     return f"a {type(found).__name__}"
-
-
-def _attention_hint(network: nn.Module) -> str:
-    """The usual reason."""
-    for path, layer in network.named_modules():
-        if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0.0 and type(layer) is not KeyedAttention:
-            return f", and set dropout=0.0 in the nn.MultiheadAttention {path!r}"
-    return ""

@@ -120,7 +120,9 @@ class ModuleHost(Host):
         self.largest_activation = spec.facts.largest_activation
         self.shares_prefixes = all(spec.facts.shares_prefix[point.order] for point in self.enabled)
         self.takes_several = spec.interface.inputs is not None
-        self.network = new_network(spec.model)
+        self.global_rng = spec.facts.global_rng
+        example = torch.zeros(1, *spec.facts.inputs, dtype=spec.facts.dtype)
+        self.network = new_network(spec.model, self.arguments(example) if spec.facts.built_by_pass else None)
         as_buffers(self.network, spec.facts.own_frozen)
         self.frozen = tuple(f"network.{path}" for path in spec.facts.own_frozen)
         self._order = tuple(point.slot_id for point in sorted(self.enabled, key=lambda point: point.position))
@@ -160,6 +162,7 @@ class ModuleHost(Host):
         met: list[str] = []
         trains = torch.is_grad_enabled()
         shapes = {point.slot_id: self.spec.facts.shapes[point.order] for point in self.enabled}
+        edited = {point.slot_id for point in self.enabled if self.spec.facts.edited[point.order]}
 
         def at_slot(slot_id: str, h: Tensor) -> Tensor:
             met.append(slot_id)
@@ -167,11 +170,14 @@ class ModuleHost(Host):
             guarded = trains and not torch.is_grad_enabled()
             with torch.enable_grad() if guarded else nullcontext():
                 # by the shape of the probe, because torch.fx cannot trace a test of the features
-                return apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
+                out = apply(slot_id, h) if len(shapes[slot_id]) > 1 else apply(slot_id, h[:, None]).squeeze(1)
+                # a seed needs what it got, so the layer that edits it gets a tensor of its own
+                return out.clone() if slot_id in edited and out is not h else out
 
         with replaced_outputs(self.network, at_slot, self._order):
             result = self.network(*args, **kwargs)
-        if tuple(met) != self._order:
+        left_out = set(self._order) - set(met) if self.global_rng else ()  # e.g. by stochastic depth
+        if tuple(met) != tuple(slot for slot in self._order if slot not in left_out):
             raise ConfigError(
                 f"a forward pass of {type(self.network).__name__} met the slots {', '.join(met) or 'not at all'}, but "
                 f"the probe met {', '.join(self._order)}; the path through the network must not depend on the inputs."

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from esper.kasmina.hosts.interface import inputs_in_words
 from esper.leyline.errors import ConfigError
+from esper.leyline.random import seeded_generators
 
 
 @contextmanager
@@ -30,49 +32,72 @@ def _hook(replace: Callable[[str, Any], Any], path: str, module: nn.Module, args
 
 
 class Call(NamedTuple):
-    """One call of a submodule: its path, its output, and the version of the output if it is a tensor."""
+    """One call of a submodule: its path, its output, the version of the output if it is a tensor, and `grad`.
+
+    `grad` says whether it ran with gradients enabled.
+    """
 
     path: str
     output: Any
     version: int
+    grad: bool
 
 
 class Pass(NamedTuple):
-    """The output of a network, and the calls of its submodules in the order in which they ended."""
+    """The output of a network, and the calls of its submodules in the order in which they ended.
+
+    `draws` says whether it used the global generators.
+    """
 
     output: Any
     calls: tuple[Call, ...]
+    draws: bool
 
     def of(self, path: str) -> list[Call]:
         """The calls of one submodule."""
         return [call for call in self.calls if call.path == path]
 
 
-def recorded_pass(network: nn.Module, x: Tensor, *, differentiable: Collection[str] = ()) -> Pass:
+def recorded_pass(network: nn.Module, x: Tensor, *, differentiable: Collection[str] = (), seed: int = 0) -> Pass:
     """A forward pass that records every call; the outputs of `differentiable` submodules require a gradient.
 
+    It starts with global generators from `seed`.
+
     Raises:
-        ConfigError: the forward pass fails.
+        ConfigError: the forward pass fails, or a differentiable output lies within `torch.inference_mode()`.
     """
     calls: list[Call] = []
 
     def record(path: str, output: object) -> object:
         if path in differentiable and isinstance(output, Tensor) and not output.requires_grad:
-            output = output.detach().requires_grad_()
-        calls.append(Call(path, output, output._version if isinstance(output, Tensor) else 0))
+            if output.is_inference():
+                raise ConfigError(
+                    f"slot {path!r} lies within torch.inference_mode() of {type(network).__name__}, in which nothing "
+                    "can learn; use torch.no_grad() there, or choose a slot behind it."
+                )
+            with torch.enable_grad():  # a leaf could not be edited in place
+                output = output.detach().requires_grad_().clone()
+        version = output._version if isinstance(output, Tensor) and not output.is_inference() else 0
+        calls.append(Call(path, output, version, torch.is_grad_enabled()))
         return output
 
-    with replaced_outputs(network, record, [name for name, _ in network.named_modules(remove_duplicate=False)]):
-        output = plain_pass(network, x)
-    return Pass(output, tuple(calls))
+    paths = [name for name, _ in network.named_modules(remove_duplicate=False)]
+    with replaced_outputs(network, record, paths), seeded_generators(seed) as used:
+        output = _output(network, x)
+        return Pass(output, tuple(calls), used())
 
 
 def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
-    """The output of the network.
+    """The output of the network, which starts with the same global generators in every call.
 
     Raises:
         ConfigError: the forward pass fails.
     """
+    with seeded_generators(0):
+        return _output(network, x)
+
+
+def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
     try:
         return network(x)
     except ConfigError:

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from esper.kasmina.hosts import module_checks as checks
-from esper.kasmina.hosts.interface import ONE_TENSOR, Interface
+from esper.kasmina.hosts.interface import ONE_TENSOR, Arguments, Interface
 from esper.kasmina.hosts.module_pass import plain_pass, recorded_pass, replaced_outputs
 from esper.kasmina.hosts.slots import InjectionPoint, Surface
-from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.kasmina.parameters.flat_layout import drop_batch_counters
 from esper.kasmina.parameters.frozen import count_params, frozen_parameters, own_frozen
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.kinds import prepared
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
 
@@ -34,6 +35,8 @@ class ModuleFacts:
     Attributes:
         points: the slots in action order. shapes: of the output of each slot's module.
         inputs, outputs: shapes of an input and its output. shares_prefix: of each slot (see `Host.shares_prefixes`).
+        dtype: of the inputs. edited: of each slot, whether its output is edited in place behind it.
+        built_by_pass: whether a first forward pass finds shapes or adds layers (nn.LazyLinear). global_rng: see `Host`.
         own_frozen: paths of the frozen parameters that each host has a copy of.
     """
 
@@ -45,11 +48,17 @@ class ModuleFacts:
     num_params: int
     largest_activation: int
     shares_prefix: tuple[bool, ...]
+    dtype: torch.dtype = torch.float32
+    edited: tuple[bool, ...] = ()
+    built_by_pass: bool = False
+    global_rng: bool = False
     own_frozen: tuple[str, ...] = ()
 
 
-def new_network(model: Model) -> nn.Module:
+def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     """A network of the user's with keyed dropout and without batch counters.
+
+    With an `example` of its arguments it runs once in evaluation first, so that lazy layers find their shapes.
 
     Raises:
         ConfigError: `model` gives no module, or a normalization that needs its counter.
@@ -57,7 +66,13 @@ def new_network(model: Model) -> nn.Module:
     network = model()
     if not isinstance(network, nn.Module):
         raise ConfigError(f"the model gives a {type(network).__name__}; it must give an nn.Module.")
-    network = with_keyed_dropout(network)
+    if example is not None:
+        modes = {layer: layer.training for layer in network.modules()}
+        with torch.no_grad():
+            network.eval()(*example[0], **example[1])
+        for layer in network.modules():
+            layer.training = modes.get(layer, True)
+    network = prepared(network)
     drop_batch_counters(network)
     return network
 
@@ -69,20 +84,46 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
         ConfigError: the network cannot be a host (see `module_checks`).
     """
     _check_model(model)
-    network, again = (interface.attach(deterministic_build(lambda: new_network(model))) for _ in range(2))
-    checks.check_weights(network, again)
+    x, others = _inputs(example, interface).split(_ROWS)
+    first = interface.arguments(x[:1])
+
+    def built(example: Arguments | None) -> nn.Module:
+        return interface.attach(deterministic_build(lambda: new_network(model, example)))
+
+    network, again = built(None), built(None)
+    if built_by_pass := _is_built_by_pass(network, again, x):
+        network, again = built(first), built(first)
+        checks.check_weights(network, again)
     checks.check_paths(network, slots)
     _disturb(network.eval())
-    x, others = _inputs(example, interface).split(_ROWS)
     with torch.no_grad():
         checks.check_examples(network, slots, x, others)
-        checks.check_binding(network, again, x)
         facts = _facts(network, slots, x)
     if frozen_parameters(network):
-        other = deterministic_build(lambda: new_network(model), seed=1)
+        other = deterministic_build(lambda: new_network(model, first if built_by_pass else None), seed=1)
         facts = replace(facts, own_frozen=own_frozen(network, other))
-    checks.check_training(network, slots, x)
-    return facts
+    run = checks.check_training(network, slots, x)
+    checks.check_binding(network, again, x)
+    return replace(
+        facts,
+        built_by_pass=built_by_pass,
+        edited=tuple(of or checks.is_edited(slot, run) for of, slot in zip(facts.edited, slots, strict=True)),
+        global_rng=facts.global_rng or run.draws,
+    )
+
+
+def _is_built_by_pass(network: nn.Module, again: nn.Module, x: Tensor) -> bool:
+    """Whether a network has lazy layers, or gets further weights in its first forward pass; `again` is run.
+
+    Raises:
+        ConfigError: two builds do not fit each other.
+    """
+    if any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
+        return True
+    checks.check_weights(network, again)
+    with torch.no_grad():
+        plain_pass(again.eval(), x)
+    return again.state_dict().keys() != network.state_dict().keys()
 
 
 def _check_model(model: Model) -> None:
@@ -117,7 +158,10 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor) -> ModuleFacts:
         outputs=tuple(run.output.shape[1:]),
         num_params=count_params(network, ()),
         largest_activation=max(x.numel(), *(_largest(call.output) for call in run.calls)) // len(x),
-        shares_prefix=tuple(_shares_prefix(network, slot, x) for slot in slots),
+        shares_prefix=tuple(not run.draws and _shares_prefix(network, slot, x) for slot in slots),
+        dtype=x.dtype,
+        edited=tuple(checks.is_edited(slot, run) for slot in slots),
+        global_rng=run.draws,
     )
 
 

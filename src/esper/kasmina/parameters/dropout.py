@@ -3,6 +3,9 @@
     key       64 bits of the stream DROPOUT of (run seed, host, episode, step, slot, number of the mask in this pass)
     element   i-th number of 16 bits from that key on
 
+Whatever else draws in a pass uses the global generators of PyTorch, Python and numpy: for a module that does, they are
+seeded for each pass of each host (`Draws.seeded`), and restored behind it.
+
 When a module is built, `Dropout` replaces its layers of `nn.Dropout`, which draw from the global generator, and
 `attention.KeyedAttention` its layers of `nn.MultiheadAttention` with dropout.
 
@@ -10,14 +13,16 @@ Shape legend: B = examples per host, G = hosts; the host is the fastest index of
 """
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from esper.kasmina.parameters.attention import can_be_keyed, with_drop
-from esper.leyline.random import Stream, short_rows, words
+from esper.leyline.random import Stream, generator_seeds, seeded_generators, short_rows, words
 
 
 @dataclass
@@ -31,11 +36,13 @@ class Moment:
 
 @final
 class Draws:
-    """Random numbers of the dropout masks of the seeds in one slot of some hosts, in one train pass."""
+    """Random numbers of the seeds in one slot of some hosts (or of the hosts themselves), in one pass over the data."""
 
-    def __init__(self, moment: Moment, hosts: Int[Tensor, " G"], slot: int) -> None:
-        """`hosts` are global numbers."""
-        self._moment, self.hosts, self._slot = moment, hosts, slot
+    def __init__(
+        self, moment: Moment, hosts: Int[Tensor, " G"], slot: int, numbers: Int[Tensor, " G"] | None = None
+    ) -> None:
+        """`hosts` are global numbers; `numbers` are the same on the CPU, which `seeded` needs."""
+        self._moment, self.hosts, self._slot, self._numbers = moment, hosts, slot, numbers
         self.count = 0
 
     def of(self, hosts: Int[Tensor, " G"]) -> "Draws":
@@ -43,6 +50,14 @@ class Draws:
         draws = Draws(self._moment, hosts, self._slot)
         draws.count = self.count
         return draws
+
+    def seeded(self, device: torch.device) -> AbstractContextManager[object]:
+        """The global generators as the next forward pass of the one host finds them."""
+        now, number = self._moment, self.hosts if self._numbers is None else self._numbers
+        key = {"episode": now.episode, "t": now.t, "slot": self._slot, "block": self.count}
+        (seed,) = generator_seeds(now.run_seed, Stream.FORWARD_PASS, number, **key)
+        self.count += 1
+        return seeded_generators(seed, device)
 
     def kept(self, shape: tuple[int, ...], p: float) -> Bool[Tensor, "..."]:
         """The next mask, of a shape [B * G, ...]: each element is True with probability 1 - p, to a multiple of 2^-16.

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from esper.kasmina.parameters.dropout import dropout_layers
+from esper.kasmina.parameters.dropout import Draws, draw_for, dropout_layers
 from esper.kasmina.parameters.frozen import frozen_parameters
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import tensor_dataclass
@@ -194,19 +194,39 @@ class Template(_BoundModule):
     statistics) are updated in the row. A layer that replaces a buffer instead of writing into it is not supported.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """Move `module` to its device first; batch counters are removed from it."""
+    def __init__(self, module: nn.Module, *, global_rng: bool = False) -> None:
+        """Move `module` to its device first; batch counters are removed from it.
+
+        `global_rng` says whether it draws from the global generators, which are then seeded by what `bind` gets.
+        """
         drop_batch_counters(module)
         super().__init__(module, parameter_layout(module), buffer_layout(module))
+        self.global_rng = global_rng
+        self._draws: Draws | None = None
 
-    def bind(self, flat_row: Float[Tensor, " P"], buffer_row: Float[Tensor, " Q"]) -> None:
-        """Let the module use these parameters and buffers until the next call of `bind`.
+    @property
+    def draws(self) -> bool:
+        """Whether it needs random numbers."""
+        return self.global_rng or bool(self.dropouts)
+
+    def __call__(self, *args: Any) -> Tensor:  # noqa: ANN401 -- the arguments of the module
+        """Run the module on the bound row."""
+        if not self.global_rng:
+            return super().__call__(*args)
+        assert self._draws is not None, "a module that draws is bound with its random numbers"
+        with self._draws.seeded(self._device):
+            return super().__call__(*args)
+
+    def bind(self, flat_row: Float[Tensor, " P"], buffer_row: Float[Tensor, " Q"], draws: Draws | None = None) -> None:
+        """Let the module use these parameters, buffers and random numbers until the next call of `bind`.
 
         One split for the whole row: its backward is one concatenation, so a row that is a leaf with a preset `.grad`
         (a row of a slab of gradients) receives its gradient by one addition in place.
         """
+        self._draws, self._device = draws, flat_row.device
+        draw_for(self.dropouts, draws)
         _assign(flat_row, self._parameter_sizes, self._parameter_sites)
-        _assign(buffer_row, self._buffer_sizes, self._buffer_sites)
+        _assign(buffer_row, self._buffer_sizes, self._buffer_sites, written=True)
 
 
 @final
@@ -228,8 +248,8 @@ class StackedTemplate(_BoundModule):
         return _row_views(rows.detach(), self._parameter_sizes, self._parameter_sites)
 
     def buffer_views(self, rows: Float[Tensor, "G Q"]) -> tuple[Tensor, ...]:
-        """The same for buffers."""
-        return _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites)
+        """The same for buffers, which a pass may write in place."""
+        return tuple(x.data for x in _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites))
 
     def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
         """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
@@ -252,12 +272,18 @@ def _row_views(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> tupl
     )
 
 
-def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> None:
+def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...], *, written: bool = False) -> None:
+    """Put the pieces of a row into their places; those that are `written` in place count versions of their own.
+
+    Views share the counter of their row, so that one buffer that is written would spoil what autograd saved of all.
+    `data` has the same memory and its own counter.
+    """
     if not sites:
         return
     pieces = row.split_with_sizes(sizes)
     for site in sites:
         piece = pieces[site.piece] if site.shape is None else pieces[site.piece].view(site.shape)
+        piece = piece.data if written else piece
         for table, leaf in site.owners:
             table[leaf] = piece
 

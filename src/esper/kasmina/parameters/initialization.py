@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.random import to_uniform, word_rows
+from esper.leyline.random import seeded_generators, to_uniform, word_rows
 from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
 
 
@@ -44,9 +44,7 @@ class InitTable:
 
 def deterministic_build(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Build a module on the CPU, without a change of the global generators."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Not torch.manual_seed: that would also seed the generators of accelerators, which are not forked here.
-        torch.default_generator.manual_seed(seed)
+    with seeded_generators(seed), torch.device("cpu"):
         return build()
 
 

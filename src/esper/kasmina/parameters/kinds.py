@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.blueprints.gate import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Host
@@ -16,6 +17,8 @@ from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parame
 from esper.kasmina.parameters.frozen import check_shared, refuse_frozen
 from esper.kasmina.parameters.initialization import Builds, InitTable, build_twice, deterministic_build, init_table
 from esper.leyline.errors import ConfigError
+from esper.leyline.random import seeded_generators
+from esper.leyline.stages import Algorithm
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
@@ -34,13 +37,35 @@ def once(of: object, features: Features | None, what: str, find: Callable[[], Fo
     return found
 
 
+def prepared(module: nn.Module) -> nn.Module:
+    """A new module as hosts and seeds run it.
+
+    Its dropout is keyed; `torch.compile` is undone, in it as well; and weights that were computed from others already,
+    as `nn.utils.weight_norm` does before every pass, have no gradient history, so that it can be copied.
+    """
+    holder = nn.ModuleList([module])
+    for layer in list(holder.modules()):
+        layer.__dict__.pop("_compiled_call_impl", None)
+        for name, child in layer._modules.items():
+            if child is not None and "_orig_mod" in child._modules:
+                layer._modules[name] = child._modules["_orig_mod"]
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                vars(layer)[name] = value.detach()
+    return with_keyed_dropout(holder[0])
+
+
 @tensor_dataclass
 class Start:
-    """Initial parameters and buffers of modules of one kind. `rebuilt`: some come from a module built for each host."""
+    """Initial parameters and buffers of modules of one kind.
+
+    `rebuilt`: some come from a module built for each host. `global_rng`: see `Template`.
+    """
 
     table: InitTable
     buffers: Float[Tensor, " Q"]
     rebuilt: bool
+    global_rng: bool = False
 
 
 @final
@@ -72,11 +97,11 @@ def host_kind(host: Host, device: torch.device) -> Kind:
     """
 
     def build() -> nn.Module:
-        return with_keyed_dropout(host.rebuild())
+        return prepared(host.rebuild())
 
     builds = build_twice(build)
     check_shared(builds.module, builds.other)
-    start, template = _start(builds, {}, device), Template(with_keyed_dropout(host).to(device))
+    start, template = _start(builds, {}, device), Template(prepared(host).to(device), global_rng=host.global_rng)
     return Kind(name="host", template=template, start=start, build=build, source=type(host))
 
 
@@ -94,59 +119,84 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
     """The kind of seeds of a blueprint for features of this shape with this many channels.
 
     Raises:
-        ConfigError: the built module changes the shape of its input, has frozen parameters, or draws random numbers
-            without a key.
+        ConfigError: the built module changes its input or the shape of it, has frozen parameters, or gives other
+            outputs in a second pass with the same random numbers.
     """
 
     def build() -> nn.Module:
-        return with_keyed_dropout(blueprint.build(channels))
+        return prepared(blueprint.build(channels))
 
     def find() -> Start:
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
         start = _start(builds, blueprint.birth, torch.device("cpu"))
-        _check_seed(blueprint.name, builds.other, features)
-        return start
+        return replace(start, global_rng=_check_seed(blueprint.name, build, features))
 
     start = once(blueprint, features, "start", find)
     start = replace(start, table=tree_map(lambda x: x.to(device), start.table), buffers=start.buffers.to(device))
-    template = Template(deterministic_build(build).to(device))
+    template = Template(deterministic_build(build).to(device), global_rng=start.global_rng)
     return Kind(name=blueprint.name, template=template, start=start, build=build, source=blueprint)
 
 
-def _check_seed(name: str, module: nn.Module, features: Features) -> None:
-    """Run a seed once in train mode."""
+def _check_seed(name: str, build: Build, features: Features) -> bool:
+    """Run a seed as training and evaluation will; whether it draws from the global generators."""
     h = torch.randn(2, *features, generator=torch.Generator().manual_seed(0))
-    delta = _trained_once(f"blueprint {name!r}", module, h)
+    module, again = deterministic_build(build), deterministic_build(build)
+    try:
+        delta, draws = _run_once(module.train(), seed_input(h, isolated=True))
+        if delta.shape == h.shape and delta.requires_grad:  # as the gradient of a hidden seed
+            blend(h, delta, Algorithm.ADD, None).sum().backward()
+    except Exception as error:  # any error of the user's code
+        raise ConfigError(
+            f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {error}. Correct its module, or "
+            "choose other slots."
+        ) from error
+    if h._version:
+        raise ConfigError(
+            f"blueprint {name!r} edits its input in place, which are the features of the host; let its first operation "
+            "make a new tensor, e.g. nn.ReLU() instead of nn.ReLU(inplace=True)."
+        )
     if delta.shape != h.shape:
         raise ConfigError(
             f"blueprint {name!r} maps features {tuple(h.shape)} to {tuple(delta.shape)}; "
             "a seed must keep the shape of its input."
         )
+    with torch.no_grad():
+        if not torch.equal(_run_once(again.train(), h)[0], delta):
+            raise ConfigError(f"blueprint {name!r} gives {OWN_STATE}")
+        return draws or _run_once(module.eval(), h)[1]
+
+
+OWN_STATE = (
+    "other outputs in a second pass over the same inputs, so that a host would depend on others: it draws from a "
+    "generator of its own, or keeps something beside its buffers; draw from the global generators of PyTorch, Python "
+    "or numpy, which are seeded for each host and step, and keep what changes in buffers that are written in place."
+)
+"""What is wrong with a module whose passes are not determined by its inputs, weights, buffers and seeds."""
 
 
 def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
     """Outputs of a new host without seeds in train mode, for inputs on the CPU.
 
     Raises:
-        ConfigError: it draws random numbers without a key.
+        ConfigError: it draws from the global generators, and does not say so.
     """
-    return _trained_once("the host", deterministic_build(kind.build), x, lambda slot_id, h: h)
-
-
-def _trained_once(name: str, module: nn.Module, *arguments: object) -> Tensor:
-    """Outputs in train mode; refuses random numbers without a key."""
-    draw_for(dropout_layers(module), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before = torch.get_rng_state()
-        outputs: Tensor = module.train()(*arguments)
-        unkeyed = not torch.equal(torch.get_rng_state(), before)
-    if unkeyed:
+    with torch.no_grad():
+        outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
+    if draws and not kind.template.global_rng:
         raise ConfigError(
-            f"{name} draws from the global random generator in training, so that a host would depend on others; use "
-            "layers of nn.Dropout, whose masks are keyed."
+            "the host draws from the global random generators in its forward pass; set `global_rng = True` in its "
+            "class, so that they are seeded for each host and step."
         )
     return outputs
+
+
+def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
+    """Outputs, and whether the global generators were used."""
+    draw_for(dropout_layers(module), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
+    with seeded_generators(0) as used:
+        outputs: Tensor = module(*arguments)
+        return outputs, used()
 
 
 def _start(builds: Builds, birth: Mapping[str, float], device: torch.device) -> Start:

@@ -101,13 +101,17 @@ class Population:
             seed_params=params.to(self.device), gate_params=gates.to(self.device), selectable=selectable.to(self.device)
         )
 
-    def draws(self, hosts: Int[Tensor, " G"] | slice, slot: int) -> Draws:
-        """The dropout masks of one train pass for the seeds in one slot of some hosts (row numbers)."""
-        return Draws(self.moment, self.host_ids[hosts], slot)
+    def draws(self, hosts: Int[Tensor, " G"] | slice, slot: int, *, trains: bool = True) -> Draws:
+        """The random numbers of one pass over the data for the seeds in one slot of some hosts (row numbers).
 
-    def host_draws(self, hosts: Int[Tensor, " G"] | slice) -> Draws | None:
-        """The same for the layers of the hosts themselves: the number past the last slot. None without dropout."""
-        return self.draws(hosts, self.num_slots) if self.host_kind.template.dropouts else None
+        Measurements (not `trains`) draw the same numbers in every step.
+        """
+        moment = self.moment if trains else Moment(self.run_seed)
+        return Draws(moment, self.host_ids[hosts], slot, self._numbers[hosts] if isinstance(hosts, slice) else None)
+
+    def host_draws(self, hosts: Int[Tensor, " G"] | slice, *, trains: bool = True) -> Draws | None:
+        """The same for the layers of the hosts themselves: the number past the last slot. None if nothing is drawn."""
+        return self.draws(hosts, self.num_slots, trains=trains) if self.host_kind.template.draws else None
 
     # -- germination and removal -------------------------------------------------------------------------------------
 

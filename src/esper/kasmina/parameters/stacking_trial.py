@@ -113,9 +113,8 @@ def _reproduces(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch
         except Exception:  # whatever a forward pass raises that needs one host, or that vmap does not support
             return False
         for g in range(_HOSTS):
-            single = _trial_of_one(
-                alone, g, layout.unpack(trial.rows[g]), buffers.unpack(trial.state[g].clone()), trial, pull
-            )
+            state = {name: buffer.clone() for name, buffer in buffers.unpack(trial.state[g]).items()}
+            single = _trial_of_one(alone, g, layout.unpack(trial.rows[g]), state, trial, pull)
             if not all(_near(ours[g], theirs) for ours, theirs in zip(together, single, strict=True)):
                 return False
     return True

@@ -7,10 +7,8 @@ x and y may be tuples or dictionaries of such tensors, which are stored packed (
 """
 
 import hashlib
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
@@ -30,6 +28,7 @@ from torch.utils.data import (
 from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
 from esper.leyline.pytree import Form, flatten, unflatten
+from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, Split
 from esper.tasks.datasets.splits import stratified_split
@@ -260,7 +259,7 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
         x, y = _columns(place, items) if collate is None else _pair(place, collate(items))
         return _tree(f"{place}.x", x, _tensor), _tree(f"{place}.y", y, _tensor)
 
-    with _fixed_generators():
+    with seeded_generators(0):
         items = [source[index] for index in range(len(source))]
         if not items:
             raise DataError(f"{place} is empty, expected examples.")
@@ -298,21 +297,6 @@ def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
                 )
     stacked: tuple[Any, Any] = unflatten(first, [torch.stack(column) for column in zip(*rows, strict=True)])
     return stacked
-
-
-@contextmanager
-def _fixed_generators() -> Iterator[None]:
-    """The global generators draw the same in every process, until the end of the block."""
-    with torch.random.fork_rng(devices=[]):
-        python, numbers = random.getstate(), np.random.get_state()
-        torch.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
 
 
 def _tensor(place: str, value: object) -> Tensor:

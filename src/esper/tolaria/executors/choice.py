@@ -103,7 +103,10 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
 
 
 def prefers_fused(data: HostData) -> bool:
-    """Whether "auto" prefers the fused executor over the streamed one."""
+    """Whether "auto" prefers the fused executor over the streamed one, which alone seeds global generators."""
+    kinds = (data.population.host_kind, *data.population.seed_kinds.values())
+    if any(kind.template.global_rng for kind in kinds):
+        return False
     return data.population.device.type != "cpu" or data.largest_batch_bytes <= _FUSED_BYTES_ON_CPU
 
 

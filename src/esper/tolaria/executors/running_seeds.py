@@ -6,8 +6,8 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from esper.kasmina.blending import blend
-from esper.kasmina.parameters.dropout import Draws, draw_for
+from esper.kasmina.blending import blend, seed_input
+from esper.kasmina.parameters.dropout import Draws
 from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
@@ -17,7 +17,7 @@ from esper.tolaria.executors.protocol import Structure
 
 @dataclass(frozen=True)
 class Bound:
-    """A template, the row it runs on, and the dropout masks that it draws."""
+    """A template, the row it runs on, and the random numbers that it draws."""
 
     template: Template
     params: Tensor
@@ -26,8 +26,7 @@ class Bound:
 
     def __call__(self, h: Tensor) -> Tensor:
         """Run on `h`."""
-        self.template.bind(self.params, self.buffers)
-        draw_for(self.template.dropouts, self.draws)
+        self.template.bind(self.params, self.buffers, self.draws)
         return self.template(h)
 
 
@@ -49,12 +48,11 @@ class RunningSeed:
 
     def train(self, h: Tensor) -> Tensor:
         """Features after the slot, in a train pass."""
-        x = h.detach() if self.isolated else h
-        return self._blended(h, x, None if self.hidden else self.alpha)
+        return self._blended(h, seed_input(h, isolated=self.isolated), None if self.hidden else self.alpha)
 
     def evaluate(self, h: Tensor) -> Tensor:
         """Features after the slot, in a validation pass."""
-        return self._blended(h, h, self.alpha)
+        return self._blended(h, seed_input(h, isolated=False), self.alpha)
 
     def _blended(self, h: Tensor, x: Tensor, alpha: Tensor | None) -> Tensor:
         gate = self.gate(x) if self.gate is not None else None
@@ -165,7 +163,7 @@ def running_seeds(
             row = gate_leaf.get((n, s), population.gates.params[flat])
             gate = _bound(gate_kind.template, row, population.gates.buffers[flat])
         row, buffers = leaf.get((n, s), population.seeds.params[flat]), population.seeds.buffers[flat]
-        draws = population.draws(slice(n, n + 1), int(s)) if kind.template.dropouts else None
+        draws = population.draws(slice(n, n + 1), int(s), trains=rows is not None) if kind.template.draws else None
         hosts[n][point.slot_id] = RunningSeed(
             seed=_bound(kind.template, row, buffers, draws),
             gate=gate,

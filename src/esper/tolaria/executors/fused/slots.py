@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
+from esper.kasmina.blending import seed_input
 from esper.kasmina.parameters.dropout import Draws, draw_for
 from esper.kasmina.parameters.flat_layout import StackedTemplate
 from esper.kasmina.parameters.population import Population
@@ -90,8 +91,8 @@ class SlotGroup:
 
     def outputs(self, h_BN: Tensor) -> GroupOutputs:
         """Outputs of the seeds of these hosts for the features [B, N, ...] of all hosts."""
-        num, seed_input = len(self.rows), h_BN.detach() if self.isolated else h_BN
-        x_Bg = seed_input if self.index is None else seed_input.index_select(1, self.index)
+        num, x_BN = len(self.rows), seed_input(h_BN, isolated=self.isolated)
+        x_Bg = x_BN if self.index is None else x_BN.index_select(1, self.index)
         delta_Bg = self.seed(x_Bg.flatten(0, 1)).to(h_BN.dtype).unflatten(0, (-1, num))
         gate_Bg = None
         if self.gate is not None:

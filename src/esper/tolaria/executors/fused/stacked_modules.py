@@ -10,6 +10,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.kinds import Features, Kind, once
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.stacking_trial import stacked_host, way_to_stack
+from esper.leyline.errors import StackingError
 
 
 @final
@@ -20,11 +21,18 @@ class StackedModules:
     [HOST_EXAMPLES, ...] are inputs of the host.
 
     Raises:
-        StackingError: the host or a blueprint computes something else when stacked.
+        StackingError: the host or a blueprint computes something else when stacked, or draws random numbers.
     """
 
     def __init__(self, population: Population, examples: Tensor) -> None:
         device, host = population.device, population.host_kind
+        for kind in (host, *population.seed_kinds.values()):
+            if kind.template.global_rng:
+                of = "the host" if kind is host else f"blueprint {kind.name!r}"
+                raise StackingError(
+                    f"{of} draws from the global random generators in its forward pass, which are seeded for one host "
+                    "at a time; use executor 'streamed', or nn.Dropout, whose masks are drawn for many hosts."
+                )
         self.host = StackedTemplate(
             stacked_host(host.build, examples).to(device), host.template.parameters, host.template.buffers
         )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.parameters.dropout import draw_for
+from esper.kasmina.parameters.dropout import Draws
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
 from esper.leyline.messages import SlotState
@@ -102,8 +102,7 @@ def train_function(data: HostData, some: Sequence[int], hosts: Working, rows: Tr
         streams.fork()
         for n in some:
             with streams.of(n):
-                template.bind(hosts.leaves[n], buffers[n])
-                draw_for(template.dropouts, draws[n])
+                template.bind(hosts.leaves[n], buffers[n], draws[n])
                 with scaler.autocast():
                     outputs = template(x_N[n], partial(_train_slot, seeds[n]))
                 scores.append(data.objective.scores(outputs.float(), y_N[n]))
@@ -140,6 +139,7 @@ def sum_scores(
     loss = torch.zeros(len(some), dtype=torch.float64, device=p.device)
     weight = torch.zeros_like(loss)
     streams = host_streams(p.num_envs, p.device)
+    draws = {n: p.host_draws(slice(n, n + 1), trains=False) for n in some}
     _set_mode(p, training=False)
     for x, y in batches:
         streams.fork()
@@ -148,7 +148,7 @@ def sum_scores(
             x_n, y_n = (x, y) if batches.chosen is None else (x[n], y[n])
             with streams.of(n):
                 for some_x, some_y in zip(x_n.split(size), y_n.split(size), strict=True):
-                    outputs = _state_outputs(data, n, plan, seeds[n], some_x)
+                    outputs = _state_outputs(data, n, plan, seeds[n], some_x, draws[n])
                     targets = some_y.repeat(plan.num_states, *(1,) * (some_y.dim() - 1))
                     found = data.objective.score(outputs, targets).view(plan.num_states, -1)
                     score[i, : len(states[n])] += found.sum(dim=1, dtype=torch.float64)[states[n]]
@@ -160,10 +160,12 @@ def sum_scores(
     return SummedScores(score, loss, weight)
 
 
-def _state_outputs(data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHost, x: Tensor) -> Tensor:
+def _state_outputs(
+    data: HostData, n: int, plan: PrefixPlan, seeds: SlotsOfHost, x: Tensor, draws: Draws | None
+) -> Tensor:
     """Outputs [states * B, ...] of the distinct final states of host `n` for examples x [B, ...]."""
     p, template, batch = data.population, data.population.host_kind.template, len(x)
-    template.bind(p.host.params[n], p.host.buffers[n])
+    template.bind(p.host.params[n], p.host.buffers[n], draws)
     steps = {step.slot: step for step in plan.steps}
 
     def apply(slot_id: str, h: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from own_tasks import MyNet, Zero, images, own_task, points
+from own_tasks import MyNet, Zero, grow, images, own_task, points
 from torch.utils.data import TensorDataset
 
 import esper
@@ -103,6 +103,41 @@ def test_sequences_get_the_blueprints_of_sequences_and_a_name_of_their_own():
     assert (task.name, task.spec.family.name) == ("encoder", "TRANSFORMER")
     assert repr(task).endswith("slots encoder.layers.0, accuracy)")
     assert vectors(name="lines").name == "lines"
+
+
+def test_functions_that_edit_what_they_get_leave_the_users_data_as_they_were():
+    (x, y), (xv, yv) = points(), points(30)
+    before = [values.clone() for values in (x, y, xv, yv)]
+    edits, plain = (
+        vectors(train=(x, y), val=(xv, yv), test=(xv, yv), inputs=inputs, episode_length=3)
+        for inputs in (lambda x: x.mul_(1.5), lambda x: x * 1.5)
+    )
+    edited, expected = grow(edits, "wait_only"), grow(plain, "wait_only")
+    assert edited.points == expected.points
+    assert edited.test_points == expected.test_points
+    assert all(map(torch.equal, before, (x, y, xv, yv)))
+
+
+def test_a_loss_or_metric_that_edits_what_it_gets_is_refused_without_a_change_of_the_data():
+    def squares(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y.sub_(out.detach()).square().mean(dim=1) + 0.0 * out.sum(dim=1)
+
+    x, y = points()
+    before = y.clone()
+    for changes in ({"loss": squares}, {"metric": squares}):
+        with pytest.raises(EsperError, match=f"the {next(iter(changes))} edits its targets in place"):
+            vectors(train=(x, y), **changes)
+        assert torch.equal(y, before)
+    with pytest.raises(EsperError, match="the loss edits its outputs in place"):
+        vectors(train=(x, y), loss=lambda out, y: out.sub_(y).square().mean(dim=1))
+
+
+def test_data_that_change_after_the_task_was_made_are_noticed():
+    x, y = points()
+    task = vectors(train=(x, y), val=points(30), test=points(20))
+    x *= 2.0
+    with pytest.raises(EsperError, match=r"changed in place .* after the task was made; give the task a copy"):
+        grow(task, "wait_only")
 
 
 X, Y = images()

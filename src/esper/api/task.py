@@ -98,7 +98,7 @@ class Task:
             if examples is not None
         }
         x, y = given["train"]
-        sample = x[: min(len(x), _EXAMPLES)]
+        sample = x[:_EXAMPLES].clone()
         sample = sample if inputs is None else inputs(sample)
         host = ModuleHostSpec.of(model, slots, sample[:8])
         network = deterministic_build(lambda: host.build(slots, sample[:1]))
@@ -119,7 +119,8 @@ class Task:
             class_names=classes,
             run_seed=seed,
         )
-        check_scores(objective, outputs[:4], dataset.train.y[:4])
+        rows = min(4, len(dataset.train))
+        check_scores(objective, outputs[:rows], dataset.train.y[:rows].clone())
         rate = _LEARNING_RATES[optimizer] if lr is None and optimizer in _LEARNING_RATES else lr or 0.0
         self.spec = TaskSpec(
             name=self.name,
@@ -201,7 +202,7 @@ def _objective(
             raise ConfigError("blind_loss needs a loss, and unit a loss or a metric; give it, or leave them out.")
         objective = _by_targets(outputs.shape[1:], y)
         return objective if metric is None else WithMetric(objective=objective, metric=metric, unit=unit or "score")
-    targets = y[: len(outputs)]
+    targets = y[: len(outputs)].clone()
     losses, first = (per_example("loss", loss, outputs[:n], targets[:n]) for n in (len(outputs), 1))
     if not torch.allclose(losses[:1], first, rtol=1e-3, atol=1e-5, equal_nan=True):
         raise ConfigError(

@@ -127,7 +127,7 @@ def check_examples(network: nn.Module, slots: Sequence[str], x: Tensor, others: 
 
 def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> None:
     """In training: keyed randomness alone, buffers written in place, and a gradient at every slot."""
-    name, version = type(network).__name__, x._version
+    name = type(network).__name__
     buffers = {path: (buffer, buffer.clone()) for path, buffer in network.named_buffers(remove_duplicate=False)}
     draw_for(dropout_layers(network), Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
     with torch.random.fork_rng(devices=[]):
@@ -140,8 +140,6 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> None:
             f"{name} draws from the global random generator in training, so that a host would depend on others; use "
             f"layers of nn.Dropout, whose masks are keyed{_attention_hint(network)}."
         )
-    if x._version != version:
-        raise ConfigError(f"{name} edits its inputs in place, which all hosts read; let it work on a copy.")
     for path, buffer in network.named_buffers(remove_duplicate=False):
         old, value = buffers.get(path, (None, buffer))
         if buffer is not old or not (buffer.is_floating_point() or torch.equal(buffer, value)):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError
@@ -70,12 +71,19 @@ def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whateve
     """The output of the network.
 
     Raises:
-        ConfigError: the forward pass fails.
+        ConfigError: the forward pass fails, or edits its inputs.
     """
+    before, version = x.clone(), x._version
     try:
-        return network(x)
+        output = network(x)
     except Exception as error:  # any error of the user's code
         raise ConfigError(
             f"{type(network).__name__} cannot process inputs {list(x.shape)} of {x.dtype}, which are like the example: "
             f"{error}. Inputs come as [B, ...] with any B, as in the data; correct the network or the example."
         ) from error
+    if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
+        raise ConfigError(
+            f"{type(network).__name__} edits its inputs in place, which all hosts read; let it work on a copy, e.g. "
+            "x = x.clone()."
+        )
+    return output

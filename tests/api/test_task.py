@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_tasks import MyNet, Zero, grow, images, own_task, points
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import esper
@@ -140,8 +141,33 @@ def test_data_that_change_after_the_task_was_made_are_noticed():
         grow(task, "wait_only")
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+def test_one_hot_targets_mean_classes(kind):
+    x, y = images()
+    one_hot = own_task(train=(x, F.one_hot(y).to(kind)), val=None, test=None)
+    classes = own_task(train=(x, y), val=None, test=None)
+    assert one_hot.spec.objective == classes.spec.objective
+    assert one_hot.spec.load(None, 0).identity == classes.spec.load(None, 0).identity
+
+
+def test_one_hot_targets_of_sequences_mean_tokens():
+    tokens = torch.arange(120).reshape(20, 6) % 5
+    task = esper.Task(model=Tied, slots=["mix"], train=(tokens, F.one_hot(tokens.roll(-1, dims=1)).float()), batch=4)
+    assert task.spec.objective.unit == "token accuracy"
+
+
+def test_a_loss_of_the_users_gets_one_hot_targets_as_they_are():
+    x, y = images()
+    task = own_task(train=(x, F.one_hot(y).float()), val=None, test=None, loss=nn.CrossEntropyLoss(reduction="none"))
+    assert task.spec.load(None, 0).train.y.shape == (33, 3)
+
+
 X, Y = images()
+SMOOTH = 0.9 * F.one_hot(Y).float() + 0.1 / 3
 WRONG = [
+    ({"train": (X, SMOOTH)}, "the targets are probabilities: each row sums to 1; say by loss= what they mean"),
+    ({"train": (X, (Y[:, None] > torch.arange(3)).float())}, "the targets are all 0 or 1; say by loss= what they"),
+    ({"train": (X, F.one_hot(Y)), "val": (X, Y)}, "the targets of train are one-hot, but those of val are not"),
     ({"slots": ["stemm"]}, "MyNet has no submodule 'stemm' for a slot; did you mean 'stem'?"),
     ({"slots": "stem"}, "slots is 'stem'; it must be a list"),
     ({"model": MyNet()}, "the model is a MyNet, but every host needs a network of its own; pass the class"),

@@ -13,7 +13,7 @@ from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs
@@ -48,6 +48,7 @@ class Task:
         name: for run directories and messages; that of the network if not given.
         loss: (outputs, targets) -> loss of each example [B]. If not given, the targets decide: classes [n] mean
             cross-entropy and accuracy, tokens [n, T] (-1 is padding) the same for each token, floats squared error, R².
+            One-hot targets of the shape of the outputs mean classes or tokens, also for `metric`.
         metric: (outputs, targets) -> points of each example [B], where 100 is perfect. If only `loss` is given: by how
             many percent it is below `blind_loss`.
         unit: name of the points.
@@ -105,7 +106,9 @@ class Task:
         outputs = _outputs(network, sample, batch)
         if y.is_floating_point() and y.dim() == 1 and outputs.shape[1:] == (1,):  # one number, with and without an axis
             given = {part: (of_x, of_y[:, None]) for part, (of_x, of_y) in given.items()}
-            y = given["train"][1]
+        if loss is None:
+            given = _with_classes(given, outputs.shape[1:])
+        y = given["train"][1]
         objective = _objective(outputs, y, loss, metric, unit, blind_loss)
         self.name = _name(name, network)
         dataset = from_arrays(
@@ -170,6 +173,41 @@ class _Given:
 def _with_whole_numbers(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Targets as a data set has them, float32 or int64."""
     return x, y if y.is_floating_point() else y.long()
+
+
+def _with_classes(given: dict[str, tuple[Tensor, Tensor]], outputs: tuple[int, ...]) -> dict[str, tuple[Tensor, Tensor]]:
+    """One-hot targets as classes or tokens, others as they are.
+
+    Raises:
+        ConfigError: floats that may mean probabilities or numbers. DataError: one split is one-hot, and another is not.
+    """
+    y = given["train"][1]
+    if y.shape[1:] != outputs:
+        return given
+    if len(outputs) in (1, 2) and _one_hot(y):
+        for part, (_, others) in given.items():
+            if others.shape[1:] != outputs or not _one_hot(others):
+                raise DataError(f"the targets of train are one-hot, but those of {part} are not; give classes in both.")
+        return {part: (x, of.argmax(dim=-1)) for part, (x, of) in given.items()}
+    functional = "torch.nn.functional."
+    if not y.is_floating_point():
+        return given
+    if bool(((y == 0) | (y == 1)).all()):
+        found = "all 0 or 1"
+        likely = f"{functional}binary_cross_entropy_with_logits(o, y, reduction='none').flatten(1).mean(dim=1)"
+    elif len(outputs) == 1 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3):
+        found, likely = "probabilities: each row sums to 1", f"{functional}cross_entropy(o, y, reduction='none')"
+    else:
+        return given
+    raise ConfigError(
+        f"the targets are {found}; say by loss= what they mean: cross-entropy is lambda o, y: {likely}, and squared "
+        "error is lambda o, y: (o - y).square().flatten(1).mean(dim=1)."
+    )
+
+
+def _one_hot(y: Tensor) -> bool:
+    """Whether each row of the last axis, of two or more, is 1 in one place and 0 elsewhere."""
+    return y.shape[-1] > 1 and bool(((y == 0) | (y == 1)).all() and (y.sum(dim=-1) == 1).all())
 
 
 def _name(given: str | None, network: nn.Module) -> str:

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,13 +164,75 @@ def test_a_loss_of_the_users_gets_one_hot_targets_as_they_are():
 
 
 X, Y = images()
+
+
+class NotANumber(MyNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.data.fill_(math.nan)
+
+
+class Coloured(nn.Module):
+    """[B, 3, H, W] -> logits [B, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layer2 = nn.Conv2d(3, 4, 3, padding=1), nn.Sequential(nn.ReLU(), nn.Conv2d(4, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer2(self.stem(x)).mean(dim=(2, 3))
+
+
+class Table:
+    """Examples that say that there are fifty, of which the eighth cannot be read if `broken`."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.broken and index == 7:
+            raise OSError("no such picture")
+        return X[index], Y[index]
+
+
+def fails(*_: object) -> torch.Tensor:
+    return torch.tensor(1 / 0)
+
+
 SMOOTH = 0.9 * F.one_hot(Y).float() + 0.1 / 3
 WRONG = [
-    ({"train": (X, SMOOTH)}, "the targets are probabilities: each row sums to 1; say by loss= what they mean"),
-    ({"train": (X, (Y[:, None] > torch.arange(3)).float())}, "the targets are all 0 or 1; say by loss= what they"),
+    ({"model": NotANumber}, "'head.bias' of NotANumber is NaN or infinite in a new network; correct its initial"),
+    ({"model": lambda: fails()}, "the model cannot be built: ZeroDivisionError: division by zero"),
+    ({"model": Coloured, "train": (torch.rand(40, 6, 6, 3), Y)}, "images have channels first, [B, C, H, W]: x.permute"),
+    ({"loss": fails}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64: ZeroDivisionError"),
+    ({"metric": fails}, "the metric fails on outputs (4, 3) and targets (4,) of torch.int64: ZeroDivisionError"),
+    ({"inputs": fails}, "the function inputs fails on stored examples [40, 1, 6, 6] of torch.float32: ZeroDivision"),
+    ({"inputs": lambda x: x.numpy()}, "the function inputs gives a ndarray for stored examples [40, 1, 6, 6]"),
+    ({"inputs": lambda x: x[:1]}, "the function inputs gives a tensor [1, 1, 6, 6] for stored examples [40, 1, 6, 6]"),
+    (
+        {"train": Table()},
+        "train[40] fails: IndexError: index 40 is out of bounds for dimension 0 with size 40. Its length",
+    ),
+    ({"train": Table(broken=True)}, "train[7] fails: OSError: no such picture. Its length is given as 50"),
+    ({"train": {"x": X, "y": Y}}, "train is a dict, expected (x, y) or a data set"),
+    ({"train": (X.to_sparse(), Y)}, "train.x is a tensor with is_sparse = True, expected one of plain numbers; give"),
+    ({"train": (X.to("meta"), Y)}, "train.x is a tensor with is_meta = True, expected one of plain numbers; it has no"),
+    ({"train": (X + 0j, Y)}, "train.x holds complex numbers, expected real ones; give torch.view_as_real"),
+    (
+        {"train": (X, pandas.Series(Y.numpy()))},
+        "train.y is of type Series, expected a tensor, an array or a number; conv",
+    ),
+    ({"train": (X, SMOOTH)}, "the targets are probabilities, which may mean classes or numbers; give loss=lambda o, y"),
+    (
+        {"train": (X, (Y[:, None] > torch.arange(3)).float())},
+        "where loss is binary_cross_entropy_with_logits or mse_loss of torch.nn.functional.",
+    ),
     ({"train": (X, F.one_hot(Y)), "val": (X, Y)}, "the targets of train are one-hot, but those of val are not"),
     ({"slots": ["stemm"]}, "MyNet has no submodule 'stemm' for a slot; did you mean 'stem'?"),
-    ({"slots": "stem"}, "slots is 'stem'; it must be a list"),
+    ({"slots": "stem"}, "slots is 'stem'; it must be list[str]"),
     ({"model": MyNet()}, "the model is a MyNet, but every host needs a network of its own; pass the class"),
     ({"train": (X[:, :, 0], Y)}, "MyNet cannot process inputs [4, 1, 6] of torch.float32"),
     ({"train": (X, Y[:-1])}, "train: x has 40 examples but y has 39; they must be equally many."),
@@ -210,3 +273,11 @@ def test_two_outputs_for_one_number_are_not_broadcast():
         esper.Task(model=MLP, slots=["body"], train=(x, y[:, 0]))
     with pytest.raises(ValueError, match="outputs and targets differ in shape"):
         MeanSquaredError(1.0).scores(torch.zeros(3, 1), torch.zeros(3))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
+def test_the_losses_that_are_proposed_for_probabilities_work(loss):
+    task = own_task(
+        train=(X, SMOOTH), val=None, test=None, loss=lambda o, y: loss(o, y, reduction="none").view(len(o), -1).mean(1)
+    )
+    assert task.spec.objective.unit == "loss reduction"

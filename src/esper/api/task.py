@@ -9,6 +9,7 @@ from typing import Literal, cast, final
 import torch
 from torch import Tensor, nn
 
+from esper.api.arguments import checked
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -16,7 +17,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.tasks import registry
-from esper.tasks.datasets import Augmentation, Dataset, Inputs
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, inputs_of
 from esper.tasks.datasets.arrays import Examples, from_arrays, stored_pair
 from esper.tasks.objectives import (
     Classification,
@@ -69,6 +70,7 @@ class Task:
             out.
     """
 
+    @checked
     def __init__(
         self,
         model: Model,
@@ -99,8 +101,7 @@ class Task:
             if examples is not None
         }
         x, y = given["train"]
-        sample = x[:_EXAMPLES].clone()
-        sample = sample if inputs is None else inputs(sample)
+        sample = inputs_of(inputs, x[:_EXAMPLES].clone())
         host = ModuleHostSpec.of(model, slots, sample[:8])
         network = deterministic_build(lambda: host.build(slots, sample[:1]))
         outputs = _outputs(network, sample, batch)
@@ -175,7 +176,9 @@ def _with_whole_numbers(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x, y if y.is_floating_point() else y.long()
 
 
-def _with_classes(given: dict[str, tuple[Tensor, Tensor]], outputs: tuple[int, ...]) -> dict[str, tuple[Tensor, Tensor]]:
+def _with_classes(
+    given: dict[str, tuple[Tensor, Tensor]], outputs: tuple[int, ...]
+) -> dict[str, tuple[Tensor, Tensor]]:
     """One-hot targets as classes or tokens, others as they are.
 
     Raises:
@@ -189,20 +192,17 @@ def _with_classes(given: dict[str, tuple[Tensor, Tensor]], outputs: tuple[int, .
             if others.shape[1:] != outputs or not _one_hot(others):
                 raise DataError(f"the targets of train are one-hot, but those of {part} are not; give classes in both.")
         return {part: (x, of.argmax(dim=-1)) for part, (x, of) in given.items()}
-    functional = "torch.nn.functional."
-    if not y.is_floating_point():
-        return given
-    if bool(((y == 0) | (y == 1)).all()):
-        found = "all 0 or 1"
-        likely = f"{functional}binary_cross_entropy_with_logits(o, y, reduction='none').flatten(1).mean(dim=1)"
-    elif len(outputs) == 1 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3):
-        found, likely = "probabilities: each row sums to 1", f"{functional}cross_entropy(o, y, reduction='none')"
-    else:
-        return given
-    raise ConfigError(
-        f"the targets are {found}; say by loss= what they mean: cross-entropy is lambda o, y: {likely}, and squared "
-        "error is lambda o, y: (o - y).square().flatten(1).mean(dim=1)."
-    )
+    probabilities = len(outputs) == 1 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3)
+    if y.is_floating_point() and (probabilities or bool(((y == 0) | (y == 1)).all())):
+        found, likely = ("probabilities", "cross_entropy")
+        if not probabilities:
+            found, likely = "all 0 or 1", "binary_cross_entropy_with_logits"
+        raise ConfigError(
+            f"the targets are {found}, which may mean classes or numbers; give loss=lambda o, y: loss(o, y, "
+            f"reduction='none').view(len(o), -1).mean(dim=1), where loss is {likely} "
+            "or mse_loss of torch.nn.functional."
+        )
+    return given
 
 
 def _one_hot(y: Tensor) -> bool:

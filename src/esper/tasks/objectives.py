@@ -207,8 +207,9 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
     shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     try:
         found = function(outputs, targets)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        raise ConfigError(f"the {name} fails on {shapes} of {targets.dtype}: {' '.join(str(error).split())}") from error
+    except Exception as error:  # any error of the user's code
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"the {name} fails on {shapes} of {targets.dtype}: {said}") from error
     if (outputs._version, targets._version) != versions:
         raise ConfigError(
             f"the {name} edits its {'targets' if outputs._version == versions[0] else 'outputs'} in place, which are "

@@ -64,6 +64,21 @@ class Inputs(Protocol):
         """Inputs [..., *input] of stored examples [..., *stored]."""
 
 
+def inputs_of(inputs: Inputs | None, x: Tensor) -> Tensor:
+    """`inputs` of a copy of stored examples, or these; raises DataError if it fails or gives something else."""
+    if inputs is None:
+        return x
+    stored = f"stored examples {list(x.shape)} of {x.dtype}"
+    try:
+        found: object = inputs(x.clone())
+    except Exception as error:  # any error of the user's code
+        raise DataError(f"the function inputs fails on {stored}: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Tensor) or found.shape[:1] != x.shape[:1]:
+        kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise DataError(f"the function inputs gives {kind} for {stored}; it must give a tensor with an input for each.")
+    return found
+
+
 @runtime_checkable
 class Augmentation(Protocol):
     """A random change of training examples with keyed draws: e.g. `CropAndFlip`."""
@@ -130,7 +145,7 @@ class Dataset:
 
     def as_inputs(self, x: Tensor) -> Tensor:
         """Inputs of a host for some stored examples, which stay as they are: `inputs` may edit what it gets."""
-        return x if self.inputs is None else self.inputs(x.clone())
+        return inputs_of(self.inputs, x)
 
     def to(self, device: torch.device) -> "Dataset":
         """The same data set on `device`; call it once and share the result, so that the data lie there once."""

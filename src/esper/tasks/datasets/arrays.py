@@ -6,7 +6,7 @@ y   Classification   classes [n]     NextToken   tokens [n, T], -1 is padding   
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +29,19 @@ class MapStyle(Sized, Protocol):
         """The example at an index."""
 
 
+_CONVERSIONS = {
+    "to_numpy": "with .to_numpy()",
+    "getbands": "with the transform torchvision.transforms.PILToTensor()",
+}
+"""How objects with such an attribute become arrays: tables, and images of PIL."""
+_UNUSUAL = {
+    "is_sparse": "give .to_dense()",
+    "is_sparse_csr": "give .to_dense()",
+    "is_nested": "give torch.nested.to_padded_tensor(..., 0.0)",
+    "is_quantized": "give .dequantize()",
+    "is_meta": "it has no values: load them first",
+}
+"""Kinds of tensors without an array of numbers, and what to do."""
 Array = Tensor | np.ndarray
 Examples = tuple[Array, Array] | MapStyle
 """(x [n, ...], y [n, ...]), or a map-style data set, which is read once: random transforms are drawn once."""
@@ -133,13 +146,19 @@ def stored_pair(place: str, examples: object, inputs: Inputs | None) -> tuple[Te
 
 def _stacked(place: str, examples: object) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a map-style data set."""
-    if not isinstance(examples, MapStyle) or isinstance(examples, IterableDataset):
+    if not isinstance(examples, MapStyle) or isinstance(examples, IterableDataset | Mapping):
         raise DataError(
             f"{place} is a {type(examples).__name__}, expected (x, y) or a data set with __len__ and __getitem__."
         )
     columns: tuple[list[Tensor], list[Tensor]] = ([], [])
     for index in range(len(examples)):
-        example = examples[index]
+        try:
+            example = examples[index]
+        except Exception as error:  # any error of the user's code
+            raise DataError(
+                f"{place}[{index}] fails: {type(error).__name__}: {error}. Its length is given as {len(examples)}; "
+                "correct the data set."
+            ) from error
         if not isinstance(example, tuple | list) or len(example) != 2:
             raise DataError(f"{place}[{index}] is a {type(example).__name__}, expected a pair (x, y).")
         for field, value, column in zip("xy", example, columns, strict=True):
@@ -162,16 +181,15 @@ def _tensor(place: str, value: object) -> Tensor:
         value = torch.from_numpy(np.require(value, native, ["C", "W"]))  # copies only what PyTorch cannot share
     elif isinstance(value, bool | int | float | np.generic):
         value = torch.as_tensor(value)
-    if not isinstance(value, Tensor) or value.is_complex():
-        kind = (
-            f"{type(value).__name__} of {value.dtype}"
-            if isinstance(value, np.ndarray | Tensor)
-            else type(value).__name__
-        )
-        raise DataError(
-            f"{place} is of type {kind}, expected a tensor, an array or a number; convert it, e.g. images with "
-            "the transform torchvision.transforms.PILToTensor()."
-        )
+    if not isinstance(value, Tensor):
+        kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        way = next((way for name, way in _CONVERSIONS.items() if hasattr(value, name)), "with torch.as_tensor(...)")
+        raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it, e.g. {way}.")
+    for trait, way in _UNUSUAL.items():
+        if getattr(value, trait):
+            raise DataError(f"{place} is a tensor with {trait} = True, expected one of plain numbers; {way}.")
+    if value.is_complex():
+        raise DataError(f"{place} holds complex numbers, expected real ones; give torch.view_as_real(...).")
     value = value.detach().cpu()
     return value.to(torch.float32) if value.is_floating_point() else value
 
@@ -189,7 +207,7 @@ def _inputs(place: str, x: Tensor, inputs: Inputs | None) -> Tensor:
         if inputs is None:
             raise DataError(
                 f"{place} holds bytes (uint8): give inputs that make numbers of them on the device, such as "
-                "Pixels(mean, std) for images, or convert it to floats (or to int64 where they are tokens)."
+                "inputs=lambda x: x.float() / 255 for images, or convert it to floats (tokens to int64)."
             )
         return x
     return x if x.is_floating_point() else x.to(torch.int64)
@@ -215,10 +233,10 @@ def _numbers(place: str, y: Tensor, axes: int, least: int, beyond: int, words: s
     y = y.to(torch.int64)
     wrong = ((y < least) | (y >= beyond)).nonzero()
     if len(wrong):
-        index = tuple(wrong[0].tolist())
+        index, expected = tuple(wrong[0].tolist()), f"{least}..{beyond - 1}" + " (-1 is padding)" * (least == PADDING)
         raise DataError(
-            f"{place}[{', '.join(map(str, index))}] is {int(y[index])}, expected {least}..{beyond - 1}; correct it, or "
-            "the number of classes or tokens of the objective."
+            f"{place}[{', '.join(map(str, index))}] is {int(y[index])}, expected {expected}; correct it, or the "
+            "number of classes or tokens of the objective."
         )
     return y
 

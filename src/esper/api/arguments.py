@@ -20,13 +20,10 @@ R = TypeVar("R")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: its arguments are compared with its signature before it runs.
+    """Decorate a public function: a call raises ConfigError for arguments missing, unknown or of a wrong type.
 
-    Numbers of NumPy become those of Python. Functions and data are looked at by their kind alone; what they give is
-    checked where it is used, and `**settings` with the configuration.
-
-    Raises:
-        ConfigError: of the call, an argument that is missing, unknown (with the nearest name), or of another type.
+    Numbers of NumPy become those of Python. What functions and data give is checked where they are used, and
+    `**settings` with the configuration.
     """
     signature, kinds = inspect.signature(function), cache(partial(get_type_hints, function))
     name = f"esper.{function.__qualname__.removesuffix('.__init__')}"

@@ -14,7 +14,7 @@ from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.errors import ConfigError
 from esper.leyline.objective import Objective
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, inputs_of
@@ -179,35 +179,26 @@ def _with_whole_numbers(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _with_classes(
     given: dict[str, tuple[Tensor, Tensor]], outputs: tuple[int, ...]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """One-hot targets as classes or tokens, others as they are.
-
-    Raises:
-        ConfigError: floats that may mean probabilities or numbers. DataError: one split is one-hot, and another is not.
-    """
+    """One-hot targets as classes or tokens, others as they are; raises ConfigError for floats that may mean either."""
     y = given["train"][1]
     if y.shape[1:] != outputs:
         return given
-    if len(outputs) in (1, 2) and _one_hot(y):
-        for part, (_, others) in given.items():
-            if others.shape[1:] != outputs or not _one_hot(others):
-                raise DataError(f"the targets of train are one-hot, but those of {part} are not; give classes in both.")
-        return {part: (x, of.argmax(dim=-1)) for part, (x, of) in given.items()}
+    if _one_hot(y):
+        return {part: (x, of.argmax(dim=-1) if _one_hot(of) else of) for part, (x, of) in given.items()}
     probabilities = len(outputs) == 1 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3)
     if y.is_floating_point() and (probabilities or bool(((y == 0) | (y == 1)).all())):
-        found, likely = ("probabilities", "cross_entropy")
-        if not probabilities:
-            found, likely = "all 0 or 1", "binary_cross_entropy_with_logits"
+        likely = "cross_entropy" if probabilities else "binary_cross_entropy_with_logits"
         raise ConfigError(
-            f"the targets are {found}, which may mean classes or numbers; give loss=lambda o, y: loss(o, y, "
-            f"reduction='none').view(len(o), -1).mean(dim=1), where loss is {likely} "
+            f"the targets are {'probabilities' if probabilities else 'all 0 or 1'}, which may mean classes or numbers; "
+            f"give loss=lambda o, y: loss(o, y, reduction='none').view(len(o), -1).mean(dim=1), where loss is {likely} "
             "or mse_loss of torch.nn.functional."
         )
     return given
 
 
 def _one_hot(y: Tensor) -> bool:
-    """Whether each row of the last axis, of two or more, is 1 in one place and 0 elsewhere."""
-    return y.shape[-1] > 1 and bool(((y == 0) | (y == 1)).all() and (y.sum(dim=-1) == 1).all())
+    """Whether rows [n, C] or [n, T, C] are 1 in one place and 0 elsewhere."""
+    return y.dim() in (2, 3) and y.shape[-1] > 1 and bool(((y == 0) | (y == 1)).all() and (y.sum(dim=-1) == 1).all())
 
 
 def _name(given: str | None, network: nn.Module) -> str:

@@ -114,7 +114,7 @@ def sync(path: Path) -> None:
 
 
 def sync_file(descriptor: int) -> None:
-    """Wait until an open file or folder is on the disk; a warning where the file system cannot tell."""
+    """Wait until an open file or folder is on the disk; warns where the file system cannot tell."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -122,11 +122,7 @@ def sync_file(descriptor: int) -> None:
 
 
 def lock(file: TextIO) -> None:
-    """Lock an open file until it is closed; a warning where the file system has no locks.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
+    """Lock an open file until it is closed; BlockingIOError if another process has. Warns where there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -60,11 +60,9 @@ def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/
     path = own.read_text(encoding="utf-8").rpartition("::/")[2].strip() if own.is_file() else ""
     for group in (groups / path, *(groups / path).parents):
         files = (group / "cpu.max", group / "cpu/cpu.cfs_quota_us", group / "cpu/cpu.cfs_period_us")  # version 2, or 1
-        most, *period = " ".join(file.read_text(encoding="ascii") for file in files if file.is_file()).split() or [
-            "max"
-        ]
-        if most.isdecimal():  # neither "max" nor -1
-            cores = min(cores, int(most) / int(period[0]))
+        numbers = " ".join(file.read_text(encoding="ascii") for file in files if file.is_file()).split()
+        if numbers and numbers[0].isdecimal():  # neither "max" nor -1
+            cores = min(cores, int(numbers[0]) / int(numbers[1]))
     return max(1, int(cores))
 
 

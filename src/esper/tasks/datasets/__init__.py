@@ -68,14 +68,13 @@ def inputs_of(inputs: Inputs | None, x: Tensor) -> Tensor:
     """`inputs` of a copy of stored examples, or these; raises DataError if it fails or gives something else."""
     if inputs is None:
         return x
-    stored = f"stored examples {list(x.shape)} of {x.dtype}"
     try:
         found: object = inputs(x.clone())
     except Exception as error:  # any error of the user's code
-        raise DataError(f"the function inputs fails on {stored}: {type(error).__name__}: {error}") from error
+        raise DataError(f"inputs= fails on {list(x.shape)} of {x.dtype}: {type(error).__name__}: {error}") from error
     if not isinstance(found, Tensor) or found.shape[:1] != x.shape[:1]:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise DataError(f"the function inputs gives {kind} for {stored}; it must give a tensor with an input for each.")
+        raise DataError(f"inputs= gives {kind} for examples {list(x.shape)}; it must give an input for each of them.")
     return found
 
 

@@ -29,19 +29,6 @@ class MapStyle(Sized, Protocol):
         """The example at an index."""
 
 
-_CONVERSIONS = {
-    "to_numpy": "with .to_numpy()",
-    "getbands": "with the transform torchvision.transforms.PILToTensor()",
-}
-"""How objects with such an attribute become arrays: tables, and images of PIL."""
-_UNUSUAL = {
-    "is_sparse": "give .to_dense()",
-    "is_sparse_csr": "give .to_dense()",
-    "is_nested": "give torch.nested.to_padded_tensor(..., 0.0)",
-    "is_quantized": "give .dequantize()",
-    "is_meta": "it has no values: load them first",
-}
-"""Kinds of tensors without an array of numbers, and what to do."""
 Array = Tensor | np.ndarray
 Examples = tuple[Array, Array] | MapStyle
 """(x [n, ...], y [n, ...]), or a map-style data set, which is read once: random transforms are drawn once."""
@@ -183,13 +170,14 @@ def _tensor(place: str, value: object) -> Tensor:
         value = torch.as_tensor(value)
     if not isinstance(value, Tensor):
         kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        way = next((way for name, way in _CONVERSIONS.items() if hasattr(value, name)), "with torch.as_tensor(...)")
-        raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it, e.g. {way}.")
-    for trait, way in _UNUSUAL.items():
-        if getattr(value, trait):
-            raise DataError(f"{place} is a tensor with {trait} = True, expected one of plain numbers; {way}.")
-    if value.is_complex():
-        raise DataError(f"{place} holds complex numbers, expected real ones; give torch.view_as_real(...).")
+        ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()"}
+        way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
+        raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it with {way}.")
+    if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta or value.is_complex():
+        raise DataError(
+            f"{place} is a tensor of {value.dtype}, {value.layout} on {value.device}, expected a dense one of real "
+            "numbers; use .to_dense() (sparse), .dequantize(), torch.view_as_real (complex), or load its values (meta)."
+        )
     value = value.detach().cpu()
     return value.to(torch.float32) if value.is_floating_point() else value
 

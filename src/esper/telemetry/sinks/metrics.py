@@ -31,10 +31,7 @@ def configuration(run_directory: Path) -> dict[str, Any]:
 
 
 def is_new(run_directory: Path, sink: str, number: int) -> bool:
-    """Whether a sink gets this round for the first time: a run that resumes from an older checkpoint repeats rounds.
-
-    The last one is kept in the file SINK_round.
-    """
+    """Whether a sink gets this round for the first time: a resumed run may repeat some. Kept in the file SINK_round."""
     file = run_directory / f"{sink}_round"
     if number <= (int(file.read_text(encoding="utf-8")) if file.exists() else 0):
         return False

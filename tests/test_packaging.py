@@ -25,6 +25,7 @@ READS = re.compile(
 )
 MAY_READ = {
     "tolaria/executors/scoring.py": "an objective is tried once, on the CPU, before the first step",
+    "api/arguments.py": "numbers of NumPy among arguments",
     "api/task.py": "tries a loss of the user's, before the run",
     "tolaria/runtime.py": "the border between device and host",
     "tolaria/build.py": "properties of instances, which are drawn on the CPU to be recorded",
@@ -37,6 +38,7 @@ MAY_READ = {
     "kasmina/parameters/kinds.py": "compares two builds of a module, before the run",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, before the run",
     "kasmina/hosts/module_checks.py": "tries a user's network, before the run",
+    "kasmina/hosts/module_pass.py": "tries a user's network, before the run",
     "kasmina/hosts/module_probe.py": "tries a user's network, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
@@ -78,6 +80,10 @@ MAY_CATCH_ALL = {
     "export/programs.py": "so may the exporters of torch, whose reason is passed on",
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
     "kasmina/parameters/kinds.py": "any error of a blueprint's passes is raised again with its name",
+    "kasmina/hosts/module_probe.py": "any error in building a user's network is raised again",
+    "tasks/datasets/__init__.py": "any error of a user's function on inputs is raised again with their shape",
+    "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",
+    "tasks/objectives.py": "any error of a user's loss or metric is raised again with the shapes",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
     "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",

@@ -9,6 +9,7 @@ The names in `__all__` are public and stay; everything else may change. They are
 """
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 -- typed above
     if name in ("tasks", "blueprints"):
         return import_module(f"{_HOME[name]}.{name}")
     value = getattr(import_module(_HOME[name]), name)
+    if isinstance(value, FunctionType):
+        value = import_module("esper.api.arguments").checked(value)
     globals()[name] = value
     return value
 

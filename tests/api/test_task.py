@@ -3,10 +3,12 @@
 import math
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
-from own_tasks import MyNet, Zero, images, own_task, points
+from own_tasks import MyNet, Zero, grow, images, own_task, points
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import esper
@@ -105,10 +107,141 @@ def test_sequences_get_the_blueprints_of_sequences_and_a_name_of_their_own():
     assert vectors(name="lines").name == "lines"
 
 
+def test_functions_that_edit_what_they_get_leave_the_users_data_as_they_were():
+    (x, y), (xv, yv) = points(), points(30)
+    before = [values.clone() for values in (x, y, xv, yv)]
+    edits, plain = (
+        vectors(train=(x, y), val=(xv, yv), test=(xv, yv), inputs=inputs, episode_length=3)
+        for inputs in (lambda x: x.mul_(1.5), lambda x: x * 1.5)
+    )
+    edited, expected = grow(edits, "wait_only"), grow(plain, "wait_only")
+    assert edited.points == expected.points
+    assert edited.test_points == expected.test_points
+    assert all(map(torch.equal, before, (x, y, xv, yv)))
+
+
+def test_a_loss_or_metric_that_edits_what_it_gets_is_refused_without_a_change_of_the_data():
+    def squares(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y.sub_(out.detach()).square().mean(dim=1) + 0.0 * out.sum(dim=1)
+
+    x, y = points()
+    before = y.clone()
+    for changes in ({"loss": squares}, {"metric": squares}):
+        with pytest.raises(EsperError, match=f"the {next(iter(changes))} edits its targets in place"):
+            vectors(train=(x, y), **changes)
+        assert torch.equal(y, before)
+    with pytest.raises(EsperError, match="the loss edits its outputs in place"):
+        vectors(train=(x, y), loss=lambda out, y: out.sub_(y).square().mean(dim=1))
+
+
+def test_data_that_change_after_the_task_was_made_are_noticed():
+    x, y = points()
+    task = vectors(train=(x, y), val=points(30), test=points(20))
+    x *= 2.0
+    with pytest.raises(EsperError, match=r"changed in place .* after the task was made; give the task a copy"):
+        grow(task, "wait_only")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+def test_one_hot_targets_mean_classes(kind):
+    x, y = images()
+    one_hot = own_task(train=(x, F.one_hot(y).to(kind)), val=None, test=None)
+    classes = own_task(train=(x, y), val=None, test=None)
+    assert one_hot.spec.objective == classes.spec.objective
+    assert one_hot.spec.load(None, 0).identity == classes.spec.load(None, 0).identity
+
+
+def test_one_hot_targets_of_sequences_mean_tokens():
+    tokens = torch.arange(120).reshape(20, 6) % 5
+    task = esper.Task(model=Tied, slots=["mix"], train=(tokens, F.one_hot(tokens.roll(-1, dims=1)).float()), batch=4)
+    assert task.spec.objective.unit == "token accuracy"
+
+
+def test_a_loss_of_the_users_gets_one_hot_targets_as_they_are():
+    x, y = images()
+    task = own_task(train=(x, F.one_hot(y).float()), val=None, test=None, loss=nn.CrossEntropyLoss(reduction="none"))
+    assert task.spec.load(None, 0).train.y.shape == (33, 3)
+
+
 X, Y = images()
+
+
+class NotANumber(MyNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.data.fill_(math.nan)
+
+
+class Coloured(nn.Module):
+    """[B, 3, H, W] -> logits [B, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layer2 = nn.Conv2d(3, 4, 3, padding=1), nn.Sequential(nn.ReLU(), nn.Conv2d(4, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer2(self.stem(x)).mean(dim=(2, 3))
+
+
+class Table:
+    """Examples that say that there are fifty, of which the eighth cannot be read if `broken`."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.broken and index == 7:
+            raise OSError("no such picture")
+        return X[index], Y[index]
+
+
+def fails(*_: object) -> torch.Tensor:
+    return torch.tensor(1 / 0)
+
+
+SMOOTH = 0.9 * F.one_hot(Y).float() + 0.1 / 3
 WRONG = [
+    ({"model": NotANumber}, "'head.bias' of NotANumber is NaN or infinite in a new network; correct its initial"),
+    ({"model": lambda: fails()}, "the model cannot be built: ZeroDivisionError: division by zero"),
+    ({"model": Coloured, "train": (torch.rand(40, 6, 6, 3), Y)}, "images have channels first, [B, C, H, W]: x.permute"),
+    ({"loss": fails}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64: ZeroDivisionError"),
+    ({"metric": fails}, "the metric fails on outputs (4, 3) and targets (4,) of torch.int64: ZeroDivisionError"),
+    ({"inputs": fails}, "inputs= fails on [40, 1, 6, 6] of torch.float32: ZeroDivisionError: division by zero"),
+    (
+        {"inputs": lambda x: x.numpy()},
+        "inputs= gives a ndarray for examples [40, 1, 6, 6]; it must give an input for each",
+    ),
+    ({"inputs": lambda x: x[:1]}, "inputs= gives a tensor [1, 1, 6, 6] for examples [40, 1, 6, 6]"),
+    (
+        {"train": Table()},
+        "train[40] fails: IndexError: index 40 is out of bounds for dimension 0 with size 40. Its length",
+    ),
+    ({"train": Table(broken=True)}, "train[7] fails: OSError: no such picture. Its length is given as 50"),
+    ({"train": {"x": X, "y": Y}}, "train is a dict, expected (x, y) or a data set"),
+    (
+        {"train": (X.to_sparse(), Y)},
+        "train.x is a tensor of torch.float32, torch.sparse_coo on cpu, expected a dense one",
+    ),
+    ({"train": (X.to("meta"), Y)}, "train.x is a tensor of torch.float32, torch.strided on meta, expected a dense one"),
+    ({"train": (X + 0j, Y)}, "train.x is a tensor of torch.complex64, torch.strided on cpu, expected a dense one"),
+    (
+        {"train": (X, pandas.Series(Y.numpy()))},
+        "train.y is of type Series, expected a tensor, an array or a number; convert it with .to_numpy().",
+    ),
+    ({"train": (X, SMOOTH)}, "the targets are probabilities, which may mean classes or numbers; give loss=lambda o, y"),
+    (
+        {"train": (X, (Y[:, None] > torch.arange(3)).float())},
+        "where loss is binary_cross_entropy_with_logits or mse_loss of torch.nn.functional.",
+    ),
+    (
+        {"train": (X, F.one_hot(Y)), "val": (X, SMOOTH)},
+        "mynet.val.y holds torch.float32 [40, 3], expected classes [n] as integers",
+    ),
     ({"slots": ["stemm"]}, "MyNet has no submodule 'stemm' for a slot; did you mean 'stem'?"),
-    ({"slots": "stem"}, "slots is 'stem'; it must be a list"),
+    ({"slots": "stem"}, "slots is 'stem'; it must be list[str]"),
     ({"model": MyNet()}, "the model is a MyNet, but every host needs a network of its own; pass the class"),
     ({"train": (X[:, :, 0], Y)}, "MyNet cannot process inputs [4, 1, 6] of torch.float32"),
     ({"train": (X, Y[:-1])}, "train: x has 40 examples but y has 39; they must be equally many."),
@@ -149,3 +282,11 @@ def test_two_outputs_for_one_number_are_not_broadcast():
         esper.Task(model=MLP, slots=["body"], train=(x, y[:, 0]))
     with pytest.raises(ValueError, match="outputs and targets differ in shape"):
         MeanSquaredError(1.0).scores(torch.zeros(3, 1), torch.zeros(3))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
+def test_the_losses_that_are_proposed_for_probabilities_work(loss):
+    task = own_task(
+        train=(X, SMOOTH), val=None, test=None, loss=lambda o, y: loss(o, y, reduction="none").view(len(o), -1).mean(1)
+    )
+    assert task.spec.objective.unit == "loss reduction"

@@ -213,6 +213,10 @@ def test_examples_that_see_each_other_in_training_alone_are_normal():
 
 def test_a_network_that_edits_its_inputs_is_refused():
     refuses("Own edits its inputs in place", network(lambda net, x: net.b(net.a(x.mul_(1.0)))))
+    evaluation = network(lambda net, x: net.b(net.a(x if net.training else x.add_(1.0))))
+    refuses("Own edits its inputs in place", evaluation)
+    unversioned = network(lambda net, x: net.b(net.a(x.data.add_(1.0))))
+    refuses("Own edits its inputs in place", unversioned)
 
 
 def test_a_generator_of_its_own_is_refused():

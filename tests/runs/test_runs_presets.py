@@ -97,3 +97,15 @@ def test_the_environment_names_the_data_folder_of_tasks_that_need_one(
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read"):
         resolve({}, tmp_path / "nowhere.toml")
+
+
+def test_paths_below_the_home_folder_do_not_name_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "code" / "nothing.py"
+    file.parent.mkdir()
+    file.write_text("")
+    config = resolve({"data_dir": str(tmp_path / "data"), "plugins": [str(file)]})
+    assert (config.data_dir, config.plugins) == ("~/data", ("~/code/nothing.py",))
+    assert config.data_path() == tmp_path / "data"
+    monkeypatch.setenv("ESPER_DATA", str(tmp_path / "others"))
+    assert resolve({"task": "fashion_mnist"}).data_dir == "~/others"

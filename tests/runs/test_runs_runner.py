@@ -360,3 +360,20 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
     assert resume(path) == 0
     assert executor_of(path) == "auto"
     assert summary(path) == summary(whole["tiny"])
+
+
+def test_a_run_whose_directory_is_moved_ends_with_a_sentence_and_leaves_nothing_under_the_old_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    before = signal.signal(signal.SIGUSR1, lambda *_: run.rename(moved))
+    try:
+        with interrupted_at(2, 3, signal.SIGUSR1):
+            assert train(run, "null") == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert f"{run} was moved or deleted while the run wrote to it, so the run ends" in capfd.readouterr().err
+    assert not run.exists()
+    moved.rename(run)
+    assert resume(run) == 0
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,8 +1,10 @@
 """The run directory: complete or absent, cut to a checkpoint, written by one process at a time."""
 
+import errno
 import json
 import os
 import tomllib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,3 +221,53 @@ def test_missing_numbers_are_null_in_json() -> None:
     assert plain_json({"a": float("nan"), "b": [1.5, float("-inf")], "c": ("x", None), "d": True}) == {
         "a": None, "b": [1.5, None], "c": ["x", None], "d": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_directory_that_is_moved_ends_the_run_and_is_not_made_again(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "run"
+    with RunDirectory.create(path, CONFIG) as directory:
+        path.rename(tmp_path / "moved")
+        if replaced:
+            path.mkdir()
+        acts = (
+            lambda: directory.write_metrics({"round": 1}),
+            lambda: directory.write_summary({}),
+            lambda: directory.checkpoints,
+        )
+        for act in acts:
+            with pytest.raises(
+                RunDirectoryError, match=f"{path} was moved or deleted .* continue with --resume {path}"
+            ):
+                act()
+    assert list(path.iterdir()) == [] if replaced else not path.exists()
+    assert (tmp_path / "moved" / "metrics.jsonl").read_text() == ""
+
+
+def test_a_file_system_without_locks_and_syncs_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    monkeypatch.setattr("os.fsync", unsupported)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with RunDirectory.create(tmp_path / "run", CONFIG) as directory:
+            directory.write_metrics({"round": 1})
+            assert directory.cursor()["metrics.jsonl"] == len('{"round": 1}\n')
+    said = " ".join({str(warning.message) for warning in caught})
+    assert "the file system has no locks, so that nothing keeps a second process from writing" in said
+    assert "the file system cannot sync files or folders" in said
+    assert "(Function not implemented)" in said
+
+
+def test_a_disk_that_fails_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with RunDirectory.create(tmp_path / "run", CONFIG) as directory:
+        monkeypatch.setattr("os.fsync", broken)
+        with pytest.raises(RunDirectoryError, match="Input/output error"):
+            directory.cursor()

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 import torch
 
@@ -260,3 +262,19 @@ def test_validation_examples_of_a_host_are_followed_by_some_that_do_not_count():
     assert last.y.tolist() == [[7], [PADDING]]
     assert first.x[0, :, 0, 0, 0].tolist() == [1.0, 3.0, 5.0]
     assert len(batches) == 2
+
+
+def test_examples_that_are_changed_in_place_while_they_are_used_end_the_pass():
+    batches = SharedBatchIterator(numbered(), 3, 4, "val", 1, CPU)
+    passed = iter(batches)
+    next(passed).x.add_(1.0)
+    next(passed)
+    with pytest.raises(DataError, match="changed in place"):
+        next(passed)
+    with pytest.raises(DataError, match="changed in place"):
+        next(iter(batches))
+
+
+def test_a_split_that_moves_to_another_process_is_still_unchanged():
+    split = Split(torch.zeros(3, 2).add_(1.0), torch.zeros(3).add_(1.0))
+    pickle.loads(pickle.dumps(split)).require_unchanged()

@@ -50,6 +50,8 @@ def evaluate(
         ConfigError, RegistryError, CheckpointError: what cannot be compared, and the way out.
     """
     runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
+    if not runs:
+        raise ConfigError("run is an empty list; name at least one run.")
     for name in baselines:
         if name not in known_names() and not name.endswith(SUFFIX):
             raise RegistryError(f"unknown baseline {name!r}; {nearest(name, known_names())}")

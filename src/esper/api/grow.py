@@ -68,6 +68,8 @@ def grow(
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
     load_plugins(plugins)
     spec, run = spec_of(task), _run_of(controller)
+    if best_of < 1:
+        raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")
     changes = given(settings, episode_length=steps, device=device)

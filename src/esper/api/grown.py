@@ -6,6 +6,7 @@ from typing import final
 
 from torch import nn
 
+from esper.api.arguments import checked
 from esper.api.timeline import FILE, Timeline
 from esper.export.network import Format, GrownNetwork
 
@@ -59,6 +60,7 @@ class Grown:
         """Floating-point operations of one example; a multiply-add counts as two."""
         return self.network.description.flops
 
+    @checked
     def save(self, folder: Path | str, *, formats: Collection[Format] = (), overwrite: bool = False) -> list[str]:
         """Write the files of `esper export` and the timeline; `esper.load` reads them.
 

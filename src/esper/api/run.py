@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from esper.api.arguments import checked
 from esper.api.session import console, given, in_process
 from esper.runs import training
 from esper.runs.comparison import Comparison
@@ -93,6 +94,7 @@ class Run:
         warn(record.complaints)
         return record
 
+    @checked
     def resume(self, *, rounds: int | None = None, progress: bool = True) -> "Run":
         """Continue a run that was stopped, or make it longer: to `rounds` rounds in all. Returns this run.
 

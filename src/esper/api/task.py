@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from esper.api.arguments import checked
 from esper.kasmina.hosts.interface import Interface, as_floats
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
@@ -20,7 +21,7 @@ from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.leyline.structure import Structure
 from esper.tasks import registry
-from esper.tasks.datasets import Augmentation, Dataset, Inputs
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, applied, inputs_of
 from esper.tasks.datasets.arrays import (
     Examples,
     Stored,
@@ -65,6 +66,7 @@ class Task:
             be one tensor, or tensors of floats [B, ...] that a `loss` takes as the network returns them.
         loss: (outputs, targets) -> loss of each example [B]. If not given, the targets decide: classes [n] mean
             cross-entropy and accuracy, tokens [n, T] (-1 is padding) the same for each token, floats squared error, R².
+            One-hot targets of the shape of the outputs mean classes or tokens, also for `metric`.
         metric: (outputs, targets) -> points of each example [B], where 100 is perfect. If only `loss` is given: by how
             many percent it is below `blind_loss`.
         unit: name of the points.
@@ -85,6 +87,7 @@ class Task:
             out.
     """
 
+    @checked
     def __init__(
         self,
         model: Model,
@@ -113,7 +116,7 @@ class Task:
         given = _stored({"train": train, "val": val, "test": test}, inputs, batch)
         first = given["train"]
         prepare, example = _prepared(inputs, first)
-        sample = first.x[:_EXAMPLES] if prepare is None else prepare(first.x[:_EXAMPLES])
+        sample = inputs_of(prepare, first.x[:_EXAMPLES].clone())
         interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
         host = ModuleHostSpec.of(model, slots, sample[:8], interface=interface)
         network = cast(ModuleHost, deterministic_build(lambda: host.build(slots, sample[:1])))
@@ -127,7 +130,9 @@ class Task:
         y = pairs["train"][1]
         if y.is_floating_point() and y.dim() == 1 and found.shape[1:] == (1,):  # one number, with and without an axis
             pairs = {part: (of_x, of_y[:, None]) for part, (of_x, of_y) in pairs.items()}
-            y = pairs["train"][1]
+        if loss is None:
+            pairs = _with_classes(pairs, found.shape[1:])
+        y = pairs["train"][1]
         objective = _objective(found, y, loss, metric, unit, blind_loss)
         self.name = _name(name, network)
         dataset = from_arrays(
@@ -147,7 +152,8 @@ class Task:
         if augmentation is not None and first.x_structure is not None:
             augmentation = StructuredAugmentation(augmentation, first.x_structure)
         dataset = replace(dataset, inputs=prepare, augmentation=augmentation)
-        check_scores(objective, found[:4], dataset.train.y[:4])
+        rows = min(4, len(dataset.train))
+        check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
         rate = _LEARNING_RATES[optimizer] if lr is None and optimizer in _LEARNING_RATES else lr or 0.0
         self.spec = TaskSpec(
             name=self.name,
@@ -217,12 +223,37 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
     """`inputs` for stored examples, and the structure of what a network takes (None for one tensor)."""
     if inputs is None:
         return None, given.x_structure
-    x = given.x[:_EXAMPLES]
-    found: object = inputs(x if given.x_structure is None else given.x_structure.unpack(x))
+    x = given.x[:_EXAMPLES].clone()
+    found = applied(inputs, x if given.x_structure is None else given.x_structure.unpack(x))
     structure = None if isinstance(found, Tensor) else Structure.of(found)
     if structure is None and given.x_structure is None:
         return inputs, None
     return StructuredInputs(inputs, given.x_structure, structure), structure
+
+
+def _with_classes(
+    given: dict[str, tuple[Tensor, Tensor]], outputs: tuple[int, ...]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """One-hot targets as classes or tokens, others as they are; raises ConfigError for floats that may mean either."""
+    y = given["train"][1]
+    if y.shape[1:] != outputs:
+        return given
+    if _one_hot(y):
+        return {part: (x, of.argmax(dim=-1) if _one_hot(of) else of) for part, (x, of) in given.items()}
+    probabilities = len(outputs) == 1 and bool((y >= 0).all() and (y.sum(dim=1) - 1).abs().max() < 1e-3)
+    if y.is_floating_point() and (probabilities or bool(((y == 0) | (y == 1)).all())):
+        likely = "cross_entropy" if probabilities else "binary_cross_entropy_with_logits"
+        raise ConfigError(
+            f"the targets are {'probabilities' if probabilities else 'all 0 or 1'}, which may mean classes or numbers; "
+            f"give loss=lambda o, y: loss(o, y, reduction='none').view(len(o), -1).mean(dim=1), where loss is {likely} "
+            "or mse_loss of torch.nn.functional."
+        )
+    return given
+
+
+def _one_hot(y: Tensor) -> bool:
+    """Whether rows [n, C] or [n, T, C] are 1 in one place and 0 elsewhere."""
+    return y.dim() in (2, 3) and y.shape[-1] > 1 and bool(((y == 0) | (y == 1)).all() and (y.sum(dim=-1) == 1).all())
 
 
 def _name(given: str | None, network: ModuleHost) -> str:
@@ -267,7 +298,7 @@ def _objective(
             raise ConfigError("blind_loss needs a loss, and unit a loss or a metric; give it, or leave them out.")
         objective = _by_targets(outputs.shape[1:], y)
         return objective if metric is None else WithMetric(objective=objective, metric=metric, unit=unit or "score")
-    targets = y[: len(outputs)]
+    targets = y[: len(outputs)].clone()
     losses, first = (per_example("loss", loss, outputs[:n], targets[:n]) for n in (len(outputs), 1))
     if not torch.allclose(losses[:1], first, rtol=1e-3, atol=1e-5, equal_nan=True):
         raise ConfigError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.files import sync_file
 
 _OTHERS_MAY_WRITE = 0o022
 
@@ -97,7 +98,7 @@ def _draft(folder: Path) -> Path | None:
 
 def _install(draft: Path, folder: Path, name: str) -> Path:
     with draft.open("rb+") as file:
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
     return draft.replace(folder / f"{name}-{_digest(draft)}.so")
 
 

@@ -101,8 +101,7 @@ class GrownNetwork:
             )
             for s in rows
         ]
-        x = dataset.train.x[:1].to("cpu")
-        example = x if dataset.inputs is None else dataset.inputs(x)
+        example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
         module = build(_host(task.host, spec.slot_ids, example), seeds)
         _fill(module, engine, host, dict(zip(rows, seeds, strict=True)))
         host_params, grown_params = module.num_params()

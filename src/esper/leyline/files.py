@@ -1,13 +1,25 @@
 """Atomic writes: a new file or folder is written beside its place under a random name, synced, and then renamed."""
 
+import errno
+import fcntl
 import os
 import secrets
 import shutil
 import stat
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOLCK})
+"""What file systems answer that lack an operation: Lustre and NFS for locks, CIFS and FUSE for folders."""
+
+
+def absolute(path: Path) -> str:
+    """The absolute path of `path`; below the home folder as ~/..., which does not tell whose machine it is."""
+    full, home = Path(os.path.abspath(path.expanduser())), Path("~").expanduser()
+    return f"~/{full.relative_to(home)}" if home.parent != home and full.is_relative_to(home) else str(full)
 
 
 def draft_of(path: Path) -> Path:
@@ -34,7 +46,7 @@ def replacing(path: Path) -> Iterator[TextIO]:
                 os.fchmod(descriptor, mode & 0o777)
             yield file
             file.flush()
-            os.fsync(descriptor)
+            sync_file(descriptor)
         draft.rename(path)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -96,6 +108,30 @@ def sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(descriptor: int) -> None:
+    """Wait until an open file or folder is on the disk; warns where the file system cannot tell."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        _go_on(error, "cannot sync files or folders, so that a power cut may lose the newest ones")
+
+
+def lock(file: TextIO) -> None:
+    """Lock an open file until it is closed; BlockingIOError if another process has. Warns where there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        _go_on(error, "has no locks, so that nothing keeps a second process from writing to the same folder")
+
+
+def _go_on(error: OSError, what: str) -> None:
+    if error.errno not in UNSUPPORTED:
+        raise error
+    warnings.warn(f"the file system {what} ({error.strerror}).", stacklevel=3)

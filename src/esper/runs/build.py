@@ -48,8 +48,24 @@ def device_of(config: RunConfig) -> torch.device:
     if config.threads:
         torch.set_num_threads(config.threads)
     elif config.workers > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
+        torch.set_num_threads(max(1, usable_cores() // config.workers))
+    else:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     return choose_device(config.device)
+
+
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may use: by its affinity, the quota of its control groups, and OMP_NUM_THREADS."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if (wished := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
+        cores = min(cores, int(wished))
+    path = own.read_text(encoding="utf-8").rpartition("::/")[2].strip() if own.is_file() else ""
+    for group in (groups / path, *(groups / path).parents):
+        files = (group / "cpu.max", group / "cpu/cpu.cfs_quota_us", group / "cpu/cpu.cfs_period_us")  # version 2, or 1
+        numbers = " ".join(file.read_text(encoding="ascii") for file in files if file.is_file()).split()
+        if numbers and numbers[0].isdecimal():  # neither "max" nor -1
+            cores = min(cores, int(numbers[0]) / int(numbers[1]))
+    return max(1, int(cores))
 
 
 def dataset_of(config: RunConfig, device: torch.device) -> Dataset | None:

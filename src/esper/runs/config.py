@@ -73,8 +73,8 @@ class RunConfig:
     """Maximum number of processes that share the hosts on a CPU, including this one; `config.toml` names how many were
     used. It changes results only under the fused executor, and there only by rounding."""
     threads: int = 0
-    """CPU threads of one operation; 0 is PyTorch's default, or the cores per worker. Small networks are fastest with
-    1."""
+    """CPU threads of one operation; 0 is PyTorch's default, or the cores per worker, of those that the process may
+    use. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
     """Whether torch.compile is used for policy, built-in rewards and the phases of a control step. "auto" is "on" on
     CUDA and "off" on a CPU; `config.toml` names the one chosen. The first compilation takes about half a minute."""

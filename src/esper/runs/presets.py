@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.files import absolute
 from esper.runs.config import DATA_VARIABLE, RunConfig, task_values
 from esper.runs.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
 from esper.runs.values import Values, merge, parse, plain, read_toml, suggest
@@ -125,7 +126,7 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bo
     base = PRESETS[preset]()
     task = task_by_name(_name(given, "task", base["task"]))
     if task.source is not None and (folder := os.environ.get(DATA_VARIABLE)):
-        base["data_dir"] = os.path.abspath(folder)
+        base["data_dir"] = absolute(Path(folder))
     mode = _name(_table(given, "reward"), "mode", base["reward"]["mode"])
     reward = _name(given, "custom_reward", "") or mode
     return parse(RunConfig, merge(merge(base, task_values(task, reward)), given))
@@ -177,7 +178,7 @@ def plugin_names(values: Mapping[str, Any]) -> list[str]:
 
 def absolute_plugins(names: Sequence[str], folder: Path) -> list[str]:
     """Plugins with absolute paths of files; relative ones lie in `folder`."""
-    return [os.path.abspath(folder / Path(name).expanduser()) if is_file(name) else name for name in names]
+    return [absolute(folder / Path(name).expanduser()) if is_file(name) else name for name in names]
 
 
 def _plugins_of(values: Mapping[str, Any]) -> list[str]:
@@ -201,15 +202,11 @@ def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _with_absolute_paths(values: Mapping[str, Any], folder: Path) -> Values:
     """Absolute paths, so that a run can be resumed from any folder."""
-
-    def absolute(path: str) -> str:
-        return os.path.abspath(folder / Path(path).expanduser())
-
     changed: Values = {}
     if isinstance(values.get("data_dir"), str) and values["data_dir"]:
-        changed["data_dir"] = absolute(values["data_dir"])
+        changed["data_dir"] = absolute(folder / Path(values["data_dir"]).expanduser())
     if isinstance(task := values.get("task"), str) and names_task(task):
-        changed["task"] = absolute(task)
+        changed["task"] = absolute(folder / Path(task).expanduser())
     if "plugins" in values:
         changed["plugins"] = absolute_plugins(plugin_names(values), folder)
     return {**values, **changed}

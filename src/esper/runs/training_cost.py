@@ -93,8 +93,7 @@ class CostMeter:
         planted: Sequence[GrowthManifest] = (),
     ) -> None:
         assert task.host is not None, f"task {task.name!r} has no networks"
-        x = dataset.train.x[:1].to("cpu")
-        self._forward = ForwardFlops(task.host, spec, x if dataset.inputs is None else dataset.inputs(x))
+        self._forward = ForwardFlops(task.host, spec, dataset.as_inputs(dataset.train.x[:1].to("cpu")))
         self._seed_params = seed_params
         batches = task.batches_per_step
         self._train = len(dataset.train) if batches is None else batches * task.batch_train

@@ -217,12 +217,22 @@ class OfStructures:
 
 
 def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
-    """What a loss or metric gives, float32 [R]; raises ConfigError if it is not one number per example."""
+    """What a loss or metric gives, float32 [R].
+
+    Raises:
+        ConfigError: it is not one number per example, or the function edits what it gets.
+    """
+    versions = outputs._version, targets._version
     try:
         found = function(outputs, targets)
-    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        reason = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ConfigError(f"the {name} fails on {_words(function, outputs, targets)}: {reason}") from error
+    except Exception as error:  # any error of the user's code
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"the {name} fails on {_words(function, outputs, targets)}: {said}") from error
+    if (outputs._version, targets._version) != versions:
+        raise ConfigError(
+            f"the {name} edits its {'targets' if outputs._version == versions[0] else 'outputs'} in place, which are "
+            "needed after it; let it work on a copy, e.g. outputs - targets instead of outputs.sub_(targets)."
+        )
     if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
         kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
         raise ConfigError(

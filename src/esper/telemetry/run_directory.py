@@ -13,7 +13,6 @@ A directory is created atomically and locked by the process that writes to it. R
 because a resume would truncate their targets.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from typing import Any, ParamSpec, TextIO, TypeVar, final
 import tomli_w
 
 from esper.leyline.errors import RunDirectoryError
-from esper.leyline.files import draft_of, is_draft, mode_of, remove, replacing, sync
+from esper.leyline.files import draft_of, is_draft, lock, mode_of, remove, replacing, sync, sync_file
 from esper.telemetry.record.parts import RECORD
 
 CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS, IMPORTANCE = (
@@ -72,7 +71,7 @@ class RunDirectory:
     """A run directory locked and open for writing; made by `create` or `reopen`."""
 
     def __init__(self, path: Path, names: Iterable[str]) -> None:
-        self.path = path
+        self.path, self._folder = path, path.stat()
         self._files: dict[str, TextIO] = {}
         for name in names:
             self._open(name)
@@ -83,7 +82,7 @@ class RunDirectory:
         if name != METRICS:
             return
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError as error:
             self.close()
             raise RunDirectoryError(
@@ -161,7 +160,16 @@ class RunDirectory:
         """Write lines of steps.jsonl; the directory must have been opened with `steps`."""
         self._write(STEPS, lines)
 
+    def _require_there(self) -> None:
+        """Raise RunDirectoryError if the path is no longer the folder that was opened."""
+        if not (self.path.exists() and os.path.samestat(self.path.stat(), self._folder)):
+            raise RunDirectoryError(
+                f"the run directory {self.path} was moved or deleted while the run wrote to it, so the run ends; move "
+                f"it back, then continue with --resume {self.path}."
+            )
+
     def _write(self, name: str, lines: Iterable[Mapping[str, object]]) -> None:
+        self._require_there()
         text = "".join(_encoded(line) + "\n" for line in lines)
         _translated(self.path, self._files[name].write, text)
 
@@ -171,13 +179,14 @@ class RunDirectory:
         def lengths() -> dict[str, int]:
             for file in self._files.values():
                 file.flush()
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
             return {name: file.tell() for name, file in self._files.items()}
 
         return _translated(self.path, lengths)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json atomically."""
+        self._require_there()
         text = json.dumps(plain_json(dict(summary)), indent=2, allow_nan=False) + "\n"
         _translated(self.path, _replace, self.path / SUMMARY, text)
 
@@ -195,7 +204,8 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
+        """Folder of the checkpoints; raises RunDirectoryError if the run directory was moved or deleted."""
+        self._require_there()
         return self.path / CHECKPOINTS
 
 

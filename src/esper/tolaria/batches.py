@@ -82,7 +82,7 @@ class SharedBatchIterator:
             raise DataError(f"the {split} split of {dataset.identity.get('name')} is empty; expected examples.")
         self._num_envs, self.batch_size, self._run_seed = num_envs, batch_size, run_seed
         self._shuffles = split == "train"
-        self._inputs, self._augmentation = dataset.inputs, dataset.augmentation if self._shuffles else None
+        self._as_inputs, self._augmentation = dataset.as_inputs, dataset.augmentation if self._shuffles else None
         whole = not self._shuffles or batches_per_step is None
         self._count = len(self.data) if whole else batch_size * (batches_per_step or 1)
         self.order: Int[Tensor, "N n"] | None = None
@@ -144,14 +144,16 @@ class SharedBatchIterator:
         return -(-self._count // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of one step or pass."""
+        """The batches of one step or pass; raises DataError if examples were changed in place."""
         assert self.order is not None or not self._shuffles, "begin() comes before a training step"
+        self.data.require_unchanged()
         for start in range(0, self._count, self.batch_size):
             stop = start + self.batch_size
             if self.order is None:
-                yield self._batch(self.data.x[start:stop], self.data.y[start:stop])
+                yield Batch(self._as_inputs(self.data.x[start:stop]), self.data.y[start:stop])
             else:
                 yield self._gather(self.order, slice(start, stop))
+        self.data.require_unchanged()
 
     def _gather(self, order: Int[Tensor, "N n"], some: slice) -> Batch:
         index_NB = order[:, some].clamp(min=0)  # what does not count has a target that says so
@@ -163,10 +165,7 @@ class SharedBatchIterator:
             y = self.targets[:, some]
         if self.drawn is not None and self._augmentation is not None:
             x = self._augmentation(x, self.drawn[:, some])
-        return self._batch(x, y)
-
-    def _batch(self, x: Tensor, y: Tensor) -> Batch:
-        return Batch(x if self._inputs is None else self._inputs(x), y)
+        return Batch(self._as_inputs(x), y)
 
 
 def _check_passes(number: int, t: int, size: int) -> None:

@@ -127,7 +127,11 @@ BAD = [
     ((X, Y - 1), {}, r"mine.train.y\[0\] is -1, expected 0..2"),
     ((X, Y.float()), {}, r"mine.train.y holds torch.float32 \[30\], expected classes \[n\] as integers"),
     ((X, Y[:, None]), {}, r"mine.train.y holds torch.int64 \[30, 1\], expected classes \[n\]"),
-    ((X.long(), X.long()), {"objective": NextToken(29)}, r"mine.train.y\[29, 0\] is 29, expected -1..28"),
+    (
+        (X.long(), X.long()),
+        {"objective": NextToken(29)},
+        r"mine.train.y\[29, 0\] is 29, expected -1..28 \(-1 is padding\)",
+    ),
     ((X.long(), Y), {"objective": NextToken(29)}, r"mine.train.y holds torch.int64 \[30\], expected tokens \[n, T\]"),
     ((X, torch.tensor(float("nan")).expand(30)), {"objective": MeanSquaredError(1.0)}, r"mine.train.y\[0\] is NaN"),
     (images_of(8, 8, 9), {}, r"mine.train\[2\].x has the shape \[3, 9, 9\], but the first one has \[3, 8, 8\]"),

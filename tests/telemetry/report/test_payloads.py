@@ -222,3 +222,9 @@ def test_a_run_says_how_much_it_learned():
     (run,) = payload(record, "runs")
     assert run["learned"] == {"rounds": 2, "first": 1.5, "last": 7.5}
     assert (run["last"]["objective"], run["cost"]["seconds"]) == (8.0, 16.0)
+
+
+def test_a_report_does_not_tell_the_home_folder_of_a_run(record, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    record.database.execute("update runs set path = ?", (str(tmp_path / "runs" / "a"),))
+    assert payload(record, "runs")[0]["path"] == "~/runs/a"

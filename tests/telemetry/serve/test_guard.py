@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from esper.telemetry.serve.app import application
-from esper.telemetry.serve.guard import COOKIE, HEADERS, Access
+from esper.telemetry.serve.guard import HEADERS, Access
 from esper.telemetry.serve.sources import Runs
 from served_runs import write_run
 
@@ -101,13 +101,25 @@ def test_the_token_in_the_address_becomes_a_cookie_that_scripts_and_other_sites_
     answer = guarded.get("/", params={"token": "pass word"})
     assert answer.status_code == 200
     cookie = answer.headers["set-cookie"]
-    assert cookie.startswith(f"{COOKIE}=")
+    name = Access(token="pass word").cookie
+    assert cookie.startswith(f"{name}=")
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
     assert "pass" not in cookie
     assert guarded.get("/api/overview").status_code == 200  # the client kept it
     guarded.cookies.clear()
-    assert guarded.get("/api/overview", headers={"Cookie": f"{COOKIE}=guess"}).status_code == 401
+    assert guarded.get("/api/overview", headers={"Cookie": f"{name}=guess"}).status_code == 401
+
+
+def test_servers_on_other_ports_and_foreign_cookies_do_not_log_out(runs):
+    cookies = []
+    for token in ("one", "two"):
+        client = TestClient(application(runs, Access(token=token)), base_url=LOCAL)
+        cookies.append(client.get("/", params={"token": token}).headers["set-cookie"].partition(";")[0])
+    header = "; ".join(['settings={"dark": true, "x": [1]}', cookies[0], 'b=a"c', cookies[1]])
+    for token in ("one", "two"):
+        client = TestClient(application(runs, Access(token=token)), base_url=LOCAL)
+        assert client.get("/api/overview", headers={"Cookie": header}).status_code == 200
 
 
 def test_no_cookie_without_a_token(client):

@@ -39,6 +39,8 @@ def check_weights(network: nn.Module, again: nn.Module) -> None:
     parameter_layout(network)
     buffer_layout(network)
     for path, tensor in ours.items():
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{path!r} of {name} is NaN or infinite in a new network; correct its initialization.")
         other = theirs.get(path)
         if other is not None and tensor.numel() and tensor.data_ptr() == other.data_ptr():
             raise ConfigError(
@@ -144,7 +146,7 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
 
     The pass in which it was found is returned.
     """
-    name, version = type(network).__name__, x._version
+    name = type(network).__name__
     buffers = {path: (buffer, buffer.clone()) for path, buffer in network.named_buffers(remove_duplicate=False)}
     weights = {path for path, _ in network.named_parameters()}
 
@@ -164,8 +166,6 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
         run = run_with(seed)
         if not run.draws or all(run.of(slot) for slot in slots):
             break
-    if x._version != version:
-        raise ConfigError(f"{name} edits its inputs in place, which all hosts read; let it work on a copy.")
     for path in {path for path, _ in network.named_parameters()} ^ weights:
         raise ConfigError(f"parameter {path!r} of {name} is registered or removed by a forward pass in training, so "
                           "that it is not trained; register it in __init__.")  # fmt: skip

@@ -91,19 +91,28 @@ def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whateve
     """The output of the network, which starts with the same global generators in every call.
 
     Raises:
-        ConfigError: the forward pass fails.
+        ConfigError: the forward pass fails, or edits its inputs.
     """
     with seeded_generators(0):
         return _output(network, x)
 
 
 def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
+    before, version = x.clone(), x._version
     try:
-        return network(x)
+        output = network(x)
     except ConfigError:
         raise  # says already what the network returns
     except Exception as error:  # any error of the user's code
+        last = x.dim() == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] > 4
+        hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
         raise ConfigError(
-            f"{type(network).__name__} cannot process inputs {inputs_in_words(network, x)}, which are like the "
-            f"example: {error}. Inputs come as [B, ...] with any B, as in the data; correct the network or the example."
+            f"{type(network).__name__} cannot process inputs {inputs_in_words(network, x)}, which are like the example: "
+            f"{error}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the network or the example."
         ) from error
+    if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
+        raise ConfigError(
+            f"{type(network).__name__} edits its inputs in place, which all hosts read; let it work on a copy, e.g. "
+            "x = x.clone()."
+        )
+    return output

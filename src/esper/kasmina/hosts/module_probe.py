@@ -63,7 +63,10 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     Raises:
         ConfigError: `model` gives no module, or a normalization that needs its counter.
     """
-    network = model()
+    try:
+        network = model()
+    except Exception as error:  # any error of the user's code
+        raise ConfigError(f"the model cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"the model gives a {type(network).__name__}; it must give an nn.Module.")
     if example is not None:

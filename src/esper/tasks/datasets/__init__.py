@@ -1,15 +1,18 @@
 """Data sets: checked, split, and resident on the device."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
+
+from esper.leyline.errors import DataError
+from esper.leyline.structure import described
 
 SplitName = Literal["train", "val", "test"]
 PlainValue = str | int | float | tuple["PlainValue", ...]
@@ -26,13 +29,32 @@ class Split:
 
     x: Shaped[Tensor, "n ..."]
     y: Shaped[Tensor, "n ..."]
+    _versions: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_versions", self._found())
+
+    def __reduce__(self) -> tuple[type["Split"], tuple[Tensor, Tensor]]:
+        return Split, (self.x, self.y)  # in another process the tensors begin with version 0
 
     def __len__(self) -> int:
         return len(self.y)
 
     def to(self, device: torch.device) -> "Split":
         """The same examples on `device`, contiguous; no copy where they are so already."""
+        self.require_unchanged()
         return Split(self.x.to(device).contiguous(), self.y.to(device).contiguous())
+
+    def require_unchanged(self) -> None:
+        """Raise DataError if an operation in place has changed the examples since this split was made."""
+        if self._found() != self._versions:
+            raise DataError(
+                "the examples of the task were changed in place (x.mul_(2), x += 1, x[0] = 0) after the task was made; "
+                "give the task a copy (x.clone()), and let network, loss and metric work on copies of what they get."
+            )
+
+    def _found(self) -> tuple[int, ...]:
+        return tuple(-1 if values.is_inference() else values._version for values in (self.x, self.y))
 
 
 @runtime_checkable
@@ -41,6 +63,25 @@ class Inputs(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Inputs [..., *input] of stored examples [..., *stored]."""
+
+
+def applied(inputs: Inputs, x: Any) -> Any:  # noqa: ANN401 -- what the user's function takes and gives
+    """`inputs(x)`; raises DataError if it fails."""
+    try:
+        return inputs(x)
+    except Exception as error:  # any error of the user's code
+        raise DataError(f"inputs= fails on {described(x)}: {type(error).__name__}: {error}") from error
+
+
+def inputs_of(inputs: Inputs | None, x: Tensor) -> Tensor:
+    """`inputs` of a copy of stored examples, or these; raises DataError if it fails or gives something else."""
+    if inputs is None:
+        return x
+    found = applied(inputs, x.clone())
+    if not isinstance(found, Tensor) or found.shape[:1] != x.shape[:1]:
+        kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise DataError(f"inputs= gives {kind} for examples {list(x.shape)}; it must give an input for each of them.")
+    return found
 
 
 @runtime_checkable
@@ -106,6 +147,10 @@ class Dataset:
         """One of the three splits."""
         splits: dict[SplitName, Split] = {"train": self.train, "val": self.val, "test": self.test}
         return splits[name]
+
+    def as_inputs(self, x: Tensor) -> Tensor:
+        """Inputs of a host for some stored examples, which stay as they are: `inputs` may edit what it gets."""
+        return inputs_of(self.inputs, x)
 
     def to(self, device: torch.device) -> "Dataset":
         """The same data set on `device`; call it once and share the result, so that the data lie there once."""

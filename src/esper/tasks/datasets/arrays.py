@@ -256,15 +256,21 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
         collate = None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn
 
     def columns(items: list[Any]) -> tuple[Any, Any]:
-        x, y = _columns(place, items) if collate is None else _pair(place, collate(items))
+        if collate is None:
+            x, y = _columns(place, items)
+        else:
+            try:
+                x, y = _pair(place, collate(items))
+            except Exception as error:  # any error of the user's code
+                raise DataError(f"the collate_fn of {place} fails: {type(error).__name__}: {error}") from error
         return _tree(f"{place}.x", x, _tensor), _tree(f"{place}.y", y, _tensor)
 
     with seeded_generators(0):
-        items = [source[index] for index in range(len(source))]
+        items = [_item(place, source, index) for index in range(len(source))]
         if not items:
             raise DataError(f"{place} is empty, expected examples.")
         found = columns(items)
-        again = [source[index] for index in range(min(len(items), _READ_AGAIN))]
+        again = [_item(place, source, index) for index in range(min(len(items), _READ_AGAIN))]
         pairs = zip(*(flatten(columns(of))[0] for of in (items[: len(again)], again)), strict=True)
     if not all(torch.equal(one, other) for one, other in pairs):
         warnings.warn(
@@ -274,6 +280,16 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
             stacklevel=2,
         )
     return found
+
+
+def _item(place: str, source: MapStyle, index: int) -> Any:  # noqa: ANN401 -- whatever the user's data set gives
+    try:
+        return source[index]
+    except Exception as error:  # any error of the user's code
+        raise DataError(
+            f"{place}[{index}] fails: {type(error).__name__}: {error}. Its length is given as {len(source)}; correct "
+            "the data set."
+        ) from error
 
 
 def _columns(place: str, items: list[Any]) -> tuple[Any, Any]:
@@ -306,15 +322,15 @@ def _tensor(place: str, value: object) -> Tensor:
         value = torch.from_numpy(np.require(value, native, ["C", "W"]))  # copies only what PyTorch cannot share
     elif isinstance(value, bool | int | float | np.generic | list):
         value = torch.as_tensor(value)
-    if not isinstance(value, Tensor) or value.is_complex():
-        kind = (
-            f"{type(value).__name__} of {value.dtype}"
-            if isinstance(value, np.ndarray | Tensor)
-            else type(value).__name__
-        )
+    if not isinstance(value, Tensor):
+        kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()"}
+        way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
+        raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it with {way}.")
+    if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta or value.is_complex():
         raise DataError(
-            f"{place} is of type {kind}, expected a tensor, an array or a number; convert it, e.g. images with "
-            "the transform torchvision.transforms.PILToTensor()."
+            f"{place} is a tensor of {value.dtype}, {value.layout} on {value.device}, expected a dense one of real "
+            "numbers; use .to_dense() (sparse), .dequantize(), torch.view_as_real (complex), or load its values (meta)."
         )
     value = value.detach().cpu()
     return value.to(torch.float32) if value.is_floating_point() else value
@@ -333,7 +349,7 @@ def _inputs(place: str, x: Tensor, inputs: Inputs | None) -> Tensor:
         if inputs is None:
             raise DataError(
                 f"{place} holds bytes (uint8): give inputs that make numbers of them on the device, such as "
-                "Pixels(mean, std) for images, or convert it to floats (or to int64 where they are tokens)."
+                "inputs=lambda x: x.float() / 255 for images, or convert it to floats (tokens to int64)."
             )
         return x
     return x if x.is_floating_point() else x.to(torch.int64)
@@ -359,10 +375,10 @@ def _numbers(place: str, y: Tensor, axes: int, least: int, beyond: int, words: s
     y = y.to(torch.int64)
     wrong = ((y < least) | (y >= beyond)).nonzero()
     if len(wrong):
-        index = tuple(wrong[0].tolist())
+        index, expected = tuple(wrong[0].tolist()), f"{least}..{beyond - 1}" + " (-1 is padding)" * (least == PADDING)
         raise DataError(
-            f"{place}[{', '.join(map(str, index))}] is {int(y[index])}, expected {least}..{beyond - 1}; correct it, or "
-            "the number of classes or tokens of the objective."
+            f"{place}[{', '.join(map(str, index))}] is {int(y[index])}, expected {expected}; correct it, or the "
+            "number of classes or tokens of the objective."
         )
     return y
 

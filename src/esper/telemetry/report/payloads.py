@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from esper.leyline.files import mode_of
+from esper.leyline.files import absolute, mode_of
 from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.report import behaviour, hosts, learning
 from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
@@ -40,7 +40,8 @@ def _run(record: Record, row: Payload) -> Payload:
         (row["run"],),
     )[0]
     learned = record.query(_LEARNED, (row["run"],)) if last else [None]
-    return row | documents | {"last": last[0] if last else None, "cost": cost, "learned": learned[0]}
+    place = {"path": absolute(Path(row["path"]))}
+    return row | documents | place | {"last": last[0] if last else None, "cost": cost, "learned": learned[0]}
 
 
 _LEARNED = """

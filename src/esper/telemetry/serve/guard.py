@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from hashlib import sha256
-from http.cookies import SimpleCookie
 from typing import final
 
 from starlette.datastructures import MutableHeaders
@@ -20,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "esper-token"
 HEADERS = {
     # Plot puts a style element into each chart; scripts come from our files alone
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -60,6 +58,11 @@ class Access:
     def session(self) -> str:
         """The value of the cookie, from which the token cannot be told."""
         return sha256(f"esper serve {self.token}".encode()).hexdigest()
+
+    @property
+    def cookie(self) -> str:
+        """The name of the cookie. Browsers send cookies to every port, so servers with other tokens use other names."""
+        return f"esper-{self.session[:12]}"
 
 
 @final
@@ -101,8 +104,8 @@ class Guard:
         return self._access.allows_token(request.query_params.get("token", ""))
 
     def _has_cookie(self, request: Request) -> bool:
-        jar = SimpleCookie(request.headers.get("cookie", ""))
-        return COOKIE in jar and secrets.compare_digest(jar[COOKIE].value.encode(), self._access.session.encode())
+        given = request.cookies.get(self._access.cookie, "")
+        return secrets.compare_digest(given.encode(), self._access.session.encode())
 
     def _with_headers(self, request: Request, send: Send) -> Callable[[Message], Awaitable[None]]:
         access = self._access
@@ -114,7 +117,7 @@ class Guard:
                 headers.update(HEADERS)
                 if sets_cookie and message["status"] < 400:
                     # not a redirect: after a link of another site a browser would follow it without the cookie
-                    headers.append("Set-Cookie", f"{COOKIE}={access.session}; Path=/; HttpOnly; SameSite=Strict")
+                    headers.append("Set-Cookie", f"{access.cookie}={access.session}; Path=/; HttpOnly; SameSite=Strict")
             await send(message)
 
         return with_headers

@@ -30,6 +30,15 @@ def configuration(run_directory: Path) -> dict[str, Any]:
     return tomllib.loads((run_directory / CONFIG).read_text(encoding="utf-8"))
 
 
+def is_new(run_directory: Path, sink: str, number: int) -> bool:
+    """Whether a sink gets this round for the first time: a resumed run may repeat some. Kept in the file SINK_round."""
+    file = run_directory / f"{sink}_round"
+    if number <= (int(file.read_text(encoding="utf-8")) if file.exists() else 0):
+        return False
+    file.write_text(f"{number}\n", encoding="utf-8")
+    return True
+
+
 def run_id(run_directory: Path) -> str:
     """Eight letters that name the run in a tracker, the same after a resume; kept in the file `sink_id`."""
     file = run_directory / ID_FILE

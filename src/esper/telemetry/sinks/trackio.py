@@ -13,7 +13,7 @@ from typing import Any, final
 
 import trackio
 
-from esper.telemetry.sinks.metrics import PROJECT, configuration, run_id, scalars
+from esper.telemetry.sinks.metrics import PROJECT, configuration, is_new, run_id, scalars
 
 
 @final
@@ -21,6 +21,7 @@ class TrackioSink:
     """Logs each round at step = round; a resumed run continues the same run of trackio."""
 
     def __init__(self, run_directory: Path) -> None:
+        self._run_directory = run_directory
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{run_directory.resolve().name}-{run_id(run_directory)}",
@@ -31,7 +32,7 @@ class TrackioSink:
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Log a record of kind "round"; others are ignored."""
-        if kind == "round":
+        if kind == "round" and is_new(self._run_directory, "trackio", int(fields["round"])):
             self._run.log(dict(scalars(fields)), step=int(fields["round"]))
 
     def close(self) -> None:

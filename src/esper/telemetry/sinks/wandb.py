@@ -14,7 +14,7 @@ from typing import Any, final
 import wandb
 
 from esper.leyline.errors import ConfigError
-from esper.telemetry.sinks.metrics import PROJECT, configuration, run_id, scalars
+from esper.telemetry.sinks.metrics import PROJECT, configuration, is_new, run_id, scalars
 
 
 @final
@@ -30,6 +30,7 @@ class WandbSink:
         offline = os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun")
         if not offline and not wandb.login(prompt=False, verify=False):
             raise ConfigError("W&B has no API key; run `wandb login` once, or set WANDB_MODE=offline.")
+        self._run_directory = run_directory
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_directory.resolve().name,
@@ -44,7 +45,7 @@ class WandbSink:
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Log a record of kind "round", or put "run_finished" into the summary; others are ignored."""
-        if kind == "round":
+        if kind == "round" and is_new(self._run_directory, "wandb", int(fields["round"])):
             self._run.log(dict(scalars(fields)))
         elif kind == "run_finished":
             self._run.summary.update({name: value for name, value in scalars(fields) if name not in ("t", "host")})

@@ -192,6 +192,4 @@ def examples(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
     if not len(split):
         raise DataError(f"the train split of {dataset.identity.get('name')} is empty; expected examples.")
     index = torch.arange(count, device=split.x.device) % len(split)
-    x, y = split.x[index], split.y[index]
-    x = x if dataset.inputs is None else dataset.inputs(x)
-    return x.to(_CPU), y.to(_CPU)
+    return dataset.as_inputs(split.x[index]).to(_CPU), split.y[index].to(_CPU)

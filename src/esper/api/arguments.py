@@ -1,0 +1,77 @@
+"""The check of arguments that every public function makes first: names and types, by its signature."""
+
+import inspect
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache, partial, wraps
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from esper.leyline.errors import ConfigError, nearest
+from esper.runs.config import RunConfig
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: a call raises ConfigError for arguments missing, unknown or of a wrong type.
+
+    Numbers of NumPy become those of Python. What functions and data give is checked where they are used, and
+    `**settings` with the configuration.
+    """
+    signature, kinds = inspect.signature(function), cache(partial(get_type_hints, function))
+    name = f"esper.{function.__qualname__.removesuffix('.__init__')}"
+    known = [each for each in signature.parameters if each != "self"]
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for given in kwargs.keys() - set(known):
+            if "settings" not in known:
+                raise ConfigError(f"{name} has no argument {given!r}; {nearest(given, known)}")
+            close = get_close_matches(given, known, n=1, cutoff=0.7)
+            if close and given.partition(".")[0] not in {field.name for field in fields(RunConfig)}:
+                raise ConfigError(f"{name} has no argument {given!r}; did you mean {close[0]!r}?")
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(f"{name}: {error}; its arguments are {', '.join(known)}.") from None
+        for key, value in bound.arguments.items():
+            several = signature.parameters[key].kind is inspect.Parameter.VAR_POSITIONAL
+            plain = [one.item() if isinstance(one, np.generic) else one for one in (value if several else [value])]
+            for one in plain:
+                if not _fits(one, kind := kinds().get(key, Any)):
+                    expected = re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
+                    raise ConfigError(f"{name}: {key} is {_shown(one)}; it must be {expected}.")
+            bound.arguments[key] = tuple(plain) if several else plain[0]
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 -- any annotation
+    """Whether a value is of the annotated type; elements of lists are looked at, those of pairs are not."""
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if origin in (int, float):
+        return isinstance(value, int | origin) and not isinstance(value, bool)
+    if inner and issubclass(origin, Collection) and not issubclass(origin, tuple | Mapping):
+        return isinstance(value, origin) and not isinstance(value, str) and all(_fits(one, inner[0]) for one in value)
+    return isinstance(value, origin)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
+    return " ".join(reprlib.repr(value).split()) if plain else f"a {type(value).__name__}"

@@ -1,0 +1,67 @@
+"""What the public functions say about arguments of a wrong name or type."""
+
+import numpy as np
+import pytest
+import torch
+from own_tasks import MyNet, grow, images, own_task
+
+import esper
+from esper.leyline.errors import ConfigError
+
+TASK = r"an esper.Task\(model=..., slots=..., train=...\), a specification of a task or text"
+WRONG = [
+    (lambda: own_task(train=None), r"esper.Task: train is None; it must be tuple\[.*\] \| MapStyle."),
+    (lambda: own_task(batch=2.5), "esper.Task: batch is 2.5; it must be int."),
+    (lambda: own_task(batch=True), "esper.Task: batch is True; it must be int."),
+    (lambda: own_task(seed="a"), "esper.Task: seed is 'a'; it must be int."),
+    (lambda: own_task(lr=torch.tensor(0.1)), r"esper.Task: lr is a Tensor; it must be float \| None."),
+    (
+        lambda: own_task(loss="mse"),
+        r"esper.Task: loss is 'mse'; it must be Callable\[\[Tensor, Tensor\], Tensor\] \| None.",
+    ),
+    (lambda: own_task(slots=[0, 1]), r"esper.Task: slots is \[0, 1\]; it must be list\[str\]."),
+    (lambda: own_task(augmentation=lambda x: x), r"augmentation is a function; it must be Augmentation \| None."),
+    (lambda: own_task(batch_size=3), "esper.Task has no argument 'batch_size'; did you mean 'batch'?"),
+    (lambda: esper.Task(MyNet), "esper.Task: missing a required argument: 'slots'; its arguments are model, slots"),
+    (lambda: esper.grow(MyNet), r"esper.grow: task is the class MyNet; it must be Task \| TaskSpec \| str."),
+    (
+        lambda: esper.grow("digits", controller=None),
+        r"controller is None; it must be Run \| Path \| str \| Schedule \| Callable",
+    ),
+    (lambda: esper.grow("digits", bestof=3), "esper.grow has no argument 'bestof'; did you mean 'best_of'?"),
+    (lambda: esper.grow("digits", best_of=0), "best_of is 0; at least 1 network is needed."),
+    (lambda: esper.train("digits", rounds="3"), "esper.train: rounds is '3'; it must be int."),
+    (lambda: esper.train("digits", run_directory="x"), "no argument 'run_directory'; did you mean 'run_dir'?"),
+    (lambda: esper.train("digits", batch_size=3), "unknown key batch_size; did you mean 'batch_train'"),
+    (lambda: esper.load(3), r"esper.load: path is 3; it must be Path \| str."),
+    (lambda: esper.evaluate("run", ["heuristic"]), r"baselines is \['heuristic'\]; it must be str."),
+    (lambda: esper.evaluate([]), "run is an empty list; name at least one run."),
+    (lambda: esper.register_policy(MyNet), "esper.register_policy: name is the class MyNet; it must be str."),
+    (lambda: esper.register_task(5), "esper.register_task: task is 5; it must be Task"),
+    (lambda: esper.register_blueprint(birth=3), "birth is 3; it must be Mapping"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG, ids=[said[:40] for _, said in WRONG])
+def test_arguments_of_another_name_or_type_are_refused_at_the_border(call, said):
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    task = own_task(batch=np.int64(16), lr=np.float32(0.5), seed=np.int32(1))
+    assert (type(task.spec.batch_train), task.spec.optimizer.host_lr) == (int, 0.5)
+
+
+def test_a_format_that_does_not_exist_is_refused(tmp_path):
+    grown = grow(own_task(episode_length=2), "wait_only")
+    with pytest.raises(
+        ConfigError, match=r"esper.Grown.save: formats is \['onx'\]; it must be Collection\[Literal\['pt2', 'onnx'"
+    ):
+        grown.save(tmp_path / "grown", formats=["onx"])
+
+
+def test_five_examples_are_a_task():
+    x, y = images(5)
+    found = own_task(train=(x, y), val=None, test=None).spec.load(None, 0)
+    assert [len(found.split(part)) for part in ("train", "val", "test")] == [3, 1, 1]

@@ -107,8 +107,9 @@ def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever t
         last = x.dim() == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] > 4
         hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
         raise ConfigError(
-            f"{type(network).__name__} cannot process inputs {inputs_in_words(network, x)}, which are like the example: "
-            f"{error}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the network or the example."
+            f"{type(network).__name__} cannot process inputs {inputs_in_words(network, x)}, which are like the "
+            f"example: {error}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the network or the "
+            "example."
         ) from error
     if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
         raise ConfigError(

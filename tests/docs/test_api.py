@@ -51,7 +51,7 @@ def check_ten_lines(program: str, rounds: int, tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "runs" / "mynet-quickstart-s0").is_dir()
 
 
-@pytest.mark.filterwarnings("ignore:train: of a DataLoader")
+@pytest.mark.filterwarnings("ignore:train. of a DataLoader")
 def test_networks_with_several_inputs_and_outputs_become_tasks():
     texts = [({name: values[i] for name, values in several.TEXT.items()}, several.CLASSES[i]) for i in range(60)]
     variables = vars(several) | {"esper": esper, "DataLoader": DataLoader, "texts": texts, "pad": default_collate}

@@ -18,7 +18,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
-from esper.leyline.structure import Structure
+from esper.leyline.structure import Structure, described
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs
 from esper.tasks.datasets.arrays import (
@@ -113,7 +113,8 @@ class Task:
         given = _stored({"train": train, "val": val, "test": test}, inputs, batch)
         first = given["train"]
         prepare, example = _prepared(inputs, first)
-        sample = first.x[:_EXAMPLES] if prepare is None else prepare(first.x[:_EXAMPLES])
+        sample = first.x[:_EXAMPLES].clone()
+        sample = sample if prepare is None else prepare(sample)
         interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
         host = ModuleHostSpec.of(model, slots, sample[:8], interface=interface)
         network = cast(ModuleHost, deterministic_build(lambda: host.build(slots, sample[:1])))
@@ -217,9 +218,12 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
     """`inputs` for stored examples, and the structure of what a network takes (None for one tensor)."""
     if inputs is None:
         return None, given.x_structure
-    x = given.x[:_EXAMPLES]
+    x = given.x[:_EXAMPLES].clone()
     found: object = inputs(x if given.x_structure is None else given.x_structure.unpack(x))
-    structure = None if isinstance(found, Tensor) else Structure.of(found)
+    try:
+        structure = None if isinstance(found, Tensor) else Structure.of(found)
+    except TypeError as error:
+        raise ConfigError(f"inputs gives {described(found)}; it must give tensors: {error}") from error
     if structure is None and given.x_structure is None:
         return inputs, None
     return StructuredInputs(inputs, given.x_structure, structure), structure

@@ -210,6 +210,7 @@ WRONG = [
      "[n, 8], attention_mask: int64 [n, 8]}, which are like the example: Bert.forward() got an unexpected keyword"),
     (towers, {"val": ((IMAGES, META[:, :4]), CLASSES)}, "val.x is (float32 [n, 1, 6, 6], float32 [n, 4]), but that of "
      "train is (float32 [n, 1, 6, 6], float32 [n, 5]); make them equal"),
+    (towers, {"inputs": lambda of: (of[0].numpy(), of[1])}, "inputs gives a tuple with [0] and [1]; it must give"),
     (towers, {"val": (IMAGES, CLASSES)}, "val.x is one tensor, but that of train is (float32"),
     (towers, {"train": ((IMAGES, META[:9]), CLASSES)}, "train: x has 60 and 9 examples but y has 60"),
     (towers, {"train": ({"image": IMAGES.byte(), "meta": META}, CLASSES)}, "train.x['image'] holds bytes (uint8)"),

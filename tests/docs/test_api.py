@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, default_collate
 
 import esper
+import networks_of_several as several
 from esper.kasmina.blueprints import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-TEN_LINES, BLUEPRINT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TEN_LINES, SEVERAL, BLUEPRINT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SMALL = "rounds=1, num_envs=2, workers=1, executor='streamed', progress=False, **{'ppo.update_epochs': 1}"
 
 
@@ -47,6 +49,18 @@ def check_ten_lines(program: str, rounds: int, tmp_path: Path, monkeypatch: pyte
         *("model.json", "model.py", "model.safetensors", "timeline.json")
     ]
     assert (tmp_path / "runs" / "mynet-quickstart-s0").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:train. of a DataLoader")
+def test_networks_with_several_inputs_and_outputs_become_tasks():
+    texts = [({name: values[i] for name, values in several.TEXT.items()}, several.CLASSES[i]) for i in range(60)]
+    variables = vars(several) | {"esper": esper, "DataLoader": DataLoader, "texts": texts, "pad": default_collate}
+    variables |= {"tokens": several.TOKENS, "next_tokens": several.TOKENS.roll(-1, dims=1), "x": several.NUMBERS}
+    variables["squared_error"] = lambda found, x: (found - x).square().sum(dim=1)
+    variables["divergence"] = lambda mean, spread: 0.5 * (mean.square() + spread.exp() - 1 - spread).sum(dim=1)
+    exec(SEVERAL, variables)
+    units = [variables[name].spec.objective.unit for name in ("next_token", "sentiment", "vae")]
+    assert units == ["token accuracy", "accuracy", "loss reduction"]
 
 
 def test_the_ten_lines_grow_a_network_of_the_users(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
-from esper.leyline.structure import Structure
+from esper.leyline.structure import Structure, described
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, applied, inputs_of
 from esper.tasks.datasets.arrays import (
@@ -225,7 +225,10 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
         return None, given.x_structure
     x = given.x[:_EXAMPLES].clone()
     found = applied(inputs, x if given.x_structure is None else given.x_structure.unpack(x))
-    structure = None if isinstance(found, Tensor) else Structure.of(found)
+    try:
+        structure = None if isinstance(found, Tensor) else Structure.of(found)
+    except TypeError as error:
+        raise ConfigError(f"inputs gives {described(found)}; it must give tensors: {error}") from error
     if structure is None and given.x_structure is None:
         return inputs, None
     return StructuredInputs(inputs, given.x_structure, structure), structure

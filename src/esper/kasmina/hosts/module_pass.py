@@ -82,7 +82,7 @@ def recorded_pass(network: nn.Module, x: Tensor, *, differentiable: Collection[s
 
     paths = [name for name, _ in network.named_modules(remove_duplicate=False)]
     with replaced_outputs(network, record, paths), seeded_generators(seed) as used:
-        output = _output(network, x)
+        output = output_of(network, x)
         return Pass(output, tuple(calls), used())
 
 
@@ -93,10 +93,11 @@ def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whateve
         ConfigError: the forward pass fails.
     """
     with seeded_generators(0):
-        return _output(network, x)
+        return output_of(network, x)
 
 
-def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
+def output_of(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
+    """The output of the network, which finds the global generators as they are; raises as `plain_pass` does."""
     try:
         return network(x)
     except ConfigError:
@@ -104,5 +105,6 @@ def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever t
     except Exception as error:  # any error of the user's code
         raise ConfigError(
             f"{type(network).__name__} cannot process inputs {list(x.shape)} of {x.dtype}, which are like the example: "
-            f"{error}. Inputs come as [B, ...] with any B, as in the data; correct the network or the example."
+            f"{str(error).rstrip('.')}. Inputs come as [B, ...] with any B, as in the data; correct the network or the "
+            "example."
         ) from error

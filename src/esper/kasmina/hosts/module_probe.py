@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.kasmina.hosts import module_checks as checks
-from esper.kasmina.hosts.module_pass import plain_pass, recorded_pass, replaced_outputs
+from esper.kasmina.hosts.module_pass import output_of, plain_pass, recorded_pass, replaced_outputs
 from esper.kasmina.hosts.slots import InjectionPoint, Surface
 from esper.kasmina.parameters.flat_layout import drop_batch_counters
 from esper.kasmina.parameters.frozen import count_params, frozen_parameters, own_frozen
@@ -68,7 +68,7 @@ def new_network(model: Model, example: Tensor | None = None) -> nn.Module:
     if example is not None:
         modes = {layer: layer.training for layer in network.modules()}
         with torch.no_grad():
-            network.eval()(example)
+            output_of(network.eval(), example)
         for layer in network.modules():
             layer.training = modes.get(layer, True)
     network = prepared(network)
@@ -117,7 +117,8 @@ def _is_built_by_pass(network: nn.Module, again: nn.Module, x: Tensor) -> bool:
     checks.check_weights(network, again)
     with torch.no_grad():
         plain_pass(again.eval(), x)
-    return again.state_dict().keys() != network.state_dict().keys()
+    names, more = ({name for name, _ in (*of.named_parameters(), *of.named_buffers())} for of in (network, again))
+    return names != more
 
 
 def _check_model(model: Model) -> None:

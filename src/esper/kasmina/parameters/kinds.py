@@ -182,18 +182,10 @@ OWN_STATE = (
 
 
 def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
-    """Outputs of a new host without seeds in train mode, for inputs on the CPU.
-
-    Raises:
-        ConfigError: it draws from the global generators, and does not say so.
-    """
+    """Outputs of a new host without seeds in train mode, for inputs on the CPU; notes whether it draws."""
     with torch.no_grad():
         outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
-    if draws and not kind.template.global_rng:
-        raise ConfigError(
-            "the host draws from the global random generators in its forward pass; set `global_rng = True` in its "
-            "class, so that they are seeded for each host and step."
-        )
+    kind.template.global_rng |= draws
     return outputs
 
 

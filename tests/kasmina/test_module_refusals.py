@@ -1,5 +1,6 @@
 """Networks that cannot be hosts are refused with what was found and the way out."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -293,6 +294,21 @@ class Listing(nn.Module):
 
 def test_references_to_weights_beside_the_parameters_are_refused():
     refuses("Listing keeps references to its weights beside its parameters", Listing)
+
+
+def test_a_network_that_writes_into_its_weights_is_refused():
+    def clamped(net: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.b.weight.clamp_(-1.0, 1.0)
+        return net.b(net.a(x))
+
+    refuses("Own cannot be trained .* must not write into weights, as clamp_", network(clamped))
+
+
+def test_a_network_of_torch_jit_is_refused():
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        scripted = torch.jit.script(nn.Linear(6, 6))
+    refuses("Linear was compiled by torch.jit", network(c=lambda: copy.deepcopy(scripted)))
 
 
 def test_a_recurrent_layer_is_no_obstacle():

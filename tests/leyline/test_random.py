@@ -1,4 +1,7 @@
+import random
+
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +11,7 @@ from esper.leyline.random import (
     local_generator,
     permutation,
     philox,
+    seeded_generators,
     short_rows,
     to_normal,
     to_uniform,
@@ -179,3 +183,32 @@ def test_local_generators_are_equal_where_their_address_is_and_leave_the_global_
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(before, torch.get_rng_state())
+
+
+DRAWS = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": lambda: float(np.random.rand())}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_seeded_generators_start_from_the_seed_and_are_restored(draw):
+    def within(seed: int) -> float:
+        with seeded_generators(seed) as used:
+            assert not used()
+            drawn = draw()
+            assert used()
+        return drawn
+
+    with seeded_generators(0) as used:
+        assert within(2**63 + 1) == within(2**63 + 1) != within(2**63 + 2)
+        with pytest.raises(ZeroDivisionError), seeded_generators(1):
+            draw() / 0
+        assert not used()
+
+
+def test_seeded_generators_can_be_nested():
+    with seeded_generators(1):
+        plain = [torch.rand(()).item() for _ in range(2)]
+    with seeded_generators(1):
+        first = torch.rand(()).item()
+        with seeded_generators(2):
+            torch.rand(())
+        assert [first, torch.rand(()).item()] == plain

@@ -166,16 +166,15 @@ def seeded_generators(seed: int, device: torch.device | None = None) -> Iterator
     Those of PyTorch on the CPU (and on `device`, if it is a GPU), of Python and of numpy. Yields a function that says
     whether one of them has been used; it looks at the CPU alone.
     """
-    gpu = device if device is not None and device.type == "cuda" else None
+    gpus = [device] if device is not None and device.type == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[] if gpu is None else [gpu]):
+    with torch.random.fork_rng(devices=gpus):
         try:
             # Not torch.manual_seed: that would also seed the generators of devices that are not forked here.
             torch.default_generator.manual_seed(seed)
-            if gpu is not None:
-                torch.cuda.default_generators[
-                    torch.cuda.current_device() if gpu.index is None else gpu.index
-                ].manual_seed(seed)
+            for gpu in gpus:
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed & _MASK)
             start = _states()
@@ -187,5 +186,6 @@ def seeded_generators(seed: int, device: torch.device | None = None) -> Iterator
 
 def _states() -> tuple[object, ...]:
     """The states of the global generators on the CPU."""
-    _, numbers, *rest = np.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers.tobytes(), *rest
+    of_numpy = np.random.get_state(legacy=False)
+    numbers = (of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], of_numpy["has_gauss"])
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers

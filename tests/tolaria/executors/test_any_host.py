@@ -339,13 +339,19 @@ def test_two_processes_give_the_bits_of_one_for_sequences():
     assert same_tree(*states)
 
 
-def test_a_host_that_draws_random_numbers_without_a_key_is_refused():
+def test_a_host_of_another_class_that_draws_random_numbers_runs_streamed_alone_as_among_others():
     class Noisy(torch.nn.Module):
         def forward(self, h):
             return torch.nn.functional.dropout(h, 0.5, self.training)
 
-    with pytest.raises(ConfigError, match="the host draws from the global random generator in training"):
-        token_engine(token_task(host=TokenHostSpec(activation=Noisy)))
+    rows = []
+    for num_envs in (1, 3):
+        made = token_engine(token_task(host=TokenHostSpec(activation=Noisy)), executor="auto", num_envs=num_envs)
+        assert made.config.executor == "streamed"
+        made.executor.reset(0)
+        made.executor.train_epoch(1, tiny.empty_slots(num_envs, 3, CPU))
+        rows.append(made.executor.population.host.params[0])
+    assert bit_equal(*rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,8 +156,8 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
             for buffer, value in buffers.values():
                 buffer.copy_(value)
         with torch.autograd.graph.disable_saved_tensors_hooks(
-            "activation checkpointing (torch.utils.checkpoint) computes layers again in the backward pass, when the "
-            "seeds in them are gone; call the layers directly, or switch checkpointing off"
+            "activation checkpointing (torch.utils.checkpoint) computes layers again in the backward pass, without "
+            "the seeds that are in them; call the layers directly, or switch checkpointing off"
         ):
             return recorded_pass(network, x, differentiable=slots, seed=seed)
 
@@ -212,20 +212,25 @@ def check_binding(network: nn.Module, again: nn.Module, x: Tensor) -> None:
     name = type(network).__name__
     template, params, buffers = Template(again.eval()), dict(network.named_parameters()), dict(network.named_buffers())
     row, state = template.parameters.pack(params).requires_grad_(), template.buffers.pack(buffers)
-    for training in (False, True):
+
+    def run(*, training: bool) -> Tensor:
         template.train(training)
         template.bind(row, state, Draws(Moment(0), torch.zeros(1, dtype=torch.int64), 0))
         with seeded_generators(0), torch.set_grad_enabled(training):
-            outputs = template(x)
-        if not training and not near(outputs, plain_pass(network, x)):
-            raise ConfigError(
-                f"{name} keeps references to its weights beside its parameters (e.g. in a list), so that it cannot run "
-                "with the weights of another host; read them from their modules in forward."
-            )
+            return template(x)
+
+    if not near(run(training=False), plain_pass(network, x)):
+        raise ConfigError(
+            f"{name} keeps references to its weights beside its parameters (e.g. in a list), so that it cannot run "
+            "with the weights of another host; read them from their modules in forward."
+        )
     try:
-        outputs.sum().backward()
+        run(training=True).sum().backward()
     except RuntimeError as error:
-        raise ConfigError(f"{name} cannot be trained on a row of weights: {error}") from error
+        raise ConfigError(
+            f"{name} cannot be trained with the weights of all its layers in one tensor: {error} A forward pass must "
+            "not write into weights, as clamp_ and max_norm do; compute with a changed copy instead."
+        ) from error
 
 
 def _kind(found: object) -> str:

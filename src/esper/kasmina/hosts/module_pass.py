@@ -98,6 +98,7 @@ def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whateve
 
 
 def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
+    """The output of the network, which finds the global generators as they are; raises as `plain_pass` does."""
     before, version = x.clone(), x._version
     try:
         output = network(x)
@@ -108,8 +109,8 @@ def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever t
         hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
         raise ConfigError(
             f"{type(network).__name__} cannot process inputs {inputs_in_words(network, x)}, which are like the "
-            f"example: {error}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the network or the "
-            "example."
+            f"example: {str(error).rstrip('.')}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the "
+            "network or the example."
         ) from error
     if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
         raise ConfigError(

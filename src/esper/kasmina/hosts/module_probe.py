@@ -72,7 +72,13 @@ def new_network(model: Model, example: Arguments | None = None) -> nn.Module:
     if example is not None:
         modes = {layer: layer.training for layer in network.modules()}
         with torch.no_grad():
-            network.eval()(*example[0], **example[1])
+            try:
+                network.eval()(*example[0], **example[1])
+            except Exception as error:  # any error of the user's code
+                raise ConfigError(
+                    f"the first pass of {type(network).__name__}, in which lazy layers find their shapes, fails on "
+                    f"inputs like the example: {error}"
+                ) from error
         for layer in network.modules():
             layer.training = modes.get(layer, True)
     network = prepared(network)
@@ -126,7 +132,8 @@ def _is_built_by_pass(network: nn.Module, again: nn.Module, x: Tensor) -> bool:
     checks.check_weights(network, again)
     with torch.no_grad():
         plain_pass(again.eval(), x)
-    return again.state_dict().keys() != network.state_dict().keys()
+    names, more = ({name for name, _ in (*of.named_parameters(), *of.named_buffers())} for of in (network, again))
+    return names != more
 
 
 def _check_model(model: Model) -> None:

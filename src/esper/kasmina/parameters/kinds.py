@@ -42,9 +42,15 @@ def prepared(module: nn.Module) -> nn.Module:
 
     Its dropout is keyed; `torch.compile` is undone, in it as well; and weights that were computed from others already,
     as `nn.utils.weight_norm` does before every pass, have no gradient history, so that it can be copied.
+
+    Raises:
+        ConfigError: a part was compiled by torch.jit.
     """
     holder = nn.ModuleList([module])
     for layer in list(holder.modules()):
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ConfigError(f"{layer.original_name} was compiled by torch.jit, so it cannot run on the weights of "
+                              "another host; build it without torch.jit.script.")  # fmt: skip
         layer.__dict__.pop("_compiled_call_impl", None)
         for name, child in layer._modules.items():
             if child is not None and "_orig_mod" in child._modules:
@@ -148,8 +154,8 @@ def _check_seed(name: str, build: Build, features: Features) -> bool:
             blend(h, delta, Algorithm.ADD, None).sum().backward()
     except Exception as error:  # any error of the user's code
         raise ConfigError(
-            f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {error}. Correct its module, or "
-            "choose other slots."
+            f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {str(error).rstrip('.')}. Correct "
+            "its module, or choose other slots."
         ) from error
     if h._version:
         raise ConfigError(
@@ -176,18 +182,10 @@ OWN_STATE = (
 
 
 def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:
-    """Outputs of a new host without seeds in train mode, for inputs on the CPU.
-
-    Raises:
-        ConfigError: it draws from the global generators, and does not say so.
-    """
+    """Outputs of a new host without seeds in train mode, for inputs on the CPU; notes whether it draws."""
     with torch.no_grad():
         outputs, draws = _run_once(deterministic_build(kind.build).train(), x, lambda slot_id, h: h)
-    if draws and not kind.template.global_rng:
-        raise ConfigError(
-            "the host draws from the global random generators in its forward pass; set `global_rng = True` in its "
-            "class, so that they are seeded for each host and step."
-        )
+    kind.template.global_rng |= draws
     return outputs
 
 

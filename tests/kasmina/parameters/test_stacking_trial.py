@@ -16,7 +16,7 @@ from esper.leyline.errors import StackingError
 
 V, T, D = 11, 5, 8
 """Words, length and width."""
-TOKENS = torch.randint(1, V, (HOST_EXAMPLES, T), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(0, V, (HOST_EXAMPLES, T), generator=torch.Generator().manual_seed(0))
 
 
 class Gain(nn.Module):
@@ -142,8 +142,8 @@ def stacked(model: Callable[[], nn.Module]) -> nn.Module:
     return stacked_host(host_kind(host, torch.device("cpu")).build, TOKENS)
 
 
-def test_forty_random_sequence_hosts_run_for_many_at_once():
-    assert [seed for seed in range(40) if not isinstance(stacked(random_host(seed)), nn.Module)] == []
+def test_random_sequence_hosts_run_for_many_at_once():
+    assert [seed for seed in range(24) if not isinstance(stacked(random_host(seed)), nn.Module)] == []
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -40,7 +40,7 @@ def test_fused_is_streamed_for_a_network_that_runs_through_vmap(together):
     def grow(bench):
         for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS[1:3], ALGORITHMS[::2])):
             bench.grow("r0c0", "token_mlp", stage, alpha=alpha, algorithm=algorithm, hosts=[n])
-        bench.grow("r0c1", "token_scale", *CONDITIONS[0], hosts=[1])
+        bench.grow("r0c1", "token_scale", CONDITIONS[0][0], hosts=[1])
 
     def fused(data):
         executor = FusedExecutor(data, measures_together=together)

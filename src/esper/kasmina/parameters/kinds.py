@@ -19,6 +19,12 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
+
+
+class MisfitError(ConfigError):
+    """A blueprint cannot run on features of this shape."""
+
+
 Features = tuple[int, ...]
 """Shape of the features of one example: (C, H, W) or (T, D)."""
 Found = TypeVar("Found")
@@ -94,8 +100,8 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
     """The kind of seeds of a blueprint for features of this shape with this many channels.
 
     Raises:
-        ConfigError: the built module changes the shape of its input, has frozen parameters, or draws random numbers
-            without a key.
+        MisfitError: the built module cannot run on these features, or changes their shape.
+        ConfigError: it has frozen parameters, or draws random numbers without a key.
     """
 
     def build() -> nn.Module:
@@ -117,9 +123,14 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
 def _check_seed(name: str, module: nn.Module, features: Features) -> None:
     """Run a seed once in train mode."""
     h = torch.randn(2, *features, generator=torch.Generator().manual_seed(0))
-    delta = _trained_once(f"blueprint {name!r}", module, h)
+    try:
+        delta = _trained_once(f"blueprint {name!r}", module, h)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever layers raise that need other features
+        raise MisfitError(f"blueprint {name!r} cannot run on features {tuple(h.shape)}: {error}") from error
     if delta.shape != h.shape:
-        raise ConfigError(
+        raise MisfitError(
             f"blueprint {name!r} maps features {tuple(h.shape)} to {tuple(delta.shape)}; "
             "a seed must keep the shape of its input."
         )

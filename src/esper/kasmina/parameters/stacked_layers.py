@@ -167,7 +167,20 @@ class StackedEmbedding(nn.Embedding):
         hosts = self.weight.shape[0]
         numbers = torch.arange(hosts, device=x.device).view(-1, *(1,) * (x.dim() - 1))
         # by two indices, because rows of a slab cannot be flattened into one table without a copy
-        return self.weight[numbers, _by_host(x, hosts)].flatten(0, 1)
+        return _padded(self.weight[numbers, _by_host(x, hosts)].flatten(0, 1), x, self.padding_idx)
+
+
+def _padded(h: Tensor, x: Tensor, padding_idx: int | None) -> Tensor:
+    """Rows of a table for the indices x; that of the padding sends no gradient."""
+    return h if padding_idx is None else torch.where((x == padding_idx)[..., None], h.detach(), h)
+
+
+@final
+class _PaddedEmbedding(nn.Embedding):
+    """An embedding inside `torch.vmap`, which forgets that the row of the padding is not trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _padded(F.embedding(x, self.weight), x, self.padding_idx)
 
 
 @final
@@ -235,7 +248,7 @@ def _unknown_layer(layer: nn.Module) -> bool:
     zero_padded = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
     norm = isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d)
     special = isinstance(layer, nn.Embedding) and (
-        layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+        layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
     )
     special |= type(layer) is nn.MultiheadAttention and not can_be_keyed(layer)
     return not zero_padded or special or (norm and layer.weight is None)
@@ -333,6 +346,8 @@ class Vmapped(nn.Module):
         for layer in single.modules():
             if can_be_keyed(layer):
                 layer.__class__ = KeyedAttention  # the same operations one by one
+            elif type(layer) is nn.Embedding and layer.padding_idx is not None:
+                layer.__class__ = _PaddedEmbedding
             elif isinstance(layer, nn.RNNBase):
                 layer.__class__ = type(type(layer).__name__, (_HostByHost, type(layer)), {})
         self._single = [single]  # in a list, so that it is not a submodule

@@ -1,5 +1,6 @@
 """Builds an engine from a task."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,13 +55,14 @@ def build_engine(
     rules = config.lifecycle
     # a script knows the built-in blueprints only
     num_blueprints = registry.num_blueprints() if task.script is None else NUM_BUILTIN_BLUEPRINTS
+    runs = executor.costs.selectable.tolist()
     spec = EngineSpec(
         run_seed=config.run_seed,
         num_envs=config.num_envs,
         slot_ids=config.slots,
         episode_length=config.episode_length,
         family=task.family,
-        selectable=tuple(i for i in registry.selectable(task.family) if i < num_blueprints),
+        selectable=tuple(i for i in registry.selectable(task.family) if i < num_blueprints and runs[i]),
         num_blueprints=num_blueprints,
         blueprint_names=registry.names(),
         min_training_epochs=rules.min_training_epochs,
@@ -102,6 +104,9 @@ def _executor(
     assert dataset is not None
     workers = min(config.workers, config.num_envs) if device.type == "cpu" else 1
     executor, taken = network_executor(replace(config, workers=workers), task, dataset, device)
+    for index, reason in executor.population.left_out.items():
+        name = registry.blueprint_at(index, task.family).name
+        warnings.warn(f"blueprint {name!r} is not grown in this run, because it does not fit {reason}", stacklevel=2)
     if isinstance(executor, NativeExecutor) and not executor.refused:
         return executor, replace(config, executor=taken, workers=workers)  # as threads
     if workers > 1:

@@ -295,12 +295,26 @@ def test_auto_runs_small_sequences_fused_and_native_refuses_them():
         token_engine(token_task(), executor="native")
 
 
+class Reading(torch.nn.Module):
+    """Decides by a number of its own host, which is read in Python."""
+
+    def forward(self, h):
+        return h if h.abs().mean().item() > 0.5 else 2.0 * h
+
+
 def test_a_host_that_cannot_be_stacked_is_refused_or_run_host_by_host_with_the_reason():
-    of = token_task(host=TokenHostSpec(activation=tokens.Centred))
-    with pytest.raises(StackingError, match=r"the host gives other results .* use executor 'streamed'"):
+    of = token_task(host=TokenHostSpec(activation=Reading))
+    with pytest.raises(
+        StackingError, match=r"the host gives other results .* \(RuntimeError .*\.item\(\).* use executor 'streamed'"
+    ):
         token_engine(of, executor="fused")
     with pytest.warns(UserWarning, match="the fused executor cannot run these hosts; a slower one will: the host"):
         assert token_engine(of, executor="auto").config.executor == "streamed"
+
+
+def test_one_host_runs_alone_without_a_word():
+    of = token_task(host=TokenHostSpec(activation=Reading))
+    assert token_engine(of, executor="auto", num_envs=1).config.executor == "streamed"
 
 
 def episode(executor: str):

@@ -22,6 +22,12 @@ from esper.leyline.stages import Algorithm
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass, tree_map
 
 Build = Callable[[], nn.Module]
+
+
+class MisfitError(ConfigError):
+    """A blueprint cannot run on features of this shape."""
+
+
 Features = tuple[int, ...]
 """Shape of the features of one example: (C, H, W) or (T, D)."""
 Found = TypeVar("Found")
@@ -125,8 +131,9 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
     """The kind of seeds of a blueprint for features of this shape with this many channels.
 
     Raises:
-        ConfigError: the built module changes its input or the shape of it, has frozen parameters, or gives other
-            outputs in a second pass with the same random numbers.
+        MisfitError: the built module cannot be trained on these features, or changes their shape.
+        ConfigError: it changes its input, has frozen parameters, or gives other outputs in a second pass with the same
+            random numbers.
     """
 
     def build() -> nn.Module:
@@ -153,7 +160,7 @@ def _check_seed(name: str, build: Build, features: Features) -> bool:
         if delta.shape == h.shape and delta.requires_grad:  # as the gradient of a hidden seed
             blend(h, delta, Algorithm.ADD, None).sum().backward()
     except Exception as error:  # any error of the user's code
-        raise ConfigError(
+        raise MisfitError(
             f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {str(error).rstrip('.')}. Correct "
             "its module, or choose other slots."
         ) from error
@@ -163,7 +170,7 @@ def _check_seed(name: str, build: Build, features: Features) -> bool:
             "make a new tensor, e.g. nn.ReLU() instead of nn.ReLU(inplace=True)."
         )
     if delta.shape != h.shape:
-        raise ConfigError(
+        raise MisfitError(
             f"blueprint {name!r} maps features {tuple(h.shape)} to {tuple(delta.shape)}; "
             "a seed must keep the shape of its input."
         )

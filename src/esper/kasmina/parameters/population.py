@@ -21,12 +21,12 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.dropout import Draws, Moment
 from esper.kasmina.parameters.frozen import count_params, digest
 from esper.kasmina.parameters.initialization import fresh_rows
-from esper.kasmina.parameters.kinds import Kind, gate_kind, host_kind, seed_kind
+from esper.kasmina.parameters.kinds import Features, Kind, MisfitError, gate_kind, host_kind, seed_kind
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.slab import Slab
 from esper.kasmina.rules.lifecycle import SeedCosts
 from esper.leyline.checkpoint_tree import StateTree, copy_into, with_prefix
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import Stream, generator_seeds
 from esper.leyline.stages import SeedStage
 
@@ -45,6 +45,13 @@ class Population:
         optimizer: how hosts and seeds are trained.
         num_envs: N. host_ids: global numbers [N] of the hosts, on the CPU; None for 0 to N - 1.
         run_seed: key of the random streams that draw weights.
+
+    Attributes:
+        features: the shapes of features with so many channels. left_out: blueprints that cannot run in all slots, and
+            why; nothing grows from them in any slot.
+
+    Raises:
+        ConfigError: a blueprint runs in no slot, or none runs in all of them.
     """
 
     def __init__(
@@ -68,17 +75,39 @@ class Population:
         self.host_params, self._frozen = count_params(host, host.frozen), digest(host)
         self.moment = Moment(run_seed)
         self.host_kind = host_kind(host, device)
-        self.features = {point.channels: host.features(point) for point in self.points}
-        self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
-        self.seed_kinds = {
-            (channels, index): seed_kind(registry.blueprint_at(index, self.family), channels, shape, device)
-            for channels, shape in self.features.items()
-            for index in registry.selectable(self.family)
+        shapes = {point.slot_id: host.features(point) for point in self.points}
+        self.features = {
+            channels: tuple({shapes[point.slot_id]: None for point in self.points if point.channels == channels})
+            for channels in {point.channels: None for point in self.points}
         }
+        self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
+        self.left_out: dict[int, str] = {}
+        self.seed_kinds = self._seed_kinds(shapes)
         slots = num_envs * self.num_slots
         self.host, self.host_snapshot = self._slabs(num_envs, [self.host_kind])
         self.seeds, self.seeds_snapshot = self._slabs(slots, self.seed_kinds.values())
         self.gates, self.gates_snapshot = self._slabs(slots, self.gate_kinds.values())
+
+    def _seed_kinds(self, shapes: dict[str, Features]) -> dict[tuple[int, int], Kind]:
+        """The kinds by channels and blueprint; one that fits some slots but not all of them is left out."""
+        found: dict[tuple[int, int], Kind] = {}
+        for index in registry.selectable(self.family):
+            blueprint, misfits = registry.blueprint_at(index, self.family), {}
+            kinds: dict[tuple[int, int], Kind] = {}
+            for point in self.points:
+                try:
+                    kind = seed_kind(blueprint, point.channels, shapes[point.slot_id], self.device)
+                    kinds.setdefault((point.channels, index), kind)
+                except MisfitError as error:
+                    misfits[point.slot_id] = error
+            if misfits and not kinds:
+                raise next(iter(misfits.values()))
+            for slot_id, error in misfits.items():
+                self.left_out[index] = f"slot {slot_id!r}: {error}"
+            found |= {} if misfits else kinds
+        if not found:
+            raise ConfigError(f"no blueprint can run in every slot; enable fewer slots. {'; '.join(self.left_out.values())}")
+        return {key: found[key] for key in sorted(found, key=lambda key: (list(self.features).index(key[0]), key[1]))}
 
     def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:
         """A slab whose rows can hold any of these kinds, and one for its snapshot."""
@@ -92,7 +121,7 @@ class Population:
         num = registry.num_blueprints()
         params = torch.zeros(self.num_slots, num, dtype=torch.int64)
         selectable = torch.zeros(num, dtype=torch.bool)
-        for index in registry.selectable(self.family):
+        for index in dict.fromkeys(index for _, index in self.seed_kinds):
             selectable[index] = True
             for s, point in enumerate(self.points):
                 params[s, index] = self.seed_kinds[point.channels, index].template.parameters.num_params

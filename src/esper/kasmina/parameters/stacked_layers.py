@@ -12,12 +12,16 @@ whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch
 """
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from esper.kasmina.blueprints.layers import LayerScale, Positions, TanhScale
 from esper.kasmina.parameters.attention import KeyedAttention, can_be_keyed
@@ -163,7 +167,20 @@ class StackedEmbedding(nn.Embedding):
         hosts = self.weight.shape[0]
         numbers = torch.arange(hosts, device=x.device).view(-1, *(1,) * (x.dim() - 1))
         # by two indices, because rows of a slab cannot be flattened into one table without a copy
-        return self.weight[numbers, _by_host(x, hosts)].flatten(0, 1)
+        return _padded(self.weight[numbers, _by_host(x, hosts)].flatten(0, 1), x, self.padding_idx)
+
+
+def _padded(h: Tensor, x: Tensor, padding_idx: int | None) -> Tensor:
+    """Rows of a table for the indices x; that of the padding sends no gradient."""
+    return h if padding_idx is None else torch.where((x == padding_idx)[..., None], h.detach(), h)
+
+
+@final
+class _PaddedEmbedding(nn.Embedding):
+    """An embedding inside `torch.vmap`, which forgets that the row of the padding is not trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _padded(F.embedding(x, self.weight), x, self.padding_idx)
 
 
 @final
@@ -231,51 +248,149 @@ def _unknown_layer(layer: nn.Module) -> bool:
     zero_padded = not isinstance(layer, nn.Conv2d) or layer.padding_mode == "zeros"
     norm = isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d)
     special = isinstance(layer, nn.Embedding) and (
-        layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+        layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
     )
     special |= type(layer) is nn.MultiheadAttention and not can_be_keyed(layer)
     return not zero_padded or special or (norm and layer.weight is None)
 
 
+class _Together(torch.autograd.Function):
+    """Inside `torch.vmap` over hosts: a function of the rows [B * G, ...] of all hosts, such as a slot."""
+
+    @staticmethod
+    def forward(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        return function(h)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: object, output: object) -> None:  # noqa: ANN401
+        """Nothing: `vmap` computes with operations that autograd records."""
+
+    @staticmethod
+    def vmap(
+        info: Any,  # noqa: ANN401 -- of PyTorch
+        in_dims: tuple[None, int | None],
+        function: Callable[[Tensor], Tensor],
+        h: Tensor,
+    ) -> tuple[Tensor, int]:
+        h_BG = h[:, None].expand(-1, info.batch_size, *h.shape[1:]) if in_dims[1] is None else h.movedim(in_dims[1], 1)
+        return function(h_BG.flatten(0, 1)).unflatten(0, (-1, info.batch_size)), 1
+
+
+class _EachAlone(torch.autograd.Function):
+    """Inside `torch.vmap` over hosts: a function of tensors that gets those of one host after another."""
+
+    @staticmethod
+    def forward(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return function(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: object, output: object) -> None:  # noqa: ANN401
+        """See `_Together`."""
+
+    @staticmethod
+    def vmap(
+        info: Any,  # noqa: ANN401 -- of PyTorch
+        in_dims: tuple[int | None, ...],
+        function: Callable[..., tuple[Tensor, ...]],
+        *tensors: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        given = list(zip(tensors, in_dims[1:], strict=True))
+        alone = [function(*(t if d is None else t.select(d, g) for t, d in given)) for g in range(info.batch_size)]
+        outputs = tuple(map(torch.stack, zip(*alone, strict=True)))
+        return outputs, (0,) * len(outputs)
+
+
+class _HostByHost(nn.RNNBase):
+    """In front of a class of recurrent layers, which `torch.vmap` does not support: one host after another."""
+
+    _plain = False
+
+    def forward(self, *args: Any) -> Any:  # noqa: ANN401 -- those of the layer
+        if self._plain:
+            return super().forward(*args)
+        names, weights = zip(*_own(self, "_parameters"), strict=True)
+        given, form = tree_flatten(args)
+        forms = []
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            bound, inputs = dict(zip(names, tensors[: len(names)], strict=True)), tensors[len(names) :]
+            self._plain = True
+            try:
+                outputs = torch.func.functional_call(self, bound, tree_unflatten(inputs, form))
+            finally:
+                self._plain = False
+            flat, of_outputs = tree_flatten(outputs)
+            forms.append(of_outputs)
+            return tuple(flat)
+
+        flat = _EachAlone.apply(run, *weights, *given)  # type: ignore[no-untyped-call]
+        return tree_unflatten(flat, forms[0])
+
+
 @final
 class Vmapped(nn.Module):
-    """Any module for many hosts through `torch.vmap`, which is slower than stacked layers."""
+    """Any module for many hosts through `torch.vmap`, which is slower than stacked layers.
+
+    A function among the arguments, the slots of a host, sees the rows of all hosts.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        # PyTorch asks to be told which operations run one host after another; no user can do anything about them
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
         self._modules.update(module._modules)  # the paths of the original, to which weights are bound
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
         single = copy.deepcopy(module)
-        self._single = [single]  # in a list, so that it is no submodule
+        _without_fast_paths(single)
+        for layer in single.modules():
+            if can_be_keyed(layer):
+                layer.__class__ = KeyedAttention  # the same operations one by one
+            elif type(layer) is nn.Embedding and layer.padding_idx is not None:
+                layer.__class__ = _PaddedEmbedding
+            elif isinstance(layer, nn.RNNBase):
+                layer.__class__ = type(type(layer).__name__, (_HostByHost, type(layer)), {})
+        self._single = [single]  # in a list, so that it is not a submodule
         self._dropouts = dropout_layers(module), dropout_layers(single)
 
-    def _one(self, shared: dict[str, Tensor], tensors: dict[str, Tensor], host: Tensor, x: Tensor) -> Tensor:
+    @property
+    def single(self) -> nn.Module:
+        """The module that runs inside `torch.vmap`."""
+        return self._single[0]
+
+    def _one(
+        self, shared: dict[str, Tensor], tensors: dict[str, Tensor], host: Tensor, x: Tensor, *functions: Any
+    ) -> Tensor:
         """The module of one host."""
         ours, inner = self._dropouts
         if ours and ours[0].draws is not None:
             draw_for(inner, ours[0].draws.of(host[None]))
-        out: Tensor = torch.func.functional_call(self._single[0], {**shared, **tensors}, (x,))
+        arguments = (x, *(_together(function) for function in functions))
+        out: Tensor = torch.func.functional_call(
+            self.single, {**shared, **tensors}, arguments, tie_weights=False  # each path is given
+        )
         return out
 
     def train(self, mode: bool = True) -> "Vmapped":
         """Set the mode, also of the module that runs."""
-        self._single[0].train(mode)
+        self.single.train(mode)
         super().train(mode)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *functions: Callable[[str, Tensor], Tensor]) -> Tensor:
         """[B * G, ...] -> [B * G, ...]."""
         tensors = {**dict(_own(self, "_parameters")), **dict(_own(self, "_buffers"))}
-        shared = {name: tensors.pop(name) for name in [*tensors] if isinstance(tensors[name], nn.Parameter)}  # frozen
+        # frozen parameters, and constants that are not floats
+        shared = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) or not t.is_floating_point()}
         # vmap would update a copy of running statistics that are not contiguous
-        stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        stacked = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in shared}
         hosts = next(iter(stacked.values())).shape[0] if stacked else 1
         x_BG = x.unflatten(0, (-1, hosts))
         draws = self._dropouts[0][0].draws if self._dropouts[0] else None
         numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
-        run: Any = torch.vmap(self._one, in_dims=(None, 0, 0, 1), out_dims=1)
-        y: Tensor = run(shared, stacked, numbers, x_BG)
+        run: Any = torch.vmap(self._one, in_dims=(None, 0, 0, 1, *(None for _ in functions)), out_dims=1)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap supports the operations of which it consists
+            y: Tensor = run(shared, stacked, numbers, x_BG, *functions)
         if draws is not None:
             inner = self._dropouts[1][0].draws
             draws.count = draws.count if inner is None else inner.count
@@ -283,11 +398,21 @@ class Vmapped(nn.Module):
             for name, buffer in _own(self, "_buffers"):
                 if name in stacked and stacked[name] is not buffer:
                     buffer.copy_(stacked[name])
-        return y.reshape(x.shape[0], *y.shape[2:])
+        return y.flatten(0, 1)
+
+
+def _together(apply: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+    """The slots inside `torch.vmap`."""
+
+    def together(slot_id: str, h: Tensor) -> Tensor:
+        out: Tensor = _Together.apply(partial(apply, slot_id), h)  # type: ignore[no-untyped-call]
+        return out
+
+    return together
 
 
 def _own(module: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
-    """(path, tensor) of all bound tensors; views are no `nn.Parameter`, so `named_parameters` does not list them."""
+    """(path, tensor) of all bound tensors, of tied ones with each of their paths."""
     return [
         (f"{prefix}.{leaf}" if prefix else leaf, tensor)
         for prefix, layer in module.named_modules()
@@ -310,12 +435,17 @@ def stack_layers(module: nn.Module) -> nn.Module:
     """The module for many hosts with the layers of `STACKED`; inner layers that it lacks run through `torch.vmap`."""
     stacked = copy.deepcopy(module)
     _stack_in_place(stacked)
-    for layer in stacked.modules():  # in evaluation these compute with the weights themselves, not with their layers
+    _without_fast_paths(stacked)
+    return stacked
+
+
+def _without_fast_paths(module: nn.Module) -> None:
+    """Let the encoders of PyTorch use their layers in evaluation too, instead of the weights themselves; in place."""
+    for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             layer.activation_relu_or_gelu = 0
         elif isinstance(layer, nn.TransformerEncoder):
             layer.use_nested_tensor = False
-    return stacked
 
 
 def _stack_in_place(module: nn.Module) -> None:

@@ -1,7 +1,9 @@
 """The choice how a module is stacked, by trial, once for each kind."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from esper.kasmina.hosts.host import Apply
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.flat_layout import StackedTemplate, buffer_layout, drop_batch_counters, parameter_layout
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers, vmapped
+from esper.kasmina.parameters.stacked_layers import Vmapped, can_stack_layers, stack_layers, vmapped
 from esper.leyline.errors import StackingError
 
 _HOSTS, _EXAMPLES = 3, 4
@@ -51,13 +53,11 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
     for way in ways:
         if _reproduces(way(module), module, trial):
             return way
-    raise StackingError(
-        f"blueprint {name!r} gives other results for many hosts at once than for one; use executor 'streamed'."
-    )
+    raise StackingError(f"blueprint {name!r} {_problem(ways[-1](module), module, trial)}; use executor 'streamed'.")
 
 
 def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
-    """The module for many hosts, of a host from `build`; layers without a stacked class run through `torch.vmap`.
+    """The module for many hosts, of a host from `build`: of stacked layers, or else the whole by `torch.vmap`.
 
     It reproduces three hosts one by one on inputs like `examples` [HOST_EXAMPLES, ...], on the CPU.
 
@@ -79,14 +79,13 @@ def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
         state=state + 0.1 * torch.rand(state.shape, generator=generator),
         arguments=lambda rows: (_unchanged(rows),),
     )
-    stacked = stack_layers(builds[0])
-    # a ReLU of a large network may get inputs so close to zero that float32 rounds them to either side
-    if not any(_reproduces(stacked, builds[0], trial, dtype) for dtype in (torch.float32, torch.float64)):
-        raise StackingError(
-            "the host gives other results for many hosts at once than for one (an operation across examples, weights "
-            "used outside of a layer, or one that torch.vmap does not support); use executor 'streamed'."
-        )
-    return stacked
+    ways = [way(builds[0]) for way in (stack_layers, vmapped)]
+    for stacked in ways:
+        # a ReLU of a large network may get inputs so close to zero that float32 rounds them to either side
+        if any(_reproduces(stacked, builds[0], trial, dtype) for dtype in (torch.float32, torch.float64)):
+            return stacked
+    first, second = (_problem(stacked, builds[0], trial) for stacked in ways)
+    raise StackingError(f"the host {first}; with torch.vmap it {second}; use executor 'streamed'.")
 
 
 def _unchanged(rows: int) -> Apply:
@@ -110,7 +109,7 @@ def _reproduces(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch
         alone.train(training)
         try:
             together, pull = _trial_of_all(stacked, trial, training)
-        except Exception:  # whatever a forward pass raises that needs one host, or that vmap does not support
+        except Exception:  # `_problem` says what a forward pass raises that needs one host, or more than vmap supports
             return False
         for g in range(_HOSTS):
             state = {name: buffer.clone() for name, buffer in buffers.unpack(trial.state[g]).items()}
@@ -118,6 +117,58 @@ def _reproduces(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch
             if not all(_near(ours[g], theirs) for ours, theirs in zip(together, single, strict=True)):
                 return False
     return True
+
+
+def _problem(stack: nn.Module, module: nn.Module, trial: _Trial) -> str:
+    """Why `_reproduces` is False: the error and its layer, or the first layer whose outputs differ."""
+    layout, buffers, alone = parameter_layout(module), buffer_layout(module), copy.deepcopy(module)
+    stacked = StackedTemplate(copy.deepcopy(stack), layout, buffers)
+    for training in (True, False):
+        with _watched(stacked.module) as (running, together):
+            try:
+                _, pull = _trial_of_all(stacked, trial, training)
+            except Exception as error:  # see `_reproduces`
+                where = f" in layer {running[-1]!r}" if running and running[-1] else ""
+                said = str(error).strip().split("\n")[0].rstrip(".")
+                return f"fails for many hosts at once ({type(error).__name__}{where}: {said})"
+        with _watched(alone.train(training)) as (_, single):
+            _trial_of_one(alone, 0, layout.unpack(trial.rows[0]), buffers.unpack(trial.state[0].clone()), trial, pull)
+        for path, want in single.items():
+            if path and path in together and not _near(together[path][::_HOSTS], want):
+                kind = type(module.get_submodule(path)).__name__
+                return f"gives other results for many hosts at once than for one, first in layer {path!r} ({kind})"
+    return (
+        f"gives other results for many hosts at once than for one, in {type(module).__name__} itself (an operation "
+        "across examples, or weights used outside of a layer)"
+    )
+
+
+@contextmanager
+def _watched(module: nn.Module) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
+    """The paths of the layers that run now, the innermost last, and the outputs of those that have ended."""
+    running: list[str] = []
+    outputs: dict[str, Tensor] = {}
+
+    def begin(path: str, *_: object) -> None:
+        running.append(path)
+
+    def end(path: str, layer: nn.Module, args: object, y: object) -> None:
+        running.pop()
+        if isinstance(y, Tensor) and not torch._C._functorch.is_batchedtensor(y):
+            outputs.setdefault(path, y.detach())
+
+    layers = dict(module.named_modules())
+    for at, wrapped in list(layers.items()):
+        if isinstance(wrapped, Vmapped):
+            layers |= {".".join(filter(None, (at, path))): layer for path, layer in wrapped.single.named_modules() if path}
+    hooks = []
+    for path, layer in layers.items():
+        hooks += [layer.register_forward_pre_hook(partial(begin, path)), layer.register_forward_hook(partial(end, path))]
+    try:
+        yield running, outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _trial_of_all(stacked: StackedTemplate, trial: _Trial, training: bool) -> tuple[list[Tensor], Tensor]:

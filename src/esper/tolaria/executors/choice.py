@@ -62,7 +62,8 @@ def network_executor(
         try:
             return _build(name, config, data), name
         except refusal as error:
-            warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
+            if config.num_envs > 1:  # a single host is no slower without it
+                warnings.warn(f"the {name} executor cannot run these hosts; a slower one will: {error}", stacklevel=2)
     return StreamedExecutor(data), "streamed"
 
 

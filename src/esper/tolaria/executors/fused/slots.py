@@ -181,7 +181,7 @@ class _GroupBuilder(NamedTuple):
     def _pieces(self, s: int, who: np.ndarray, index: Tensor) -> tuple[Piece, ...]:
         """The slices of hosts that blend alike."""
         order = blend_order(self.structure)[who, s]
-        rank = len(self.population.features[self.population.points[s].channels])
+        rank = len(self.population.features[self.population.points[s].channels][0])
         alpha = self.alpha[self.population.index(who), s].view(-1, *(1,) * rank)
         found = []
         for rank in np.unique(order):

@@ -9,6 +9,7 @@ from esper.kasmina.parameters.flat_layout import StackedTemplate, drop_batch_cou
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.kinds import Features, Kind, once
 from esper.kasmina.parameters.population import Population
+from esper.kasmina.parameters.stacked_layers import vmapped
 from esper.kasmina.parameters.stacking_trial import stacked_host, way_to_stack
 from esper.leyline.errors import StackingError
 
@@ -57,8 +58,12 @@ class StackedModules:
             template.train(mode)
 
 
-def _stacked(kind: Kind, features: Features, device: torch.device) -> StackedTemplate:
+def _stacked(kind: Kind, shapes: tuple[Features, ...], device: torch.device) -> StackedTemplate:
     module = deterministic_build(kind.build)
     drop_batch_counters(module)
-    stack = once(kind.source, features, "way", lambda: way_to_stack(kind.name, module, torch.zeros(1, *features)))
+    ways = [
+        once(kind.source, shape, "way", lambda shape=shape: way_to_stack(kind.name, module, torch.zeros(1, *shape)))  # type: ignore[misc]
+        for shape in shapes
+    ]
+    stack = vmapped if vmapped in ways else ways[0]  # what one shape needs works for the others
     return StackedTemplate(stack(module).to(device), kind.template.parameters, kind.template.buffers)

@@ -1,5 +1,6 @@
 """esper.grow: who decides, what is kept, and how it can be read."""
 
+import functools
 import json
 import math
 
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 import esper
 from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.actions import LifecycleOp
+from esper.leyline.actions import LifecycleOp, Style
 from esper.leyline.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import NoMemory, canonical_action
 from toys import ToyReward
-from user_networks import MLP, ResNet8, Tied
+from user_networks import MLP, ResNet8, Tagger, Tied
 
 NORM, CONV_LIGHT, FAST = 3, 1, 0
 
@@ -246,6 +247,26 @@ def test_a_structure_that_is_given_grows_from_the_first_step(task):
     found = grow(task, "static_final", steps=2, topology=["stem norm ADD"])
     assert [(seed.slot, seed.blueprint) for seed in found.network.description.seeds] == [("stem", "norm")]
     assert json.loads(found.timeline.text())[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_agrees(both, executor):
+    germinate = canonical_action(LifecycleOp.GERMINATE, slot=0, blueprint=NORM, tempo=FAST, style=Style.GATED_GATE)
+    fossilize = canonical_action(LifecycleOp.FOSSILIZE, slot=0)
+    x = torch.randn(60, 6, 4, generator=torch.Generator().manual_seed(1))
+    targets = x.cumsum(dim=1)[..., :3]
+    task = esper.Task(
+        model=functools.partial(Tagger, both), slots=["into"], train=(x, targets), val=(x, targets), batch=20, lr=0.02,
+        episode_length=10, min_training_epochs=1,
+    )  # fmt: skip
+    controller = Schedule.from_rows("gated", 1, [(1, germinate), (2, fossilize)])
+    grown = grow(task, controller, executor=executor)
+    assert [row.event for row in grown.timeline][-2] == "fossilized"
+    outputs = grown.module(x).detach()
+    assert grown.points == pytest.approx(100.0 * r2_score(targets.flatten(1), outputs.flatten(1)), abs=1e-3)
+    changed = torch.cat((x[:, :5], x[:, 5:] + 1.0), dim=1)
+    assert torch.allclose(grown.module(changed)[:, :5], outputs[:, :5], atol=1e-6) is not both
 
 
 # -- what is printed, and what is never chosen ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ class Host(nn.Module, ABC):
         largest_activation: floats of the largest activation of one example, outputs included; bounds the memory.
         shares_prefixes: whether `apply` may return more rows than it gets (states of the network side by side), with
             the rest of the forward pass working on all of them. False where the input of a slot is used again later.
+        causal: of sequences: whether outputs at a position depend on no later one. Gates then see the past alone.
         frozen: paths of frozen parameters that each host has a copy of, registered as buffers; all hosts share others.
     """
 
@@ -29,6 +30,7 @@ class Host(nn.Module, ABC):
     enabled: tuple[InjectionPoint, ...]
     largest_activation: int
     shares_prefixes: bool = True
+    causal: bool = True
     frozen: tuple[str, ...] = ()
 
     @abstractmethod

@@ -33,7 +33,8 @@ class ModuleFacts:
     Attributes:
         points: the slots in action order. shapes: of the output of each slot's module.
         inputs, outputs: shapes of an input and its output. shares_prefix: of each slot (see `Host.shares_prefixes`).
-        own_frozen: paths of the frozen parameters that each host has a copy of.
+        causal: whether no output depends on later positions. own_frozen: paths of the frozen parameters that each host
+            has a copy of.
     """
 
     family: HostFamily
@@ -44,6 +45,7 @@ class ModuleFacts:
     num_params: int
     largest_activation: int
     shares_prefix: tuple[bool, ...]
+    causal: bool
     own_frozen: tuple[str, ...] = ()
 
 
@@ -117,6 +119,7 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor) -> ModuleFacts:
         num_params=count_params(network, ()),
         largest_activation=max(x.numel(), *(_largest(call.output) for call in run.calls)) // len(x),
         shares_prefix=tuple(_shares_prefix(network, slot, x) for slot in slots),
+        causal=_is_causal(network, x, run.output),
     )
 
 
@@ -150,6 +153,15 @@ def _shares_prefix(network: nn.Module, slot: str, x: Tensor) -> bool:
     except ConfigError:
         return False  # something from before the slot has the old number of rows
     return checks.near(together, torch.cat((run(lambda h: h), run(changed))))
+
+
+def _is_causal(network: nn.Module, x: Tensor, outputs: Tensor) -> bool:
+    """Whether outputs [B, T, ...] of x [B, T, ...] keep their first half where inputs change in the second half."""
+    if x.shape[:2] != outputs.shape[:2]:
+        return False
+    half = x.shape[1] // 2
+    changed = torch.cat((x[:, :half], x.roll(1, dims=0)[:, half:]), dim=1)
+    return checks.near(plain_pass(network, changed)[:, :half], outputs[:, :half])
 
 
 def _inputs(example: Tensor) -> Tensor:

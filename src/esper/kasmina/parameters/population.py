@@ -69,7 +69,7 @@ class Population:
         self.moment = Moment(run_seed)
         self.host_kind = host_kind(host, device)
         self.features = {point.channels: host.features(point) for point in self.points}
-        self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
+        self.gate_kinds = {channels: gate_kind(channels, host.causal, device) for channels in self.features}
         self.seed_kinds = {
             (channels, index): seed_kind(registry.blueprint_at(index, self.family), channels, shape, device)
             for channels, shape in self.features.items()

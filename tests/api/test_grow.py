@@ -281,7 +281,9 @@ def test_the_r2_that_is_printed_is_that_of_scikit_learn_on_the_split_that_it_is_
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, outputs))
 
-    task = esper.Task(model=model, slots=["0"], batch=64, lr=0.1, **{name: (x[at], y[at]) for name, at in parts.items()})
+    task = esper.Task(
+        model=model, slots=["0"], batch=64, lr=0.1, **{name: (x[at], y[at]) for name, at in parts.items()}
+    )
     grown = grow(task, "wait_only")
     for name, found in (("val", grown.points), ("test", grown.test_points)):
         targets, answers = y[parts[name]].numpy(), grown.module(x[parts[name]]).detach().numpy()

@@ -20,9 +20,9 @@ def num_gate_params(channels: int) -> int:
 class GateNetwork(nn.Module):
     """sigmoid(W2 SiLU(W1 mean(h) + b1) + b2): a number in (0, 1).
 
-    One per example: the mean is over space, or over the positions of a sequence. In a host that is `causal` there is one
-    per token, and the mean is over this token and earlier ones, because the gate of a language model must not see the
-    future. SiLU, because with few channels all hidden ReLU units can start dead.
+    One per example: the mean is over space, or over the positions of a sequence. In a `causal` host it is one per
+    token: the mean is over this token and earlier ones, because the gate of a language model must not see the future.
+    SiLU, because with few channels all hidden ReLU units can start dead.
     """
 
     def __init__(self, channels: int, causal: bool = True) -> None:

@@ -79,8 +79,8 @@ def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None
             )
         if not value.isfinite().all():
             raise ConfigError(
-                f"the {field} of objective {name} is NaN or infinite for {shapes} of a new network; the outputs, or what "
-                "the function returns, must be finite for every example."
+                f"the {field} of objective {name} is NaN or infinite for {shapes} of a new network; the outputs, and "
+                "what the function returns, must be finite for every example."
             )
     with torch.no_grad():
         alone = objective.score(outputs, targets)

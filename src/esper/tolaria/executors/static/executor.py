@@ -155,7 +155,9 @@ class StaticExecutor(HostOwner):
         batches = data.evaluation(split)
         own = batches.chosen is not None
         for x, y in batches:
-            for part in measure_states(data, data.objective, host, apply, states.final, states.num_states, x, y, own=own):
+            for part in measure_states(
+                data, data.objective, host, apply, states.final, states.num_states, x, y, own=own
+            ):
                 score += part.score
                 loss += part.loss
                 weight += part.weight

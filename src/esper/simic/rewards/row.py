@@ -5,7 +5,7 @@ numbers (`masks.py`). Tensors are [N] float64 unless said otherwise; numbers of 
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,22 +25,16 @@ if TYPE_CHECKING:
     computed_once = property
 else:
 
-    @final
-    class computed_once:  # noqa: N801 -- a decorator
-        """As `functools.cached_property`, without the lock that it takes before Python 3.12.
+    def computed_once(compute: Callable[["Row"], Tensor]) -> property:
+        """As `functools.cached_property` without its lock, which `torch.compile` cannot trace."""
+        name = f"_{compute.__name__}"
 
-        `torch.compile` cannot trace the lock.
-        """
+        def found(row: "Row") -> Tensor:
+            if name not in row.__dict__:
+                row.__dict__[name] = compute(row)
+            return row.__dict__[name]
 
-        def __init__(self, compute: Callable[["Row"], Tensor]) -> None:
-            self.compute, self.__doc__ = compute, compute.__doc__
-
-        def __set_name__(self, owner: type, name: str) -> None:
-            self.name = name
-
-        def __get__(self, row: "Row", owner: type) -> Tensor:
-            found = row.__dict__[self.name] = self.compute(row)
-            return found
+        return property(found, doc=compute.__doc__)
 
 
 _POTENTIAL_TABLES: dict[torch.device, Tensor] = {}

@@ -63,13 +63,11 @@ class HostData:
         instances: InstanceDistribution | None = None,
     ) -> None:
         self.population, self.dataset, self.scaler = population, dataset, scaler
-        self.objectives: dict[SplitName, Objective] = {}
         self.batch_train, self.batch_val = batch_train, batch_val
         self._train = self._batches("train", batch_train, batches_per_step=batches_per_step)
         self._val = self._batches("val", batch_val)
-        for batches in (self._train, self._val):
-            self.objectives[batches.split] = of_split(objective, batches.data.y)
-        self.objective = self.objectives["train"]
+        self.objective, of_val = (of_split(objective, batches.data.y) for batches in (self._train, self._val))
+        self.objectives: dict[SplitName, Objective] = {"train": self.objective, "val": of_val}
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
         self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
         layout = population.host_kind.template.parameters

@@ -127,6 +127,7 @@ class ToyClient:
             actions=self.actions[obs.t - 1],
             log_prob=torch.zeros(obs.num_envs, NUM_HEADS, device=seen.device),
             op_prob=torch.full((obs.num_envs, NUM_OPS), torch.nan, device=seen.device),
+            constrained=torch.zeros(obs.num_envs, NUM_HEADS, dtype=torch.bool, device=seen.device),
             value=self.hidden.h[0, :, 0],
             hidden=self.hidden,
             raw_features=seen,

@@ -104,6 +104,21 @@ BACKBONE: dict[str, Tensor] = {}
 """Trained weights of `Backbone`."""
 
 
+class Tagger(nn.Module):
+    """[B, T, 4] -> [B, T, 3]; each position gets the mean of all positions, or of those so far."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.both = both
+        self.into = nn.Linear(4, 6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        mean = h.mean(dim=1, keepdim=True) if self.both else h.cumsum(dim=1) / h.shape[1]
+        return self.out(h + mean)
+
+
 class Backbone(nn.Module):
     """A frozen stem with running statistics, a frozen layer, a partly frozen one, and a trained head."""
 

@@ -1,5 +1,6 @@
 """esper.grow: who decides, what is kept, and how it can be read."""
 
+import functools
 import json
 import math
 
@@ -7,16 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_tasks import Zero, grow, images, own_task, points, train
+from sklearn.datasets import load_diabetes
+from sklearn.metrics import r2_score
 from torch import Tensor, nn
 
 import esper
 from esper.kasmina.blueprints import registry
-from esper.leyline.actions import LifecycleOp
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.leyline.actions import LifecycleOp, Style
 from esper.leyline.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import NoMemory, canonical_action
 from toys import ToyReward
-from user_networks import MLP, ResNet8, Tied
+from user_networks import MLP, ResNet8, Tagger, Tied
 
 NORM, CONV_LIGHT, FAST = 3, 1, 0
 
@@ -243,3 +247,79 @@ def test_a_structure_that_is_given_grows_from_the_first_step(task):
     found = grow(task, "static_final", steps=2, topology=["stem norm ADD"])
     assert [(seed.slot, seed.blueprint) for seed in found.network.description.seeds] == [("stem", "norm")]
     assert json.loads(found.timeline.text())[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize("executor", ["streamed", "fused"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_gate_sees_all_positions_in_a_host_that_does_and_the_exported_network_agrees(both, executor):
+    germinate = canonical_action(LifecycleOp.GERMINATE, slot=0, blueprint=NORM, tempo=FAST, style=Style.GATED_GATE)
+    fossilize = canonical_action(LifecycleOp.FOSSILIZE, slot=0)
+    x = torch.randn(60, 6, 4, generator=torch.Generator().manual_seed(1))
+    targets = x.cumsum(dim=1)[..., :3]
+    task = esper.Task(
+        model=functools.partial(Tagger, both), slots=["into"], train=(x, targets), val=(x, targets), batch=20, lr=0.02,
+        episode_length=10, min_training_epochs=1,
+    )  # fmt: skip
+    controller = Schedule.from_rows("gated", 1, [(1, germinate), (2, fossilize)])
+    grown = grow(task, controller, executor=executor)
+    assert [row.event for row in grown.timeline][-2] == "fossilized"
+    outputs = grown.module(x).detach()
+    assert grown.points == pytest.approx(100.0 * r2_score(targets.flatten(1), outputs.flatten(1)), abs=1e-3)
+    changed = torch.cat((x[:, :5], x[:, 5:] + 1.0), dim=1)
+    assert torch.allclose(grown.module(changed)[:, :5], outputs[:, :5], atol=1e-6) is not both
+
+
+# -- what is printed, and what is never chosen ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_r2_that_is_printed_is_that_of_scikit_learn_on_the_split_that_it_is_named_after(outputs):
+    x, y = (torch.from_numpy(values).float() for values in load_diabetes(return_X_y=True))
+    y = torch.stack((y, 1000.0 - 3.0 * y + y.roll(1)), dim=1)[:, :outputs]
+    parts = {"train": slice(0, 354), "val": slice(354, 398), "test": slice(398, 442)}
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+    task = esper.Task(
+        model=model, slots=["0"], batch=64, lr=0.1, **{name: (x[at], y[at]) for name, at in parts.items()}
+    )
+    grown = grow(task, "wait_only")
+    for name, found in (("val", grown.points), ("test", grown.test_points)):
+        targets, answers = y[parts[name]].numpy(), grown.module(x[parts[name]]).detach().numpy()
+        assert found == pytest.approx(100.0 * r2_score(targets, answers), abs=1e-3), name
+
+
+class Broken(nn.Module):
+    """[B, 6] -> [B, 2]; NaN where the first weight is outside `sound`."""
+
+    sound = (-math.inf, math.inf)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = self.sound
+        weight = self.body.weight[0, 0]
+        return self.out(torch.tanh(self.body(x))) * torch.where((low <= weight) & (weight <= high), 1.0, torch.nan)
+
+
+def test_a_network_whose_outputs_are_nan_has_no_points_and_is_never_the_best(monkeypatch):
+    def unbalanced(n: int) -> tuple[Tensor, Tensor]:  # nine of ten examples are of class 0
+        return torch.randn(n, 6, generator=torch.Generator().manual_seed(n)), (torch.arange(n) % 10 == 9).long()
+
+    parts = {"train": unbalanced(40), "val": unbalanced(20), "test": unbalanced(10)}
+    task = esper.Task(model=Broken, slots=["body"], batch=20, episode_length=3, min_training_epochs=1, **parts)
+    of_trial = float(deterministic_build(Broken).body.weight[0, 0].detach())
+    monkeypatch.setattr(Broken, "sound", (-math.inf, of_trial))
+    grown = grow(task, "wait_only", best_of=6)
+    assert grown.module(parts["val"][0]).isfinite().all()
+    assert grown.points > 0.0
+    monkeypatch.setattr(Broken, "sound", (of_trial, of_trial))  # no host has it
+    with pytest.raises(ExportError, match="NaN or infinite on the validation split, so it is not saved"):
+        grow(task, "wait_only", best_of=2)
+    monkeypatch.setattr(Broken, "sound", (math.inf, math.inf))
+    with pytest.raises(ConfigError, match="loss of objective Classification is NaN or infinite"):
+        grow(task, "wait_only")

@@ -182,6 +182,16 @@ def test_the_gate_of_sequences_sees_the_mean_of_the_tokens_so_far():
     torch.testing.assert_close(weight, expected)
 
 
+def test_the_gate_of_sequences_in_a_host_that_sees_all_positions_has_their_mean():
+    gate = GateNetwork(2, causal=False).requires_grad_(False)
+    for tensor in gate.parameters():
+        tensor.zero_()
+    gate.hidden.weight[0] = torch.tensor([1.0, 0.0])
+    gate.out.weight[0, 0] = 1.0
+    weight = gate(sequence((4.0, 5.0), (-2.0, 5.0), (4.0, 5.0)))
+    torch.testing.assert_close(weight, sequence((1.7615942,)).sigmoid())  # mean 2, SiLU(2) = 1.7615942
+
+
 class Doubling(AbstractBlueprint):
     """A user's own blueprint; its batch norm has buffers that are updated in place."""
 

@@ -21,7 +21,7 @@ from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
-from user_networks import MLP, Encoder, ResNet8, Skip, Tied
+from user_networks import MLP, Encoder, ResNet8, Skip, Tagger, Tied
 
 CPU = torch.device("cpu")
 SLOTS = ("layer2", "stem", "layer1")
@@ -367,3 +367,16 @@ def test_outputs_that_do_not_fit_the_task_are_refused():
     with pytest.raises(ConfigError, match=r"outputs \[10\] for one example, but the task needs \[100\]"):
         ModuleHostSpec.of(ResNet8, SLOTS, IMAGES, outputs=(100,))
     assert ModuleHostSpec.of(ResNet8, SLOTS, IMAGES, outputs=(10,)) == resnet()
+
+
+@pytest.mark.parametrize(
+    ("model", "slot", "example", "causal"),
+    [
+        (lambda: Tagger(both=False), "into", torch.randn(16, 6, 4, generator=torch.Generator()), True),
+        (lambda: Tagger(both=True), "into", torch.randn(16, 6, 4, generator=torch.Generator()), False),
+        (Tied, "mix", torch.arange(112).reshape(16, 7) ** 2 % 5, True),  # token by token
+        (Encoder, "encoder", torch.arange(112).reshape(16, 7) ** 2 % 5, False),  # one answer for the sequence
+    ],
+)
+def test_a_host_is_causal_if_no_output_depends_on_later_positions(model, slot, example, causal):
+    assert ModuleHostSpec.of(model, [slot], example).facts.causal is causal

@@ -7,7 +7,7 @@ import pytest
 from test_runs_events import SPEC
 from test_runs_report import step
 
-from esper.leyline.actions import HEAD_NAMES, HEADS, LifecycleOp
+from esper.leyline.actions import HEAD_NAMES, HEADS, Head, LifecycleOp
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
 from esper.runs.record_rows import RecordRows, bytes_of
@@ -63,6 +63,14 @@ def test_growth_counts_the_fossils_that_were_measured() -> None:
     stage = np.array([[SeedStage.DORMANT, SeedStage.DORMANT], [SeedStage.DORMANT, SeedStage.FOSSILIZED]])
     assert rows(step(stage=stage))["steps"].columns["growth"].tolist() == [1.0, 1.2]
     assert rows(step())["steps"].columns["total_params"].tolist() == [1000, 1200]
+
+
+def test_constrained_heads_are_named_where_a_policy_drew_the_operation() -> None:
+    marked, nothing = np.zeros((2, 8), dtype=np.bool_), np.full((2, 6), np.nan)
+    marked[1, [Head.SLOT, Head.OP]] = True
+    assert text(rows(step(constrained=marked))["steps"], "constrained") == ["", "slot+op"]
+    found = rows(step(constrained=marked, op_prob=nothing))["steps"]
+    assert found.columns["constrained"].tolist() == [-1, -1]  # NULL
 
 
 def test_slots_with_a_seed_have_a_row() -> None:
@@ -131,6 +139,7 @@ def random_step(draw: np.random.Generator, t: int, num_hosts: int, num_slots: in
         breakdown=floats(num_hosts, 2),
         flags=np.zeros((num_hosts, 2), dtype=np.bool_),
         op_prob=floats(num_hosts, 6),
+        constrained=draw.random((num_hosts, 8)) < 0.5,
         actions=np.stack([draw.integers(0, size, num_hosts) for size in sizes], axis=1),
         effective_op=draw.integers(0, 6, num_hosts),
         panic_reason=np.zeros(per_host, dtype=np.int64),

@@ -107,6 +107,7 @@ def test_a_quarter_of_the_plans_survives_each_rung():
     assert [len(rung) for rung in found] == [24, 6, 2]
     assert found[-1][0].plan == everywhere(BOTTLENECK)
     assert found[0][0].hosts < found[1][0].hosts < found[2][0].hosts
+    assert found[2][0].hosts == 32  # 3 + 1 passes of two plans; without the pass left over, one episode of 16 hosts
 
 
 def test_the_order_of_candidates_depends_on_the_seed_alone():

@@ -56,6 +56,19 @@ class Case:
         return evaluate_heads(self.logits if logits is None else logits, *self.state, actions)
 
 
+def test_a_head_is_constrained_where_its_mask_leaves_out_values_of_the_operation():
+    legal = torch.zeros(3, 6, NUM_SLOTS, dtype=torch.bool)
+    legal[:, LifecycleOp.WAIT] = True
+    legal[1, LifecycleOp.GERMINATE] = True
+    legal[2, LifecycleOp.SET_ALPHA_TARGET, 1] = True
+    logits = tuple(torch.zeros(3, size) for size in head_sizes(NUM_SLOTS))
+    logits[OP][:, 1:3] = 9.0  # GERMINATE or SET_ALPHA_TARGET where they are legal
+    drawn = sample_heads(logits, legal, torch.zeros(3, NUM_SLOTS, dtype=torch.bool), SELECTABLE, deterministic=True)
+    assert drawn.actions[:, OP].tolist() == [0, 1, 2]
+    found = [[head.name for head in Head if row[head]] for row in drawn.constrained.tolist()]
+    assert found == [["OP"], ["OP"], ["SLOT", "STYLE", "OP"]]  # one slot, and no gate that GATED_GATE could use
+
+
 # The rules once more, one value at a time. ---------------------------------------------------------------------------
 
 

@@ -1,11 +1,20 @@
-"""Objectives: what the loss of a token tells."""
+"""Objectives: the loss of a token, R² of a split, and outputs that are not finite."""
 
 import math
 
 import pytest
 import torch
+from sklearn.metrics import r2_score
 
-from esper.tasks.objectives import Classification, NextToken, WithMetric, perplexity
+from esper.tasks.objectives import (
+    Classification,
+    Custom,
+    MeanSquaredError,
+    NextToken,
+    WithMetric,
+    of_split,
+    perplexity,
+)
 
 TOKENS = NextToken(10)
 
@@ -25,3 +34,73 @@ def test_padding_changes_no_loss_of_a_token():
     logits = torch.zeros(1, 3, 10)
     scores = TOKENS.scores(logits, torch.tensor([[4, -1, -1]]))
     assert perplexity(TOKENS, float(scores.loss / scores.weight)) == pytest.approx(10.0)  # all tokens equally likely
+
+
+# -- R² ---------------------------------------------------------------------------------------------------------------
+
+
+def r2(outputs: torch.Tensor, targets: torch.Tensor, batch: int = 7) -> float:
+    """R² in percent, from scores that are summed batch by batch."""
+    objective = of_split(MeanSquaredError(variance=123.0), targets)  # the variance of other targets has no part in it
+    parts = [objective.scores(*part) for part in zip(outputs.split(batch), targets.split(batch), strict=True)]
+    score, weight = (sum(getattr(part, name).double().sum() for part in parts) for name in ("score", "weight"))
+    return float(objective.points(score, weight))
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 4)])
+def test_r2_is_that_of_scikit_learn_averaged_over_the_outputs(shape):
+    generator = torch.Generator().manual_seed(1)
+    # outputs of very different scales: with one variance for all, the largest would decide
+    targets = torch.randn(20, *shape, generator=generator) * torch.tensor(10.0) ** torch.arange(shape[-1]) + 5.0
+    outputs = targets + torch.randn(20, *shape, generator=generator)
+    expected = r2_score(targets.flatten(1).numpy(), outputs.flatten(1).numpy())
+    assert r2(outputs, targets) == pytest.approx(100.0 * expected, rel=1e-5)
+
+
+def test_r2_of_targets_that_are_all_equal_is_one_if_they_are_met_and_else_zero():
+    # the first output: errors 1, 0, 0, 1 and variance 5 / 4, so 1 - 2 / 5; the second and third have no variance
+    targets = torch.tensor([[0.0, 2.0, 3.0], [1.0, 2.0, 3.0], [2.0, 2.0, 3.0], [3.0, 2.0, 3.0]])
+    outputs = targets + torch.tensor([[1.0, 0.0, 0.1], [0.0, 0.0, 0.2], [0.0, 0.0, -0.1], [1.0, 0.0, 0.3]])
+    assert r2(outputs, targets) == pytest.approx(100.0 * (0.6 + 1.0 + 0.0) / 3.0)
+    assert r2(outputs, targets) == pytest.approx(100.0 * r2_score(targets.numpy(), outputs.numpy()))
+
+
+# -- outputs that are not finite --------------------------------------------------------------------------------------
+
+NOT_FINITE = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+
+
+@NOT_FINITE
+def test_an_example_whose_logits_are_not_finite_is_wrong_though_the_first_class_is_right(value):
+    logits = torch.tensor([[value, value], [1.0, 0.0]])
+    scores = Classification(2).scores(logits, torch.tensor([0, 0]))
+    assert scores.score.tolist() == [0.0, 1.0]
+    assert not scores.loss[0].isfinite()
+
+
+def test_one_nan_among_the_logits_is_enough_and_a_class_that_is_ruled_out_is_not():
+    logits = torch.tensor([[5.0, math.nan, 0.0], [5.0, math.inf, 0.0], [5.0, -math.inf, 0.0]])
+    assert Classification(3).score(logits, torch.tensor([0, 0, 0])).tolist() == [0.0, 0.0, 1.0]
+
+
+@NOT_FINITE
+def test_a_token_whose_logits_are_not_finite_is_wrong_and_the_others_of_its_row_count(value):
+    logits = torch.zeros(1, 3, 10)
+    logits[0, 1] = value
+    assert TOKENS.score(logits, torch.zeros(1, 3, dtype=torch.int64)).tolist() == [2.0]
+
+
+@NOT_FINITE
+def test_no_function_of_the_users_hides_outputs_that_are_not_finite(value):
+    outputs, targets = torch.tensor([[value, value], [1.0, 0.0]]), torch.tensor([0, 0])
+
+    def hits(outputs, targets):
+        return 100.0 * (outputs.argmax(dim=1) == targets)
+
+    def loss(outputs, targets):
+        return outputs.nan_to_num(0.0, 0.0, 0.0).square().sum(dim=1)
+
+    own = Custom(loss=loss, metric=hits, blind_loss=1.0).scores(outputs, targets)
+    metric = WithMetric(objective=Classification(2), metric=hits, unit="hits").scores(outputs, targets)
+    for values in (own.loss, own.score, metric.score):
+        assert values.isfinite().tolist() == [False, True]

@@ -258,3 +258,13 @@ def test_nothing_is_snapshotted_of_a_host_that_was_rolled_back_in_this_step():
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"governor.{next(iter(wrong))}"):
         GovernorConfig(**wrong)
+
+
+def test_a_full_window_counts_every_loss_that_it_holds():
+    # four places: 1, 2, 3, 4, mean 10 / 4, variance 20 / 4 - 6.25; then 5 replaces 1
+    config = GovernorConfig(window=4, min_history=4)
+    for values, mean, variance in (([1.0, 2.0, 3.0, 4.0], 2.5, 1.25), ([1.0, 2.0, 3.0, 4.0, 5.0], 3.5, 1.25)):
+        _, verdict = check(after(values, config), losses(1.0), config)
+        _, noise, triple = verdict.thresholds[0].tolist()
+        assert noise == pytest.approx(mean + 6.0 * math.sqrt(variance))
+        assert triple == pytest.approx(3.0 * mean)

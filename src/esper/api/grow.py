@@ -162,8 +162,8 @@ def _grown(
         engine.reset(client, episode=0)
         stats = engine.rollout(client)
     assert stats is not None
-    # the most points; of equal ones the smallest network
-    best = int(np.lexsort((stats.fossil_params, -stats.committed_acc))[0])
+    # a finite loss, then the most points; of equal ones the smallest network
+    best = int(np.lexsort((stats.fossil_params, -stats.committed_acc, ~np.isfinite(stats.committed_loss)))[0])
     test = float(host_read(engine.test())[0][best])
     network = GrownNetwork.of(engine, task, dataset, stats, host=best, test=test)
     unit = task.objective.unit

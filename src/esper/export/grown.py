@@ -103,7 +103,7 @@ def build(host: Host, seeds: Sequence[GrownSeed]) -> GrownModule:
 
     def grown(seed: GrownSeed) -> Grown:
         blueprint, width = blueprint_by_name(seed.blueprint, host.family), channels[seed.slot]
-        gate = deterministic_build(lambda: GateNetwork(width)) if seed.algorithm == "GATE" else None
+        gate = deterministic_build(lambda: GateNetwork(width, host.causal)) if seed.algorithm == "GATE" else None
         return Grown(deterministic_build(lambda: blueprint.build(width)), seed.algorithm, gate, seed.alpha)
 
     kind = GrownModuleOfSeveral if host.takes_several else GrownModule

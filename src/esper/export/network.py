@@ -1,5 +1,6 @@
 """A grown network: taken from an engine, saved as files, loaded again."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ class GrownNetwork:
             origin: the round and host of a run, if it grew in one.
 
         Raises:
-            ExportError: the task runs no networks, or there is no such host.
+            ExportError: the task runs no networks, there is no such host, or its outputs are not finite.
             DataError: the tokenizer of its text is gone or was changed.
         """
         spec, num_hosts = engine.spec, engine.spec.num_envs
@@ -90,6 +91,11 @@ class GrownNetwork:
             raise ExportError(f"task {task.name!r} is scripted and has no networks; export a run of another task.")
         if not 0 <= host < num_hosts:
             raise ExportError(f"there is no host {host}; choose one of 0 to {num_hosts - 1}.")
+        if not math.isfinite(stats.committed_loss[host]):
+            raise ExportError(
+                f"host {host} gives outputs, a loss or a metric that is NaN or infinite on the validation split, so it "
+                "is not saved; lower the learning rate, or look for a division by 0 or a logarithm of it."
+            )
         stages = {SeedStage.FOSSILIZED, *((SeedStage.BLENDING, SeedStage.HOLDING) if live else ())}
         rows = [s for s in range(spec.num_slots) if stats.stage[host, s] in stages]
         seeds = [

@@ -148,7 +148,8 @@ class Hidden:
 class ActResult:
     """A controller's output for all hosts, e.g. actions=[[1, 1, 2, 1, 2, 0, 0, 1], ...] (order of `HEADS`).
 
-    `op_prob` are the probabilities of the operations before one was drawn, NaN for controllers that have none.
+    `op_prob` are the probabilities of the operations before one was drawn, NaN for controllers that have none, and
+    `constrained` marks the heads whose mask left out values of the operation, False for these controllers.
     `features` are the normalized input of the policy, `raw_features` the same before normalization; both have width 0
     for controllers that do not learn.
     """
@@ -156,6 +157,7 @@ class ActResult:
     actions: Int[Tensor, "N 8"]
     log_prob: Float[Tensor, "N 8"]
     op_prob: Float[Tensor, "N 6"]
+    constrained: Bool[Tensor, "N 8"]
     value: Float[Tensor, " N"]
     hidden: Hidden
     raw_features: Float[Tensor, "N D"]

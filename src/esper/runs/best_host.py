@@ -62,6 +62,11 @@ class BestHost:
         return plain
 
 
+def objective_of_living(stats: RolloutStats, weights: RewardConfig) -> np.ndarray:
+    """100·J of each host [N]; -inf where the loss is not finite: such a host is never the best."""
+    return np.where(np.isfinite(stats.committed_loss), objective_of(stats, weights), -np.inf)
+
+
 def better(
     best: BestHost | None, engine: VectorizedEngine, stats: RolloutStats, weights: RewardConfig
 ) -> BestHost | None:
@@ -69,8 +74,7 @@ def better(
 
     Nothing is copied unless it has. `weights` are those of J.
     """
-    objective = objective_of(stats, weights)
-    objective = np.where(np.isfinite(objective) & np.isfinite(stats.committed_loss), objective, -np.inf)
+    objective = objective_of_living(stats, weights)
     n = int(np.argmax(objective))
     if not objective[n] > (-np.inf if best is None else best.objective):
         return best

@@ -10,11 +10,10 @@ from esper.export.network import GrownNetwork
 from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ExportError
 from esper.runs import best_host
-from esper.runs.best_host import BestHost, engine_of_host, portable
+from esper.runs.best_host import BestHost, engine_of_host, objective_of_living, portable
 from esper.runs.build import baseline_of, dataset_of, device_of, engine_of
 from esper.runs.checkpoint import load_newest
 from esper.runs.config import RunConfig
-from esper.runs.report import objective_of
 from esper.tasks.datasets import Dataset
 from esper.telemetry.run_directory import CHECKPOINTS
 from esper.tolaria.runtime import host_read
@@ -68,7 +67,7 @@ def _of_checkpoint(
     engine = engine_of(config, dataset, device)
     engine.load_state_dict(state, baseline_of("wait_only", config, engine.spec))
     stats = engine.outcome()
-    objective = objective_of(stats, config.reward)
+    objective = objective_of_living(stats, config.reward)
     chosen = int(np.argmax(objective)) if host is None else host
     if not 0 <= chosen < engine.spec.num_envs:
         raise ExportError(f"there is no host {chosen}; choose one of 0 to {engine.spec.num_envs - 1}.")

@@ -132,6 +132,12 @@ class RecordRows:
         columns["success"] = _stack(reports, "effective_op") == action[..., Head.OP]
         probability = np.where(decided[..., None], _stack(reports, "op_prob"), np.nan)
         columns |= {f"p_{name.lower()}": probability[..., i] for i, name in enumerate(OP_NAMES)}
+        # a number for each set of heads; NULL for controllers without masks, whose probabilities are NaN
+        masked = decided & np.isfinite(probability[..., LifecycleOp.WAIT])
+        sets, number = np.unique(
+            _stack(reports, "constrained") @ (1 << np.arange(len(HEAD_NAMES))), return_inverse=True
+        )
+        columns["constrained"] = np.where(masked, number.reshape(decided.shape), -1).astype(np.int16)
         columns["value"] = np.where(decided, _stack(reports, "value"), np.nan)
         terms, flags = np.where(decided[..., None], _stack(reports, "breakdown"), np.nan), _stack(reports, "flags")
         columns |= {TERM + name: terms[..., i] for i, name in enumerate(self._terms)}
@@ -141,6 +147,7 @@ class RecordRows:
             "op": [op.name for op in LifecycleOp],
             "slot": self._spec.slot_ids,
             "blueprint": self._spec.blueprint_names,
+            "constrained": [_joined(HEAD_NAMES, int(heads)) for heads in sets],
         }
         return Rows("steps", {name: np.ascontiguousarray(x).reshape(-1) for name, x in columns.items()}, labels)
 
@@ -165,11 +172,12 @@ class RecordRows:
             pieces.append(piece | {"accuracy": _stack(reports, "measured_acc")[at]})
         columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
         found, columns["members"] = np.unique(columns["members"], return_inverse=True)
-        return Rows("coalitions", columns, {"members": [self._members(int(number)) for number in found]})
+        return Rows("coalitions", columns, {"members": [_joined(self._spec.slot_ids, int(number)) for number in found]})
 
-    def _members(self, number: int) -> str:
-        """The slots of a set, separated by +."""
-        return "+".join(name for i, name in enumerate(self._spec.slot_ids) if number >> i & 1)
+
+def _joined(names: Sequence[str], number: int) -> str:
+    """The names of the bits of a number, separated by +."""
+    return "+".join(name for i, name in enumerate(names) if number >> i & 1)
 
 
 def _stack(reports: Sequence[StepReport], field: str) -> np.ndarray:

@@ -43,11 +43,15 @@ Logits = tuple[Float[Tensor, "*R _"], ...]
 
 @tensor_dataclass
 class SampledHeads:
-    """Actions, the log-probability of each head, and the probability of every operation, 0 where it is illegal."""
+    """Actions, the log-probability of each head, and the probability of every operation, 0 where it is illegal.
+
+    `constrained`: the mask of the head left out values that the drawn operation could have taken in another state.
+    """
 
     actions: Int[Tensor, "*R 8"]
     log_prob: Float[Tensor, "*R 8"]
     op_prob: Float[Tensor, "*R 6"]
+    constrained: Bool[Tensor, "*R 8"]
 
 
 @tensor_dataclass
@@ -55,14 +59,15 @@ class HeadsOutput:
     """Actions evaluated under the current policy.
 
     `entropy` of each head is given the op and slot of `actions`; `entropy_avail` is over all values possible for some
-    legal op and slot. Both are divided by ln(number of choices): in [0, 1], 0 where there is no choice. `available`:
-    the head has two or more choices for some legal op and slot.
+    legal op and slot. Both are divided by ln(number of choices): in [0, 1], 0 where there is no choice. `choice`: the
+    head has two or more values for the op and slot of `actions`; `available`: for some legal op and slot.
     """
 
     actions: Int[Tensor, "*R 8"]
     log_prob: Float[Tensor, "*R 8"]
     entropy: Float[Tensor, "*R 8"]
     entropy_avail: Float[Tensor, "*R 8"]
+    choice: Bool[Tensor, "*R 8"]
     available: Bool[Tensor, "*R 8"]
 
 
@@ -82,12 +87,15 @@ def sample_heads(
     tables, rows = tables_of(legal, selectable), _rows(logits, legal, selectable)
     state = choices_given_op(legal, selectable), legal.flatten(0, -3), has_gate.flatten(0, -2)
     decision = _decide(rows, *state, _numbers(uniforms, deterministic), tables)
-    log_prob, _ = _log_prob(rows, decision, layout_of(tables.sizes, legal.device))
+    layout = layout_of(tables.sizes, legal.device)
+    log_prob, _ = _log_prob(rows, decision, layout)
+    left_out = layout.member @ (state[0].index_select(1, decision.actions[Head.OP]) - decision.mask)
     op_prob = decision.relative.weights[tables.values[Head.OP]] / decision.relative.total[Head.OP]
     return SampledHeads(
         actions=_restored(decision.actions, legal),
         log_prob=_restored(log_prob, legal),
         op_prob=_restored(op_prob, legal),
+        constrained=_restored(left_out > 0.0, legal),
     )
 
 
@@ -114,8 +122,8 @@ def evaluate_heads(
         mask = masks_of(*state, columns, tables)
         decision = _Decision(actions=columns, mask=mask, relative=_relative(rows, mask, layout))
     available = available_masks(*state, tables)
-    count_avail = layout.member @ available
-    entropy = _entropy(decision.relative, layout, layout.member @ decision.mask, tables.inverse_log)
+    count, count_avail = layout.member @ decision.mask, layout.member @ available
+    entropy = _entropy(decision.relative, layout, count, tables.inverse_log)
     entropy_avail = _entropy(_relative(rows, available, layout), layout, count_avail, tables.inverse_log)
     log_prob, index = _log_prob(rows, decision, layout)
     log_prob = log_prob.masked_fill(decision.mask.gather(0, index) == 0.0, torch.nan)
@@ -124,6 +132,7 @@ def evaluate_heads(
         log_prob=_restored(log_prob, legal),
         entropy=_restored(entropy, legal),
         entropy_avail=_restored(entropy_avail, legal),
+        choice=_restored(count >= 2, legal),
         available=_restored(count_avail >= 2, legal),
     )
 

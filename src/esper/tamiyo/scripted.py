@@ -66,6 +66,7 @@ class ScriptedPolicy(Generic[M]):
             actions=torch.zeros(n, NUM_HEADS, dtype=torch.int64, device=hosts.device),
             log_prob=torch.zeros(n, NUM_HEADS, device=hosts.device),
             op_prob=torch.full((n, NUM_OPS), torch.nan, device=hosts.device),
+            constrained=torch.zeros(n, NUM_HEADS, dtype=torch.bool, device=hosts.device),
             value=torch.zeros(n, device=hosts.device),
             hidden=self.initial_hidden(n),
             raw_features=torch.zeros(n, 0, device=hosts.device),

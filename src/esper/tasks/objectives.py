@@ -1,8 +1,13 @@
-"""Objectives: a loss with its figure of merit (see `esper.leyline.objective`)."""
+"""Objectives: a loss with its figure of merit (see `esper.leyline.objective`).
+
+Outputs that are not finite are wrong in every metric: an example or token whose largest output is NaN or infinite is
+not correct, whatever its index, and its error, loss and points are NaN. One output of -infinity beside finite ones is
+allowed: it is the logit of a class that is ruled out.
+"""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -46,8 +51,9 @@ class Classification:
         return Scores(losses, self.score(outputs, targets), (targets != PADDING).float())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """1 where the largest logit is that of the class, else 0."""
-        return (outputs.max(dim=-1).indices == targets).float()
+        """1 where the largest logit is that of the class and finite, else 0."""
+        largest = outputs.max(dim=-1)
+        return ((largest.indices == targets) & largest.values.isfinite()).float()
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """Percent of the examples."""
@@ -82,8 +88,9 @@ class NextToken:
         return Scores(losses.view(targets.shape).sum(dim=1), self.score(outputs, targets), weight)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How many tokens of a row have the largest logit."""
-        hits = (outputs.max(dim=-1).indices == targets) & (targets != PADDING)
+        """How many tokens of a row have the largest logit, if it is finite."""
+        largest = outputs.max(dim=-1)
+        hits = (largest.indices == targets) & largest.values.isfinite() & (targets != PADDING)
         return hits.sum(dim=1).float()
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
@@ -96,10 +103,18 @@ class NextToken:
 class MeanSquaredError:
     """Squared error, averaged over the outputs of an example; the figure of merit is R² in percent.
 
-    `variance` of the training targets, averaged over the outputs, is the loss of guessing their mean: 0 points.
+    R² is that of `sklearn.metrics.r2_score` on the split that `of_split` was given: for each output 1 - squared error /
+    variance of its targets in the split, averaged over the outputs. An output whose targets are all equal counts 1 for
+    each example that is met exactly, and 0 for the others.
+
+    Attributes:
+        variance: of the training targets, averaged over the outputs: the loss of guessing their mean.
+        factors: of the squared error of each output, and of whether it is above 0, [outputs]; None before `of_split`,
+            where the error is divided by `variance`.
     """
 
     variance: float
+    factors: tuple[Tensor, Tensor] | None = field(default=None, compare=False, repr=False)
     unit: ClassVar[str] = "R2"
 
     def __post_init__(self) -> None:
@@ -116,8 +131,14 @@ class MeanSquaredError:
         """Outputs and targets [R, ...]; raises ValueError unless their shapes are equal."""
         if outputs.shape != targets.shape:  # subtraction would broadcast them
             raise ValueError("outputs and targets differ in shape")
-        errors = (outputs.float() - targets.float()).square().reshape(len(outputs), -1).mean(dim=1)
-        return Scores(errors, errors.detach(), torch.ones_like(errors.detach()))
+        errors = (outputs.float() - targets.float()).square().reshape(len(outputs), -1)
+        losses, errors = errors.mean(dim=1), errors.detach()
+        if self.factors is None:
+            relative = losses.detach() / self.variance
+        else:
+            of_error, of_miss = self.factors
+            relative = (errors * of_error + (errors > 0.0) * of_miss).sum(dim=1)
+        return Scores(losses, relative, torch.ones_like(relative))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """As in `scores`."""
@@ -125,7 +146,14 @@ class MeanSquaredError:
 
     def points(self, score: Tensor, weight: Tensor) -> Tensor:
         """100 (1 - error / variance): 100 is perfect, 0 is the mean of the targets, worse is negative."""
-        return 100.0 * (1.0 - score / weight / self.variance)
+        return 100.0 * (1.0 - score / weight)
+
+    def of_split(self, targets: Tensor) -> "MeanSquaredError":
+        """The same with R² of a split with the targets [n, ...]; no device read."""
+        y = targets.reshape(len(targets), -1).double()
+        constant = (y == y[0]).all(dim=0)
+        of_error = (y.var(dim=0, correction=0) * y.shape[1]).reciprocal().masked_fill(constant, 0.0)
+        return replace(self, factors=(of_error.float(), constant.float() / y.shape[1]))
 
 
 @final
@@ -217,7 +245,7 @@ class OfStructures:
 
 
 def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tensor) -> Tensor:
-    """What a loss or metric gives, float32 [R].
+    """What a loss or metric gives, float32 [R], NaN where the outputs are not finite.
 
     Raises:
         ConfigError: it is not one number per example, or the function edits what it gets.
@@ -240,7 +268,12 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
             f"example, {tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
             "(reduction='none')."
         )
-    return found.float()
+    return found.float().masked_fill(~outputs.reshape(len(outputs), -1).amax(dim=1).isfinite(), torch.nan)
+
+
+def of_split(objective: Objective, targets: Tensor) -> Objective:
+    """The objective with the figure of merit of a split that has the targets [n, ...]; only R² depends on them."""
+    return objective.of_split(targets) if isinstance(objective, MeanSquaredError) else objective
 
 
 def _words(function: PerExample, outputs: Tensor, targets: Tensor) -> str:

@@ -1,6 +1,7 @@
 """The machine and versions of a measurement, and memory in use."""
 
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -12,12 +13,13 @@ import torch
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
-    """Device, processor, versions, threads, date and commit, by name."""
+    """Device, processor, versions (that of the driver of a GPU too), threads, date and commit, by name."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "cpu": cpu_name(),
         "cuda": str(torch.version.cuda) if on_gpu else "none",
+        "driver": driver_version() if on_gpu else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -38,6 +40,13 @@ def cpu_name() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or platform.machine()}, {len(names) or '?'} cores"
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Version of NVIDIA's kernel module, e.g. "550.54.14"; "unknown" where the file is missing or says none."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found[1] if found else "unknown"
 
 
 def commit() -> str:

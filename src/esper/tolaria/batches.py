@@ -80,6 +80,7 @@ class SharedBatchIterator:
         self.data = dataset.split(split).to(device)
         if len(self.data) == 0:
             raise DataError(f"the {split} split of {dataset.identity.get('name')} is empty; expected examples.")
+        self.split: SplitName = split
         self._num_envs, self.batch_size, self._run_seed = num_envs, batch_size, run_seed
         self._shuffles = split == "train"
         self._as_inputs, self._augmentation = dataset.as_inputs, dataset.augmentation if self._shuffles else None

@@ -29,7 +29,7 @@ _STACKS = (
 )
 """Tensors of one dtype and shape are stacked: the first three stacks are [..., N, S], the others [..., N]. The first
 one ends with the six rows of the transitions: from, to and cause, by the op and by the tick."""
-_OTHERS = 8
+_OTHERS = 9
 """Number of arrays after the stacks that belong to a report."""
 
 
@@ -41,11 +41,13 @@ class Decision:
     value: Float[Tensor, " N"]
     op_log_prob: Float[Tensor, " N"]
     op_prob: Float[Tensor, "N 6"]
+    constrained: Bool[Tensor, "N 8"]
 
 
 def decision_of(act: ActResult) -> Decision:
     """The reported part of `act`."""
-    return Decision(actions=act.actions, value=act.value, op_log_prob=act.log_prob[:, Head.OP], op_prob=act.op_prob)
+    same = {name: getattr(act, name) for name in ("actions", "value", "op_prob", "constrained")}
+    return Decision(op_log_prob=act.log_prob[:, Head.OP], **same)
 
 
 @tensor_dataclass
@@ -110,6 +112,7 @@ def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
         *(torch.stack(stack) for stack in rows),
         finished.decision.actions,
         finished.decision.op_prob,
+        finished.decision.constrained,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
         finished.reward.breakdown,
         finished.reward.flags,
@@ -118,13 +121,14 @@ def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
 
 def _by_name(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays of `with_coalitions` under the names of `Structure` and `StepReport`."""
-    *stacks, actions, op_prob, losses, breakdown, flags, sets, sets_valid, accuracy = arrays
+    *stacks, actions, op_prob, constrained, losses, breakdown, flags, sets, sets_valid, accuracy = arrays
     named = {name: row for names, stack in zip(_STACKS, stacks, strict=True) for name, row in zip(names, stack)}  # noqa: B905 -- the transitions follow the names
     return named | {
         "op_moves": stacks[0][-6:-3],
         "tick_moves": stacks[0][-3:],
         "actions": actions,
         "op_prob": op_prob,
+        "constrained": constrained,
         "panic_loss": losses[:, 0],
         "panic_thresholds": losses[:, 1:],
         "breakdown": breakdown,

@@ -122,8 +122,8 @@ class StepReport:
     a seed was checked at, 0 if none; `rolled_back` marks seeds that a rollback pruned, `row_marked` [N] hosts whose
     last reward it replaced. `params` are those of each seed, `host_params` [N] of the host. `breakdown` [N, M] and
     `flags` [N, 2] are the reward's; `op_log_prob` is that of the op alone, `op_prob` [N, 6] are the probabilities of
-    all. `measured_sets` [N, K, S] are the coalitions that were measured, where `measured_valid` [N, K], and
-    `measured_acc` [N, K] their accuracies.
+    all, and `constrained` [N, 8] marks heads whose mask left out values. `measured_sets` [N, K, S] are the coalitions
+    that were measured, where `measured_valid` [N, K], and `measured_acc` [N, K] their accuracies.
     """
 
     episode: int
@@ -147,6 +147,7 @@ class StepReport:
     value: np.ndarray
     op_log_prob: np.ndarray
     op_prob: np.ndarray
+    constrained: np.ndarray
     measured_sets: np.ndarray
     measured_valid: np.ndarray
     measured_acc: np.ndarray

@@ -42,6 +42,7 @@ def four_steps(**changes) -> LossInputs:
         "entropy": heads(op=[0.6, 0.7, 0.5, 0.0], slot=[0.9, 0.8, 0.3, 0.0]),
         "entropy_avail": torch.zeros(1, 4, 8),
         "causal": heads(op=[1, 1, 1, 1], slot=[1, 1, 0, 0]).bool(),
+        "choice": torch.ones(1, 4, 8, dtype=torch.bool),
         "available": torch.zeros(1, 4, 8, dtype=torch.bool),
         "advantages": row(1.0, -0.5, 0.8, -1.2),
         "values": row(0.2, 0.1, 0.5, 0.4),
@@ -65,7 +66,7 @@ def with_an_invalid_step(x: LossInputs) -> LossInputs:
 
     names = ("log_prob", "old_log_prob", "entropy", "entropy_avail", "advantages", "values", "returns")
     changes = {name: grown(getattr(x, name), 3.0 + i) for i, name in enumerate(names)}
-    changes |= {name: grown(getattr(x, name), True) for name in ("causal", "available", "forced")}
+    changes |= {name: grown(getattr(x, name), True) for name in ("causal", "choice", "available", "forced")}
     return replace(x, valid=grown(x.valid, False), **changes)
 
 
@@ -165,6 +166,14 @@ def test_reported_entropies_are_means_over_the_steps_that_used_the_head():
     assert float(found[0][OP]) == pytest.approx(0.6)
     assert float(found[0][SLOT]) == pytest.approx(0.85)
     assert found[1].tolist() == [2, 0, 0, 0, 0, 0, 0, 3]
+
+
+def test_a_head_with_one_value_has_no_entropy_to_report():
+    choice = torch.ones(1, 4, 8, dtype=torch.bool)
+    choice[0, 1, SLOT] = False  # as where one slot alone is legal for the op: its entropy is 0
+    found = head_entropies(four_steps(choice=choice, entropy=heads(op=[0.6, 0.7, 0.5, 0.0], slot=[0.9, 0.0, 0.3, 0.0])))
+    assert (float(found[0][SLOT]), float(found[1][SLOT])) == (pytest.approx(0.9), 1.0)
+    assert float(found[1][OP]) == 3.0
 
 
 def test_a_head_that_no_decision_used_has_its_entropy_raised_where_it_could_have_been_used():

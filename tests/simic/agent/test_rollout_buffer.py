@@ -90,6 +90,18 @@ def test_a_row_takes_numbers_of_python_and_tensors_without_axes_alike():
     assert numbers.slabs.truncated[0, 0]
 
 
+def test_a_field_may_be_given_by_the_name_of_its_slab():
+    own, of_slab = new_buffer(), new_buffer()
+    fields = {name: values[0] for name, values in column(0).items()}
+    plural = {name if name in vars(own.slabs) else f"{name}s": entry for name, entry in fields.items()}
+    assert {"states", "raw_states", "log_probs", "values", "rewards"} <= plural.keys()
+    own.add(0, **fields)
+    of_slab.add(0, **plural)
+    assert same(own, of_slab)
+    with pytest.raises(TypeError, match="given twice"):
+        own.add(0, **fields, rewards=1.0)
+
+
 def test_writing_reads_nothing_from_the_device(monkeypatch):
     buffer, reads = new_buffer(), []
     for method in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):

@@ -117,7 +117,7 @@ CASES = {
     "kernel(epoch=torch.zeros(0, dtype=torch.int64))": (SHAPE, "epoch has shape (0,)", "one number for all hosts"),
     "kernel(epoch=torch.tensor([1.0, 2.0]))": (KIND, "epoch is torch.float32", "it must be torch.int64"),
     "kernel(seed_ages=torch.zeros(2))": (KIND, "seed_ages is torch.float32", "it must be torch.int64"),
-    "kernel(config_weights=LossRewardConfig().pack())": (SHAPE, "config_weights is", "mode 'shaped' takes float64"),
+    "kernel(config_weights=LossRewardConfig().pack())": (SHAPE, "config_weights is", "mode 'shaped' takes floats"),
     "kernel(mode='shapd')": (CONFIG, "reward mode 'shapd' has no formula", "did you mean 'shaped'?"),
 }
 SOUND = (

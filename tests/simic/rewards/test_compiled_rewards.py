@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -203,6 +206,47 @@ def test_the_kernel_never_reads_a_value_back(mode):
     given = kernel_arguments(list(random_rows(16, 10)))
     with NoHostRead():
         compute_reward_batched(**given, config_weights=weights, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_may_be_float32(mode):
+    config = RewardConfig(mode=mode)
+    weights = config.loss.pack() if mode == "loss" else config.pack()
+    given = kernel_arguments(list(random_rows(16, 12)))
+    found = compute_reward_batched(**given, config_weights=weights.float(), mode=mode)
+    rounded = compute_reward_batched(**given, config_weights=weights.float().double(), mode=mode)
+    for got, want in zip(found, rounded, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+TRACED = """
+import torch
+from esper.simic.rewards import compute_reward_batched
+from esper.simic.rewards.config import MODES, RewardConfig
+from reference.rewards.golden import kernel_arguments
+from reward_toys import random_rows
+
+given = kernel_arguments(list(random_rows(16, 12)))
+for mode in MODES:
+    config = RewardConfig(mode=mode)
+    weights = config.loss.pack() if mode == "loss" else config.pack()
+    torch._dynamo.reset()  # no graph of another mode counts as a recompilation
+    whole = torch.compile(compute_reward_batched, fullgraph=True, backend="eager")
+    eager = compute_reward_batched(**given, config_weights=weights, mode=mode)
+    for got, want in zip(whole(**given, config_weights=weights, mode=mode), eager, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+print(len(MODES), "modes")
+"""
+
+
+def test_torch_compile_traces_the_kernel_as_one_graph():
+    # in a process of its own, where no shape is checked: the checks cannot be traced
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TRACED], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout == f"{len(MODES)} modes\n", done.stderr
 
 
 @pytest.mark.compiled

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from against_streamed import ALGORITHMS, CONDITIONS, compare, grow_different_seeds, same_pass
+from sklearn.metrics import r2_score
 
 import tiny
 import tokens
@@ -17,7 +18,7 @@ from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.objective import Scores
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken
+from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.config import EngineConfig
@@ -99,6 +100,40 @@ def test_the_squared_error_of_a_host_is_what_plain_pytorch_computes():
         error = (template(bench.data.val.x, lambda slot, h: h) - bench.data.val.y).square().mean().item()
     assert measured.loss.item() == pytest.approx(error, rel=1e-6)
     assert measured.accuracy[0, 0].item() == pytest.approx(100.0 * (1.0 - error * 9.0 / 8.0), rel=1e-5)
+
+
+@each_executor
+def test_r2_of_each_split_is_that_of_scikit_learn_on_its_own_targets(executor):
+    data, keep = regression(), slice(0, 23)  # classes 8, 8, 7, and a last batch of seven
+    own = {"val": Split(data.val.x[keep], data.val.y[keep]), "test": Split(data.test.x[:10], data.test.y[:10] * 3.0)}
+    data = dataclasses.replace(data, **own)
+    bench = Bench(2, data=data, objective=MeanSquaredError(variance=8.0 / 9.0))
+    bench.executor = EXECUTORS[executor](bench.executor.data)
+    bench.train()
+    template, rows = bench.population.host_kind.template, bench.population.host
+    found = {name: bench.executor.committed(name, bench.slots).accuracy[:, 0].tolist() for name in own}
+    found["val, all seeds"] = bench.measure()[1].accuracy[:, 0].tolist()
+    template.train(False)
+    for name, values in found.items():
+        split = own[name.split(",")[0]]
+        for n, value in enumerate(values):
+            template.bind(rows.params[n], rows.buffers[n])
+            with torch.no_grad():
+                outputs = template(split.x, lambda slot, h: h)
+            assert value == pytest.approx(100.0 * r2_score(split.y.numpy(), outputs.numpy()), rel=1e-4), name
+
+
+@each_executor
+def test_a_metric_of_the_users_that_is_nan_gives_no_points_and_no_loss(executor):
+    def broken(outputs, targets):  # NaN for one example of class 2
+        return torch.where(targets == 2, 0.0 / torch.zeros(len(outputs)), 100.0)
+
+    objective = WithMetric(objective=Classification(CLASSES), metric=broken, unit="points")
+    bench = Bench(1, objective=objective)
+    bench.executor = EXECUTORS[executor](bench.executor.data)
+    _, measured = bench.measure()
+    assert measured.accuracy[0, 0] == 0.0
+    assert measured.loss.isnan().all()
 
 
 @each_executor

@@ -255,3 +255,22 @@ def test_seeds_before_training_keep_their_first_weights(executor, stage):
     born = rows(bench, 0)
     bench.train()
     assert same_tree(rows(bench, 0), born)
+
+
+# -- outputs that are not finite --------------------------------------------------------------------------------------
+
+
+@every_executor
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_network_with_broken_weights_is_wrong_everywhere_and_has_no_loss(executor, value):
+    bench = bench_of(executor, 2)
+    bench.population.host.params[1].fill_(value)
+    _, measured = bench.measure()
+    # a third of the examples have class 0, the first of equal maxima
+    assert measured.accuracy[1, 0] == 0.0
+    assert not measured.loss[1].isfinite()
+    assert measured.accuracy[0, 0] > 0.0
+    assert measured.loss[0].isfinite()
+    trained = bench.train()
+    assert trained.acc[1] == 0.0
+    assert not trained.loss[1].isfinite()

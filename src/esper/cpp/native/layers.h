@@ -514,7 +514,7 @@ void cross_entropy(int classes, const T* logits, const int64_t* labels, double* 
         if (labels[lane] >= 0) {
             loss += best[lane] - logits[labels[lane] * stride + lane];
             product *= sum[lane];
-            correct += answer[lane] == T(labels[lane]);
+            correct += answer[lane] == T(labels[lane]) && std::isfinite(best[lane]);
         }
         if (lane % 16 == 15 || lane + 1 == lanes) {
             loss += std::log(product);

@@ -20,21 +20,26 @@ def num_gate_params(channels: int) -> int:
 class GateNetwork(nn.Module):
     """sigmoid(W2 SiLU(W1 mean(h) + b1) + b2): a number in (0, 1).
 
-    Of images, one per example: the mean is over space. Of sequences, one per token: the mean is over this token and
-    earlier ones, because the gate of a language model must not see the future. SiLU, because with few channels all
-    hidden ReLU units can start dead.
+    One per example: the mean is over space, or over the positions of a sequence. In a `causal` host it is one per
+    token: the mean is over this token and earlier ones, because the gate of a language model must not see the future.
+    SiLU, because with few channels all hidden ReLU units can start dead.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
         self.hidden = nn.Linear(channels, _width(channels))
         self.act = nn.SiLU()
         self.out = nn.Linear(_width(channels), 1)
 
     def forward(self, h: Float[Tensor, "B *F"]) -> Float[Tensor, "B *ones"]:
-        """[B, C, H, W] -> [B, 1, 1, 1], or [B, T, D] -> [B, T, 1], which broadcast over the features."""
-        gate: Tensor = self.out(self.act(self.hidden(_mean_of_the_past(h) if h.dim() == 3 else h.mean(dim=(2, 3)))))
-        return gate.sigmoid() if h.dim() == 3 else gate.sigmoid().view(-1, 1, 1, 1)
+        """[B, C, H, W] -> [B, 1, 1, 1], or [B, T, D] -> [B, T or 1, 1], which broadcast over the features."""
+        if h.dim() == 4:
+            mean = h.mean(dim=(2, 3))
+        else:
+            mean = _mean_of_the_past(h) if self.causal else h.mean(dim=1, keepdim=True)
+        gate: Tensor = self.out(self.act(self.hidden(mean))).sigmoid()
+        return gate.view(-1, 1, 1, 1) if h.dim() == 4 else gate
 
 
 def _mean_of_the_past(h: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:

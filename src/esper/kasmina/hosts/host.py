@@ -26,6 +26,7 @@ class Host(nn.Module, ABC):
         takes_several: whether the network itself has several inputs, which a batch holds packed.
         global_rng: whether its forward pass draws from the global generators of PyTorch, Python or numpy, which are
             then seeded for each host and step. Such hosts run one by one.
+        causal: of sequences: whether outputs at a position depend on no later one. Gates then see the past alone.
         frozen: paths of frozen parameters that each host has a copy of, registered as buffers; all hosts share others.
     """
 
@@ -35,6 +36,7 @@ class Host(nn.Module, ABC):
     shares_prefixes: bool = True
     takes_several: bool = False
     global_rng: bool = False
+    causal: bool = True
     frozen: tuple[str, ...] = ()
 
     @abstractmethod

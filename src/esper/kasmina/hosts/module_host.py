@@ -118,6 +118,7 @@ class ModuleHost(Host):
         self.enabled = enabled_points(spec.points(), slot_ids)
         self.family = spec.family
         self.largest_activation = spec.facts.largest_activation
+        self.causal = spec.facts.causal
         self.shares_prefixes = all(spec.facts.shares_prefix[point.order] for point in self.enabled)
         self.takes_several = spec.interface.inputs is not None
         self.global_rng = spec.facts.global_rng

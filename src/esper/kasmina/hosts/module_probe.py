@@ -21,6 +21,7 @@ from esper.kasmina.parameters.frozen import count_params, frozen_parameters, own
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.kinds import prepared
 from esper.leyline.errors import ConfigError
+from esper.leyline.pytree import flatten, unflatten
 from esper.leyline.stages import HostFamily
 
 Model = Callable[[], nn.Module]
@@ -37,6 +38,7 @@ class ModuleFacts:
         inputs, outputs: shapes of an input and its output. shares_prefix: of each slot (see `Host.shares_prefixes`).
         dtype: of the inputs. edited: of each slot, whether its output is edited in place behind it.
         built_by_pass: whether a first forward pass finds shapes or adds layers (nn.LazyLinear). global_rng: see `Host`.
+        causal: whether no output depends on later positions.
         own_frozen: paths of the frozen parameters that each host has a copy of.
     """
 
@@ -48,6 +50,7 @@ class ModuleFacts:
     num_params: int
     largest_activation: int
     shares_prefix: tuple[bool, ...]
+    causal: bool
     dtype: torch.dtype = torch.float32
     edited: tuple[bool, ...] = ()
     built_by_pass: bool = False
@@ -107,7 +110,7 @@ def probe(model: Model, slots: Sequence[str], example: Tensor, interface: Interf
     _disturb(network.eval())
     with torch.no_grad():
         checks.check_examples(network, slots, x, others)
-        facts = _facts(network, slots, x)
+        facts = _facts(network, slots, x, interface)
     if frozen_parameters(network):
         other = deterministic_build(lambda: new_network(model, first if built_by_pass else None), seed=1)
         facts = replace(facts, own_frozen=own_frozen(network, other))
@@ -151,7 +154,7 @@ def _check_model(model: Model) -> None:
         ) from error
 
 
-def _facts(network: nn.Module, slots: Sequence[str], x: Tensor) -> ModuleFacts:
+def _facts(network: nn.Module, slots: Sequence[str], x: Tensor, interface: Interface) -> ModuleFacts:
     run = recorded_pass(network, x)
     order = [call.path for call in run.calls]
     shapes = [tuple(run.of(slot)[0].output.shape[1:]) for slot in slots]
@@ -172,6 +175,7 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor) -> ModuleFacts:
         dtype=x.dtype,
         edited=tuple(checks.is_edited(slot, run) for slot in slots),
         global_rng=run.draws,
+        causal=_is_causal(network, x, run.output, interface),
     )
 
 
@@ -205,6 +209,24 @@ def _shares_prefix(network: nn.Module, slot: str, x: Tensor) -> bool:
     except ConfigError:
         return False  # something from before the slot has the old number of rows
     return checks.near(together, torch.cat((run(lambda h: h), run(changed))))
+
+
+def _is_causal(network: nn.Module, x: Tensor, outputs: Tensor, interface: Interface) -> bool:
+    """Whether outputs [B, T, ...] of inputs [B, T, ...] keep their first half where those change in the second half."""
+    tensors, form = flatten(x if interface.inputs is None else interface.inputs.unpack(x))
+    half = outputs.shape[1] // 2 if outputs.dim() > 1 else 0
+    sequences = [of.dim() > 1 and of.shape[:2] == outputs.shape[:2] for of in tensors]
+    if not any(sequences):
+        return False
+    changed = unflatten(
+        form,
+        [
+            torch.cat((of[:, :half], of.roll(1, dims=0)[:, half:]), dim=1) if sequence else of
+            for of, sequence in zip(tensors, sequences, strict=True)
+        ],
+    )
+    batch = changed if interface.inputs is None else interface.inputs.pack(changed)
+    return checks.near(plain_pass(network, batch)[:, :half], outputs[:, :half])
 
 
 def _inputs(example: Tensor, interface: Interface) -> Tensor:

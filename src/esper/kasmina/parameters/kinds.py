@@ -117,11 +117,11 @@ def host_kind(host: Host, device: torch.device) -> Kind:
     return Kind(name="host", template=template, start=start, build=build, source=type(host))
 
 
-def gate_kind(channels: int, device: torch.device) -> Kind:
-    """The kind of gates for features of this width."""
+def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
+    """The kind of gates for features of this width, in a host that is causal or not."""
 
     def build() -> nn.Module:
-        return GateNetwork(channels)
+        return GateNetwork(channels, causal)
 
     start, template = _start(build_twice(build), {}, device), Template(deterministic_build(build).to(device))
     return Kind(name="gate", template=template, start=start, build=build, source=GateNetwork)

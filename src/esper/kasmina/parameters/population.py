@@ -80,7 +80,7 @@ class Population:
             channels: tuple({shapes[point.slot_id]: None for point in self.points if point.channels == channels})
             for channels in {point.channels: None for point in self.points}
         }
-        self.gate_kinds = {channels: gate_kind(channels, device) for channels in self.features}
+        self.gate_kinds = {channels: gate_kind(channels, host.causal, device) for channels in self.features}
         self.left_out: dict[int, str] = {}
         self.seed_kinds = self._seed_kinds(shapes)
         slots = num_envs * self.num_slots
@@ -106,7 +106,9 @@ class Population:
                 self.left_out[index] = f"slot {slot_id!r}: {error}"
             found |= {} if misfits else kinds
         if not found:
-            raise ConfigError(f"no blueprint can run in every slot; enable fewer slots. {'; '.join(self.left_out.values())}")
+            raise ConfigError(
+                f"no blueprint can run in every slot; enable fewer slots. {'; '.join(self.left_out.values())}"
+            )
         return {key: found[key] for key in sorted(found, key=lambda key: (list(self.features).index(key[0]), key[1]))}
 
     def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:

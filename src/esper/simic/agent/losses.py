@@ -3,6 +3,7 @@
 Shape legend: R = any leading axes (rows and steps), 8 = heads. With x = clip(new - old, +-20) and the masks
 
     causal    the executed op reads the head, and the step is valid
+    choice    the head had two or more values for the op and slot of the step
     used      causal and not forced (another op than WAIT was legal)
     open      valid, not forced, and the head has two or more choices for some legal op
 
@@ -31,6 +32,7 @@ class LossInputs:
     entropy: Float[Tensor, "*R 8"]
     entropy_avail: Float[Tensor, "*R 8"]
     causal: Bool[Tensor, "*R 8"]
+    choice: Bool[Tensor, "*R 8"]
     available: Bool[Tensor, "*R 8"]
     advantages: Float[Tensor, "*R"]
     values: Float[Tensor, "*R"]
@@ -124,8 +126,11 @@ def ratio_statistics(x: LossInputs, clip: float) -> RatioStatistics:
 
 
 def head_entropies(x: LossInputs) -> tuple[Float[Tensor, " 8"], Float[Tensor, " 8"]]:
-    """Mean normalized entropy of each head over the steps that used it, and the number of these steps."""
-    used = _used(x)
+    """Mean normalized entropy of each head over the steps that used it with a choice, and their number.
+
+    A head with one value has no entropy: it says nothing about exploration.
+    """
+    used = _used(x) & x.choice
     return _mean_per_head(x.entropy.detach(), used), _per_head(used).sum(0).to(x.entropy.dtype)
 
 

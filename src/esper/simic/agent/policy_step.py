@@ -97,6 +97,7 @@ class PolicyStep(nn.Module):
             actions=heads.actions,
             log_prob=heads.log_prob,
             op_prob=heads.op_prob,
+            constrained=heads.constrained,
             value=out.value,
             hidden=out.hidden,
             raw_features=raw,

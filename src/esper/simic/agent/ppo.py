@@ -175,6 +175,7 @@ def evaluate_minibatch(agent: PPOAgent, batch: SequenceBatch) -> tuple[LossInput
         entropy=heads.entropy,
         entropy_avail=heads.entropy_avail,
         causal=relevance(batch.effective_op) & batch.valid[..., None],
+        choice=heads.choice,
         available=heads.available,
         advantages=batch.advantages,
         values=values,

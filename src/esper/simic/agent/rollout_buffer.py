@@ -52,6 +52,7 @@ class SequenceBatch:
 
 _NAMES = {name: name if name in SequenceBatch.__annotations__ else f"{name}s" for name in Row.__annotations__}
 """Field of `Row` -> its slab, e.g. value -> values."""
+_FIELDS = {slab: name for name, slab in _NAMES.items()}
 _DEFAULTS = {"bootstrap_value": 0, "terminal": 0, "truncated": 0, "valid": 1, "reset": 0, "forced": 0}
 
 Entry = int | float | bool | Tensor
@@ -62,9 +63,10 @@ Entry = int | float | bool | Tensor
 class TamiyoRolloutBuffer:
     """Owner and only writer of `slabs`, a SequenceBatch of all N hosts.
 
-    `store` writes one column of all hosts, `add` the next row of one host; both take the fields of `Row` by name, with
-    defaults for `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and `valid` (True). `put`
-    copies a column unmasked; call `neutralize` before the rollout is used.
+    `store` writes one column of all hosts, `add` the next row of one host; both take the fields of `Row` by their own
+    name or that of their slab (`value` or `values`), with defaults for `bootstrap_value` (0), `terminal`, `truncated`,
+    `reset`, `forced` (False) and `valid` (True). `put` copies a column unmasked; call `neutralize` before the rollout
+    is used.
     Only `validate` and `load_state_dict` read the device.
     """
 
@@ -253,6 +255,9 @@ class TamiyoRolloutBuffer:
 
     @torch.no_grad()
     def _write(self, places: Mapping[str, Tensor], fields: Mapping[str, Entry]) -> None:
+        fields, given = {_FIELDS.get(name, name): entry for name, entry in fields.items()}, fields
+        if len(fields) < len(given):
+            raise TypeError(f"a field is given twice, by its own name and that of its slab: {sorted(given)}.")
         unknown, missing = fields.keys() - _NAMES.keys(), _NAMES.keys() - fields.keys() - _DEFAULTS.keys()
         if unknown or missing:
             hint = nearest(min(unknown), _NAMES) if unknown else "Only flags and the bootstrap value have defaults."

@@ -96,7 +96,7 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
         stages, epochs_in_stage, seed_ages, previous_stages, previous_epochs: clocks of the slot before the op.
         total_improvements, stage_improvements: accuracy gained since germination and since stage entry, or NaN.
         epoch, max_epochs: step from 1 and length of the episode.
-        config_weights: `RewardConfig.pack()`, in mode `loss` `LossRewardConfig.pack()`.
+        config_weights: `RewardConfig.pack()`, in mode `loss` `LossRewardConfig.pack()`; float32 is taken as float64.
         counterfactual_improvements: gate signal (all players off), NaN without players.
         interaction_sums, stable_val_accs, escrow_credits: of the target slot, NaN where missing.
         total_params, host_params, effective_seed_params, fossilized_params, alpha_delta_sq_sums: parameters and
@@ -131,7 +131,7 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     check_arguments(given)
     for name, clock in (("epoch", epoch), ("max_epochs", max_epochs)):
         check_clock(name, clock, len(actions))
-    weights = _by_name(config_weights, mode == "loss")
+    weights = _by_name(config_weights.to(torch.float64), mode == "loss")
     x = row_of(given, weights, _clock(epoch, val_accs), _clock(max_epochs, val_accs), mode, attribution)
     return _in_dtype(_with_credit(x) if mode in CREDIT_MODES else _without_credit(x), val_accs.dtype)
 
@@ -205,9 +205,9 @@ def check_static(mode: str, attribution: str, config_weights: Tensor) -> None:
     if attribution not in get_args(Attribution):
         raise ConfigError(f"attribution {attribution!r} is unknown; it must be 'harmonic' or 'minimum'.")
     expected = len(LOSS_FIELDS if mode == "loss" else WEIGHT_NAMES)
-    if config_weights.shape != (expected,) or config_weights.dtype != torch.float64:
+    if config_weights.shape != (expected,) or config_weights.dtype not in (torch.float64, torch.float32):
         raise ValueError(
-            f"config_weights is {config_weights.dtype} {tuple(config_weights.shape)}; mode {mode!r} takes float64 "
+            f"config_weights is {config_weights.dtype} {tuple(config_weights.shape)}; mode {mode!r} takes floats "
             f"({expected},), as RewardConfig.pack() (LossRewardConfig.pack() in mode 'loss') gives it."
         )
 

@@ -4,8 +4,8 @@ A missing number enters as NaN and is replaced by 0; where that matters, a mask 
 numbers (`masks.py`). Tensors are [N] float64 unless said otherwise; numbers of the configuration are scalar tensors.
 """
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,22 @@ NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """Potential rewarded to GERMINATE, before weight, discount and timing."""
 RANSOM_CONTRIBUTION, RANSOM_GATE_SIGNAL = 0.1, -0.2
 """Thresholds (points) of `ransoming`: the seed's contribution is above the first, the gate signal below the second."""
+
+if TYPE_CHECKING:
+    computed_once = property
+else:
+
+    def computed_once(compute: Callable[["Row"], Tensor]) -> property:
+        """As `functools.cached_property` without its lock, which `torch.compile` cannot trace."""
+        name = f"_{compute.__name__}"
+
+        def found(row: "Row") -> Tensor:
+            if name not in row.__dict__:
+                row.__dict__[name] = compute(row)
+            return row.__dict__[name]
+
+        return property(found, doc=compute.__doc__)
+
 
 _POTENTIAL_TABLES: dict[torch.device, Tensor] = {}
 
@@ -82,52 +98,52 @@ class Row:
         """Mask of a live target seed in `stage`."""
         return equal(self.stage, int(stage)) * self.seed
 
-    @cached_property
+    @computed_once
     def zero(self) -> Tensor:
         """0 in every row."""
         return torch.zeros_like(self.c)
 
-    @cached_property
+    @computed_once
     def prune(self) -> Tensor:
         """Mask of PRUNE."""
         return self.is_op(LifecycleOp.PRUNE)
 
-    @cached_property
+    @computed_once
     def fossilize(self) -> Tensor:
         """Mask of FOSSILIZE."""
         return self.is_op(LifecycleOp.FOSSILIZE)
 
-    @cached_property
+    @computed_once
     def fossil(self) -> Tensor:
         """Mask of a target seed that is fossilized."""
         return self.in_stage(SeedStage.FOSSILIZED)
 
-    @cached_property
+    @computed_once
     def held(self) -> Tensor:
         """Mask of a target seed in HOLDING."""
         return self.in_stage(SeedStage.HOLDING)
 
-    @cached_property
+    @computed_once
     def host_params(self) -> Tensor:
         """Parameters of the host."""
         return self.known("host_params")
 
-    @cached_property
+    @computed_once
     def growth(self) -> Tensor:
         """Occupied parameters in shares of the host's."""
         return self.occupancy / self.host_floor
 
-    @cached_property
+    @computed_once
     def host_floor(self) -> Tensor:
         """Denominator of growth: the host's parameters, at least the configured floor."""
         return torch.maximum(self.host_params, self.w["rent_host_params_floor"])
 
-    @cached_property
+    @computed_once
     def added_params(self) -> Tensor:
         """Parameters beyond the host's."""
         return torch.relu(self.known("total_params") - self.host_params)
 
-    @cached_property
+    @computed_once
     def occupancy(self) -> Tensor:
         """Seed parameters weighted by alpha; all added parameters where that is missing."""
         measured = number(self.given, "effective_seed_params")
@@ -139,22 +155,22 @@ class Row:
         assert stages is not None
         return potential_table(stages.device).index_select(0, stages)
 
-    @cached_property
+    @computed_once
     def stage_potential(self) -> Tensor:
         """Potential of the target's stage."""
         return self.potential_of("stages")
 
-    @cached_property
+    @computed_once
     def shaping_weight(self) -> Tensor:
         """Weight of stage shaping; 0 without a seed or with `disable_pbrs`."""
         return self.on("pbrs") * self.w["pbrs_weight"] * self.seed
 
-    @cached_property
+    @computed_once
     def potential(self) -> Tensor:
         """Potential phi(s, e) of the seed as it is, s = stage, e = steps in it."""
         return self.stage_potential + _waiting(self, self.dwell)
 
-    @cached_property
+    @computed_once
     def ransoming(self) -> Tensor:
         """Mask: removing this seed alone hurts, but removing all seeds would help."""
         return self.seed * above(self.c, RANSOM_CONTRIBUTION) * below(self.g, RANSOM_GATE_SIGNAL)

@@ -81,6 +81,13 @@ DECISIONS = Table(
         Column("alpha_curve", "VARCHAR", "", "curve of the ramp"),
         Column("success", "BOOLEAN", "", "whether the operation took effect"),
         *(Column(f"p_{op.lower()}", "FLOAT", "", f"probability of {op} under the policy") for op in OP_NAMES),
+        Column(
+            "constrained",
+            "VARCHAR",
+            "",
+            "heads whose mask left out values of the operation, with + between them; '' "
+            "for none, NULL for controllers that draw no operation",
+        ),
         Column("value", "FLOAT", "scaled return", "the critic's value of the state before the operation"),
     ),
     stored=True,

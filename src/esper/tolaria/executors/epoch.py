@@ -8,6 +8,7 @@ from esper.leyline.objective import Objective, Scores
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.gradients import GradientStatistics
 from esper.tolaria.executors.protocol import TrainPass
+from esper.tolaria.executors.scoring import finite_points
 
 
 def run_epoch(
@@ -42,7 +43,7 @@ def run_epoch(
 def train_pass(objective: Objective, total: Scores, gradients: GradientStatistics) -> TrainPass:
     """The results of a pass from scores [N] that are summed over it in float64."""
     return TrainPass(
-        acc=objective.points(total.score, total.weight).float(),
+        acc=finite_points(objective.points(total.score, total.weight).float()),
         loss=(total.loss / total.weight).float(),
         **{f"grad_{name}": value for name, value in vars(gradients).items()},
     )

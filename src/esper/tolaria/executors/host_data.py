@@ -17,6 +17,7 @@ from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
 from esper.tasks.datasets import Dataset, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances
+from esper.tasks.objectives import of_split
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_structure
@@ -42,6 +43,7 @@ class HostData:
         instances: what makes hosts differ; None for equal ones.
 
     Attributes:
+        objective: that of training. objectives: the same by split, because R² depends on the split's targets.
         structure: of the last `apply_structure`. episode: of the last `reset`.
         execution_order: slots in the order in which the network runs them.
         decay_mask: [P] elements of a host that decoupled weight decay applies to.
@@ -60,10 +62,12 @@ class HostData:
         batches_per_step: int | None = None,
         instances: InstanceDistribution | None = None,
     ) -> None:
-        self.population, self.dataset, self.objective, self.scaler = population, dataset, objective, scaler
+        self.population, self.dataset, self.scaler = population, dataset, scaler
         self.batch_train, self.batch_val = batch_train, batch_val
         self._train = self._batches("train", batch_train, batches_per_step=batches_per_step)
         self._val = self._batches("val", batch_val)
+        self.objective, of_val = (of_split(objective, batches.data.y) for batches in (self._train, self._val))
+        self.objectives: dict[SplitName, Objective] = {"train": self.objective, "val": of_val}
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
         self.execution_order = tuple(self.column[slot_id] for slot_id in population.host_module.execution_order())
         layout = population.host_kind.template.parameters
@@ -128,6 +132,7 @@ class HostData:
         if split == "val":
             return self._val
         batches = self._batches("test", self.batch_val, run_finished=True)
+        self.objectives["test"] = of_split(self.objective, batches.data.y)
         if self._instances is not None:
             batches.choose(self._instances.test)
         return batches

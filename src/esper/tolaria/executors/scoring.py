@@ -1,5 +1,8 @@
 """Scores of hosts from the scores of their rows, the same for every executor.
 
+A figure of merit that is not finite, because outputs or a metric of the user's are not, counts as 0 points, and the
+loss of such a host is NaN: the governor rolls it back, and no choice of a best host takes it.
+
 Shape legend: N = hosts, K = coalitions, R = rows.
 """
 
@@ -34,8 +37,14 @@ def sums(scores: Sequence[Scores]) -> Scores:
 
 def measured(objective: Objective, sums: SummedScores) -> ValidationPass:
     """The figure of merit of every coalition, and the mean loss of the first one."""
-    points = objective.points(sums.score, sums.weight[:, None])
-    return ValidationPass(accuracy=points.float(), loss=(sums.loss / sums.weight).float())
+    points = objective.points(sums.score, sums.weight[:, None]).float()
+    loss = (sums.loss / sums.weight).float()
+    return ValidationPass(accuracy=finite_points(points), loss=loss.where(points[:, 0].isfinite(), torch.nan))
+
+
+def finite_points(points: Tensor) -> Tensor:
+    """0 where a figure of merit is not finite."""
+    return points.where(points.isfinite(), 0.0)
 
 
 def mean_factor(weight: Tensor) -> Tensor:
@@ -47,8 +56,8 @@ def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None
     """Try an objective on outputs [R, ...] and targets [R, ...].
 
     Raises:
-        ConfigError: it cannot take them, its scores are not one number per row, its score alone differs, or its loss
-            has no gradient.
+        ConfigError: it cannot take them, its scores are not one finite number per row, its score alone differs, or its
+            loss has no gradient.
     """
     name, shapes = type(objective).__name__, f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     try:
@@ -67,6 +76,11 @@ def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None
             raise ConfigError(
                 f"objective {name} gives a {field} of {found} for {shapes}; expected one number per row, float32 "
                 f"{rows}: sum over the axes of an example, and not over the batch (reduction='none')."
+            )
+        if not value.isfinite().all():
+            raise ConfigError(
+                f"the {field} of objective {name} is NaN or infinite for {shapes} of a new network; the outputs, and "
+                "what the function returns, must be finite for every example."
             )
     with torch.no_grad():
         alone = objective.score(outputs, targets)

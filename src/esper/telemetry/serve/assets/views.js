@@ -173,6 +173,7 @@ function stepPanel(found, colors) {
       decision && decision.p_wait !== null ? listed(Object.entries(OPERATIONS).map(([op, color]) => [words(op), bar(decision[`p_${op}`], 1, color), `${number(100 * decision[`p_${op}`], 1)} %`, decision.op.toLowerCase() === op])) : null,
       el("h3", {}, `Reward ${signed(step.reward, 4)}`),
       Object.keys(colors).length ? listed(Object.entries(colors).map(([term, color]) => [words(term), bar(values.get(term), most, color, both), signed(values.get(term) ?? 0, 4)])) : say("No term of the reward was recorded."),
+      decision?.constrained ? say(`Not every value was allowed for ${decision.constrained.split("+").map(words).join(", ")}.`) : null,
       decision && decision.value !== null ? say(`The critic expected a return of ${number(decision.value, 3)} (scaled).`) : null,
       el("h3", {}, "Accuracy and size"),
       listed([["with all seeds", number(step.val_acc) + " %"], ["kept network", number(step.committed_acc) + " %"], ["training", number(step.train_acc) + " %"], ["growth", number(step.growth) + "×"]]),

@@ -97,8 +97,8 @@ class FusedExecutor(NetworkExecutor):
             for bucket, host, apply in runs:
                 some_x, some_y = (of if batches.chosen is None else of[bucket.index] for of in (x, y))
                 for part in measure_states(
-                    data, host, apply, bucket.state_of, bucket.num_states, some_x, some_y,
-                    num_first=bucket.num_first, own=batches.chosen is not None,
+                    data, data.objectives[batches.split], host, apply, bucket.state_of, bucket.num_states,
+                    some_x, some_y, num_first=bucket.num_first, own=batches.chosen is not None,
                 ):  # fmt: skip
                     score[bucket.index] += part.score
                     loss[bucket.index] += part.loss

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from esper.leyline.objective import Objective
 from esper.tolaria.executors.fused.slots import Rows
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.scoring import SummedScores
@@ -17,6 +18,7 @@ from esper.tolaria.executors.scoring import SummedScores
 
 def measure_states(
     data: HostData,
+    objective: Objective,
     host: Rows,
     apply: Callable[[int, str, Tensor], Tensor],
     state_of: Int[Tensor, "g K"],
@@ -30,7 +32,8 @@ def measure_states(
     """Scores of each coalition, for one part of the examples after another.
 
     Args:
-        data: objective and precision.
+        data: precision.
+        objective: that of the split.
         host: the hosts.
         apply: B, slot id and features [B * P * g, ...] before a slot --> the features [B * P' * g, ...] after it.
         state_of: the final state of each coalition.
@@ -50,7 +53,7 @@ def measure_states(
         with data.scaler.autocast():
             outputs = host(rows, partial(apply, batch))
         targets = part_y.expand(batch, num_states, num_hosts, *y_B1g.shape[3:]).flatten(0, 2)
-        of_rows = data.objective.scores(outputs.float(), targets)
+        of_rows = objective.scores(outputs.float(), targets)
         loss_Pg, score_Pg, weight_Pg = (
             of.view(batch, num_states, num_hosts).sum(dim=0, dtype=torch.float64) for of in of_rows
         )

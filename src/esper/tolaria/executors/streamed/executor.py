@@ -132,7 +132,7 @@ def sum_scores(
 ) -> SummedScores:
     """`NetworkExecutor.sum_scores` for some of the hosts; `sets` covers all hosts."""
     p = data.population
-    seeds = running_seeds(p, data.structure, alpha, None)
+    objective, seeds = data.objectives[batches.split], running_seeds(p, data.structure, alpha, None)
     plans = {n: data.plan(sets[n]) for n in some}
     states = {n: p.index(np.array(plan.state_of_coalition)) for n, plan in plans.items()}
     score = torch.zeros(len(some), num_columns, dtype=torch.float64, device=p.device)
@@ -150,10 +150,10 @@ def sum_scores(
                 for some_x, some_y in zip(x_n.split(size), y_n.split(size), strict=True):
                     outputs = _state_outputs(data, n, plan, seeds[n], some_x, draws[n])
                     targets = some_y.repeat(plan.num_states, *(1,) * (some_y.dim() - 1))
-                    found = data.objective.score(outputs, targets).view(plan.num_states, -1)
+                    found = objective.score(outputs, targets).view(plan.num_states, -1)
                     score[i, : len(states[n])] += found.sum(dim=1, dtype=torch.float64)[states[n]]
                     first = outputs.unflatten(0, (plan.num_states, -1))[plan.state_of_coalition[0]]
-                    main = data.objective.scores(first, some_y)
+                    main = objective.scores(first, some_y)
                     loss[i] += main.loss.sum(dtype=torch.float64)
                     weight[i] += main.weight.sum(dtype=torch.float64)
         streams.join()

@@ -285,7 +285,7 @@ def test_the_existing_run_of_that_name_is_not_touched(folder: Path, capfd: pytes
     assert small_runs.train(folder / "run", "null", 1) == 0
     before = contents(folder)
     assert small_runs.train(folder / "run", "null", 1) == 2
-    assert f"continue it with --resume {folder / 'run'}" in capfd.readouterr().err
+    assert f"continue it with esper train --resume {folder / 'run'}, or" in capfd.readouterr().err
     assert contents(folder) == before
 
 

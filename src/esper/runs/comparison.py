@@ -16,6 +16,7 @@ import torch
 
 from esper.kasmina.hosts.host import HostSpec
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
+from esper.leyline.wording import option
 from esper.runs import controllers as known
 from esper.runs import tables
 from esper.runs.build import dataset_of, device_of, require_memory
@@ -238,7 +239,7 @@ def _groups(
     if runs and seeds and len(seeds) != len(runs):
         raise ConfigError(
             f"{counted(len(seeds), 'seed')} given for {counted(len(runs), 'run')}; give one for each run, or leave "
-            "--seed out."
+            f"{option('seed')} out."
         )
     own = list(seeds) or [config.seed + SEED_OFFSET for config in configs]
     if len(set(own)) < len(own):

@@ -16,7 +16,7 @@ from esper.runs.checkpoint import load_newest
 from esper.runs.config import RunConfig
 from esper.runs.report import objective_of
 from esper.tasks.datasets import Dataset
-from esper.telemetry.run_directory import CHECKPOINTS
+from esper.telemetry.run_directory import CHECKPOINTS, continuing
 from esper.tolaria.runtime import host_read
 
 
@@ -62,7 +62,7 @@ def _of_checkpoint(
         )
         raise CheckpointError(
             f"{run} has no checkpoint with hosts ({found}): they are kept inside a round and at the end of a run, not "
-            f"between rounds; complete it with esper train --resume {run}, or export the best host of its rounds, "
+            f"between rounds; complete it with {continuing(run)}, or export the best host of its rounds, "
             "without --last and --host."
         )
     engine = engine_of(config, dataset, device)

@@ -154,7 +154,8 @@ def _adamw(
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019): w := w - lr * wd * w - lr * (m / c1) / (sqrt(v / c2) + eps).
 
-    Adam (Kingma & Ba 2015) has g := g + wd * w first instead of the decay of w. The denominator is multiplied by c1, so that the two corrections of a row become one factor and one term.
+    Adam (Kingma & Ba 2015) has g := g + wd * w first instead of the decay of w. The denominator is multiplied by c1, so
+    that the two corrections of a row become one factor and one term.
     """
     beta1, beta2 = spec.betas
     if decay_mask is not None and spec.kind == "adam":

@@ -87,14 +87,20 @@ def test_a_command_is_quoted_and_names_its_plugins_as_here(folder: Path, monkeyp
     assert command("evaluate", Path("a run"), plugins=plugins) == (
         "esper evaluate 'a run' --plugins mine.py:task '/elsewhere/it'\"'\"'s.py'"
     )
-    assert (option("run_dir"), option("rounds", 3), option("overwrite", True)) == ("run_dir", "rounds=3", "overwrite=True")
+    assert (option("run_dir"), option("rounds", 3), option("overwrite", True)) == (
+        "run_dir",
+        "rounds=3",
+        "overwrite=True",
+    )
     with read_in_a_shell():
         assert option("run_dir") == "--run-dir"
         assert (option("rounds", 3), option("overwrite", True)) == ("--rounds 3", "--overwrite")
     assert option("run_dir") == "run_dir"
 
 
-def test_names_may_follow_options(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_names_may_follow_options(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(folder)
     for words in (
         ["random", "--json", "-", "heuristic", "--num-envs", "1", "--task", "null", "--trust", "wait_only"],

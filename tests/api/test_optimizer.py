@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from own_tasks import own_task
 
 import esper
 from esper.api.optimizer import optimizer_of
@@ -13,7 +14,6 @@ from esper.leyline.stages import SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.static.executor import StaticExecutor
-from own_tasks import own_task
 from plain import PlainTraining, assert_close
 from tiny import Bench
 
@@ -94,7 +94,7 @@ def test_an_optimizer_that_cannot_be_had_exactly_is_refused(changes, said):
 def test_values_that_are_not_numbers_are_refused():
     with pytest.raises(ConfigError, match="lr of the optimizer is 'fast'; it must be a number"):
         optimizer_of("adamw", {"lr": "fast"}, None)
-    with pytest.raises(ConfigError, match="betas is 0.9; give two numbers"):
+    with pytest.raises(ConfigError, match=r"betas is 0\.9; give two numbers"):
         optimizer_of("adamw", {"betas": 0.9}, None)
 
 

@@ -84,8 +84,8 @@ def test_one_host_has_a_mean_and_no_spread() -> None:
     lines = printed(comparison(list(rows.values()))).splitlines()
     assert lines[1].split() == ["x", "14.00", "14.00", "+1.00", "100", "%"]
     assert verdict(list(rows.values()), Size(1, 1, False)) == (
-        "1 host cannot show whether x differs from wait_only: +1.00 in 100·J on 1 host; +1.00 with test accuracy. At least "
-        "6 hosts are needed."
+        "1 host cannot show whether x differs from wait_only: +1.00 in 100·J on 1 host; +1.00 with test accuracy. "
+        "At least 6 hosts are needed."
     )
 
 

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -13,12 +13,13 @@ from esper.leyline.errors import ConfigError
 
 AnyOptimizer: TypeAlias = str | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
 """A name, a class of `torch.optim`, or `functools.partial` of one with some values."""
-_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
+_CLASSES: Mapping[Literal["adamw", "adam", "sgd"], type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD
 }  # fmt: skip
 _OF_A_NAME: Mapping[str, Mapping[str, float]] = {"sgd": {"lr": 0.02, "momentum": 0.9}}
 """Where the defaults of a name are not those of the class."""
 _NUMBERS = ("lr", "momentum", "weight_decay", "eps")
+_UNUSED = {"momentum": 0.0, "eps": 1e-8, "betas": (0.0, 0.0)}
 
 
 def optimizer_of(optimizer: AnyOptimizer, given: Mapping[str, Any], clip: float | None) -> OptimizerSpec:
@@ -48,21 +49,22 @@ def optimizer_of(optimizer: AnyOptimizer, given: Mapping[str, Any], clip: float 
             raise ConfigError(f"{key} is given, but {kind} has no {key}; leave it out, or use another optimizer.")
         if key not in (*_NUMBERS, "betas") and value != defaults[key]:
             raise ConfigError(f"{kind} with {key}={value!r} is not available here; leave {key} out.")
-    values = {**defaults, **_OF_A_NAME.get(name or "", {}), **changed}
-    lr, momentum, decay, eps = (_number(key, values.get(key, 0.0)) for key in _NUMBERS)
-    spec = {"host_lr": lr, "seed_lr": lr, "grad_clip": math.inf if clip is None else _number("clip", clip)}
-    if kind == "sgd":
-        return OptimizerSpec(kind="sgd", momentum=momentum, sgd_weight_decay=decay, **spec)
+    values = {**_UNUSED, **defaults, **_OF_A_NAME.get(name or "", {}), **changed}
+    lr, momentum, decay, eps = (_number(key, values[key]) for key in _NUMBERS)
     betas = values["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"betas is {betas!r}; give two numbers, such as (0.9, 0.999).")
     return OptimizerSpec(
-        kind="adam" if kind == "adam" else "adamw",
+        kind=kind,
+        host_lr=lr,
+        seed_lr=lr,
+        momentum=momentum,
+        sgd_weight_decay=decay if kind == "sgd" else 0.0,
         betas=(_number("betas[0]", betas[0]), _number("betas[1]", betas[1])),
         eps=eps,
-        adamw_weight_decay=decay,
+        adamw_weight_decay=0.0 if kind == "sgd" else decay,
         decay_vectors=True,
-        **spec,
+        grad_clip=math.inf if clip is None else _number("clip", clip),
     )
 
 

@@ -57,8 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
         with read_in_a_shell():
             name = given[0] if given else ""
             if name not in _COMMANDS:
-                found = (Annotated[options, tyro.conf.subcommand(each)] for each, (options, _) in _COMMANDS.items())
-                tyro.cli(reduce(or_, found), prog="esper", args=given, description=_ABOUT)  # --help, or an error
+                all_of_them: Any = reduce(
+                    or_, (Annotated[of, tyro.conf.subcommand(n)] for n, (of, _) in _COMMANDS.items())
+                )
+                tyro.cli(all_of_them, prog="esper", args=given, description=_ABOUT)  # --help, or an error
             options, run = _COMMANDS[name]
             config = (tyro.conf.DisallowNone,)
             return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))

@@ -184,8 +184,8 @@ def compare(
     groups = _groups(configs, runs, seeds, best, transfer)
     store = OutcomeStore(out) if out is not None else None
     with EvaluationProgress(console) as progress:
-        session = _Session(num_envs, store, progress, console)
-        progress.plan(len(groups) * (len(names) + bool(runs)), configs[0].episode_length)
+        session = _Session(num_envs, len(groups) * (len(names) + bool(runs)), store, progress, console)
+        progress.plan(session.episodes, configs[0].episode_length)
         found = [session.outcomes(group, tuple(names)) for group in groups]
     rows = table(
         {name: [outcomes[name] for outcomes in found] for name in found[0]},
@@ -258,8 +258,14 @@ class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
     def __init__(
-        self, num_envs: int, store: OutcomeStore | None, progress: EvaluationProgress, console: RunConsole
+        self,
+        num_envs: int,
+        episodes: int,
+        store: OutcomeStore | None,
+        progress: EvaluationProgress,
+        console: RunConsole,
     ) -> None:
+        self.episodes = episodes
         self._num_envs, self._store, self._progress, self._console = num_envs, store, progress, console
         self._available: int | None = None
         self.reused, self.data = 0, "none"
@@ -317,6 +323,7 @@ class _Session:
                 device,
                 self._console.say if first else lambda line: None,
                 num_envs=self._num_envs,
+                episodes=self.episodes - self.reused,
                 available=self._available,
             )
 

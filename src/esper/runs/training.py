@@ -81,7 +81,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         else:
             require_nothing_to_lose(path)
         best = best_host.read(directory.checkpoints)
-        parts = _assembled(config, console)
+        parts = _assembled(config, console, start.rounds_done if start else 0)
         if checkpoint:
             restore(parts.engine, parts.client, checkpoint, parts.shape)
         directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
@@ -109,7 +109,7 @@ def _require_something_to_do(path: Path, checkpoint: Checkpoint, config: RunConf
         )
 
 
-def _assembled(config: RunConfig, console: RunConsole) -> Parts:
+def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> Parts:
     """Print the first lines of a run, then build its parts, which may take a while."""
     device = device_of(config)
     sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
@@ -123,7 +123,7 @@ def _assembled(config: RunConfig, console: RunConsole) -> Parts:
         )
     if is_compiled(config.compile, device):
         console.say("compiling (half a minute or more in the first run, seconds once the compiler cache is filled)")
-    return assemble(config, device, console.say)
+    return assemble(config, device, console.say, rounds_done=rounds_done)
 
 
 def _first_fossil(config: RunConfig) -> int:

@@ -11,7 +11,7 @@ from typing import Any, final
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from esper.telemetry.figures import duration
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import FIRST_INTERVAL, PLAIN_INTERVAL, RunConsole
 
 
 @final
@@ -37,6 +37,7 @@ class EvaluationProgress:
         self._is_live = console.is_terminal and not console.quiet
         self._task: TaskID | None = None
         self._began = clock()
+        self._next_line = self._began + FIRST_INTERVAL
         self._episodes = self._done = self._reused = self._steps = self._step = 0
 
     def __enter__(self) -> "EvaluationProgress":
@@ -75,6 +76,10 @@ class EvaluationProgress:
         self._step += 1
         if self._is_live:
             self._draw(None)
+        elif self._clock() >= self._next_line and self._step < self._steps:
+            place = f"episode {self._done} of {self._episodes}, step {self._step}/{self._steps}"
+            self._console.say(f"esper: {place}, eta {self._eta()}")
+            self._next_line = self._clock() + PLAIN_INTERVAL
 
     def _draw(self, what: str | None) -> None:
         assert self._task is not None, "plan() comes first"

@@ -25,7 +25,7 @@ class PassProgress:
 
     def __init__(self, console: RunConsole, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._passes, self._clock = console, passes, clock
-        self._done, self._stage, self._began = 0, "", clock()
+        self._done, self._stage, self._began = 0.0, "", clock()
         self._next_line = self._began + FIRST_INTERVAL
         self._bar = Progress(
             TextColumn("{task.description}  pass"),
@@ -52,11 +52,11 @@ class PassProgress:
         self._stage = name
         self._bar.update(self._task, description=name)
 
-    def advance(self) -> None:
-        """One pass is done."""
-        self._done += 1
+    def advance(self, share: float = 1.0) -> None:
+        """So much of a pass is done."""
+        self._done += share
         left = (self._clock() - self._began) / self._done * (self._passes - self._done)
         self._bar.update(self._task, completed=self._done, eta=duration(left))
         if not self._live and self._clock() >= self._next_line:
-            self._console.say(f"{self._stage}  pass {self._done}/{self._passes}  eta {duration(left)}")
+            self._console.say(f"{self._stage}  pass {int(self._done + 1e-6)}/{self._passes}  eta {duration(left)}")
             self._next_line = self._clock() + PLAIN_INTERVAL

@@ -41,10 +41,14 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     out, err = capfd.readouterr()
     assert err == ""
     lines = [line for line in out.splitlines() if not re.match(r"round \d/2 step ", line)]  # on a slow machine
-    first, note, memory, second, third, *rounds, done, best, way_on = lines
+    first, note, memory, cost, second, third, *rounds, done, best, way_on = lines
     assert first == "esper: digits, 2 hosts x 3 steps x 2 rounds, reward objective, seed 3"
     assert note.startswith("note: no seed can be fossilized before step 8, but a round ends with step 3;")
     assert re.fullmatch(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB, \d+\.\d MiB for each host", memory)
+    # ceil(1078 / 128) batches
+    assert re.fullmatch(
+        r"cost: 4 trainings of 3 steps with \d+ batches each, about \d+:\d\d by a trial of one network", cost
+    )
     assert second == "run directory: runs/digits-quickstart-s3, device: cpu"
     assert third == "executor: native (C++ compiled for this CPU), 2 threads"
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
@@ -67,6 +71,7 @@ def test_digits_from_the_first_round_to_the_comparison(folder: Path, capfd: pyte
     out, err = capfd.readouterr()
     assert "2 hosts of seed 1000003" in out
     assert re.search(r"memory: about \d+\.\d\d GiB of \d+\.\d\d GiB", err)
+    assert "cost: 4 trainings of 3 steps with" in err  # two controllers, each on two hosts
 
 
 def test_a_run_without_a_name_gets_the_next_one_that_is_free(folder: Path) -> None:
@@ -280,7 +285,7 @@ def test_the_existing_run_of_that_name_is_not_touched(folder: Path, capfd: pytes
     assert small_runs.train(folder / "run", "null", 1) == 0
     before = contents(folder)
     assert small_runs.train(folder / "run", "null", 1) == 2
-    assert f"continue it with --resume {folder / 'run'}" in capfd.readouterr().err
+    assert f"continue it with esper train --resume {folder / 'run'}, or" in capfd.readouterr().err
     assert contents(folder) == before
 
 

@@ -224,7 +224,7 @@ def test_options_and_files_that_the_readme_names_exist():
     commands = set(re.findall(r"^(?:\.venv/bin/)?esper ([a-z]+)", text, re.MULTILINE))
     assert commands
     for command in commands:
-        assert f'subcommand("{command}")' in cli
+        assert f'"{command}": (' in cli
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (ROOT / link).exists(), link
 

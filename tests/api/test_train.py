@@ -53,7 +53,10 @@ def test_equal_arguments_give_equal_runs_and_a_run_can_be_made_longer(tmp_path, 
 
 
 def test_a_run_that_is_stopped_is_continued_by_load(tmp_path, run):
-    with interrupted_at(1, 3), pytest.raises(KeyboardInterrupt, match=r"continue with esper.load\(.*task=task"):
+    with (
+        interrupted_at(1, 3),
+        pytest.raises(KeyboardInterrupt, match=r"^stopped; continue with: esper.load\(.*task=task"),
+    ):
         train(own_task(), tmp_path, rounds=2)
     stopped = esper.load(tmp_path / "run", task=own_task())
     assert stopped.summary is None

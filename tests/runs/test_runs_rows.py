@@ -84,7 +84,8 @@ def test_one_host_has_a_mean_and_no_spread() -> None:
     lines = printed(comparison(list(rows.values()))).splitlines()
     assert lines[1].split() == ["x", "14.00", "14.00", "+1.00", "100", "%"]
     assert verdict(list(rows.values()), Size(1, 1, False)) == (
-        "x does not differ significantly from wait_only: +1.00 in 100·J on 1 host; +1.00 with test accuracy."
+        "1 host cannot show whether x differs from wait_only: +1.00 in 100·J on 1 host; +1.00 with test accuracy. "
+        "At least 6 hosts are needed."
     )
 
 
@@ -126,10 +127,11 @@ def test_too_few_runs_that_agree_are_not_called_significant() -> None:
     )
     assert few[1].difference.excludes_zero
     assert verdict(few, Size(3, 2, True)) == (
-        "trained does not differ significantly from the best baseline, wait_only: +2.00 in 100·J on 3 runs of 2 hosts, "
-        "95 % interval +1.00 to +3.00 over runs, better in 100 % of runs; +2.00 with test accuracy. 3 runs cannot show "
-        "a difference; at least 6 are needed. 3 runs are few; a claim needs 10."
+        "3 runs cannot show whether trained differs from the best baseline, wait_only: +2.00 in 100·J on 3 runs of 2 "
+        "hosts, better in 100 % of runs; +2.00 with test accuracy. At least 6 runs are needed. 3 runs are few; a claim "
+        "needs 10."
     )
+    assert "[" not in printed(comparison(few))  # an interval of so few runs excludes 0 by chance
     enough = {"trained": runs("trained", *range(2, 12)), "wait_only": runs("wait_only", *[1] * 10)}
     found = verdict(table(enough, WEIGHTS, Classification(10), by_run=True), Size(10, 2, True))
     assert found.startswith("trained is better than the best baseline, wait_only: +5.50 in 100·J on 10 runs of 2 hosts")

@@ -14,7 +14,7 @@ from esper.api.run import Run
 from esper.api.session import AnyTask, console, folder, given, in_process, spec_of
 from esper.api.timeline import Timeline
 from esper.export.network import GrownNetwork
-from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, nearest
+from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs import controllers as known
@@ -24,6 +24,7 @@ from esper.runs.live import LiveHosts
 from esper.runs.plugins import load_plugins, names_task
 from esper.runs.presets import absolute_plugins, resolve
 from esper.runs.report import RoundSoFar
+from esper.runs.runner import stop_signals
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule
@@ -51,6 +52,8 @@ def grow(
     A trained controller draws its operations from its policy, as in training and evaluation, by keys of `seed`: equal
     arguments give equal networks. It may come from another task with as many slots in the same family of networks.
 
+    Ctrl-C stops after the current step, and what has grown until then is given. A second one ends the work at once.
+
     Args:
         task: an `esper.Task`, the name of a registered one, or "FILE.py:NAME".
         controller: a run (from `esper.train`, or its directory), the name of a baseline or registered policy, a
@@ -64,6 +67,7 @@ def grow(
 
     Raises:
         ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and the way out.
+        KeyboardInterrupt: Ctrl-C was pressed before the first step or a second time.
     """
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
     load_plugins(plugins)
@@ -81,7 +85,10 @@ def grow(
         # workers import them too; one episode is shorter than a compilation
         config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
         name, make = _client(spec, controller, run, config)
-        return _grown(config, make, name, best_of, seed, console(progress))
+        try:
+            return _grown(config, make, name, best_of, seed, console(progress))
+        except KeyboardInterrupt:
+            raise Stopped("stopped; nothing was kept") from None
 
 
 def _file_of(task: AnyTask) -> list[str]:
@@ -150,18 +157,20 @@ def _grown(
         raise ExportError(f"task {task.name!r} is scripted and has no networks; grow another task.")
     networks = f"{best_of} network{'s' * (best_of != 1)}"
     out.say(f"esper: grow {task.name} by {name}, {networks} x {config.episode_length} steps, seed {seed}")
-    require_memory(config, task, dataset, device, out.say, num_envs=best_of, setting="best_of")
-    watch = _Watch(out, config)
+    require_memory(config, task, dataset, device, out.say, num_envs=best_of, episodes=1, setting="best_of")
+    watch, requests = _Watch(out, config), list[bool]()
     engine = engine_of(
         config, dataset, device, engine_config=config.engine(run_seed=seed, num_envs=best_of), on_step=watch
     )
     engine.planted = (GrowthManifest.of_lines(config.topology),) * best_of if config.topology else ()
     client = make(engine.spec)
     watch.hosts = LiveHosts(engine.spec, client.terms)
-    with watch.progress:
+    with watch.progress, stop_signals(lambda: requests.append(True)):
         engine.reset(client, episode=0)
-        stats = engine.rollout(client)
-    assert stats is not None
+        stats = engine.rollout(client, should_stop=lambda: bool(requests))
+        if stats is None:
+            stats = engine.outcome()
+            out.say(f"stopped after step {engine.t} of {config.episode_length}; what grew until then is kept")
     # a finite loss, then the most points; of equal ones the smallest network
     best = int(np.lexsort((stats.fossil_params, -stats.committed_acc, ~np.isfinite(stats.committed_loss)))[0])
     test = float(host_read(engine.test())[0][best])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from esper.api.arguments import checked
 from esper.api.session import console, given, in_process
+from esper.leyline.errors import Stopped
 from esper.runs import training
 from esper.runs.comparison import Comparison
 from esper.runs.config import RunConfig
@@ -100,12 +101,13 @@ class Run:
 
         Raises:
             ConfigError, CheckpointError: there is nothing to do, or nothing to continue from.
-            KeyboardInterrupt: it was stopped again, after the current step.
+            KeyboardInterrupt: it was stopped again; its text says how it goes on.
         """
         with in_process(self.task):
             config = self.resolved(given({}, rounds=rounds))
             summary = training.resume(config, self.directory, console(progress))
-        return finished(self, summary)
+        require_finished(summary, self.directory, task=self.task is not None)
+        return self
 
     def evaluate(self, *baselines: str, **options: Any) -> Comparison:  # noqa: ANN401 -- see `esper.evaluate`
         """`esper.evaluate(run, *baselines, **options)`."""
@@ -137,8 +139,7 @@ def _select(table: str) -> str:
     return f"SELECT * FROM {table}" if table.isidentifier() else table
 
 
-def finished(run: Run, summary: dict[str, Any] | None) -> Run:
-    """The run, unless it was stopped by Ctrl-C."""
+def require_finished(summary: dict[str, Any] | None, path: Path, *, task: bool) -> None:
+    """Raise Stopped, which says how the run goes on, if it was stopped; `task`: only this program knows its task."""
     if summary is None:
-        raise KeyboardInterrupt(f"stopped; continue with esper.load({str(run.directory)!r}, task=task).resume()")
-    return run
+        raise Stopped(training.stopped(path, task=task))

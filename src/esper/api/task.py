@@ -5,18 +5,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from esper.api.arguments import checked
+from esper.api.optimizer import AnyOptimizer, optimizer_of
 from esper.kasmina.hosts.interface import Interface, as_floats
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.leyline.structure import Structure, described
@@ -43,7 +43,6 @@ from esper.tasks.objectives import (
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.scoring import check_scores
 
-_LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.02}
 _EXAMPLES = 512
 """Of the training data, for the loss of a network that has learned nothing."""
 
@@ -75,7 +74,10 @@ class Task:
         augmentation: a random change of training examples (`esper.tasks.datasets.Augmentation`).
         classes: their names in order, where targets are classes; for exported networks.
         episode_length: control steps in which a network grows. batches_per_step: None means all training examples.
-        optimizer: "adamw" or "sgd" with momentum, for network and seeds. lr: its learning rate; None means 1e-3, 0.02.
+        optimizer: "adamw", "adam" or "sgd", a class of these in `torch.optim`, or `functools.partial` of one with its
+            values; for network and seeds. lr, weight_decay, betas, momentum: its values; None means those of
+            `torch.optim`, and for the name "sgd" lr 0.02 and momentum 0.9. Seeds are not decayed.
+        clip: limit of the L2 norm of the gradient of the network, and of each seed; None for no clipping.
         min_training_epochs: control steps that a seed trains before it is blended in.
         seed: of the random split, where `val` or `test` is not given.
 
@@ -108,11 +110,17 @@ class Task:
         classes: Sequence[str] = (),
         episode_length: int = 40,
         batches_per_step: int | None = None,
-        optimizer: Literal["adamw", "sgd"] = "adamw",
+        optimizer: AnyOptimizer = "adamw",
         lr: float | None = None,
+        weight_decay: float | None = None,
+        betas: tuple[float, float] | None = None,
+        momentum: float | None = None,
+        clip: float | None = None,
         min_training_epochs: int = 3,
         seed: int = 0,
     ) -> None:
+        values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "momentum": momentum}
+        trained_by = optimizer_of(optimizer, values, clip)
         given = _stored({"train": train, "val": val, "test": test}, inputs, batch)
         first = given["train"]
         prepare, example = _prepared(inputs, first)
@@ -154,7 +162,6 @@ class Task:
         dataset = replace(dataset, inputs=prepare, augmentation=augmentation)
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
-        rate = _LEARNING_RATES[optimizer] if lr is None and optimizer in _LEARNING_RATES else lr or 0.0
         self.spec = TaskSpec(
             name=self.name,
             description=f"{len(dataset.train):,} examples of the user's.",
@@ -167,7 +174,7 @@ class Task:
             batch_train=batch,
             batch_val=max(batch, min(_EXAMPLES, len(dataset.val))),
             batches_per_step=batches_per_step,
-            optimizer=OptimizerSpec(kind=optimizer, host_lr=rate, seed_lr=rate),
+            optimizer=trained_by,
             min_training_epochs=min_training_epochs,
             target_loss=0.1 * objective.blind_loss,
             typical_loss_delta_std=0.05 * objective.blind_loss,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from esper.api.run import Run, finished
+from esper.api.run import Run, require_finished
 from esper.api.session import AnyTask, console, folder, given, in_process, spec_of
 from esper.runs import training
 from esper.runs.presets import resolve
@@ -29,7 +29,7 @@ def train(
         task: an `esper.Task`, the name of a registered one, or "FILE.py:NAME".
         rounds: rounds of training; coefficients are annealed over as many.
         num_envs: networks that train in parallel.
-        preset: base settings: "quickstart" (default), "small" or "paper".
+        preset: base settings: "quickstart" (default), "small", "learn" or "paper".
         reward: name of a reward, built in or registered ("objective").
         device: "auto", "cpu", "cuda" or "cuda:N".
         run_dir: run directory to create; a new folder under runs/ if not given.
@@ -38,7 +38,7 @@ def train(
 
     Raises:
         ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and the way out.
-        KeyboardInterrupt: the run was stopped; its checkpoint is written.
+        KeyboardInterrupt: the run was stopped; its text says how it goes on.
     """
     spec, named = spec_of(task), {"rounds": rounds, "num_envs": num_envs, "preset": preset, "reward": reward}
     values = given({"schedule_rounds": rounds, **settings}, **named, device=device)
@@ -47,4 +47,5 @@ def train(
         config = resolve(values)
         path = training.free_name(config) if run_dir is None else folder(run_dir)
         summary = training.start(config, path, console(progress))
-    return finished(Run(path, None if isinstance(task, str) else spec, trust=True), summary)
+    require_finished(summary, path, task=not isinstance(task, str))
+    return Run(path, None if isinstance(task, str) else spec, trust=True)

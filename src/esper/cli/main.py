@@ -6,33 +6,40 @@ Commands import torch only when they run, so that `--help` stays fast.
 import io
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
 
 import tyro
 
+import esper
 from esper.cli.evaluate import Evaluate, evaluate
 from esper.cli.export import Export, export
 from esper.cli.grow import Grow, grow
-from esper.cli.options import EXIT_ERROR, EXIT_STOPPED
+from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, names_first
 from esper.cli.query import Query, query
 from esper.cli.report import Report, report
 from esper.cli.search import Search, search
 from esper.cli.serve import Serve, serve
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
-from esper.leyline.errors import EsperError
+from esper.leyline.errors import EsperError, Stopped
+from esper.leyline.wording import read_in_a_shell
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Grow, tyro.conf.subcommand("grow")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Search, tyro.conf.subcommand("search")]
-    | Annotated[Query, tyro.conf.subcommand("query")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Serve, tyro.conf.subcommand("serve")]
-    | Annotated[Tasks, tyro.conf.subcommand("tasks")]
-)
+_COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "train": (Train, train),
+    "evaluate": (Evaluate, evaluate),
+    "grow": (Grow, grow),
+    "export": (Export, export),
+    "search": (Search, search),
+    "query": (Query, query),
+    "report": (Report, report),
+    "serve": (Serve, serve),
+    "tasks": (Tasks, tasks),
+}
+"""The options of each command, and what it does."""
+_ABOUT = "Networks that grow while they train, and a controller that learns to grow them. --version says which version."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,37 +49,27 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals without box characters
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["--version"]:
+        print(f"esper {esper.__version__}")
+        return 0
     try:
-        command: Train | Evaluate | Grow | Export | Search | Query | Report | Serve | Tasks = tyro.cli(
-            Command,
-            prog="esper",
-            args=arguments,
-            description="Networks that grow while they train, and a controller that learns to grow them.",
-            config=(tyro.conf.DisallowNone,),
-        )
-        if isinstance(command, Train):
-            return train(command)
-        if isinstance(command, Evaluate):
-            return evaluate(command)
-        if isinstance(command, Grow):
-            return grow(command)
-        if isinstance(command, Export):
-            return export(command)
-        if isinstance(command, Search):
-            return search(command)
-        if isinstance(command, Query):
-            return query(command)
-        if isinstance(command, Report):
-            return report(command)
-        if isinstance(command, Serve):
-            return serve(command)
-        return tasks(command)
+        with read_in_a_shell():
+            name = given[0] if given else ""
+            if name not in _COMMANDS:
+                all_of_them: Any = reduce(
+                    or_, (Annotated[of, tyro.conf.subcommand(n)] for n, (of, _) in _COMMANDS.items())
+                )
+                tyro.cli(all_of_them, prog="esper", args=given, description=_ABOUT)  # --help, or an error
+            options, run = _COMMANDS[name]
+            config = (tyro.conf.DisallowNone,)
+            return run(tyro.cli(options, prog=f"esper {name}", args=names_first(options, given[1:]), config=config))
     except EsperError as error:
         print(f"esper: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
     except BrokenPipeError:  # `esper --help | head`; else flushing the rest would fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("esper: stopped", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"esper: {error if isinstance(error, Stopped) else 'stopped'}", file=sys.stderr)
         return EXIT_STOPPED

@@ -1,9 +1,10 @@
 """Option types shared by the commands, and their conversion to configuration values."""
 
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -24,8 +25,29 @@ Text = Annotated[str | None, placeholder("NAME")]
 Number = Annotated[int | None, placeholder("N")]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 FilePath = Annotated[Path | None, placeholder("PATH")]
-Names = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+_MANY = tuple[tuple[str, ...], ...]
+Names = Annotated[_MANY, tyro.conf.UseAppendAction]
 Plugins = Annotated[Names, placeholder("MODULE|FILE.py ...")]
+
+
+def names_first(options: type, arguments: Sequence[str]) -> list[str]:
+    """The arguments with those that belong to no option first, as tyro needs them: RUN --best NAME has two names.
+
+    An option that may have several values, or that is not known, takes all that follows it.
+    """
+    kinds = get_type_hints(options)
+    names, others, left = list[str](), list[str](), 0.0
+    for argument in arguments:
+        if argument.startswith("--"):
+            kind = kinds.get(argument[2:].replace("-", "_"), _MANY)
+            left = 0.0 if kind is bool or "=" in argument else math.inf if kind == _MANY else 1.0
+            others.append(argument)
+        elif left > 0.0 or argument.startswith("-"):
+            left -= 1.0
+            others.append(argument)
+        else:
+            names.append(argument)
+    return names + others
 
 
 def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Search:
 def search(command: Search) -> int:
     """Search, write the files and print what was found."""
     from esper.runs import search as searching
+    from esper.runs.build import dataset_of, device_of, require_memory
     from esper.runs.heuristic_search import tune
     from esper.runs.presets import resolve
     from esper.runs.search_tables import show, show_heuristic
@@ -69,6 +70,9 @@ def search(command: Search) -> int:
         f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} passes of {num_envs} hosts x "
         f"{config.episode_length} steps, seed {config.seed}"
     )
+    device = device_of(config)
+    dataset = dataset_of(config, device)
+    require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=num_envs, episodes=passes)
     with _made(folder), PassProgress(console, passes) as progress:
         size = {"budget": budget, "num_envs": num_envs}
         if command.heuristic:

@@ -17,8 +17,9 @@ from esper.cli.options import (
     placeholder,
 )
 from esper.leyline.errors import ConfigError
+from esper.leyline.wording import command as command_line
 from esper.telemetry.progress import RunConsole
-from esper.telemetry.run_directory import CONFIG, require_run
+from esper.telemetry.run_directory import CONFIG, plugins_of, require_run
 
 if TYPE_CHECKING:
     from esper.runs.config import RunConfig
@@ -38,7 +39,7 @@ class Train:
     task: Text = None
     """Task, one of those that `esper tasks` lists, or FILE.py:NAME, an esper.Task in a file. (digits)"""
     preset: Text = None
-    """Base settings: quickstart, small or paper. (quickstart)"""
+    """Base settings: quickstart, small, learn or paper. (quickstart)"""
     rounds: Number = None
     """Total rounds, including those before a resume. (set by the preset)"""
     num_envs: Number = None
@@ -103,9 +104,10 @@ def train(command: Train) -> int:
         path = command.run_dir or training.free_name(config)
         summary = training.start(config, path, console)
     if summary is None:
+        console.say(training.stopped(path))
         return EXIT_STOPPED
     if not config.topology:
-        console.say(f"compare with baselines: esper evaluate {path}")
+        console.say(f"compare with baselines: {command_line('evaluate', path, plugins=plugins_of(path))}")
         _say_against_best_schedule(config, path, console)
     return 0
 

@@ -24,6 +24,7 @@ from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import ConfigError, ExportError
 from esper.leyline.files import mode_of, remove, replacing_folder
 from esper.leyline.stages import Algorithm, SeedStage
+from esper.leyline.wording import option
 from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
 from esper.tasks.objectives import perplexity
@@ -309,6 +310,8 @@ def require_free(folder: Path, *, overwrite: bool) -> None:
     if not mode_of(folder):
         return
     if not overwrite:
-        raise ExportError(f"{folder} exists already; name a new folder, or replace it with --overwrite.")
+        raise ExportError(
+            f"{folder} exists already; name a new folder, or replace it with {option('overwrite', True)}."
+        )
     if not (folder / DESCRIPTION).is_file() or folder.is_symlink():
         raise ExportError(f"{folder} is no folder of an exported network, so it is not replaced; name a new folder.")

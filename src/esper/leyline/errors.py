@@ -51,6 +51,10 @@ class WorkerError(EsperError):
     """A process that runs hosts ended early."""
 
 
+class Stopped(SystemExit, KeyboardInterrupt):
+    """Work that Ctrl-C ended. Caught like KeyboardInterrupt, it ends a program with its sentence and no traceback."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as `did you mean 'digits'?`, and all known names; it follows a semicolon in a message."""
     names = sorted(known)

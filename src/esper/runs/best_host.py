@@ -25,6 +25,7 @@ from esper.runs.config import RunConfig
 from esper.runs.report import objective_of
 from esper.simic.rewards.config import RewardConfig
 from esper.tasks.datasets import Dataset
+from esper.telemetry.run_directory import continuing
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
@@ -130,7 +131,7 @@ def save(folder: Path, best: BestHost) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the best host {path} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then "
-            f"continue with --resume {folder.parent}."
+            f"continue with {continuing(folder.parent)}."
         ) from error
 
 

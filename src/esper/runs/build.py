@@ -27,6 +27,7 @@ from esper.tamiyo.policy_files import read_policy, script_of
 from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
+from esper.telemetry.figures import duration
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
@@ -190,6 +191,10 @@ class Parts:
     dataset: Dataset | None
 
 
+_MEASURED_PER_TRAINED = 3
+"""Examples that are measured in the time in which one is trained."""
+
+
 def _silent(line: str) -> None:
     """Nobody listens."""
 
@@ -202,10 +207,11 @@ def require_memory(
     say: Callable[[str], None],
     *,
     num_envs: int | None = None,
+    episodes: int | None = None,
     available: int | None = None,
     setting: str = "num_envs",
 ) -> None:
-    """Say how much memory the hosts and their rollout will need; nothing for scripted hosts.
+    """Say how much memory and time the hosts will need; nothing for scripted hosts.
 
     Args:
         config: of the run.
@@ -214,6 +220,7 @@ def require_memory(
         device: theirs.
         say: gets the line.
         num_envs: hosts, those of the run if not given.
+        episodes: in which all of them are trained, the rounds of the run if not given.
         available: bytes that this process can still take; measured if not given.
         setting: the name under which the user gave the number of hosts.
 
@@ -229,17 +236,29 @@ def require_memory(
     predicted.require(engine.num_envs, free, setting)
     total, here = predicted.total(engine.num_envs), free + predicted.process
     say(f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host")
+    trainings = engine.num_envs * (config.rounds if episodes is None else episodes)
+    batches = task.batches_per_step or -(-len(dataset.train) // task.batch_train)
+    measured = len(dataset.val) / task.batch_train / _MEASURED_PER_TRAINED
+    each = config.episode_length * (batches + measured) * predicted.batch_seconds
+    seconds = trainings * each / (predicted.processes * predicted.threads)
+    say(
+        f"cost: {trainings:,} training{'s' * (trainings != 1)} of {config.episode_length} steps with {batches:,} "
+        f"batch{'es' * (batches != 1)} each, about {duration(seconds)} "
+        f"by a trial of one network{' at a time' * predicted.together}"
+    )
 
 
-def assemble(config: RunConfig, device: torch.device, say: Callable[[str], None] = _silent) -> Parts:
-    """A new run before its first step, compiled and warmed up; `say` gets a line about its memory.
+def assemble(
+    config: RunConfig, device: torch.device, say: Callable[[str], None] = _silent, *, rounds_done: int = 0
+) -> Parts:
+    """A new run before its first step, compiled and warmed up; `say` gets lines about its memory and its time.
 
     Raises:
         DataError: data are missing or broken. ConfigError: the configuration cannot run on this device, or does not fit
             into its memory.
     """
     dataset = dataset_of(config, device)
-    require_memory(config, config.task_spec(), dataset, device, say)
+    require_memory(config, config.task_spec(), dataset, device, say, episodes=config.rounds - rounds_done)
     engine = engine_of(config, dataset, device)
     shape = run_shape(config, engine.spec, dict(dataset.identity) if dataset else {})
     chosen = replace(

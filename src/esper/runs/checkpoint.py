@@ -29,6 +29,7 @@ from esper.leyline.errors import CheckpointError
 from esper.leyline.files import is_draft, remove, replacing_folder
 from esper.runs.report import Cost
 from esper.runs.trend import Trend
+from esper.telemetry.run_directory import continuing
 
 FORMAT = 5
 KEEP = 3
@@ -100,7 +101,7 @@ def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: boo
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then "
-            f"continue with --resume {folder.parent}."
+            f"continue with {continuing(folder.parent)}."
         ) from error
     return target
 

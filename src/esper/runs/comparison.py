@@ -9,6 +9,7 @@ Every controller meets the same groups, so that all differences are paired.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from esper.kasmina.hosts.host import HostSpec
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
+from esper.leyline.wording import option
 from esper.runs import controllers as known
 from esper.runs import tables
 from esper.runs.build import dataset_of, device_of, require_memory
@@ -28,7 +30,7 @@ from esper.runs.rows import Row, Size, counted, table, verdict
 from esper.runs.values import flat, plain
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
-from esper.telemetry.evaluation_progress import EvaluationProgress
+from esper.telemetry.pass_progress import PassProgress
 from esper.telemetry.progress import RunConsole, warn
 from esper.tolaria.memory_prediction import available_bytes
 
@@ -182,9 +184,9 @@ def compare(
     names = dict.fromkeys((*(baselines or known.all_baselines(configs[0], with_run=bool(runs))), REFERENCE))
     groups = _groups(configs, runs, seeds, best, transfer)
     store = OutcomeStore(out) if out is not None else None
-    with EvaluationProgress(console) as progress:
-        session = _Session(num_envs, store, progress, console)
-        progress.plan(len(groups) * (len(names) + bool(runs)), configs[0].episode_length)
+    episodes = len(groups) * (len(names) + bool(runs))
+    with PassProgress(console, episodes) as progress:
+        session = _Session(num_envs, episodes, store, progress, console)
         found = [session.outcomes(group, tuple(names)) for group in groups]
     rows = table(
         {name: [outcomes[name] for outcomes in found] for name in found[0]},
@@ -238,7 +240,7 @@ def _groups(
     if runs and seeds and len(seeds) != len(runs):
         raise ConfigError(
             f"{counted(len(seeds), 'seed')} given for {counted(len(runs), 'run')}; give one for each run, or leave "
-            "--seed out."
+            f"{option('seed')} out."
         )
     own = list(seeds) or [config.seed + SEED_OFFSET for config in configs]
     if len(set(own)) < len(own):
@@ -257,8 +259,14 @@ class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
     def __init__(
-        self, num_envs: int, store: OutcomeStore | None, progress: EvaluationProgress, console: RunConsole
+        self,
+        num_envs: int,
+        episodes: int,
+        store: OutcomeStore | None,
+        progress: PassProgress,
+        console: RunConsole,
     ) -> None:
+        self.episodes = episodes
         self._num_envs, self._store, self._progress, self._console = num_envs, store, progress, console
         self._available: int | None = None
         self.reused, self.data = 0, "none"
@@ -290,13 +298,12 @@ class _Session:
         key = key_of(config, dataset, controller, run_seed=seed, num_envs=num_envs) if self._store else None
         if self._store and key and (stored := self._store.get(key)) is not None:
             self.reused += 1
-            self._progress.reuse()
+            self._progress.skip()
             return stored
         self._require_memory(config, dataset, device, controller.host)
         self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
-        outcome = run_controller(
-            config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=self._progress.step
-        )
+        advance = partial(self._progress.advance, 1.0 / config.episode_length)
+        outcome = run_controller(config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=advance)
         if self._store and key:
             self._store.put(key, outcome)
         return outcome
@@ -316,6 +323,7 @@ class _Session:
                 device,
                 self._console.say if first else lambda line: None,
                 num_envs=self._num_envs,
+                episodes=self.episodes - self.reused,
                 available=self._available,
             )
 

@@ -27,6 +27,7 @@ from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.wording import option
 from esper.runs.build import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.checkpoint import BEST, Checkpoint, checkpoints, load, load_newest, require_same_shape, state_digest
 from esper.runs.config import RunConfig
@@ -40,7 +41,7 @@ from esper.tamiyo.policy_files import SUFFIX
 from esper.tamiyo.schedules import Schedule
 from esper.tasks import null
 from esper.tasks.registry import task_by_name, task_names
-from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY
+from esper.telemetry.run_directory import CHECKPOINTS, SUMMARY, continuing
 
 REFERENCE = "wait_only"
 TRAINED, UNTRAINED = "trained", "untrained"
@@ -177,7 +178,7 @@ def source_of(controllers: Sequence[str], config: RunConfig) -> str | None:
     if not growing:
         raise ConfigError(
             f"{derived[0]} starts with what another controller has grown, and none is named; add a run directory, one "
-            f"of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}, or --topology."
+            f"of {', '.join(name for name in BASELINES if name not in (STATIC, REFERENCE))}, or {option('topology')}."
         )
     return growing[0]
 
@@ -242,7 +243,7 @@ def trained(run: Path, config: RunConfig, *, best: bool = False, transfer: bool 
     else:
         newest, _, complaints = load_newest(run / CHECKPOINTS)
         if newest is None:
-            raise CheckpointError(f"{run} has no checkpoint yet; continue it with esper train --resume {run}.")
+            raise CheckpointError(f"{run} has no checkpoint yet; continue it with {continuing(run)}.")
         checkpoint = newest
     policy = {name: x for name, x in below("policy", checkpoint.state).items() if not name.startswith("rollout.")}
     controller = Controller(
@@ -259,7 +260,7 @@ def _best(run: Path) -> Checkpoint:
         newest = f"the newest is {found[0].name}" if (found := checkpoints(folder)) else "it has no other either"
         raise CheckpointError(
             f"{run} has no best checkpoint ({newest}): it is chosen by a mean of ten rounds, so the first one follows "
-            "round 10; leave --best out, or train longer."
+            f"round 10; leave {option('best')} out, or train longer."
         )
     return load(folder / BEST)
 

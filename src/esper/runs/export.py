@@ -15,7 +15,7 @@ from esper.runs.build import baseline_of, dataset_of, device_of, engine_of
 from esper.runs.checkpoint import load_newest
 from esper.runs.config import RunConfig
 from esper.tasks.datasets import Dataset
-from esper.telemetry.run_directory import CHECKPOINTS
+from esper.telemetry.run_directory import CHECKPOINTS, continuing
 from esper.tolaria.runtime import host_read
 
 
@@ -61,7 +61,7 @@ def _of_checkpoint(
         )
         raise CheckpointError(
             f"{run} has no checkpoint with hosts ({found}): they are kept inside a round and at the end of a run, not "
-            f"between rounds; complete it with esper train --resume {run}, or export the best host of its rounds, "
+            f"between rounds; complete it with {continuing(run)}, or export the best host of its rounds, "
             "without --last and --host."
         )
     engine = engine_of(config, dataset, device)

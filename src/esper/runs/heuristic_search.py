@@ -99,7 +99,7 @@ def tune(
     *,
     budget: int,
     num_envs: int,
-    on_pass: Callable[[], None] = lambda: None,
+    on_pass: Callable[[float], None] = lambda share: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Tuned:
     """Tune the heuristic; the arguments are those of `search.search`.

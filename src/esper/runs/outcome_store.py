@@ -23,6 +23,7 @@ from safetensors.numpy import save
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.files import is_draft, replacing
 from esper.leyline.manifest import GrowthManifest
+from esper.leyline.wording import option
 from esper.runs.config import RunConfig
 from esper.runs.controllers import Controller
 from esper.runs.outcomes import Outcome
@@ -93,12 +94,12 @@ class OutcomeStore:
                 if others:
                     raise ConfigError(
                         f"{folder} holds other files ({others[0]}), so no outcomes are written there; name a new "
-                        "folder, or one of an earlier comparison, with --out."
+                        f"folder, or one of an earlier comparison, with {option('out')}."
                     )
             self._outcomes.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"the folder {folder} cannot be used ({error.strerror}); name another with --out."
+                f"the folder {folder} cannot be used ({error.strerror}); name another with {option('out')}."
             ) from error
 
     def path(self, key: Key) -> Path:
@@ -146,7 +147,7 @@ class OutcomeStore:
                 file.buffer.write(save(arrays, metadata={"outcome": text, "sha256": _digest(text, arrays)}))
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written ({error.strerror}); name another folder with --out."
+                f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."
             ) from error
 
 

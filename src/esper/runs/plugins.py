@@ -7,6 +7,7 @@ plugins = ["networks/mine.py:task"]                       a file whose variable 
 import hashlib
 import importlib
 import importlib.util
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.wording import in_shell
 from esper.tasks.registry import TaskSpec, register_task, task_by_name, task_names
 
 
@@ -79,16 +81,17 @@ def require_trusted(names: Sequence[str], allowed: Sequence[str], *, trust: bool
     Args:
         names: plugins that the run directory names.
         allowed: plugins named on the command line.
-        trust: whether --trust allows all.
+        trust: whether all are allowed.
 
     Raises:
         ConfigError: some are not allowed.
     """
     unknown = not_among(names, allowed)
     if unknown and not trust:
+        named = shlex.join(unknown)
+        way = f"it by name (--plugins {named}) or all code of the run (--trust)" if in_shell() else "it with trust=True"
         raise ConfigError(
-            f"the run directory names code that would be executed: {', '.join(unknown)}. Read it first, then allow it "
-            f"by name (--plugins {' '.join(unknown)}) or allow all code of the run (--trust; in Python: trust=True)."
+            f"the run directory names code that would be executed: {named}. Read it first, then allow {way}."
         )
 
 

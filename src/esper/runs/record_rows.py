@@ -26,11 +26,13 @@ from esper.leyline.actions import (
 from esper.leyline.errors import RunDirectoryError
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import HAS_MODULE, SeedStage
+from esper.leyline.wording import option
 from esper.simic.rewards.credit import FLAGS
 from esper.telemetry.machine import environment, version
 from esper.telemetry.record.parts import RECORD, Rows, rewind, write_about
 from esper.telemetry.record.schema import FLAG, OP_NAMES, TERM
 from esper.telemetry.record.writer import RecordWriter
+from esper.telemetry.run_directory import continuing
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import StepReport
 
@@ -60,7 +62,8 @@ def begin_record(run: Path, spec: EngineSpec, terms: Sequence[str]) -> None:
         write_about(run / RECORD, about)
     except OSError as error:
         raise RunDirectoryError(
-            f"the record in {run} cannot be written ({error.strerror or error}); name another place with --run-dir."
+            f"the record in {run} cannot be written ({error.strerror or error}); name another place with "
+            f"{option('run_dir')}."
         ) from error
 
 
@@ -76,7 +79,7 @@ def rewind_record(run: Path, rounds: int, step: int) -> None:
     except OSError as error:
         raise RunDirectoryError(
             f"the record in {run} cannot be rewound to the checkpoint ({error.strerror or error}); fix that, then "
-            f"continue with --resume {run}."
+            f"continue with {continuing(run)}."
         ) from error
 
 

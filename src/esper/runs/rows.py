@@ -215,20 +215,22 @@ def _against(best: Row, called: str, size: Size, has_run: bool) -> str:
         found, test = -found, -test
     better = 1.0 - best.improvement.mean if has_run else best.improvement.mean
     one = size.units.removesuffix("s")
-    interval = "" if np.isnan(found.low) else (
-        f", 95 % interval {found.low:+z.2f} to {found.high:+z.2f} over {size.units}, better in {100 * better:.0f} % of "
-        f"{size.units}"
-    )  # fmt: skip
-    numbers = f"{found.mean:+z.2f} in 100·J on {size}{interval}; {test.mean:+z.2f} with test accuracy"
     units = len(best.units)
-    if found.excludes_zero and units >= LEAST_UNITS:
+    interval = f", 95 % interval {found.low:+z.2f} to {found.high:+z.2f} over {size.units}"
+    share = f", better in {100 * better:.0f} % of {size.units}" if units > 1 else ""
+    numbers = (
+        f"{found.mean:+z.2f} in 100·J on {size}{interval if units >= LEAST_UNITS else ''}{share}; "
+        f"{test.mean:+z.2f} with test accuracy"
+    )
+    if units < LEAST_UNITS:
+        few = f"{counted(units, one)} cannot show whether {subject} differs from {other}"
+        return f"{few}: {numbers}. At least {LEAST_UNITS} {size.units} are needed."
+    if found.excludes_zero:
         word = "better" if found.mean > 0.0 else "worse"
         return f"{subject} is {word} than {other}: {numbers}."
     needed = "" if best.needed is None else (
         f" To detect a difference of {MEANINGFUL:g}, {counted(best.needed, one)} would be needed."
     )  # fmt: skip
-    if found.excludes_zero:
-        needed = f" {counted(units, one)} cannot show a difference; at least {LEAST_UNITS} are needed."
     return f"{subject} does not differ significantly from {other}: {numbers}.{needed}"
 
 

@@ -96,7 +96,7 @@ class Runner:
     def run(self) -> dict[str, object] | None:
         """Run to the end. Returns the summary, or None if a signal stopped the run after writing a checkpoint."""
         remaining = range(self.rounds_done, self.config.rounds)
-        with _stop_signals(self._request_stop):
+        with stop_signals(self._request_stop):
             if self.new:
                 self.records.write_events([self._started()])
             self._mark()
@@ -235,8 +235,8 @@ class Runner:
 
 
 @contextmanager
-def _stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt.
+def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `request_stop`; a second signal raises KeyboardInterrupt where the program is.
 
     Signals reach the main thread alone: a run in another thread leaves them to it.
     """

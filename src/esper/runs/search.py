@@ -175,7 +175,7 @@ def search(
     *,
     budget: int,
     num_envs: int,
-    on_pass: Callable[[], None] = lambda: None,
+    on_pass: Callable[[float], None] = lambda share: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Found:
     """Search for the best schedule and rule of a task.
@@ -184,7 +184,7 @@ def search(
         config: task, seed, and weights of J.
         budget: env-steps.
         num_envs: hosts that run at once.
-        on_pass: called after each pass.
+        on_pass: called after each control step with its share of a pass.
         on_stage: takes the name of each stage when it begins.
 
     Raises:

@@ -53,15 +53,17 @@ class TrainingHosts:
     Args:
         config: of the run whose hosts these are.
         num_envs: N.
-        on_pass: called after each pass.
+        on_pass: called after each control step with its share of a pass.
     """
 
-    def __init__(self, config: RunConfig, num_envs: int, on_pass: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: RunConfig, num_envs: int, on_pass: Callable[[float], None] = lambda share: None) -> None:
         config = replace(config, compile="off", num_envs=num_envs)  # many short episodes, no learner
         device = device_of(config)
-        self.engine = engine_of(config, dataset_of(config, device), device)
+        self.engine = engine_of(
+            config, dataset_of(config, device), device, on_step=lambda _: on_pass(1.0 / config.episode_length)
+        )
         self.spec, self.num_envs = self.engine.spec, num_envs
-        self._config, self._reward, self._on_pass = config, reward_of(config, self.spec), on_pass
+        self._config, self._reward = config, reward_of(config, self.spec)
         self.passes = 0
         self._episodes = 0
 
@@ -82,7 +84,6 @@ class TrainingHosts:
         stats = self.engine.rollout(client)
         assert stats is not None, "nothing stops a pass"
         self.passes += 1
-        self._on_pass()
         known = replace(stats, committed_acc=np.nan_to_num(stats.committed_acc, nan=0.0))
         return objective_of(known, self._config.reward)
 

@@ -1,11 +1,13 @@
 """What `esper search` prints."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
+from esper.leyline.wording import command
+from esper.runs.config import RunConfig
 from esper.runs.heuristic_search import HEURISTIC_FILE, Tuned
 from esper.runs.heuristic_search import REPORT_FILE as HEURISTIC_REPORT
 from esper.runs.rule_search import PlannedRule
@@ -25,8 +27,7 @@ def show(found: Found, folder: Path, console: RunConsole) -> None:
     console.say("\n".join(("", LEGEND, *sentences(found))))
     names = [SCHEDULE_FILE, *([RULE_FILE] if found.rule else [])]
     console.say(f"written to {folder}: {', '.join((*names, REPORT_FILE))}")
-    files = " ".join(str(folder / name) for name in names)
-    console.say(f"compare on new hosts: esper evaluate {files} --task {found.config.task}")
+    _say_how_to_compare([folder / name for name in names], found.config, console)
 
 
 def show_heuristic(tuned: Tuned, folder: Path, console: RunConsole) -> None:
@@ -38,7 +39,12 @@ def show_heuristic(tuned: Tuned, folder: Path, console: RunConsole) -> None:
     console.print("", page, sep="\n")
     console.say("\n100·J: mean over training hosts with its standard error.")
     console.say(f"written to {folder}: {HEURISTIC_FILE}, {HEURISTIC_REPORT}")
-    console.say(f"compare on new hosts: esper evaluate {folder / HEURISTIC_FILE} --task {tuned.config.task}")
+    _say_how_to_compare([folder / HEURISTIC_FILE], tuned.config, console)
+
+
+def _say_how_to_compare(files: Sequence[Path], config: RunConfig, console: RunConsole) -> None:
+    compared = command("evaluate", *files, "--task", config.task, plugins=config.plugins)
+    console.say(f"compare on new hosts: {compared}")
 
 
 def schedules(found: Found) -> Table:

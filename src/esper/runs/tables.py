@@ -12,7 +12,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.runs.controllers import REFERENCE, TRAINED
 from esper.runs.drawing import drawing, words
 from esper.runs.rows import Row
-from esper.runs.statistics import Estimate
+from esper.runs.statistics import LEAST_UNITS, Estimate
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.figures import size, with_spread
 from esper.telemetry.progress import RunConsole
@@ -39,7 +39,7 @@ def comparison(rows: Sequence[Row]) -> Table:
             row.name,
             with_spread(row.objective, row.objective_std),
             f"{row.objective_iqm.mean:.2f}",
-            "" if own else _with_interval(row.difference),
+            "" if own else _with_interval(row.difference, len(row.units)),
             "" if own else f"{100.0 * row.improvement.mean:.0f} %",
         )
     return page
@@ -184,6 +184,7 @@ def plain_table(first: str, *columns: str) -> Table:
     return page
 
 
-def _with_interval(difference: Estimate) -> str:
-    interval = "" if math.isnan(difference.low) else f" [{difference.low:+z.2f}, {difference.high:+z.2f}]"
+def _with_interval(difference: Estimate, units: int) -> str:
+    """With its interval, where there are enough units for one."""
+    interval = f" [{difference.low:+z.2f}, {difference.high:+z.2f}]" if units >= LEAST_UNITS else ""
     return f"{difference.mean:+z.2f}{interval}"

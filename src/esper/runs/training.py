@@ -1,6 +1,7 @@
 """Starts or resumes a run, and prints what it does."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from esper.cpp.build import compiler
 from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.errors import ConfigError
+from esper.leyline.wording import option
 from esper.runs import best_host, tables
 from esper.runs.best_host import BestHost
 from esper.runs.build import Parts, assemble, device_of
-from esper.runs.checkpoint import Checkpoint, Header, load_newest, set_aside
+from esper.runs.checkpoint import Checkpoint, Header, checkpoints, load_newest, set_aside
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, require_same_config
 from esper.runs.live import LiveHosts
@@ -25,8 +27,10 @@ from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress, warn
 from esper.telemetry.record import open_record
 from esper.telemetry.run_directory import (
+    CHECKPOINTS,
     SUMMARY,
     RunDirectory,
+    continuing,
     missing_records,
     require_free,
     require_nothing_to_lose,
@@ -46,9 +50,11 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     """
     require_free(path)
     require_installed(config.sinks)
-    parts = _assembled(config, console)
-    with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
-        return _run(parts.config, parts, directory, None, console, asked=config.executor)
+    with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
+        parts = _assembled(config, console)
+        with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
+            return _run(parts.config, parts, directory, None, console, asked=config.executor)
+    return None
 
 
 def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
@@ -63,7 +69,8 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         CheckpointError, RunDirectoryError, ConfigError: there is nothing to continue from, or nothing to do.
     """
     require_installed(config.sinks)
-    with RunDirectory.reopen(path) as directory:  # checks everything before it changes anything
+    # checks everything before it changes anything
+    with suppress(KeyboardInterrupt), RunDirectory.reopen(path) as directory:
         checkpoint, damaged, complaints = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
         if checkpoint and start:
@@ -74,13 +81,14 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         else:
             require_nothing_to_lose(path)
         best = best_host.read(directory.checkpoints)
-        parts = _assembled(config, console)
+        parts = _assembled(config, console, start.rounds_done if start else 0)
         if checkpoint:
             restore(parts.engine, parts.client, checkpoint, parts.shape)
         directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
         rewind_record(path, start.rounds_done if start else 0, start.step if start else 0)
         set_aside(damaged)
         return _run(config, parts, directory, start, console, asked=config.executor, best=best)
+    return None
 
 
 def free_name(config: RunConfig) -> Path:
@@ -96,12 +104,12 @@ def _require_something_to_do(path: Path, checkpoint: Checkpoint, config: RunConf
     only_summary_missing = done == config.rounds and has_hosts and not (path / SUMMARY).exists()
     if done >= config.rounds and not only_summary_missing:
         raise ConfigError(
-            f"{path} has completed {done} rounds and rounds is {config.rounds}; ask for more, such as "
-            f"--resume {path} --rounds {done + 10}."
+            f"{path} has completed {done} rounds and rounds is {config.rounds}; ask for more: "
+            f"{continuing(path, done + 10)}."
         )
 
 
-def _assembled(config: RunConfig, console: RunConsole) -> Parts:
+def _assembled(config: RunConfig, console: RunConsole, rounds_done: int = 0) -> Parts:
     """Print the first lines of a run, then build its parts, which may take a while."""
     device = device_of(config)
     sizes = ((config.num_envs, "host"), (config.episode_length, "step"), (config.rounds, "round"))
@@ -111,11 +119,11 @@ def _assembled(config: RunConfig, console: RunConsole) -> Parts:
     if first > config.episode_length:
         console.say(
             f"note: no seed can be fossilized before step {first}, but a round ends with step {config.episode_length}; "
-            "use a larger --episode-length, or --set a smaller lifecycle.min_training_epochs"
+            f"use a larger {option('episode_length')}, or a smaller lifecycle.min_training_epochs"
         )
     if is_compiled(config.compile, device):
         console.say("compiling (half a minute or more in the first run, seconds once the compiler cache is filled)")
-    return assemble(config, device, console.say)
+    return assemble(config, device, console.say, rounds_done=rounds_done)
 
 
 def _first_fossil(config: RunConfig) -> int:
@@ -178,19 +186,20 @@ def _run(
     )
     if progress.is_live and parts.engine.on_step is not None:
         parts.engine.on_step = hosts.before(parts.engine.on_step)
-    with listeners:
-        try:
-            with progress:
-                summary = runner.run()
-        except KeyboardInterrupt:
-            console.say(f"stopped; continue from the last checkpoint with: esper train --resume {directory.path}")
-            return None
+    with listeners, progress:
+        summary = runner.run()
     warn([*listeners.complaints(), *runner.record.complaints()])
-    console.say(f"stopped; continue with: esper train --resume {directory.path}" if summary is None
-                else tables.done(summary))  # fmt: skip
     if summary is not None:
+        console.say(tables.done(summary))
         _say_anomalies(directory.path, console)
     return summary
+
+
+def stopped(path: Path, *, task: bool = False) -> str:
+    """How a run that was stopped goes on; `task` says that only a program knows its task."""
+    if not checkpoints(path / CHECKPOINTS):
+        return "stopped before the first checkpoint; nothing was kept"
+    return f"stopped; continue with: {continuing(path, task=task)}"
 
 
 def _say_anomalies(path: Path, console: RunConsole) -> None:

@@ -114,7 +114,10 @@ _OTHERS = {
     ),
     "objective_rises": Rule(2.0, "100·J rose within ten rounds.", "Nothing: train on."),
     "objective_falls": Rule(
-        -2.0, "100·J fell within ten rounds.", "Evaluate the best checkpoint (--best); lower ppo.lr.", below=True
+        -2.0,
+        "100·J fell within ten rounds.",
+        "Evaluate the best checkpoint instead of the newest; lower ppo.lr.",
+        below=True,
     ),
     "objective_stands_still": Rule(
         0.5,

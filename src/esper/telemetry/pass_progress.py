@@ -1,6 +1,7 @@
-"""Progress of a search: a bar on a terminal, plain lines elsewhere.
+"""Progress of a search or a comparison: a bar on a terminal, plain lines elsewhere. A pass is an episode of all hosts.
 
 grid  pass 12/65 --------            0:00:14 eta 1:02
+esper: heuristic, 16 hosts of digits of seed 1000000 (7 of 18, eta 1:05)
 """
 
 import time
@@ -25,7 +26,7 @@ class PassProgress:
 
     def __init__(self, console: RunConsole, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._passes, self._clock = console, passes, clock
-        self._done, self._stage, self._began = 0, "", clock()
+        self._done, self._skipped, self._stage, self._began = 0.0, 0, "", clock()
         self._next_line = self._began + FIRST_INTERVAL
         self._bar = Progress(
             TextColumn("{task.description}  pass"),
@@ -52,11 +53,32 @@ class PassProgress:
         self._stage = name
         self._bar.update(self._task, description=name)
 
-    def advance(self) -> None:
-        """One pass is done."""
-        self._done += 1
-        left = (self._clock() - self._began) / self._done * (self._passes - self._done)
-        self._bar.update(self._task, completed=self._done, eta=duration(left))
+    def begin(self, what: str) -> None:
+        """A pass begins that has a line of its own."""
+        self.stage(what)
+        if not self._live:
+            self._console.say(f"esper: {what} ({self._whole + 1} of {self._passes}, eta {self._eta()})")
+
+    def skip(self) -> None:
+        """A pass is not needed; it took no time."""
+        self._done, self._skipped = self._done + 1.0, self._skipped + 1
+        self._bar.update(self._task, completed=self._done)
+
+    def advance(self, share: float = 1.0) -> None:
+        """So much of a pass is done."""
+        self._done += share
+        self._bar.update(self._task, completed=self._done, eta=self._eta())
         if not self._live and self._clock() >= self._next_line:
-            self._console.say(f"{self._stage}  pass {self._done}/{self._passes}  eta {duration(left)}")
+            self._console.say(f"{self._stage}  pass {self._whole}/{self._passes}  eta {self._eta()}")
             self._next_line = self._clock() + PLAIN_INTERVAL
+
+    @property
+    def _whole(self) -> int:
+        """Passes that are done, or skipped."""
+        return int(self._done + 1e-6)  # shares do not add up exactly
+
+    def _eta(self) -> str:
+        ran = self._done - self._skipped
+        if ran <= 0.0:
+            return "..."
+        return duration((self._clock() - self._began) / ran * (self._passes - self._done))

@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import stat
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ import tomli_w
 
 from esper.leyline.errors import RunDirectoryError
 from esper.leyline.files import draft_of, is_draft, lock, mode_of, remove, replacing, sync, sync_file
+from esper.leyline.wording import command, in_shell, option
 from esper.telemetry.record.parts import RECORD
 
 CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS, IMPORTANCE = (
@@ -108,7 +110,7 @@ class RunDirectory:
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise RunDirectoryError(
-                f"the run directory {path} cannot be created ({error.strerror}); name another with --run-dir."
+                f"the run directory {path} cannot be created ({error.strerror}); name another {option('run_dir')}."
             ) from error
         return _translated(path, cls, path, _record_files(path, steps))
 
@@ -209,15 +211,33 @@ class RunDirectory:
         return self.path / CHECKPOINTS
 
 
+def plugins_of(path: Path) -> list[str]:
+    """The plugins that a run names; none where its config.toml cannot be read."""
+    try:
+        return [str(name) for name in tomllib.loads((path / CONFIG).read_text(encoding="utf-8")).get("plugins", ())]
+    except (OSError, ValueError):
+        return []
+
+
+def continuing(path: Path, rounds: int | None = None, *, task: bool = False) -> str:
+    """The command, or in Python the call, that continues a run; `task` says that only a program knows its task."""
+    plugins = plugins_of(path)
+    if in_shell():
+        longer = () if rounds is None else ("--rounds", rounds)
+        return command("train", "--resume", path, *longer, plugins=plugins)
+    known = ", task=task" * task + ", trust=True" * bool(plugins)
+    return f"esper.load({str(path)!r}{known}).resume({option('rounds', rounds) if rounds else ''})"
+
+
 def require_free(path: Path) -> None:
     """Raise RunDirectoryError if `path` exists."""
     if (path / CONFIG).is_file():
         raise RunDirectoryError(
-            f"the run directory {path} exists already; "
-            f"continue it with --resume {path}, or name another with --run-dir."
+            f"the run directory {path} exists already; continue it with {continuing(path)}, or name another "
+            f"{option('run_dir')}."
         )
     if path.exists() or path.is_symlink():
-        raise RunDirectoryError(f"{path} exists already; name a new folder with --run-dir.")
+        raise RunDirectoryError(f"{path} exists already; name a new folder with {option('run_dir')}.")
 
 
 def is_run(path: Path) -> bool:
@@ -229,7 +249,7 @@ def require_run(path: Path) -> None:
     """Raise RunDirectoryError unless `path` holds a run."""
     if not (path / CONFIG).is_file():
         found = "has no config.toml" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
-        raise RunDirectoryError(f"{path} is not a run directory: it {found}; give the --run-dir of an earlier run.")
+        raise RunDirectoryError(f"{path} is not a run directory: it {found}; give the directory of an earlier run.")
 
 
 def missing_records(path: Path, cursor: Mapping[str, int]) -> list[str]:
@@ -261,7 +281,7 @@ def require_nothing_to_lose(path: Path) -> None:
     if (path / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size):
         raise RunDirectoryError(
             f"{path} has records but no checkpoint to continue from; restore its {CHECKPOINTS}, or start a new run: "
-            f"esper train --config {path / CONFIG} --run-dir NEW."
+            f"{command('train', '--config', path / CONFIG, '--run-dir', 'NEW', plugins=plugins_of(path))}."
         )
 
 
@@ -287,5 +307,5 @@ def _translated(path: Path, act: Callable[P, T], *args: P.args, **kwargs: P.kwar
     except OSError as error:
         raise RunDirectoryError(
             f"the run directory {path} cannot be written ({error.strerror or error}); fix that, then continue with "
-            f"--resume {path}."
+            f"{continuing(path)}."
         ) from error

@@ -1,4 +1,4 @@
-"""How much memory N hosts will need, predicted before it is allocated.
+"""How much memory N hosts will need, predicted before it is allocated, and how long a batch of one takes.
 
     part         what                                                             grows with
     process      interpreter, libraries and data, as much as this process holds   workers
@@ -10,6 +10,7 @@ for the backward pass is found by two small passes of one host, because it is a 
 """
 
 import os
+import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from esper.kasmina.parameters.population import Population
 from esper.kasmina.parameters.slab import Working
+from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
@@ -31,9 +33,11 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.native.executor import NativeExecutor
+from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.running_seeds import begin_training
 from esper.tolaria.executors.streamed.executor import train_function
+from esper.tolaria.runtime import host_read
 
 _DRAWN = 5
 """Most memory while random numbers of an order are drawn and sorted, in multiples of the order."""
@@ -52,6 +56,7 @@ class MemoryPrediction:
         process: of a process without hosts, which this one holds already. host: of each host.
         at_once: of one host while it is trained or measured.
         together: whether all hosts run at once. processes, threads: how many share the hosts.
+        batch_seconds: of a training batch of one host, without seeds.
     """
 
     process: int
@@ -60,6 +65,7 @@ class MemoryPrediction:
     together: bool
     processes: int
     threads: int
+    batch_seconds: float = 0.0
 
     def total(self, num_envs: int) -> int:
         """Of a run with N hosts, in all its processes."""
@@ -105,7 +111,9 @@ def predict(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the choice of an executor come again when the hosts are built
-        one, taken = network_executor(replace(config, num_envs=1, workers=1), task, dataset, device)
+        single = replace(config, num_envs=1, workers=1)
+        one, taken = network_executor(single, replace(task, batches_per_step=1), dataset, device)
+    batch_seconds = _batch_seconds(one)
     one.reset(0)
     structure = _everywhere_largest(one.population)
     one.apply_structure(structure)
@@ -122,7 +130,18 @@ def predict(
         together=taken == "fused",
         processes=workers // threads,
         threads=threads,
+        batch_seconds=batch_seconds,
     )
+
+
+def _batch_seconds(one: NetworkExecutor) -> float:
+    """Time of the second of two training passes of one batch."""
+    one.reset(0)
+    slots = empty_slots(1, one.population.num_slots, one.population.device)
+    for t in (1, 2):
+        began = time.perf_counter()
+        host_read(one.train_epoch(t, slots).loss)
+    return time.perf_counter() - began
 
 
 def _everywhere_largest(population: Population) -> Structure:

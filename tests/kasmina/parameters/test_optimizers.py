@@ -20,7 +20,7 @@ from esper.leyline.tensor_dataclass import named_tensors
 
 ROWS, LENGTH, STEPS = 3, 32, 8
 MATRIX = torch.arange(LENGTH) < 20
-KINDS = ("sgd", "adamw")
+KINDS = ("sgd", "adam", "adamw")
 
 
 def draw(seed: int) -> torch.Tensor:
@@ -35,7 +35,8 @@ def torch_twin(spec: OptimizerSpec, row: torch.Tensor, lr: float, decayed: bool)
         return torch.optim.SGD([matrix, rest], lr=lr, momentum=spec.momentum, weight_decay=decay)
     groups = [{"params": [matrix], "weight_decay": spec.adamw_weight_decay if decayed else 0.0},
               {"params": [rest], "weight_decay": 0.0}]  # fmt: skip
-    return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps)
+    kind = torch.optim.Adam if spec.kind == "adam" else torch.optim.AdamW
+    return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps)
 
 
 def step_twin(reference: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from esper.tolaria.executors.native.optimizer_step import clipped_step
 
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
 ADAMW = replace(SGD, kind="adamw")
+ADAM = replace(SGD, kind="adam", grad_clip=float("inf"))
 HOST_SIZE, SEED_SIZE, GATE_SIZE = 40, 21, 9
 DECAY, FACTOR, FIRST = NUM_WORKING, NUM_WORKING + 1, NUM_WORKING + 2
 """The mask, the factor of the rates, then five spaces for each row: host, seeds and gates of both slots."""
@@ -64,7 +65,7 @@ class Row:
             torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("spec", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("spec", [SGD, ADAM, ADAMW], ids=["sgd", "adam", "adamw"])
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 2**31),
@@ -99,7 +100,7 @@ def test_a_host_and_its_seeds_step_like_the_reference(spec, seed, scale, trainab
             row.check()
 
 
-@pytest.mark.parametrize("spec", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("spec", [SGD, ADAM, ADAMW], ids=["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_makes_the_weights_nan_as_in_the_reference(spec, bad):
     row = Row(spec, HOST_SIZE, torch.Generator().manual_seed(0), 1.0)

@@ -37,18 +37,19 @@ void sgd(int64_t count, Rates<T> r, T factor, const T* grad, const T* mask, T* w
     }
 }
 
-// w := w - rate decay w - rate (m / c1) / (sqrt(v / c2) + epsilon), with c = 1 - beta^steps.
+// Adam: g := g + decay w, if `coupled`. AdamW otherwise: w := w - rate decay w. Then w := w - rate (m / c1) / (sqrt(v / c2) + epsilon), with c = 1 - beta^steps.
 template <class T>
-void adamw(int64_t count, Rates<T> r, T factor, const T* grad, const T* mask, T* weight, T* mean, T* square,
-           int64_t* steps) {
+void adamw(int64_t count, bool coupled, Rates<T> r, T factor, const T* grad, const T* mask, T* weight, T* mean,
+           T* square, int64_t* steps) {
     *steps += 1;
     const double c1 = 1.0 - std::pow(double(r.first), double(*steps));
     const double c2 = 1.0 - std::pow(double(r.second), double(*steps));
+    const T added = coupled ? r.decay : T(0), shrunk = coupled ? T(0) : r.rate * r.decay;
     const T wider = T(c1 / std::sqrt(c2)), least = T(double(r.epsilon) * c1);
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
-        const T g = factor * grad[i];
-        const T decayed = mask ? weight[i] * (T(1) - mask[i] * (r.rate * r.decay)) : weight[i];
+        const T g = mask ? factor * grad[i] + weight[i] * (mask[i] * added) : factor * grad[i];
+        const T decayed = mask ? weight[i] * (T(1) - mask[i] * shrunk) : weight[i];
         mean[i] += (T(1) - r.first) * (g - mean[i]);
         square[i] = r.second * square[i] + (T(1) - r.second) * g * g;
         weight[i] = decayed - r.rate * mean[i] / (std::sqrt(square[i]) * wider + least);

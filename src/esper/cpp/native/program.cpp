@@ -188,7 +188,8 @@ template <class T> struct Host {
             case CLIP: *p[0] = clip_factor<T>(*p[0], number); return;
             case SGD: return sgd<T>(n[0], rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5]);
             case ADAMW:
-                return adamw<T>(n[0], rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5], p[6], at<int64_t>(i, 7));
+                return adamw<T>(n[0], i.flag, rates.times(*p[0]), *p[1], p[2], p[3], p[4], p[5], p[6],
+                                at<int64_t>(i, 7));
         }
     }
 };

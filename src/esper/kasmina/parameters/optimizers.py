@@ -14,21 +14,25 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.tensor_dataclass import lift, named_tensors, tensor_dataclass, tree_map
 
+_KINDS = ("sgd", "adam", "adamw")
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """How hosts and seeds are trained; one optimizer kind for both.
+    """How hosts and seeds are trained; one optimizer kind for both. Seeds are never decayed.
 
     Attributes:
-        kind: "sgd" (momentum 0.9, host weight decay 5e-4) or "adamw" (betas 0.9/0.95, eps 1e-8, host weight decay 0.1
-            on matrices only). Seeds are never decayed.
+        kind: "sgd" with momentum, "adam" (decay is added to the gradient) or "adamw" (decay is apart from it), each as
+            in `torch.optim`.
         host_lr, seed_lr: learning rates.
-        grad_clip: each host's and each seed's own L2 gradient norm is clipped to this.
+        sgd_weight_decay: decay of all parameters of a host with "sgd".
+        adamw_weight_decay: decay of a host with "adam" or "adamw": of its matrices, and of its biases and scales with
+            `decay_vectors`.
+        grad_clip: each host's and each seed's own L2 gradient norm is clipped to this; infinite for no clipping.
     """
 
-    kind: Literal["sgd", "adamw"] = "sgd"
+    kind: Literal["sgd", "adam", "adamw"] = "sgd"
     host_lr: float = 0.01
     seed_lr: float = 0.01
     momentum: float = 0.9
@@ -36,15 +40,18 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     adamw_weight_decay: float = 0.1
+    decay_vectors: bool = False
     grad_clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("sgd", "adamw"):
-            raise ConfigError(f"unknown optimizer {self.kind!r}; {nearest(str(self.kind), ('sgd', 'adamw'))}")
-        for name in ("host_lr", "seed_lr", "eps", "grad_clip"):
+        if self.kind not in _KINDS:
+            raise ConfigError(f"unknown optimizer {self.kind!r}; {nearest(str(self.kind), _KINDS)}")
+        for name in ("host_lr", "seed_lr", "eps"):
             value = getattr(self, name)
             if not 0.0 < value < math.inf:
                 raise ConfigError(f"optimizer.{name} is {value}; it must be a finite number above 0.")
+        if not self.grad_clip > 0.0:
+            raise ConfigError(f"optimizer.grad_clip is {self.grad_clip}; it must be above 0, infinite for no clipping.")
         for name in ("sgd_weight_decay", "adamw_weight_decay"):
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
@@ -63,7 +70,7 @@ class SGDState:
 
 @tensor_dataclass
 class AdamWState:
-    """Moment estimates of each row, and its number of steps."""
+    """Moment estimates of each row, with Adam or AdamW, and its number of steps."""
 
     exp_avg: Float[Tensor, "*R P"]
     exp_avg_sq: Float[Tensor, "*R P"]
@@ -82,8 +89,8 @@ def init_state(spec: OptimizerSpec, like: Float[Tensor, "*R P"]) -> OptimizerSta
 
 
 def host_decay_mask(spec: OptimizerSpec, matrix_mask: Bool[Tensor, " P"]) -> Bool[Tensor, " P"]:
-    """The elements of a host that are decayed: all with SGD, only matrices with AdamW."""
-    return torch.ones_like(matrix_mask) if spec.kind == "sgd" else matrix_mask
+    """The elements of a host that are decayed: all, or only matrices with Adam and AdamW without `decay_vectors`."""
+    return torch.ones_like(matrix_mask) if spec.kind == "sgd" or spec.decay_vectors else matrix_mask
 
 
 def clip_factor(norm: Float[Tensor, " R"], max_norm: float) -> Float[Tensor, " R"]:
@@ -147,10 +154,13 @@ def _adamw(
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019): w := w - lr * wd * w - lr * (m / c1) / (sqrt(v / c2) + eps).
 
-    The denominator is multiplied by c1, so that the two corrections of a row become one factor and one term.
+    Adam (Kingma & Ba 2015) has g := g + wd * w first instead of the decay of w. The denominator is multiplied by c1, so
+    that the two corrections of a row become one factor and one term.
     """
     beta1, beta2 = spec.betas
-    if decay_mask is not None:
+    if decay_mask is not None and spec.kind == "adam":
+        grad.addcmul_(params, decay_mask * spec.adamw_weight_decay)
+    elif decay_mask is not None:
         params.mul_(1.0 - decay_mask * (lr * spec.adamw_weight_decay))
     state.exp_avg.lerp_(grad, 1.0 - beta1)
     state.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)

@@ -5,6 +5,7 @@ from pathlib import Path, PurePath
 from typing import final
 
 from esper.leyline.errors import DataError
+from esper.leyline.wording import option
 
 
 @final
@@ -31,7 +32,7 @@ class Source:
         if data_dir is None:
             raise DataError(
                 f"{self.name} is read from files but no folder was named; name the one that holds them with "
-                "--data-dir, data_dir in a configuration file, or the environment variable ESPER_DATA."
+                f"{option('data_dir')}, data_dir in a configuration file, or the environment variable ESPER_DATA."
             )
         if not data_dir.is_dir():
             raise DataError(f"{data_dir}: there is no such folder; name the one that holds {self.expected}.")

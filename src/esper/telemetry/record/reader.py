@@ -171,7 +171,7 @@ def open_record(paths: Sequence[Path]) -> Record:
         raise RunDirectoryError("no run was named; give at least one run directory.")
     for path in paths:
         if not (path / "config.toml").is_file():
-            raise RunDirectoryError(f"{path} is not a run directory: it has no config.toml; name a --run-dir.")
+            raise RunDirectoryError(f"{path} is not a run directory: it has no config.toml; name another folder.")
     return Record(list(paths))
 
 

@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from esper.leyline.files import absolute, mode_of
+from esper.leyline.wording import command
 from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.report import behaviour, hosts, learning
 from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of
-from esper.telemetry.run_directory import IMPORTANCE, plain_json
+from esper.telemetry.run_directory import IMPORTANCE, plain_json, plugins_of
 
 WINDOW = 10
 """Last rounds over which two runs are compared."""
@@ -173,7 +174,7 @@ def _importance(run: Path) -> Payload:
     with suppress(ValueError):
         if stat.S_ISREG(mode_of(file)) and "groups" in (found := json.loads(file.read_text("utf-8"))):
             return dict(found)
-    return {"why": f"esper report {run} measures it."}
+    return {"why": f"{command('report', run, plugins=plugins_of(run))} measures it."}
 
 
 def anomalies(record: Record) -> Payload:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import final
 
 from esper.leyline.errors import RunDirectoryError
+from esper.leyline.wording import command
 from esper.telemetry.record import Record, open_record
 from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.record.parts import RECORD
@@ -86,7 +87,7 @@ class Runs:
         if not found:
             notes.append(
                 f"{self.root} holds no run yet: no folder in it has a {CONFIG}. Start one with "
-                f"esper train --run-dir {self.root / 'NAME'}; it appears here by itself."
+                f"{command('train', '--run-dir', self.root / 'NAME')}; it appears here by itself."
             )
         return notes
 

@@ -20,7 +20,7 @@ def clipped_step(
 ) -> None:
     """Step rows (space, number of weights) that are clipped together by the norm of their gradient.
 
-    The number at `rate_factor` multiplies the learning rate. `mask` marks the weights that decay; without one all do.
+    The number at `rate_factor` multiplies the learning rate. `mask` marks the weights that decay; without one none do.
     """
     factor = a.numbers(1)
     for k, (space, count) in enumerate(rows):
@@ -34,4 +34,4 @@ def clipped_step(
             a.emit(Operation.SGD, *operands, moments[0], sizes=(count,), numbers=rates)
         else:
             rates = (rate, spec.adamw_weight_decay, *spec.betas, spec.eps)
-            a.emit(Operation.ADAMW, *operands, *moments, sizes=(count,), numbers=rates)
+            a.emit(Operation.ADAMW, *operands, *moments, sizes=(count,), numbers=rates, flag=spec.kind == "adam")

@@ -70,7 +70,7 @@ class Worker:
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return WorkerError(
             f"the process that runs {self.hosts} ended ({how}), perhaps for lack of memory; continue the run from its "
-            "last checkpoint with --resume, or start it anew with workers = 1."
+            "last checkpoint, or start it anew with workers = 1."
         )
 
 

@@ -3,7 +3,6 @@
 from typing import final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 
@@ -31,12 +30,13 @@ class GateNetwork(nn.Module):
         self.act = nn.SiLU()
         self.out = nn.Linear(_width(channels), 1)
 
-    def forward(self, h: Float[Tensor, "B *F"]) -> Float[Tensor, "B *ones"]:
+    def forward(self, h: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, 1, 1, 1], or [B, T, D] -> [B, T, 1], which broadcast over the features."""
         gate: Tensor = self.out(self.act(self.hidden(_mean_of_the_past(h) if h.dim() == 3 else h.mean(dim=(2, 3)))))
         return gate.sigmoid() if h.dim() == 3 else gate.sigmoid().view(-1, 1, 1, 1)
 
 
-def _mean_of_the_past(h: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+def _mean_of_the_past(h: Tensor) -> Tensor:
+    """[B, T, D] -> [B, T, D]."""
     counts = torch.arange(1, h.shape[1] + 1, device=h.device, dtype=torch.float32)
     return (h.float().cumsum(dim=1) / counts[:, None]).to(h.dtype)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -46,6 +46,15 @@ class Host(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor, apply: Apply) -> Tensor:
         """Outputs [B, ...] of inputs [B, ...]; `apply` runs once per enabled slot, in execution order."""
+
+    def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the network itself is called with for a batch [B, ...]."""
+        return (x,), {}
+
+    def collected(self, result: Any) -> Tensor:  # noqa: ANN401
+        """What `forward` gives where the network returns `result`: outputs [B, ...] as an objective takes them."""
+        outputs: Tensor = result
+        return outputs
 
 
 @runtime_checkable

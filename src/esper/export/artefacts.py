@@ -92,7 +92,7 @@ def write(
         if won is not None:
             (folder / won.file).write_bytes(won.path.read_bytes())
         if won is None or won.file != SOURCE:
-            why = "; ".join(f"{name}: {failed[name]}" for name in failed if name not in wanted)
+            why = "; ".join(dict.fromkeys(failed[each] for each in failed if each not in wanted))
             how = HOW_TO_LOAD[won.file] if won else "esper.load(folder, task=task), from the weights"
             said.append(f"there is no {SOURCE} ({why}). The network is loaded by {how}.")
         said += [note for name in wanted if name in outcomes for note in outcomes[name].notes]

@@ -43,14 +43,18 @@ class Code:
     def __init__(self, *, imports: bool) -> None:
         self.texts: list[str] = []
         self.needed: set[str] = set()
-        self._lines: list[str] = []
+        self._lines: list[tuple[str, str]] = []
         self._imports = imports
         self._known: dict[str, object] = {}
 
     @property
     def import_lines(self) -> str:
         """All import statements, those of modules first."""
-        return "\n".join(sorted(self._lines, key=lambda line: (line.startswith("from"), line)))
+        places: dict[str, list[str]] = {}
+        for place, what in sorted(self._lines):
+            places.setdefault(place, []).append(what)
+        whole = [f"import {what}" for what in places.pop("", [])]
+        return "\n".join((*whole, *(f"from {place} import {', '.join(names)}" for place, names in places.items())))
 
     def name(self, value: Any, wanted: str, place: ModuleType | None = None) -> str:  # noqa: ANN401
         """The name of `value` in the file, where it is defined if it is new: `wanted`, or that with underscores.
@@ -68,7 +72,7 @@ class Code:
         if isinstance(value, ModuleType):
             self._import_module(value, wanted)
         elif source := self._home(value):
-            self._import(source, f"from {source} import {own}", own, wanted)
+            self._import(source, source, own, wanted)
         elif is_literal(value):
             self.texts.append(f"{wanted} = {value!r}")
         elif isinstance(value, FunctionType) and own == "<lambda>":
@@ -132,10 +136,10 @@ class Code:
         if not (self._imports or is_installed_module(module)) or module.__name__.partition(".")[0] == "esper":
             raise UnwritableError(f"its code uses the module {module.__name__!r}")
         place, _, own = module.__name__.rpartition(".")
-        self._import(module.__name__, f"from {place} " * bool(place) + f"import {own}", own, name)
+        self._import(module.__name__, place, own, name)
 
-    def _import(self, module: str, statement: str, own: str | None, name: str) -> None:
-        self._lines.append(statement + f" as {name}" * (own != name))
+    def _import(self, module: str, place: str, own: str | None, name: str) -> None:
+        self._lines.append((place, f"{own}" + f" as {name}" * (own != name)))
         if not is_installed_module(sys.modules[module]):
             self.needed.add(module)
 
@@ -174,6 +178,9 @@ class Code:
         names = dict(own)
         for name in sorted(_free_names(text) - own.keys()):
             if name in scope and getattr(builtins, name, scope) is not scope[name]:
+                names[name] = self.name(scope[name], name, place)
+        for name in sorted(_free_names(text, annotations=True) - names.keys()):
+            if name in scope and self._home(scope[name]) is not None:
                 names[name] = self.name(scope[name], name, place)
         changed = {old: new for old, new in names.items() if old != new}
         return ast.unparse(_Renamed(changed).visit(ast.parse(text))) if changed else text
@@ -220,7 +227,10 @@ def _is_of_esper(decorator: ast.expr, scope: dict[str, Any]) -> bool:
 def _scope(value: Any) -> dict[str, Any]:  # noqa: ANN401 -- a class or function
     """What the names in its code stand for."""
     functions = list(_functions(value)) if inspect.isclass(value) else [value]
-    scope = dict(vars(sys.modules[value.__module__])) if inspect.isclass(value) else dict(value.__globals__)
+    place = sys.modules.get(value.__module__)
+    if place is None:
+        raise UnwritableError(f"{value.__qualname__} has no source file")
+    scope = dict(vars(place)) if inspect.isclass(value) else dict(value.__globals__)
     for function in functions:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
@@ -273,10 +283,10 @@ def _codes(value: Any) -> Iterator[CodeType]:  # noqa: ANN401 -- a class or func
         return
 
 
-def _free_names(text: str) -> set[str]:
-    """Names in a piece of source that come from around it."""
+def _free_names(text: str, *, annotations: bool = False) -> set[str]:
+    """Names in a piece of source that come from around it; those of annotations are not evaluated."""
     found: set[str] = set()
-    tables = [symtable.symtable(_FUTURE + text, "<source>", "exec")]
+    tables = [symtable.symtable(text if annotations else _FUTURE + text, "<source>", "exec")]
     while tables:
         table = tables.pop()
         outer = table.get_type() == "module"

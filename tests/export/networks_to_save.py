@@ -34,7 +34,7 @@ class WithConfig(nn.Module):
         self.config, self.act = config, ACTIVATIONS["gelu"]()
         self.a, self.o = nn.Linear(6, config.width), nn.Linear(config.width, 3)
 
-    def forward(self, x): return self.o(self.act(self.a(x)))  # fmt: skip # noqa: E704
+    def forward(self, x): return self.o(self.act(self.a(x)))  # fmt: skip
 
 
 class Recurrent(nn.Module):

@@ -1,4 +1,4 @@
-"""Every network is saved: as source, as a program or as a pickle, the first that gives the same outputs without esper."""
+"""Every network is saved: as source, a program or a pickle, the first that gives the same outputs without esper."""
 
 import json
 import os
@@ -7,12 +7,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import networks_to_save as nets
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import networks_to_save as nets
 import tiny
 from esper.export import artefacts, checking
 from esper.export.copied_code import Code

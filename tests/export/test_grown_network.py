@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import tiny
 from esper.export.description import fields_of
-from esper.export.grown import Grown, GrownModule, GrownSeed, slot_key, state_of
+from esper.export.grown import Grown, GrownSeed
 from esper.export.network import GrownNetwork, flops
 from esper.export.plain_hosts import plain
 from esper.leyline.errors import ExportError

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +22,17 @@ from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
 FILES = {"model.safetensors", "model.json", "model.py"}
 
 
-@pytest.fixture
-def saved(network_of, tmp_path) -> Path:
-    folder = tmp_path / "grown"
-    assert network_of(0).save(folder).notes == ()
+@pytest.fixture(scope="session")
+def saved_once(trained, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "grown"
+    network = GrownNetwork.of(trained.engine, tiny.task(), tiny.dataset(), trained.stats, host=0)
+    assert network.save(folder).notes == ()
     return folder
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path) -> Path:
+    return Path(shutil.copytree(saved_once, tmp_path / "grown"))
 
 
 def changed(folder: Path, *dropped: str, **values: object) -> None:
@@ -201,5 +208,5 @@ def test_a_file_with_another_figure_than_the_network_is_kept_and_is_an_error(net
         replace(network, description=off).save(tmp_path / "grown")
     assert {file.name for file in (tmp_path / "grown").iterdir()} == FILES
     tested = replace(network.description, test=999.0)
-    with pytest.raises(ExportError, match="on the test split is .* instead of 999.00"):
+    with pytest.raises(ExportError, match=r"on the test split is .* instead of 999\.00"):
         replace(network, description=tested).save(tmp_path / "tested")

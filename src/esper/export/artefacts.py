@@ -1,12 +1,11 @@
 """The files that run: several are tried in a process of their own, and the first that gives the same outputs is kept.
 
-    model.py     the network's own source, copied; if that fails, with imports of the user's modules
-    model.pt2    a program of torch.export
-    model.pkl    the parts of the network as cloudpickle writes them, classes included
+model.py     the network's own source, copied; if that fails, with imports of the user's modules
+model.pt2    a program of torch.export
+model.pkl    the parts of the network as cloudpickle writes them, classes included
 """
 
 import json
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ TIMEOUT = 300.0
 HOW_TO_LOAD = {
     SOURCE: "load_model() of model.py",
     PROGRAM: 'torch.export.load("model.pt2").module()',
-    PICKLE: 'pickle.load(open("model.pkl", "rb")), which needs cloudpickle and executes code: only if you trust its maker',
+    PICKLE: 'pickle.load(open("model.pkl", "rb")), which needs cloudpickle and executes code (trust its maker)',
 }
 Example = tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]
 """Positional and named arguments of a call, and the tensors that the network returns."""
@@ -98,9 +97,7 @@ def write(
         said += [note for name in wanted if name in outcomes for note in outcomes[name].notes]
         said += [f"there is no {name}: {failed[name]}." for name in wanted if name in failed]
     if missing:
-        said.append(
-            f"there is no {ONNX}: it needs {' and '.join(missing)}; pip install 'esper-growth[onnx]' has them."
-        )
+        said.append(f"there is no {ONNX}: it needs {' and '.join(missing)}; pip install 'esper-growth[onnx]' has them.")
     return Artefact(won.file if won else None, said)
 
 

@@ -14,6 +14,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def save_program(model: nn.Module, examples: list[tuple[Any, ...]], path: Path, 
 def save_onnx(model: nn.Module, examples: list[tuple[Any, ...]], path: Path) -> list[str]:
     """Write model.onnx, and compare it if onnxruntime is installed; the inputs are named x where there is one."""
     args, kwargs, _ = examples[0]
-    names = {"input_names": ["x"], "output_names": ["outputs"]} if len(args) == 1 and not kwargs else {}
+    names: dict[str, Any] = {"input_names": ["x"], "output_names": ["outputs"]} if len(args) == 1 and not kwargs else {}
     torch.onnx.export(
         model, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=_any_batch(model, args, kwargs),
         external_data=False, verbose=False, **names,
@@ -136,7 +137,7 @@ def _any_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def main(job_file: str) -> None:
     """Do a job; see the top of the file."""
-    sys.modules["esper"] = None  # type: ignore[assignment] -- importing it fails
+    sys.modules["esper"] = None  # type: ignore[assignment]  # importing it fails
     with open(job_file, "rb") as file:
         job = pickle.load(file)
     warnings.simplefilter("ignore")
@@ -164,7 +165,7 @@ def main(job_file: str) -> None:
 
     won = None
     for name, kind, path in tries:
-        if won is None and step(name, lambda kind=kind, path=path: attempt(kind, path)):
+        if won is None and step(name, partial(attempt, kind, path)):
             won = kind
     for name in formats:
         if won == name:
@@ -172,7 +173,7 @@ def main(job_file: str) -> None:
         if model is None:
             model = load("model.pkl", folder, job["pickle"])
         write = save_program if name == "model.pt2" else save_onnx
-        step(name, lambda write=write, name=name: write(model.eval(), examples, folder / name))
+        step(name, partial(write, model.eval(), examples, folder / name))
 
 
 def _report(path: Path, line: dict[str, Any]) -> None:

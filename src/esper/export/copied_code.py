@@ -37,12 +37,14 @@ class Code:
     """Imports and definitions of one file, each once, in the order in which they are needed.
 
     With `imports`, classes and functions of modules that can be imported are imported from there, instead of copied;
-    `needed` are those modules that no package has installed.
+    `needed` are those modules that no package has installed. `postponed`: annotations must not be evaluated.
     """
 
     def __init__(self, *, imports: bool) -> None:
         self.texts: list[str] = []
         self.needed: set[str] = set()
+        self.postponed = False
+        self._unfinished: set[str] = set()
         self._lines: list[tuple[str, str]] = []
         self._imports = imports
         self._known: dict[str, object] = {}
@@ -80,7 +82,9 @@ class Code:
         elif inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value)):
             assert isinstance(own, str)
             if own == wanted.rstrip("_"):
+                self._unfinished.add(wanted)
                 self._define(value, wanted)
+                self._unfinished.remove(wanted)
             else:
                 self.texts.append(f"{wanted} = {self.name(value, own)}")
         elif dataclasses.is_dataclass(value):
@@ -180,8 +184,12 @@ class Code:
             if name in scope and getattr(builtins, name, scope) is not scope[name]:
                 names[name] = self.name(scope[name], name, place)
         for name in sorted(_free_names(text, annotations=True) - names.keys()):
-            if name in scope and self._home(scope[name]) is not None:
-                names[name] = self.name(scope[name], name, place)
+            try:
+                if name in scope and getattr(builtins, name, scope) is not scope[name]:
+                    names[name] = self.name(scope[name], name, place)
+                self.postponed |= names.get(name) in self._unfinished or not (name in scope or hasattr(builtins, name))
+            except UnwritableError:
+                self.postponed = True
         changed = {old: new for old, new in names.items() if old != new}
         return ast.unparse(_Renamed(changed).visit(ast.parse(text))) if changed else text
 
@@ -262,8 +270,11 @@ def _definition(value: Any) -> tuple[ast.ClassDef | ast.FunctionDef, list[str]]:
         found = [
             node
             for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == value.__name__
-            and min([node.lineno, *(d.lineno for d in node.decorator_list)]) <= code.co_firstlineno <= (node.end_lineno or 0)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+            and node.name == value.__name__
+            and min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            <= code.co_firstlineno
+            <= (node.end_lineno or 0)
         ]
         if found:
             return found[-1], lines

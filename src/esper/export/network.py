@@ -203,9 +203,9 @@ class GrownNetwork:
                 file has other figures than the network: then it is there.
         """
         folder = Path(folder)
-        for name in formats:
-            if name not in get_args(Format):
-                raise ExportError(f"there is no format {name!r}; {nearest(str(name), get_args(Format))}")
+        for each in formats:
+            if each not in get_args(Format):
+                raise ExportError(f"there is no format {each!r}; {nearest(str(each), get_args(Format))}")
         require_free(folder, overwrite=overwrite)
         text = self.description.text()
         examples, notes = self._called()
@@ -244,7 +244,9 @@ class GrownNetwork:
             try:
                 found.append((args, kwargs, checking.outputs(self.module, args, kwargs)))
             except Exception as error:  # whatever the user's network raises
-                notes.append(f"the network itself does not take {size} examples at once ({error}), so no file was tried.")
+                notes.append(
+                    f"the network itself does not take {size} examples at once ({error}), so no file was tried."
+                )
         if not found:
             raise ExportError(f"the network cannot be run on examples of its data, so it cannot be saved: {notes[0]}")
         return found, notes
@@ -367,8 +369,8 @@ def _described_host(description: Description, folder: Path) -> Host:
     spec = restored(description.host, "esper.kasmina.hosts")
     if not isinstance(spec, HostSpec):
         raise ExportError(
-            f"{folder / DESCRIPTION}: the host is not an architecture of esper, so the file alone cannot build it; give "
-            "esper.load its task; or load the network without esper, with load_model() of model.py."
+            f"{folder / DESCRIPTION}: the host is not an architecture of esper, so the file alone cannot build it; "
+            "give esper.load its task; or load the network without esper, with load_model() of model.py."
         )
     return _host(spec, description.slots, description.example())
 

@@ -25,7 +25,6 @@ from esper.kasmina.hosts.module_host import ModuleHost
 from esper.kasmina.hosts.transformer import Layer, TransformerHost
 from esper.kasmina.parameters.initialization import deterministic_build
 
-
 _SLOWER = {"flex_attention": "attention"}
 """Blueprints that compute the same as another one with a kernel of their own."""
 

@@ -1,7 +1,7 @@
 """model.py: a grown network as a file that a person can read and change, and that needs torch alone.
 
-The network is built by what built it: its class or function, copied or imported. So are the seeds; the weights come from
-model.safetensors.
+The network is built by what built it: its class or function, copied or imported. So are the seeds; the weights come
+from model.safetensors.
 """
 
 from functools import partial
@@ -44,6 +44,7 @@ def written(plain: Plain, description: Description, inputs: object, *, imports: 
     path = code.name(Path, "Path")
     text = _TEMPLATE.format(
         about=_about(description),
+        future="from __future__ import annotations\n\n" * code.postponed,
         imports=code.import_lines,
         definitions="\n\n\n".join(code.texts),
         prepare=prepare,
@@ -66,9 +67,7 @@ _PREPARE = '''def prepare(x):
 _TEMPLATE = '''"""{about}
 """
 
-from __future__ import annotations
-
-{imports}
+{future}{imports}
 
 
 {definitions}

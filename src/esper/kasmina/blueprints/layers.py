@@ -54,10 +54,6 @@ class Positions(nn.Module):
         return h + self.weight[: h.shape[1]]
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values [B, heads, T, D / heads] -> the weighted values, of the same shape."""
-
-
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D / heads)) v, where a token sees itself and earlier ones."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -68,10 +64,13 @@ class CausalAttention(nn.Module):
     """Multi-head attention of each token to itself and earlier ones, with biases: 4 D^2 + 4 D parameters.
 
     `dropout` is that of the attention weights. Its mask is keyed, so the weights are computed in training; without
-    dropout, and in evaluation mode, `attend` does it all.
+    dropout, and in evaluation mode, `attend` does it all: it makes of queries, keys and values [B, heads, T, D / heads]
+    the weighted values, of the same shape.
     """
 
-    def __init__(self, width: int, heads: int, *, dropout: float = 0.0, attend: Attend = causal_attention) -> None:
+    def __init__(
+        self, width: int, heads: int, *, dropout: float = 0.0, attend: Callable[..., Tensor] = causal_attention
+    ) -> None:
         super().__init__()
         self.heads, self.attend = heads, attend
         self.qkv = nn.Linear(width, 3 * width)

@@ -90,7 +90,7 @@ class Dropout(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention with dropped weights, [B * G, heads, T, D / heads] each -> the same."""
-        mixed: Tensor = _DroppedAttention.apply(q, k, v, self)
+        mixed: Tensor = _DroppedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return mixed
 
 

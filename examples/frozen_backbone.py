@@ -49,7 +49,7 @@ def main() -> None:
     grown = esper.grow(task, controller="fixed_schedule_fill", best_of=2)
     print(grown)
     print(f"{grown.unit} on test images {grown.test_points:.1f}")
-    kept = grown.module.get_parameter("host.network.stem.0.weight")
+    kept = grown.module.get_parameter("network.stem.0.weight")
     print("the first layer is", "as it was" if torch.equal(kept, backbone.stem[0].weight) else "another one")
 
 

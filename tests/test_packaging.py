@@ -72,12 +72,14 @@ MAY_DRAW = {
     "kasmina/hosts/module_probe.py": "tries a user's network, with a generator of its own",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, with a generator of its own",
     "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
+    "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {
     "tasks/datasets/plain_pickle.py": "a damaged pickle can raise anything, and becomes an error that names the file",
     "tasks/datasets/tokenizers.py": "the library raises plain exceptions, which become an error that names the file",
-    "export/source.py": "source copied from a user may fail in any way; the network is then saved without it",
-    "export/programs.py": "so may the exporters of torch, whose reason is passed on",
+    "export/artefacts.py": "the source of a user's class may fail in any way; the next kind of file is tried then",
+    "export/checking.py": "so may what was written, when it runs; the reason is passed on",
+    "export/network.py": "so may a user's network for a batch of one example; it is not compared on that, and says so",
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
     "kasmina/parameters/kinds.py": "any error of a blueprint's passes is raised again with its name",
     "kasmina/hosts/module_probe.py": "any error in building a user's network is raised again",

@@ -134,8 +134,8 @@ def test_a_trained_controller_draws_by_the_seed(task, tmp_path):
     run = train(task, tmp_path)
     first, again, other = (grow(task, run, seed=seed) for seed in (1, 1, 2))
     assert first.timeline.rows == again.timeline.rows
-    assert torch.equal(first.module.host.network.head.weight, again.module.host.network.head.weight)
-    assert not torch.equal(first.module.host.network.head.weight, other.module.host.network.head.weight)
+    assert torch.equal(first.module.network.head.weight, again.module.network.head.weight)
+    assert not torch.equal(first.module.network.head.weight, other.module.network.head.weight)
     assert len(grow(task, run, steps=4).timeline) > 0
 
 

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 import tiny
 from esper.export.description import fields_of
-from esper.export.grown import Grown, GrownSeed, build
+from esper.export.grown import Grown, GrownSeed
 from esper.export.network import GrownNetwork, flops
+from esper.export.plain_hosts import plain
 from esper.leyline.errors import ExportError
 from esper.leyline.stages import SeedStage
 from esper.tasks.registry import task_by_name
@@ -45,9 +46,10 @@ def test_the_description_names_what_grew_and_how_well_it_does(network_of, host):
 def test_parameters_and_operations_are_counted_by_hand():
     host = tiny.HOST.build(tiny.SLOTS, torch.zeros(1, 1, 6, 6))
     seed = GrownSeed("r0c0", "conv_light", "ADD")  # 9 weights per pair of the 4 channels, and 3 vectors of 4
-    module = build(host, (seed,))
-    assert module.num_params() == (HOST_PARAMS, 9 * 16 + 3 * 4)
-    assert flops(module, torch.zeros(5, 1, 6, 6)) == HOST_FLOPS + 2 * 36 * 9 * 16  # of one example of the five
+    module = plain(host, (seed,)).module
+    counts = [sum(p.numel() for p in part.parameters()) for part in (module.network, module.grown)]
+    assert counts == [HOST_PARAMS, 9 * 16 + 3 * 4]
+    assert flops(module, host, torch.zeros(5, 1, 6, 6)) == HOST_FLOPS + 2 * 36 * 9 * 16  # of one example of the five
 
 
 def test_the_parameters_of_an_exported_host_are_those_of_host_and_seeds(trained, network_of):

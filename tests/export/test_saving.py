@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +22,17 @@ from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
 FILES = {"model.safetensors", "model.json", "model.py"}
 
 
-@pytest.fixture
-def saved(network_of, tmp_path) -> Path:
-    folder = tmp_path / "grown"
-    assert network_of(0).save(folder) == []
+@pytest.fixture(scope="session")
+def saved_once(trained, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "grown"
+    network = GrownNetwork.of(trained.engine, tiny.task(), tiny.dataset(), trained.stats, host=0)
+    assert network.save(folder).notes == ()
     return folder
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path) -> Path:
+    return Path(shutil.copytree(saved_once, tmp_path / "grown"))
 
 
 def changed(folder: Path, *dropped: str, **values: object) -> None:
@@ -48,10 +55,11 @@ def test_a_network_is_loaded_as_it_was_saved_to_the_bit(network_of, saved):
 
 def test_the_weights_have_names_of_host_and_slots_and_the_statistics_are_among_them(saved):
     weights = load_file(saved / "model.safetensors")
-    assert {"host.blocks.0.conv.weight", "grown.r0c0.seed.conv.weight", "grown.r1c0.gate.hidden.weight"} < set(weights)
-    assert {name.split(".")[0] for name in weights} == {"host", "grown"}
-    assert not [name for name in weights if name.startswith("grown.r0c0.gate")]  # ADD has none
-    assert bool(weights["host.blocks.1.norm.running_mean"].any())
+    grown = {"grown.blocks/0.seed.conv.weight", "grown.pools/0.gate.hidden.weight"}
+    assert grown | {"blocks.0.conv.weight", "head.bias"} < set(weights)
+    assert {name.split(".")[0] for name in weights} == {"blocks", "head", "grown"}
+    assert not [name for name in weights if name.startswith("grown.blocks/0.gate")]  # ADD has none
+    assert bool(weights["blocks.1.norm.running_mean"].any())
 
 
 def test_the_input_normalization_is_saved_and_loaded(network_of, tmp_path):
@@ -59,7 +67,7 @@ def test_the_input_normalization_is_saved_and_loaded(network_of, tmp_path):
     network = network_of(0)
     described = replace(network.description, normalization={"class": "esper.tasks.datasets.images.Pixels",
                                                             "mean": [0.5], "std": [0.25]})  # fmt: skip
-    GrownNetwork(module=network.module, description=described, inputs=pixels).save(tmp_path / "grown")
+    replace(network, description=described, inputs=pixels).save(tmp_path / "grown")
     assert load(tmp_path / "grown").inputs == pixels
     names: dict[str, object] = {"__name__": "model", "__file__": str(tmp_path / "grown" / "model.py")}
     exec((tmp_path / "grown" / "model.py").read_text(), names)
@@ -83,8 +91,8 @@ def test_a_folder_that_exists_is_replaced_only_if_asked_and_only_if_it_is_one_of
 def test_a_save_that_fails_leaves_nothing_behind(network_of, tmp_path, on_disk):
     network = network_of(0)
     no_examples = replace(network.description, input_shape=(2, 6, 6))  # the host reads one channel
-    with pytest.raises(ExportError, match=r"torch.export cannot write this network .*export without it"):
-        GrownNetwork(module=network.module, description=no_examples).save(tmp_path / "grown")
+    with pytest.raises(ExportError, match=r"cannot be run on examples of its data"):
+        replace(network, description=no_examples, examples=None).save(tmp_path / "grown")
     assert list(tmp_path.iterdir()) == []
     network.save(tmp_path / "grown")
     assert on_disk(tmp_path / "grown")
@@ -121,20 +129,20 @@ def with_weights(change):
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing or damaged"),
         (lambda f: (f / "model.json").unlink(), "model.json cannot be read .*name a folder made by `esper export`"),
         (lambda f: (f / "model.json").write_text("{"), "is no JSON .*it was damaged; export the network again"),
-        (lambda f: changed(f, format=1), "has format 1, but this version reads format 2; export the network again"),
-        (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 2"),
+        (lambda f: changed(f, format=2), "has format 2, but this version reads format 3; export the network again"),
+        (lambda f: (f / "model.json").write_text("[]"), "has format None, but this version reads format 3"),
         (lambda f: changed(f, "unit"), "the key 'unit' is missing"),
         (lambda f: changed(f, colour="red"), "the key 'colour' is unknown"),
         (lambda f: changed(f, flops="many"), "(?s)is damaged .*flops"),
         (lambda f: changed(f, input_dtype="colour"), "is damaged"),
         (lambda f: changed(f, seeds=[]), "its seeds are not those of its topology"),
-        (lambda f: changed(f, host={"class": "os.path"}), "is no architecture of esper.*load_model"),
+        (lambda f: changed(f, host={"class": "os.path"}), "is not an architecture of esper.*load_model"),
         (lambda f: changed(f, host={"class": "esper.kasmina.hosts.cnn.CNNHostSpec", "base": 4}), "cannot be built"),
         (lambda f: changed(f, val=99.0), "belongs to another network than the model.json beside it"),
-        (with_weights(lambda w: w.pop("host.head.bias")), r"has nothing for 'host.head.bias', but .*float32 \[3\]"),
+        (with_weights(lambda w: w.pop("head.bias")), r"has nothing for 'head.bias', but .*float32 \[3\]"),
         (with_weights(lambda w: w.update(extra=torch.ones(1))), r"float32 \[1\] for 'extra', but the network has noth"),
-        (with_weights(lambda w: w.update({"host.head.bias": torch.ones(4)})), r"\[4\] for 'host.head.bias'"),
-        (with_weights(lambda w: w.update({"host.head.bias": torch.ones(3).half()})), r"float16 \[3\] for 'host.head"),
+        (with_weights(lambda w: w.update({"head.bias": torch.ones(4)})), r"\[4\] for 'head.bias'"),
+        (with_weights(lambda w: w.update({"head.bias": torch.ones(3).half()})), r"float16 \[3\] for 'head"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_refused_with_the_way_out(saved, damage, message):
@@ -146,7 +154,7 @@ def test_a_damaged_folder_is_refused_with_the_way_out(saved, damage, message):
 def test_a_blueprint_that_is_not_registered_is_named(network_of, tmp_path):
     network = network_of(0)
     described = replace(network.description, seeds=(GrownSeed("r0c0", "conv_lihgt", "ADD"),))
-    GrownNetwork(module=network.module, description=described).save(tmp_path / "grown")
+    replace(network, description=described).save(tmp_path / "grown")
     with pytest.raises(ExportError, match=r"no blueprint 'conv_lihgt' .*did you mean 'conv_light'"):
         load(tmp_path / "grown")
 
@@ -188,3 +196,17 @@ def test_a_text_is_saved_with_its_tokenizer(trained, tmp_path):
     of(ByteTokenizer()).save(tmp_path / "bytes")
     assert load(tmp_path / "bytes").description.tokenizer == "bytes"
     assert {path.name for path in (tmp_path / "bytes").iterdir()} == FILES
+
+
+def test_a_file_with_another_figure_than_the_network_is_kept_and_is_an_error(network_of, tmp_path):
+    network = network_of(0)
+    size, true = len(tiny.dataset().val), network.description.val
+    near = replace(network.description, val=true - 100.0 / size)  # one example on the other side is rounding
+    replace(network, description=near).save(tmp_path / "near")
+    off = replace(network.description, val=true - 250.0 / size)
+    with pytest.raises(ExportError, match=rf"its accuracy on the val split is {true:.2f} instead of {off.val:.2f}"):
+        replace(network, description=off).save(tmp_path / "grown")
+    assert {file.name for file in (tmp_path / "grown").iterdir()} == FILES
+    tested = replace(network.description, test=999.0)
+    with pytest.raises(ExportError, match=r"on the test split is .* instead of 999\.00"):
+        replace(network, description=tested).save(tmp_path / "tested")

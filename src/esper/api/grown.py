@@ -8,7 +8,8 @@ from torch import nn
 
 from esper.api.arguments import checked
 from esper.api.timeline import FILE, Timeline
-from esper.export.network import Format, GrownNetwork
+from esper.export.network import Format, GrownNetwork, Saved
+from esper.telemetry.progress import warn
 
 
 @final
@@ -26,7 +27,8 @@ class Grown:
     def module(self) -> nn.Module:
         """A plain module, inputs [B, ...] -> outputs [B, ...], in eval mode on the CPU; every weight is trainable.
 
-        Where the task has `inputs`, it takes what they give.
+        Where the task has `inputs`, it takes what they give. `module.network` is the user's own network, whose weights
+        have their own names; hooks apply what grew, `module.grown`.
         """
         return self.network.module
 
@@ -61,8 +63,10 @@ class Grown:
         return self.network.description.flops
 
     @checked
-    def save(self, folder: Path | str, *, formats: Collection[Format] = (), overwrite: bool = False) -> list[str]:
+    def save(self, folder: Path | str, *, formats: Collection[Format] = (), overwrite: bool = False) -> Saved:
         """Write the files of `esper export` and the timeline; `esper.load` reads them.
+
+        Prints a sentence for each thing that is not as usual, e.g. why there is no model.py.
 
         Args:
             folder: must not exist, unless `overwrite` and it was made by this method.
@@ -70,13 +74,16 @@ class Grown:
             overwrite: replace the folder.
 
         Returns:
-            A sentence for each thing that is not as usual, e.g. why there is no model.py.
+            The files, and how the network is loaded from them without esper.
 
         Raises:
-            ExportError: the folder exists, cannot be written, or a format cannot be made.
+            ExportError: the folder exists or cannot be written, a format is unknown, or what was written has other
+                figures than the network that was measured.
         """
         texts = {FILE: self.timeline.text()}
-        return self.network.save(folder, formats=formats, overwrite=overwrite, texts=texts)
+        saved = self.network.save(folder, formats=formats, overwrite=overwrite, texts=texts)
+        warn(saved.notes)
+        return saved
 
     def __repr__(self) -> str:
         return f"{self.network.description.task}\n{self.network.summary}"

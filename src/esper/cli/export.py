@@ -27,9 +27,10 @@ _FORMATS: dict[Choice, "tuple[Format, ...]"] = {
 class Export:
     """Write a grown network as files that need no esper.
 
-    model.py is generated source that needs torch alone, model.safetensors has the weights, model.json the description.
+    model.py is source that needs torch alone, model.safetensors has the weights, model.json the description. Where the
+    source is not to be had, model.pt2 or model.pkl holds the whole network.
 
-    The outputs of all files are compared with those of the network before the folder appears.
+    The files are run without esper, and compared with the network, before the folder appears.
     """
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN|FOLDER")]
@@ -65,10 +66,9 @@ def export(command: Export) -> int:
         raise ConfigError(f"{command.source} holds one network; leave --host, --last and --live out, or name its run.")
     network = load(command.source) if again else _of_run(command)
     texts = _timeline(command, network)
-    warn(network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite, texts=texts))
-    RunConsole().say(
-        f"{command.to}: {', '.join(sorted(file.name for file in command.to.iterdir()))}\n{network.summary}"
-    )
+    saved = network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite, texts=texts)
+    warn(saved.notes)
+    RunConsole().say(f"{saved}\n{network.summary}")
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from esper.cli.options import FilePath, Flag, Names, Number, Plugins, Text, joined, overrides, placeholder
-from esper.telemetry.progress import RunConsole, warn
+from esper.telemetry.progress import RunConsole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,5 @@ def grow(command: Grow) -> int:
     console = RunConsole()
     console.say(f"\n{found.timeline}\n\n{found}")
     if command.to is not None:
-        warn(found.save(command.to, overwrite=command.overwrite))
-        console.say(f"{command.to}: {', '.join(sorted(file.name for file in command.to.iterdir()))}")
+        console.say(str(found.save(command.to, overwrite=command.overwrite)))
     return 0

@@ -17,7 +17,7 @@ from esper.export.grown import GrownSeed
 from esper.leyline.errors import ConfigError, ExportError
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True)

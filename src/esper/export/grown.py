@@ -1,28 +1,23 @@
-"""A host with its permanent seeds as a plain module: no stages, masks, slabs or optimizers.
+"""A grown network as a plain module: no stages, masks, slabs or optimizers.
 
-Every weight is trainable, except those that the user froze.
+    GrownModule
+        network        the user's own network, or a plain one like a built-in host
+        grown.<slot>   Grown: seed, and the gate of algorithm GATE; a hook applies it to the output of the slot's module
 
-GrownModule
-    host           layers of the host
-    grown.<slot>   Grown: seed, and the gate of algorithm GATE
+Every weight is trainable, except those that the user froze. `Grown`, `GrownModule` and the functions on their weights
+refer to torch alone, because model.py has copies of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.gate import GateNetwork
-from esper.kasmina.blueprints.registry import blueprint_by_name
-from esper.kasmina.hosts.host import Host
-from esper.kasmina.parameters.attention import KeyedAttention, as_plain
-from esper.kasmina.parameters.dropout import Dropout
-from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
-from esper.kasmina.parameters.frozen import as_parameters
-from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.flat_layout import buffer_layout, parameter_layout
 from esper.leyline.manifest import GrownSlot
 
 
@@ -40,87 +35,72 @@ class Grown(nn.Module):
     A seed that was still being blended in changes h by `alpha` of that.
     """
 
-    alpha: Tensor | None
-
-    def __init__(self, seed: nn.Module, algorithm: str, gate: nn.Module | None, alpha: float) -> None:
+    def __init__(self, seed: nn.Module, algorithm: str, gate: nn.Module | None = None, alpha: float = 1.0) -> None:
         super().__init__()
-        self.seed, self.gate, self.algorithm = seed, gate, algorithm
-        self.register_buffer("alpha", None if alpha == 1.0 else torch.tensor(alpha))
+        self.seed, self.gate, self.algorithm, self.alpha = seed, gate, algorithm, alpha
 
     def forward(self, h: Tensor) -> Tensor:
-        """Features after the slot, of the shape of the features before it."""
+        """Features after the slot, of the shape of the features before it; a vector is a sequence of one token."""
+        if h.dim() == 2:
+            return self.forward(h[:, None]).squeeze(1)
         change: Tensor = self.seed(h)
         if self.algorithm == "MULTIPLY":
             change = h * torch.tanh(change)
         elif self.gate is not None:
             change = self.gate(h) * change
-        return h + change if self.alpha is None else h + self.alpha * change
+        return h + change if self.alpha == 1.0 else h + self.alpha * change
 
 
 class GrownModule(nn.Module):
-    """A host and what grew in its slots, in execution order."""
+    """A network and what grew at the outputs of some of its submodules; it is called as the network is."""
 
-    def __init__(self, host: Host, grown: Mapping[str, Grown]) -> None:
+    def __init__(self, network: nn.Module, grown: Mapping[str, Grown]) -> None:
         super().__init__()
-        self.host = host
-        self.grown = nn.ModuleDict({slot_key(slot): grown[slot] for slot in host.execution_order() if slot in grown})
+        self.network = network
+        self.grown = nn.ModuleDict({slot_key(path): seed for path, seed in grown.items()})
+        for path, seed in grown.items():
+            network.get_submodule(path).register_forward_hook(partial(grow, seed))
 
-    def forward(self, x: Tensor) -> Any:  # noqa: ANN401 -- as in the user's network
-        """What the host's own network returns for inputs [B, ...]: mostly outputs [B, ...]."""
-        return self.host.run(((x,), {}), self._apply_slot)
-
-    def _apply_slot(self, slot_id: str, h: Tensor) -> Tensor:
-        key = slot_key(slot_id)
-        return self.grown[key](h) if key in self.grown else h
-
-    def num_params(self) -> tuple[int, int]:
-        """Parameters of the host and of what grew, tied ones counted once."""
-        host, grown = (sum(p.numel() for p in part.parameters()) for part in (self.host, self.grown))
-        return host, grown
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- whatever the network takes and returns
+        """What the network returns, with what grew."""
+        return self.network(*args, **kwargs)
 
 
-@final
-class GrownModuleOfSeveral(GrownModule):
-    """The same where the host's own network takes several inputs, in order or by name."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as in the user's network
-        """What it returns for its own arguments."""
-        return self.host.run((args, kwargs), self._apply_slot)
+def grow(seed: nn.Module, module: nn.Module, args: object, output: Tensor) -> object:
+    """The forward hook of a slot: its features, changed by what grew there."""
+    return seed(output)
 
 
-def slot_key(slot_id: str) -> str:
-    """Name of what grew in a slot; one that is named by a path, such as layer2.1, loses its dots."""
-    return slot_id.replace(".", "_")
+def slot_key(path: str) -> str:
+    """The name of what grew at a path, different for every path: layer2.1 is layer2/1."""
+    key = path.replace("%", "%25").replace("/", "%2F").replace(".", "/")
+    return f"%{key}" if hasattr(nn.ModuleDict(), key) else key
 
 
-def build(host: Host, seeds: Sequence[GrownSeed]) -> GrownModule:
-    """`host` with these seeds, on the CPU with untrained weights; it takes the host.
+def state_of(module: GrownModule) -> dict[str, Tensor]:
+    """What is saved: every tensor of the network by its own name, then what grew, under `grown.` or a free prefix.
 
-    Raises:
-        RegistryError: a blueprint that is not registered.
+    Buffers that the network keeps out of its `state_dict` are there as `grown.%buffer.<name>`.
     """
-    channels = {point.slot_id: point.channels for point in host.enabled}
-
-    def grown(seed: GrownSeed) -> Grown:
-        blueprint, width = blueprint_by_name(seed.blueprint, host.family), channels[seed.slot]
-        gate = deterministic_build(lambda: GateNetwork(width, host.causal)) if seed.algorithm == "GATE" else None
-        return Grown(deterministic_build(lambda: blueprint.build(width)), seed.algorithm, gate, seed.alpha)
-
-    kind = GrownModuleOfSeveral if host.takes_several else GrownModule
-    module = kind(host, {seed.slot: grown(seed) for seed in seeds})
-    drop_batch_counters(module)
-    _use_plain_dropout(module)
-    return module.eval()
+    named = module.network.state_dict()
+    state = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    prefix = "grown"
+    while any(name.partition(".")[0] == prefix for name in state):
+        prefix += "_"
+    for name, buffer in module.network.named_buffers():
+        if name not in state:
+            state[f"{prefix}.%buffer.{name}"] = buffer.detach()
+    return state | {f"{prefix}.{name}": value for name, value in module.grown.state_dict().items()}
 
 
-def _use_plain_dropout(module: nn.Module) -> None:
-    """Dropout that draws from the global generator, as a network outside of a population does."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Dropout):
-                setattr(parent, name, nn.Dropout2d(child.p) if child.channels else nn.Dropout(child.p))
-            elif isinstance(child, KeyedAttention):
-                as_plain(child)
+@torch.no_grad()
+def load_state(module: GrownModule, weights: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of `state_of` into a module of the same kind; raises KeyError if one is missing."""
+    names = [name for name, value in module.network.state_dict().items() if isinstance(value, Tensor)]
+    module.network.load_state_dict({name: weights[name] for name in names}, strict=False)
+    for name, value in state_of(module).items():
+        if name not in names:
+            value.copy_(weights[name])
 
 
 @torch.no_grad()
@@ -133,21 +113,3 @@ def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, 
     for layout, row, own in parts:
         for name, value in layout.unpack(row[: layout.total]).items():
             own[name].copy_(value)
-
-
-def restore_frozen(host: Host) -> None:
-    """Make frozen weights parameters of the host again, of which each host of a population has a copy."""
-    as_parameters(host, host.frozen)
-    host.frozen = ()
-
-
-def tied(module: nn.Module) -> list[tuple[str, str]]:
-    """(first name, other name) of every tensor that has two names in a module."""
-    first: dict[int, str] = {}
-    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return [(first[id(x)], name) for name, x in every if first.setdefault(id(x), name) != name]
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by its first name: what is saved."""
-    return {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}

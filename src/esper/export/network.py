@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,34 +13,58 @@ from safetensors.torch import save as serialized
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.export import programs
-from esper.export.definitions import UnwritableError
+from esper.export import artefacts, checking
 from esper.export.description import Description, Origin, fields_of, read_description, restored
-from esper.export.grown import GrownModule, GrownSeed, build, fill, restore_frozen, slot_key, state_of
-from esper.export.source import run, written
+from esper.export.grown import GrownModule, GrownSeed, fill, load_state, slot_key, state_of
+from esper.export.plain_hosts import Plain, plain
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.checkpoint_tree import below
-from esper.leyline.errors import ConfigError, ExportError
+from esper.leyline.errors import ConfigError, ExportError, nearest
 from esper.leyline.files import mode_of, remove, replacing_folder
+from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.leyline.wording import option
-from esper.tasks.datasets import Dataset
+from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
-from esper.tasks.objectives import perplexity
+from esper.tasks.objectives import of_split, perplexity
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.state import RolloutStats
 
-WEIGHTS, DESCRIPTION, SOURCE, PROGRAM, ONNX = (
-    "model.safetensors",
-    "model.json",
-    "model.py",
-    "model.pt2",
-    "model.onnx",
-)
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 TOKENIZER = "tokenizer.json"
+ROUNDING = 1e-3
+"""Difference of a figure, relative to it, that is rounding; besides, one example may fall on the other side."""
+_SIZES = (5, 2, 1)
+"""Examples in the batches on which files are compared."""
 Format = Literal["pt2", "onnx"]
+
+
+@final
+@dataclass(frozen=True)
+class Saved:
+    """What `save` wrote: the folder, its files, how the network is loaded from them, and what is not as usual."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    loading: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {', '.join(file.name for file in self.files)}\nload it without esper: {self.loading}"
+
+    __repr__ = __str__
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """What a network is measured on: the data, in batches of `batch`, and what scores its outputs."""
+
+    dataset: Dataset
+    objective: Objective
+    batch: int
 
 
 @final
@@ -49,14 +73,23 @@ class GrownNetwork:
     """A network and what is known of it.
 
     Attributes:
-        module: in eval mode, on the CPU. inputs: how stored examples become inputs, None if they are stored so.
+        plain: the network, and what it is built from. host: how it is called for a batch, and what its result means.
+        inputs: how stored examples become inputs, None if they are stored so.
         tokenizer: content of tokenizer.json, where the description names it.
+        examples: the data that its figures belong to; None if it was loaded, or if each host has data of its own.
     """
 
-    module: GrownModule
+    plain: Plain
+    host: Host
     description: Description
     inputs: object = None
     tokenizer: bytes | None = None
+    examples: Examples | None = None
+
+    @property
+    def module(self) -> GrownModule:
+        """The network in eval mode, on the CPU."""
+        return self.plain.module
 
     @classmethod
     def of(
@@ -109,9 +142,9 @@ class GrownNetwork:
             for s in rows
         ]
         example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
-        module = build(_host(task.host, spec.slot_ids, example), seeds)
-        _fill(module, engine, host, dict(zip(rows, seeds, strict=True)))
-        host_params, grown_params = module.num_params()
+        network = _taken(engine, _host(task.host, spec.slot_ids, example), host, dict(zip(rows, seeds, strict=True)))
+        of_host, plain_ = network
+        host_params, grown_params = (sum(p.numel() for p in part.parameters()) for part in plain_.module.children())
         tokenizer, content = _tokenizer(dataset)
         description = Description(
             task=task.name,
@@ -124,7 +157,7 @@ class GrownNetwork:
             normalization=fields_of(dataset.inputs),
             host_params=host_params,
             grown_params=grown_params,
-            flops=flops(module, example),
+            flops=flops(plain_.module, of_host, example),
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
@@ -133,7 +166,15 @@ class GrownNetwork:
             tokenizer=tokenizer,
             origin=origin,
         )
-        return cls(module=module, description=description, inputs=dataset.inputs, tokenizer=content)
+        examples = Examples(dataset, task.objective, task.batch_val) if task.instances is None else None
+        return cls(
+            plain=plain_,
+            host=of_host,
+            description=description,
+            inputs=dataset.inputs,
+            tokenizer=content,
+            examples=examples,
+        )
 
     @property
     def summary(self) -> str:
@@ -156,61 +197,110 @@ class GrownNetwork:
         formats: Collection[Format] = (),
         overwrite: bool = False,
         texts: Mapping[str, str] = MappingProxyType({}),
-    ) -> list[str]:
+    ) -> Saved:
         """Write the folder: weights, description and model.py, and model.pt2 and model.onnx if `formats` ask for them.
 
-        `texts` are further files, by name.
-
-        Every file that runs is run once and compared with the network before the folder gets its name.
-
-        Returns:
-            A sentence for each thing that is not as usual, e.g. why there is no model.py.
+        Where the source of the network is not to be had, model.pt2 or model.pkl takes the place of model.py. That file
+        is compared with the network in another process, without esper, and measured on the validation and test split
+        before the folder is called saved. `texts` are further files, by name.
 
         Raises:
-            ExportError: the folder exists (with `overwrite`: and was not made by `save`), cannot be written, or a file
-                that was asked for cannot be made.
+            ExportError: the folder exists (with `overwrite`: and was not made by `save`), or cannot be written; or the
+                file has other figures than the network: then it is there.
         """
         folder = Path(folder)
+        for each in formats:
+            if each not in get_args(Format):
+                raise ExportError(f"there is no format {each!r}; {nearest(str(each), get_args(Format))}")
         require_free(folder, overwrite=overwrite)
-        notes: list[str] = []
         text = self.description.text()
+        examples, notes = self._called()
         try:
             with replacing_folder(folder) as draft:
-                state = {name: x.contiguous().clone() for name, x in state_of(self.module).items()}
+                state = {name: x.detach().contiguous().clone() for name, x in state_of(self.module).items()}
                 (draft / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
                 for name, content in {DESCRIPTION: text, **texts}.items():
                     (draft / name).write_text(content, encoding="utf-8")
                 if self.tokenizer is not None:
                     (draft / TOKENIZER).write_bytes(self.tokenizer)
-                model: nn.Module = self.module
-                try:
-                    source = written(self.module, self.description, self.inputs)
-                    model = run(source, self.module, self.description.example())
-                    (draft / SOURCE).write_text(source, encoding="utf-8")
-                except UnwritableError as error:
-                    notes.append(f"there is no {SOURCE}, because {error}; {PROGRAM} holds the whole network instead.")
-                example = self.description.example()
-                if "pt2" in formats or notes:
-                    programs.save_program(model, example, draft / PROGRAM)
-                if "onnx" in formats:
-                    notes += programs.save_onnx(model, example, draft / ONNX)
+                wanted = [f"model.{name}" for name in dict.fromkeys(formats)]
+                file, more = artefacts.write(draft, self.plain, self.description, self.inputs, examples, wanted)
+                wrong, random = None, list[str]()
+                if file is not None:
+                    loaded = deterministic_build(lambda: checking.load(file, draft, draft / file))
+                    wrong, random = self._wrong_figure(loaded, examples[0])
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{folder} cannot be written ({error}); name another folder.") from error
         for left in folder.parent.glob(f".{folder.name}.draft-*"):
             remove(left)
-        return notes
+        if wrong:
+            raise ExportError(f"{folder} is written, but {file} is not the network that was measured: {wrong}.")
+        how = artefacts.HOW_TO_LOAD[file] if file else "not possible"
+        return Saved(folder, tuple(sorted(folder.iterdir())), how, (*notes, *more, *random))
+
+    def _called(self) -> tuple[list[artefacts.Example], list[str]]:
+        """Calls of the network with batches of several sizes, and what it returns; and sizes that it does not take."""
+        if self.examples is None:
+            batch = self.description.example(_SIZES[0])
+        else:
+            batch = _prepared(self.examples.dataset, self.examples.dataset.val.x[: _SIZES[0]])
+        found, notes = list[artefacts.Example](), list[str]()
+        for size in _SIZES:
+            args, kwargs = self.host.arguments(batch[:size])
+            try:
+                found.append((args, kwargs, checking.outputs(self.module, args, kwargs)))
+            except Exception as error:  # whatever the user's network raises
+                notes.append(
+                    f"the network itself does not take {size} examples at once ({error}), so no file was tried."
+                )
+        if not found:
+            raise ExportError(f"the network cannot be run on examples of its data, so it cannot be saved: {notes[0]}")
+        return found, notes
+
+    def _wrong_figure(self, loaded: Any, call: artefacts.Example) -> tuple[str | None, list[str]]:  # noqa: ANN401
+        """The figure of a loaded file that is not that of the description, if one is not; and what was not compared."""
+        d, examples, (args, kwargs, expected) = self.description, self.examples, call
+        if examples is None or d.val is None:
+            return None, []
+        if checking.difference(checking.outputs(self.module, args, kwargs, seed=1), expected) is not None:
+            return None, ["the network draws random numbers in evaluation mode too, so its figures were not compared."]
+        for name, figure in (("val", d.val), ("test", d.test)):
+            if figure is not None:
+                found = _points(loaded, self.host, examples, examples.dataset.split(name))  # type: ignore[arg-type]
+                rounding = max(1.0, abs(figure)) * ROUNDING + 100.0 / len(examples.dataset.split(name))  # type: ignore[arg-type]
+                if not abs(found - figure) <= rounding:
+                    return f"its {d.unit} on the {name} split is {found:.2f} instead of {figure:.2f}", []
+        return None, []
 
 
-def _fill(module: GrownModule, engine: VectorizedEngine, host: int, seeds: Mapping[int, GrownSeed]) -> None:
-    """Copy the weights of a host and of its seeds, by slot number, from an engine."""
+def _taken(engine: VectorizedEngine, host: Host, row: int, seeds: Mapping[int, GrownSeed]) -> tuple[Host, Plain]:
+    """A host and its seeds, by slot number, with the weights of a row of an engine."""
     state = {name: x.to("cpu") for name, x in below("population", engine.executor.state_dict()).items()}
-    fill(module.host, state["host.params"][host], state["host.buffers"][host])
+    fill(host, state["host.params"][row], state["host.buffers"][row])
+    found = plain(host, tuple(seeds.values()))
     for s, seed in seeds.items():
-        row, grown = host * engine.spec.num_slots + s, module.grown[slot_key(seed.slot)]
-        fill(grown.seed, state["seeds.params"][row], state["seeds.buffers"][row])  # type: ignore[arg-type]
+        at = row * engine.spec.num_slots + s
+        (grown,) = (found.module.grown[slot_key(path)] for path, of in found.seeds.items() if of.seed == seed)
+        fill(grown.seed, state["seeds.params"][at], state["seeds.buffers"][at])  # type: ignore[arg-type]
         if grown.gate is not None:
-            fill(grown.gate, state["gates.params"][row], state["gates.buffers"][row])  # type: ignore[arg-type]
-    restore_frozen(module.host)
+            fill(grown.gate, state["gates.params"][at], state["gates.buffers"][at])  # type: ignore[arg-type]
+    return host, found
+
+
+@torch.no_grad()
+def _points(model: Any, host: Host, examples: Examples, split: Split) -> float:  # noqa: ANN401
+    """The figure of merit of a network on a split, on the CPU."""
+    objective, sums = of_split(examples.objective, split.y), torch.zeros(2, dtype=torch.float64)
+    for x, y in zip(split.x.split(examples.batch), split.y.split(examples.batch), strict=True):
+        args, kwargs = host.arguments(_prepared(examples.dataset, x))
+        scores = objective.scores(host.collected(model(*args, **kwargs)), y.cpu())
+        sums += torch.stack((scores.score.sum(dtype=torch.float64), scores.weight.sum(dtype=torch.float64)))
+    return float(objective.points(*sums))
+
+
+def _prepared(dataset: Dataset, x: Tensor) -> Tensor:
+    """Inputs of the network from stored examples, on the CPU."""
+    return dataset.as_inputs(x).cpu()
 
 
 def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
@@ -226,27 +316,27 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
     folder = Path(folder)
     description = read_description(folder / DESCRIPTION)
     try:
-        module = build(_described_host(description, folder) if host is None else host, description.seeds)
-        restore_frozen(module.host)
+        host = _described_host(description, folder) if host is None else host
+        found = plain(host, description.seeds)
         inputs = restored(description.normalization, "esper.tasks.datasets")
     except (TypeError, KeyError, ConfigError) as error:
         raise ExportError(f"{folder / DESCRIPTION}: the network cannot be built ({error}).") from error
-    weights, own = _weights(folder / WEIGHTS, description), state_of(module)
+    weights, own = _weights(folder / WEIGHTS, description), state_of(found.module)
     for name in sorted(weights.keys() | own.keys()):
-        found, expected = (_kind(some.get(name)) for some in (weights, own))
-        if found != expected:
+        is_, expected = (_kind(some.get(name)) for some in (weights, own))
+        if is_ != expected:
             raise ExportError(
-                f"{folder / WEIGHTS} has {found} for {name!r}, but the network has {expected}; use the "
+                f"{folder / WEIGHTS} has {is_} for {name!r}, but the network has {expected}; use the "
                 f"{WEIGHTS} and {DESCRIPTION} of one export."
             )
-        own[name].copy_(weights[name])
+    load_state(found.module, weights)
     try:
         tokenizer = (folder / TOKENIZER).read_bytes() if description.tokenizer == TOKENIZER else None
     except OSError as error:
         raise ExportError(
             f"{folder / TOKENIZER} cannot be read ({error.strerror}); export the network again."
         ) from error
-    return GrownNetwork(module=module, description=description, inputs=inputs, tokenizer=tokenizer)
+    return GrownNetwork(plain=found, host=host, description=description, inputs=inputs, tokenizer=tokenizer)
 
 
 def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:
@@ -264,12 +354,12 @@ def _kind(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def flops(module: GrownModule, example: Tensor) -> int:
+def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     """Floating-point operations of matrix products and convolutions for one example; a multiply-add counts as two.
 
     `example` is a batch as hosts get it.
     """
-    args, kwargs = module.host.arguments(example[:1])
+    args, kwargs = host.arguments(example[:1])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(*args, **kwargs)
     return int(counter.get_total_flops())
@@ -285,9 +375,8 @@ def _described_host(description: Description, folder: Path) -> Host:
     spec = restored(description.host, "esper.kasmina.hosts")
     if not isinstance(spec, HostSpec):
         raise ExportError(
-            f"{folder / DESCRIPTION}: the host is no architecture of esper, so the file alone cannot build it; give "
-            f"`load` a new host, or esper.load its task; or use `load_model` of {SOURCE}, or torch.export.load of "
-            f"{PROGRAM}."
+            f"{folder / DESCRIPTION}: the host is not an architecture of esper, so the file alone cannot build it; "
+            "give esper.load its task; or load the network without esper, with load_model() of model.py."
         )
     return _host(spec, description.slots, description.example())
 

@@ -1,89 +1,106 @@
 """model.py: a grown network as a file that a person can read and change, and that needs torch alone.
 
-The forward pass of the host is traced once (torch.fx) with its modules as steps, so that any host whose forward pass
-does not depend on its inputs can be written. What is written is run and compared before anyone gets it.
+The network is built by what built it: its class or function, copied or imported. So are the seeds; the weights come
+from model.safetensors.
 """
 
-import inspect
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from esper.export.definitions import Definitions, UnwritableError
+from esper.export.copied_code import Code, UnwritableError
 from esper.export.description import Description
-from esper.export.forward import traced_forward
-from esper.export.grown import GrownModule, state_of, tied
-from esper.export.layers import Expression, Layers
-
-TOLERANCE = 1e-6
+from esper.export.grown import Grown, GrownModule, load_state
+from esper.export.plain_hosts import Plain, PlainSeed
+from esper.kasmina.blueprints.gate import GateNetwork
 
 
-def written(module: GrownModule, description: Description, inputs: object) -> str:
-    """The text of model.py for a network in eval mode; `inputs` is `Dataset.inputs`.
+class Written(NamedTuple):
+    """The text of model.py, and sentences about what is not as usual."""
+
+    text: str
+    notes: list[str]
+
+
+def written(plain: Plain, description: Description, inputs: object, *, imports: bool) -> Written:
+    """The text of model.py; `inputs` is `Dataset.inputs`.
+
+    With `imports`, classes of modules that can be imported are imported from there; else they are copied.
 
     Raises:
-        UnwritableError: the source of the network is not to be had.
+        UnwritableError: the source of the network or of a seed is not to be had.
     """
-    definitions = Definitions()
-    for name, value in (("torch", torch), ("Tensor", Tensor), ("nn", nn), ("Path", Path)):
-        definitions.use(name, value)
-    forward, called = traced_forward(module, definitions)
-    layers = Layers(definitions, called)
-    parts = (("host=", layers.expression(module.host)), ("grown=", layers.expression(module.grown)))
-    prepare = _prepare(inputs, definitions)
-    if not definitions.claim("Network", GrownModule):
-        raise UnwritableError("one of its classes is named 'Network'")
-    call = Expression("Network(", parts, ")")
-    ties = "".join(f"    model.{_path(b)} = model.{_path(a)}\n" for a, b in tied(module))
-    after = ties + "".join(f"    {_path('model' + path)}.requires_grad_(False)\n" for path in _frozen(module))
-    built = f"    model = {call.text(1)}\n{after}    return model" if after else f"    return {call.text(1)}"
-    return _TEMPLATE.format(
+    code = Code(imports=imports)
+    host = code.call(plain.model)
+    names = [code.name(value, value.__name__) for value in (GrownModule, Grown, load_state)]
+    seeds = "".join(f"        {path!r}: {_seed(code, names[1], seed)},\n" for path, seed in plain.seeds.items())
+    grown = f"{{\n{seeds}    }}" if seeds else "{}"
+    prepare, notes = "", []
+    if inputs is not None:
+        try:
+            prepare = _PREPARE.format(expression=code.expression(inputs))
+        except UnwritableError as error:
+            notes.append(f"model.py has no function `prepare`, because {error}; prepare inputs as the task does.")
+    path = code.name(Path, "Path")
+    text = _TEMPLATE.format(
         about=_about(description),
-        imports=definitions.import_lines(),
-        definitions="\n\n\n".join(definitions.texts.values()),
-        forward=forward,
+        future="from __future__ import annotations\n\n" * code.postponed,
+        imports=code.import_lines,
+        definitions="\n\n\n".join(code.texts),
         prepare=prepare,
-        build=built,
-        weights=_weights(module),
+        module=names[0],
+        built=f"{names[0]}({host}, {grown})",
+        load_state=names[2],
+        path=path,
     )
+    if code.needed:
+        notes.append(f"model.py imports {', '.join(sorted(code.needed))}, which must be importable where it is loaded.")
+    return Written(text, notes)
 
 
+_PREPARE = '''def prepare(x):
+    """Inputs of the network from examples as they are stored."""
+    return {expression}(x)
+
+
+'''
 _TEMPLATE = '''"""{about}
 """
 
-{imports}
+{future}{imports}
 
 
 {definitions}
 
 
-class Network(nn.Module):
-    """The host and what grew in its slots."""
-
-    def __init__(self, host, grown):
-        super().__init__()
-        self.host = host
-        self.grown = grown
-
-{forward}
-
-
-{prepare}def build() -> Network:
+{prepare}def build() -> {module}:
     """The network with untrained weights."""
-{build}
+    return {built}
 
 
-def load_model(folder=Path(__file__).parent) -> Network:
+def load_model(folder={path}(__file__).parent) -> {module}:
     """The network with its weights, in eval mode."""
     from safetensors.torch import load_file
 
     model = build()
-    weights = load_file(Path(folder) / "model.safetensors")
-{weights}
+    {load_state}(model, load_file({path}(folder) / "model.safetensors"))
     return model.eval()
 '''
+
+
+def _seed(code: Code, grown: str, of: PlainSeed) -> str:
+    """A call of `Grown`."""
+    seed = of.seed
+    if of.build is None:
+        raise UnwritableError(f"the blueprint {seed.blueprint!r} is not a function")
+    parts = [code.call(partial(of.build, of.width)), repr(seed.algorithm)]
+    if seed.algorithm == "GATE":
+        parts.append(
+            f"{code.name(GateNetwork, GateNetwork.__name__)}({of.width}{'' if of.causal else ', causal=False'})"
+        )
+    if seed.alpha != 1.0:
+        parts.append(f"alpha={seed.alpha!r}")
+    return f"{grown}({', '.join(parts)})"
 
 
 def _about(d: Description) -> str:
@@ -102,60 +119,3 @@ def _about(d: Description) -> str:
     lines += ["", f"    outputs = load_model()(x)  # x: {d.input_dtype} [{shape}]", ""]
     lines.append("Generated by esper. It needs torch, and safetensors to load the weights; it is yours to change.")
     return "\n".join(lines)
-
-
-def _weights(module: nn.Module) -> str:
-    others = "".join(f'    weights["{b}"] = weights["{a}"]\n' for a, b in tied(module))
-    return f"{others}    model.load_state_dict(weights)"
-
-
-def _frozen(module: nn.Module, path: str = "") -> list[str]:
-    """Paths, each after a dot, of modules all of whose parameters are frozen, and of other frozen parameters."""
-    parameters = list(module.parameters())
-    if parameters and not any(p.requires_grad for p in parameters):
-        return [path]
-    found = [f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if not p.requires_grad]
-    return found + [frozen for name, child in module.named_children() for frozen in _frozen(child, f"{path}.{name}")]
-
-
-def _path(name: str) -> str:
-    """A dotted name as an expression: blocks.0.conv is blocks[0].conv."""
-    first, *rest = name.split(".")
-    return first + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in rest)
-
-
-def _prepare(inputs: object, definitions: Definitions) -> str:
-    """A function `prepare`; nothing where examples are stored as inputs."""
-    if inputs is None:
-        return ""
-    kind = type(inputs)
-    fields = {name: getattr(inputs, name) for name in inspect.signature(kind).parameters}
-    definitions.use(kind.__name__, kind)
-    arguments = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-    return (
-        f"def prepare(x: Tensor) -> Tensor:\n"
-        f'    """Inputs of the network from examples as they are stored."""\n'
-        f"    return {kind.__name__}({arguments})(x)\n\n\n"
-    )
-
-
-@torch.no_grad()
-def run(text: str, module: GrownModule, example: Tensor) -> nn.Module:
-    """The network that model.py builds, with the weights of `module`.
-
-    Raises:
-        UnwritableError: its outputs for `example` are not those of `module`.
-    """
-    names: dict[str, Any] = {"__name__": "model", "__file__": "model.py"}
-    try:
-        exec(compile(text, "model.py", "exec"), names)
-        model: nn.Module = names["build"]().eval()
-        weights = state_of(module)
-        model.load_state_dict(weights | {other: weights[name] for name, other in tied(module)})
-        found = model(example)
-    except Exception as error:
-        raise UnwritableError(f"its copied source does not run ({type(error).__name__}: {error})") from error
-    expected = module(example)
-    if not torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE):
-        raise UnwritableError("its copied source computes something else")
-    return model

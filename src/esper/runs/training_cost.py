@@ -15,8 +15,9 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from esper.export.grown import GrownSeed, build
+from esper.export.grown import GrownSeed
 from esper.export.network import flops
+from esper.export.plain_hosts import plain
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.manifest import GrowthManifest, planting_of
@@ -56,7 +57,7 @@ class ForwardFlops:
         assert isinstance(module, Host), f"{type(module).__name__} is no host"
         self._module = module
         self._added = np.full((spec.num_slots, spec.num_blueprints, 2), np.nan)  # filled when a seed is first met
-        self.host = flops(build(module, []), example)
+        self.host = flops(plain(module, []).module, module, example)
 
     def of_seeds(self, present: np.ndarray, blueprint: np.ndarray, gated: np.ndarray) -> np.ndarray:
         """What the seed in each slot [N, S] adds, with its gate if it has one, float64; 0 where none is `present`."""
@@ -71,7 +72,7 @@ class ForwardFlops:
 
     def _of_seed(self, slot: int, blueprint: int, algorithm: Algorithm) -> int:
         seed = GrownSeed(self._spec.slot_ids[slot], self._spec.blueprint_names[blueprint], algorithm.name)
-        return flops(build(self._module, [seed]), self._example) - self.host
+        return flops(plain(self._module, [seed]).module, self._module, self._example) - self.host
 
 
 @final

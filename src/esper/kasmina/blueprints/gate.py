@@ -3,7 +3,6 @@
 from typing import final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 
@@ -32,7 +31,7 @@ class GateNetwork(nn.Module):
         self.act = nn.SiLU()
         self.out = nn.Linear(_width(channels), 1)
 
-    def forward(self, h: Float[Tensor, "B *F"]) -> Float[Tensor, "B *ones"]:
+    def forward(self, h: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, 1, 1, 1], or [B, T, D] -> [B, T or 1, 1], which broadcast over the features."""
         if h.dim() == 4:
             mean = h.mean(dim=(2, 3))
@@ -42,6 +41,7 @@ class GateNetwork(nn.Module):
         return gate.view(-1, 1, 1, 1) if h.dim() == 4 else gate
 
 
-def _mean_of_the_past(h: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+def _mean_of_the_past(h: Tensor) -> Tensor:
+    """[B, T, D] -> [B, T, D]."""
     counts = torch.arange(1, h.shape[1] + 1, device=h.device, dtype=torch.float32)
     return (h.float().cumsum(dim=1) / counts[:, None]).to(h.dtype)

@@ -1,6 +1,5 @@
 """Small layers that hosts and blueprints share."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, final
@@ -8,9 +7,6 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-
-from esper.kasmina.parameters.dropout import Dropout
 
 BIRTH_SCALE = 0.01
 """Initial value of every layer scale: small against normalized activations, but gradients pass."""
@@ -58,10 +54,6 @@ class Positions(nn.Module):
         return h + self.weight[: h.shape[1]]
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values [B, heads, T, D / heads] -> the weighted values, of the same shape."""
-
-
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D / heads)) v, where a token sees itself and earlier ones."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -72,74 +64,27 @@ class CausalAttention(nn.Module):
     """Multi-head attention of each token to itself and earlier ones, with biases: 4 D^2 + 4 D parameters.
 
     `dropout` is that of the attention weights. Its mask is keyed, so the weights are computed in training; without
-    dropout, and in evaluation mode, `attend` does it all.
+    dropout, and in evaluation mode, `attend` does it all: it makes of queries, keys and values [B, heads, T, D / heads]
+    the weighted values, of the same shape.
     """
 
-    def __init__(self, width: int, heads: int, *, dropout: float = 0.0, attend: Attend = causal_attention) -> None:
+    def __init__(
+        self, width: int, heads: int, *, dropout: float = 0.0, attend: Callable[..., Tensor] = causal_attention
+    ) -> None:
         super().__init__()
         self.heads, self.attend = heads, attend
         self.qkv = nn.Linear(width, 3 * width)
-        self.dropout = nn.Dropout(dropout) if dropout else None
+        self.dropout: Any = nn.Dropout(dropout) if dropout else None
         self.out = nn.Linear(width, width)
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = self._drop_and_attend(q, k, v) if self.training and self.dropout else self.attend(q, k, v)
+        if not self.training or self.dropout is None:
+            mixed = self.attend(q, k, v)
+        elif isinstance(self.dropout, nn.Dropout):  # a network that left esper
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
+        else:
+            mixed = self.dropout.attend(q, k, v)
         mapped: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return mapped
-
-    def _drop_and_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self.dropout is not None
-        if not isinstance(self.dropout, Dropout):  # a network that left esper
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
-        mixed: Tensor = _DroppedAttention.apply(q, k, v, self.dropout)
-        return mixed
-
-
-_QUERIES = 32
-"""Tokens whose attention weights are computed at once; weights of tokens later than all of these are skipped."""
-
-
-@final
-class _DroppedAttention(torch.autograd.Function):
-    """Causal attention with dropped weights, for some queries after others; the gradient works in the same memory."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:  # noqa: ANN401
-        """[B, heads, T, D / heads] each -> the same."""
-        lead, tokens = q.shape[:2], q.shape[2]
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        ctx.factor, ctx.scale, kept = 1.0 / math.sqrt(q.shape[-1]), dropout.scale, []
-        later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-        mixed = torch.empty_like(v)
-        for first, end in _parts(tokens):
-            weights = torch.baddbmm(later[first:end, :end], q[:, first:end], k[:, :end].mT, alpha=ctx.factor)
-            weights = weights.softmax(dim=-1, dtype=q.dtype)
-            mask = dropout.mask((*lead, end - first, end)).flatten(0, 1)
-            mixed[:, first:end] = torch.bmm(weights * mask.to(weights.dtype), v[:, :end])
-            kept += [weights, mask]
-        ctx.save_for_backward(q, k, v, *kept)
-        scaled: Tensor = mixed.mul_(dropout.scale).unflatten(0, lead)
-        return scaled
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """The gradients of q, k and v."""
-        q, k, v, *kept = ctx.saved_tensors
-        lead, grad = grad.shape[:2], grad.flatten(0, 1) * ctx.scale
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (first, end), weights, mask in zip(_parts(q.shape[1]), kept[::2], kept[1::2], strict=True):
-            number, of_mixed = mask.to(weights.dtype), grad[:, first:end]
-            grad_v[:, :end] += torch.bmm((weights * number).mT, of_mixed)
-            of_weights = torch.bmm(of_mixed, v[:, :end].mT).mul_(number)
-            of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            grad_q[:, first:end] = torch.bmm(of_scores, k[:, :end]).mul_(ctx.factor)
-            grad_k[:, :end] += torch.bmm(of_scores.mT, q[:, first:end]).mul_(ctx.factor)
-        return *(x.unflatten(0, lead) for x in (grad_q, grad_k, grad_v)), None
-
-
-def _parts(tokens: int) -> list[tuple[int, int]]:
-    """First and end of the queries of each part."""
-    return [(first, min(first + _QUERIES, tokens)) for first in range(0, tokens, _QUERIES)]

@@ -55,11 +55,11 @@ class FunctionBlueprint(AbstractBlueprint):
     """A blueprint that a function builds, whose name it has."""
 
     def __init__(self, family: HostFamily, network: Callable[[int], nn.Module], birth: Mapping[str, float]) -> None:
-        self.name, self.family, self.birth, self._network = network.__name__, family, birth, network
+        self.name, self.family, self.birth, self.network = network.__name__, family, birth, network
 
     def build(self, channels: int) -> nn.Module:
         """The network for features with `channels` channels."""
-        network = self._network(channels)
+        network = self.network(channels)
         for name, value in self.birth.items():
             nn.init.constant_(network.get_parameter(name), value)
         return network

@@ -23,7 +23,6 @@ class Host(nn.Module, ABC):
         largest_activation: floats of the largest activation of one example, outputs included; bounds the memory.
         shares_prefixes: whether `apply` may return more rows than it gets (states of the network side by side), with
             the rest of the forward pass working on all of them. False where the input of a slot is used again later.
-        takes_several: whether the network itself has several inputs, which a batch holds packed.
         global_rng: whether its forward pass draws from the global generators of PyTorch, Python or numpy, which are
             then seeded for each host and step. Such hosts run one by one.
         causal: of sequences: whether outputs at a position depend on no later one. Gates then see the past alone.
@@ -34,7 +33,6 @@ class Host(nn.Module, ABC):
     enabled: tuple[InjectionPoint, ...]
     largest_activation: int
     shares_prefixes: bool = True
-    takes_several: bool = False
     global_rng: bool = False
     causal: bool = True
     frozen: tuple[str, ...] = ()
@@ -59,12 +57,8 @@ class Host(nn.Module, ABC):
         """What the network itself is called with for a batch [B, ...]."""
         return (x,), {}
 
-    def run(self, arguments: Arguments, apply: Apply) -> Any:  # noqa: ANN401 -- whatever the network returns
-        """What the network itself returns for `arguments`; `apply` as in `forward`."""
-        return self(*arguments[0], apply)
-
     def collected(self, result: Any) -> Tensor:  # noqa: ANN401
-        """What `forward` gives where `run` gives `result`: outputs [B, ...] as an objective takes them."""
+        """What `forward` gives where the network returns `result`: outputs [B, ...] as an objective takes them."""
         outputs: Tensor = result
         return outputs
 

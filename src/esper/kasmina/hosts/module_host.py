@@ -120,7 +120,6 @@ class ModuleHost(Host):
         self.largest_activation = spec.facts.largest_activation
         self.causal = spec.facts.causal
         self.shares_prefixes = all(spec.facts.shares_prefix[point.order] for point in self.enabled)
-        self.takes_several = spec.interface.inputs is not None
         self.global_rng = spec.facts.global_rng
         example = torch.zeros(1, *spec.facts.inputs, dtype=spec.facts.dtype)
         self.network = new_network(spec.model, self.arguments(example) if spec.facts.built_by_pass else None)

@@ -87,13 +87,12 @@ class TransformerHostSpec:
 class Layer(nn.Module):
     """h + Attention(LN(h)), then h + MLP(LN(h))."""
 
-    def __init__(self, spec: TransformerHostSpec) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        width = spec.width
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = CausalAttention(width, spec.heads, dropout=spec.dropout)
+        self.attention = CausalAttention(width, heads, dropout=dropout)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout1, self.dropout2 = _dropout(spec.dropout), _dropout(spec.dropout)
+        self.dropout1, self.dropout2 = _dropout(dropout), _dropout(dropout)
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
@@ -128,7 +127,7 @@ class TransformerHost(Host):
         self.embedding = nn.Embedding(spec.vocabulary, spec.width)
         self.positions = Positions(spec.context, spec.width)
         self.dropout = _dropout(spec.dropout)
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(Layer(spec.width, spec.heads, spec.dropout) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.width)
         self.output = nn.Linear(spec.width, spec.vocabulary, bias=False)
         self.output.weight = self.embedding.weight

@@ -15,11 +15,12 @@ Shape legend: B = examples per host, G = hosts; the host is the fastest index of
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from esper.kasmina.parameters.attention import can_be_keyed, with_drop
 from esper.leyline.random import Stream, generator_seeds, seeded_generators, short_rows, words
@@ -100,6 +101,59 @@ class Dropout(nn.Module):
             return x
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.channels else tuple(x.shape)
         return x * self.mask(shape).to(x.dtype).mul_(self.scale)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention with dropped weights, [B * G, heads, T, D / heads] each -> the same."""
+        mixed: Tensor = _DroppedAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return mixed
+
+
+_QUERIES = 32
+"""Tokens whose attention weights are computed at once; weights of tokens later than all of these are skipped."""
+
+
+@final
+class _DroppedAttention(torch.autograd.Function):
+    """Causal attention with dropped weights, for some queries after others; the gradient works in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:  # noqa: ANN401
+        """[B, heads, T, D / heads] each -> the same."""
+        lead, tokens = q.shape[:2], q.shape[2]
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        ctx.factor, ctx.scale, kept = 1.0 / math.sqrt(q.shape[-1]), dropout.scale, []
+        later = torch.full((tokens, tokens), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+        mixed = torch.empty_like(v)
+        for first, end in _parts(tokens):
+            weights = torch.baddbmm(later[first:end, :end], q[:, first:end], k[:, :end].mT, alpha=ctx.factor)
+            weights = weights.softmax(dim=-1, dtype=q.dtype)
+            mask = dropout.mask((*lead, end - first, end)).flatten(0, 1)
+            mixed[:, first:end] = torch.bmm(weights * mask.to(weights.dtype), v[:, :end])
+            kept += [weights, mask]
+        ctx.save_for_backward(q, k, v, *kept)
+        scaled: Tensor = mixed.mul_(dropout.scale).unflatten(0, lead)
+        return scaled
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """The gradients of q, k and v."""
+        q, k, v, *kept = ctx.saved_tensors
+        lead, grad = grad.shape[:2], grad.flatten(0, 1) * ctx.scale
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for (first, end), weights, mask in zip(_parts(q.shape[1]), kept[::2], kept[1::2], strict=True):
+            number, of_mixed = mask.to(weights.dtype), grad[:, first:end]
+            grad_v[:, :end] += torch.bmm((weights * number).mT, of_mixed)
+            of_weights = torch.bmm(of_mixed, v[:, :end].mT).mul_(number)
+            of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            grad_q[:, first:end] = torch.bmm(of_scores, k[:, :end]).mul_(ctx.factor)
+            grad_k[:, :end] += torch.bmm(of_scores.mT, q[:, first:end]).mul_(ctx.factor)
+        return *(x.unflatten(0, lead) for x in (grad_q, grad_k, grad_v)), None
+
+
+def _parts(tokens: int) -> list[tuple[int, int]]:
+    """First and end of the queries of each part."""
+    return [(first, min(first + _QUERIES, tokens)) for first in range(0, tokens, _QUERIES)]
 
 
 _WHOLE_CHANNELS: dict[type[nn.Module], bool] = {

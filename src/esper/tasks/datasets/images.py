@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.random import Stream, word_rows
@@ -20,8 +20,8 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __call__(self, x: UInt8[Tensor, "*R C H W"]) -> Float[Tensor, "*R C H W"]:
-        """Inputs of a convolutional host."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """Inputs [..., C, H, W] of a convolutional host from bytes of the same shape."""
         mean, std = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (self.mean, self.std))
         return x.to(torch.float32).div_(PIXEL_MAX).sub_(mean).div_(std)
 

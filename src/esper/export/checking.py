@@ -1,0 +1,185 @@
+"""Runs the files of a network in a process without esper, where a crash is an answer.
+
+It is executed as a script that imports torch alone. The job names files to try, the first of which that gives the
+expected outputs wins, and then formats to write. Each outcome is a line of JSON in the file of results:
+
+    {"start": "model.py"}
+    {"end": "model.py", "error": null, "notes": []}
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 1e-4
+"""Largest difference of an output, relative to the largest output; more for numbers of less than 32 bits."""
+
+
+def leaves(value: object) -> list[Tensor]:
+    """The tensors in what a network returns: in tuples, dictionaries and objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        parts: Any = value.values()
+    elif isinstance(value, tuple | list):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return []
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+@torch.no_grad()
+def outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> list[Tensor]:
+    """The tensors that a network returns; a network that draws random numbers draws the same ones in every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return leaves(model(*args, **kwargs))
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> str | None:
+    """In which way outputs differ beyond rounding, None if they do not."""
+    shapes = [[tuple(x.shape) for x in of] for of in (found, expected)]
+    if shapes[0] != shapes[1]:
+        return f"its outputs have the shapes {shapes[0]} instead of {shapes[1]}"
+    for a, b in zip(found, expected, strict=True):
+        a, b = a.detach().cpu(), b.detach().cpu()
+        precise = max(TOLERANCE, 4 * torch.finfo(b.dtype).eps) if b.is_floating_point() else 0.0
+        a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
+        size = float(torch.where(b.isfinite(), b, 0.0).abs().max()) if b.numel() else 0.0
+        off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+        if off.numel() and not float(off.max()) <= precise * size:
+            return f"its outputs differ by {float(off.max()):.1e}, where the largest is {size:.1e}"
+    return None
+
+
+def load(kind: str, folder: Path, path: Path) -> Any:  # noqa: ANN401 -- a module or a program
+    """What is in a file: the network of model.py or model.pkl with the weights in `folder`, or a program."""
+    if kind == "model.py":
+        spec = importlib.util.spec_from_file_location("grown_model", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look there
+        spec.loader.exec_module(module)
+        return module.load_model(folder)
+    if kind == "model.pt2":
+        return torch.export.load(path).module()
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def check(model: Callable[..., Any], examples: list[tuple[Any, ...]]) -> None:
+    """Raise ValueError if a network does not give the expected outputs for one of (args, kwargs, outputs)."""
+    for args, kwargs, expected in examples:
+        if (wrong := difference(outputs(model, args, kwargs), expected)) is not None:
+            raise ValueError(wrong)
+
+
+def save_program(model: nn.Module, examples: list[tuple[Any, ...]], path: Path, *, fixed: bool = True) -> list[str]:
+    """Write model.pt2, for any batch size or, with `fixed`, for that of the first example where it must be."""
+    args, kwargs, _ = examples[0]
+    try:
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=_any_batch(model, args, kwargs))
+        torch.export.save(program, path)
+        check(load("model.pt2", path.parent, path), examples)
+        return []
+    except Exception:
+        if not fixed:
+            raise
+    program = torch.export.export(model, args, kwargs)
+    torch.export.save(program, path)
+    check(load("model.pt2", path.parent, path), examples[:1])
+    return [f"{path.name} takes {len(leaves((args, kwargs))[0])} examples at a time: torch.export found no program "
+            "for every batch size."]  # fmt: skip
+
+
+def save_onnx(model: nn.Module, examples: list[tuple[Any, ...]], path: Path) -> list[str]:
+    """Write model.onnx, and compare it if onnxruntime is installed; the inputs are named x where there is one."""
+    args, kwargs, _ = examples[0]
+    names: dict[str, Any] = {"input_names": ["x"], "output_names": ["outputs"]} if len(args) == 1 and not kwargs else {}
+    torch.onnx.export(
+        model, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=_any_batch(model, args, kwargs),
+        external_data=False, verbose=False, **names,
+    )  # fmt: skip
+    if importlib.util.find_spec("onnxruntime") is None:
+        return [f"{path.name} was not run, because onnxruntime is not installed."]
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for args, kwargs, expected in examples:
+        given = [x.numpy() for x in leaves((args, kwargs))]
+        named = {of.name: x for of, x in zip(session.get_inputs(), given, strict=True)}
+        found = [torch.from_numpy(x) for x in session.run(None, named)]
+        if (wrong := difference(found, expected)) is not None:
+            raise ValueError(wrong)
+    return []
+
+
+def _any_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """The first axis of every tensor as one free number."""
+    batch, shapes = torch.export.Dim("batch"), torch.export.ShapesCollection()
+    for x in leaves((args, kwargs)):
+        shapes[x] = {0: batch}
+    return shapes.dynamic_shapes(model, args, kwargs)
+
+
+def main(job_file: str) -> None:
+    """Do a job; see the top of the file."""
+    sys.modules["esper"] = None  # type: ignore[assignment]  # importing it fails
+    with open(job_file, "rb") as file:
+        job = pickle.load(file)
+    warnings.simplefilter("ignore")
+    folder, examples, tries, formats = job["folder"], job["examples"], job["tries"], job["formats"]
+    model = None
+
+    def step(name: str, do: Callable[[], list[str]]) -> bool:
+        _report(job["results"], {"start": name})
+        try:
+            notes, error = do(), None
+        except BaseException as raised:
+            said = str(raised).strip().splitlines()
+            notes, error = [], f"{type(raised).__name__}: {said[0]}" if said else type(raised).__name__
+        _report(job["results"], {"end": name, "error": error, "notes": notes})
+        return error is None
+
+    def attempt(kind: str, path: Path) -> list[str]:
+        nonlocal model
+        if kind == "model.pt2":
+            save_program(load("model.pkl", folder, job["pickle"]).eval(), examples, path, fixed=False)
+            return []
+        model = load(kind, folder, path)
+        check(model, examples)
+        return []
+
+    won = None
+    for name, kind, path in tries:
+        if won is None and step(name, partial(attempt, kind, path)):
+            won = kind
+    for name in formats:
+        if won == name:
+            continue
+        if model is None:
+            model = load("model.pkl", folder, job["pickle"])
+        write = save_program if name == "model.pt2" else save_onnx
+        step(name, partial(write, model.eval(), examples, folder / name))
+
+
+def _report(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -9,15 +9,20 @@ from two builds of the module, under two seeds:
     equal in both                 a constant of the author               spread 0
     drawn by `uniform_`           linear, convolution, attention ...     half the interval of the draw
     drawn by `normal_`            an embedding, a transformer ...        the standard deviation of the draw
-    otherwise                     e.g. `torch.randn`, `trunc_normal_`    the module is built again for each host, under
+    otherwise                     e.g. `trunc_normal_`                   the module is built again for each host, under
                                                                          a seed of its own (`rebuilt`)
+
+A constructor that draws other numbers (`if torch.rand(()) < 0.4:`, `torch.randn`, `random`, NumPy) may do anything with
+them: then all weights are `rebuilt`.
 """
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -43,11 +48,31 @@ class InitTable:
 
 
 def deterministic_build(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """Build a module on the CPU, without a change of the global generators."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    """Build a module on the CPU, without a change of the global generators of PyTorch, NumPy and Python."""
+    with _seeded(seed), torch.device("cpu"):
+        return build()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The global generators start at this seed, and are restored at the end."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 -- what a user's constructor may draw from
+    with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would also seed the generators of accelerators, which are not forked here.
         torch.default_generator.manual_seed(seed)
-        return build()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+
+def _moved() -> tuple[object, ...]:
+    """Where the global generators stand."""
+    _, keys, place, *_ = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), place  # type: ignore[union-attr]
 
 
 class _Draw(NamedTuple):
@@ -55,6 +80,7 @@ class _Draw(NamedTuple):
     spread: float
     normal: bool
     values: Tensor
+    of: Tensor
 
 
 @contextmanager
@@ -66,14 +92,19 @@ def _recorded_draws() -> Iterator[list[_Draw]]:
     draws: list[_Draw] = []
     inherited_uniform, inherited_normal = Tensor.uniform_, Tensor.normal_
 
+    def record(draw: _Draw) -> None:
+        # functions of `nn.init` may arrive twice, through the mode of `torch.device`
+        if not draws or draws[-1].of is not draw.of or not torch.equal(draws[-1].values, draw.values):
+            draws.append(draw)
+
     def uniform_(tensor: Tensor, low: float | int = 0.0, high: float | int = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
         out = inherited_uniform(tensor, low, high, **kwargs)
-        draws.append(_Draw(0.5 * (low + high), 0.5 * (high - low), False, out.detach().clone()))
+        record(_Draw(0.5 * (low + high), 0.5 * (high - low), False, out.detach().clone(), tensor))
         return out
 
     def normal_(tensor: Tensor, mean: float | int = 0.0, std: float | int = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
         out = inherited_normal(tensor, mean, std, **kwargs)
-        draws.append(_Draw(mean, std, True, out.detach().clone()))
+        record(_Draw(mean, std, True, out.detach().clone(), tensor))
         return out
 
     Tensor.uniform_, Tensor.normal_ = uniform_, normal_  # type: ignore[assignment, method-assign]
@@ -84,18 +115,31 @@ def _recorded_draws() -> Iterator[list[_Draw]]:
 
 
 class Builds(NamedTuple):
-    """The same module built under two seeds, and the draws of the first build."""
+    """The same module built under two seeds, and the draws of the first build.
+
+    `hidden`: it has drawn numbers that are not the weights of a layer, on which anything may depend.
+    """
 
     module: nn.Module
     other: nn.Module
     draws: list[_Draw]
+    hidden: bool
 
 
 def build_twice(build: Callable[[], nn.Module]) -> Builds:
     """The input of `init_table`."""
-    with _recorded_draws() as draws:
-        module = deterministic_build(build)
-    return Builds(module, deterministic_build(build, seed=1), draws)
+    with _seeded(0), torch.device("cpu"):
+        with _recorded_draws() as draws:
+            module = build()
+        ended = _moved()
+    with _seeded(0):
+        for draw in draws:
+            again = torch.empty_like(draw.values)
+            again.normal_() if draw.normal else again.uniform_()
+        hidden = _moved() != ended
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    hidden |= any(not isinstance(d.of, nn.Parameter) and d.of.untyped_storage().data_ptr() not in own for d in draws)
+    return Builds(module, deterministic_build(build, seed=1), draws, hidden)
 
 
 def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -> InitTable:
@@ -111,7 +155,10 @@ def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -
         if name not in values:
             kind = type(builds.module).__name__
             raise ConfigError(f"birth names {name!r}, which is no parameter of {kind}; {nearest(name, values)}")
-    starts = {name: _start(value, others[name], builds.draws) for name, value in values.items()}
+    starts = {
+        name: _Start(0.0, rebuilt=True) if builds.hidden else _start(value, others[name], builds.draws)
+        for name, value in values.items()
+    }
     starts |= {name: _Start(constant) for name, constant in birth.items()}
     centre, spread, normal, rebuilt = (
         layout.pack({name: torch.zeros_like(value) + starts[name][part] for name, value in values.items()})

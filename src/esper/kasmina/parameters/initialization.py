@@ -20,6 +20,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,9 +71,31 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _moved() -> tuple[object, ...]:
-    """Where the global generators stand."""
+    """Where the global generators of PyTorch and NumPy stand."""
     _, keys, place, *_ = np.random.get_state()  # noqa: NPY002
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), place  # type: ignore[union-attr]
+    return torch.get_rng_state().numpy().tobytes(), keys.tobytes(), place  # type: ignore[union-attr]
+
+
+@contextmanager
+def _calls_of_random() -> Iterator[list[str]]:
+    """Collects the functions of `random` that are called; its state says less, because libraries move it as well."""
+    called: list[str] = []
+    functions = {name: getattr(random, name) for name in random.__all__ if name not in _NO_DRAWS}
+
+    def watched(name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        called.append(name)
+        return functions[name](*args, **kwargs)
+
+    for name in functions:
+        setattr(random, name, partial(watched, name))
+    try:
+        yield called
+    finally:
+        for name, function in functions.items():
+            setattr(random, name, function)
+
+
+_NO_DRAWS = ("Random", "SystemRandom", "seed", "getstate", "setstate", "getrandbits")
 
 
 class _Draw(NamedTuple):
@@ -129,14 +152,14 @@ class Builds(NamedTuple):
 def build_twice(build: Callable[[], nn.Module]) -> Builds:
     """The input of `init_table`."""
     with _seeded(0), torch.device("cpu"):
-        with _recorded_draws() as draws:
+        with _recorded_draws() as draws, _calls_of_random() as called:
             module = build()
         ended = _moved()
     with _seeded(0):
         for draw in draws:
             again = torch.empty_like(draw.values)
             again.normal_() if draw.normal else again.uniform_()
-        hidden = _moved() != ended
+        hidden = bool(called) or _moved() != ended
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     hidden |= any(not isinstance(d.of, nn.Parameter) and d.of.untyped_storage().data_ptr() not in own for d in draws)
     return Builds(module, deterministic_build(build, seed=1), draws, hidden)

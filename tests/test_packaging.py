@@ -79,6 +79,7 @@ MAY_CATCH_ALL = {
     "export/source.py": "source copied from a user may fail in any way; the network is then saved without it",
     "export/programs.py": "so may the exporters of torch, whose reason is passed on",
     "kasmina/parameters/stacking_trial.py": "whatever a stacked module raises, its hosts run one by one instead",
+    "kasmina/parameters/kinds.py": "any error of a blueprint becomes one that names it and the features",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
     "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",

@@ -44,7 +44,9 @@ def engine(slots: tuple[str, ...], executor: str):
 def test_a_blueprint_that_fits_one_of_two_slots_is_left_out_with_its_name_the_slot_and_the_reason(executor):
     with registered(Large):
         index = registry.names().index("own")
-        with pytest.warns(UserWarning, match=r"blueprint 'own' is not grown .* slot 'narrow': .* cannot run on features"):
+        with pytest.warns(
+            UserWarning, match=r"blueprint 'own' is not grown .* slot 'narrow': .* cannot run on features"
+        ):
             run = engine(("wide", "narrow"), executor)
         assert index not in run.spec.selectable
         assert not run.executor.costs.selectable[index]

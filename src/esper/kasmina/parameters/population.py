@@ -106,7 +106,9 @@ class Population:
                 self.left_out[index] = f"slot {slot_id!r}: {error}"
             found |= {} if misfits else kinds
         if not found:
-            raise ConfigError(f"no blueprint can run in every slot; enable fewer slots. {'; '.join(self.left_out.values())}")
+            raise ConfigError(
+                f"no blueprint can run in every slot; enable fewer slots. {'; '.join(self.left_out.values())}"
+            )
         return {key: found[key] for key in sorted(found, key=lambda key: (list(self.features).index(key[0]), key[1]))}
 
     def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:

@@ -367,7 +367,10 @@ class Vmapped(nn.Module):
             draw_for(inner, ours[0].draws.of(host[None]))
         arguments = (x, *(_together(function) for function in functions))
         out: Tensor = torch.func.functional_call(
-            self.single, {**shared, **tensors}, arguments, tie_weights=False  # each path is given
+            self.single,
+            {**shared, **tensors},
+            arguments,
+            tie_weights=False,  # each path is given
         )
         return out
 

@@ -161,10 +161,15 @@ def _watched(module: nn.Module) -> Iterator[tuple[list[str], dict[str, Tensor]]]
     layers = dict(module.named_modules())
     for at, wrapped in list(layers.items()):
         if isinstance(wrapped, Vmapped):
-            layers |= {".".join(filter(None, (at, path))): layer for path, layer in wrapped.single.named_modules() if path}
+            layers |= {
+                ".".join(filter(None, (at, path))): layer for path, layer in wrapped.single.named_modules() if path
+            }
     hooks = []
     for path, layer in layers.items():
-        hooks += [layer.register_forward_pre_hook(partial(begin, path)), layer.register_forward_hook(partial(end, path))]
+        hooks += [
+            layer.register_forward_pre_hook(partial(begin, path)),
+            layer.register_forward_hook(partial(end, path)),
+        ]
     try:
         yield running, outputs
     finally:

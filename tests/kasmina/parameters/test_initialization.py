@@ -223,7 +223,7 @@ class Rare(nn.Module):
 DRAWS = {
     "torch": lambda: torch.rand(()),
     "torch in place": lambda: torch.empty(()).uniform_(),
-    "python": lambda: random.random(),  # noqa: PLW0108 -- as a constructor calls it
+    "python": lambda: random.random(),
     "numpy": np.random.random,
 }
 

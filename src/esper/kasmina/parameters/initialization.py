@@ -57,22 +57,22 @@ def deterministic_build(build: Callable[[], nn.Module], seed: int = 0) -> nn.Mod
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """The global generators start at this seed, and are restored at the end."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002 -- what a user's constructor may draw from
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would also seed the generators of accelerators, which are not forked here.
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        np.random.seed(seed % 2**32)
         try:
             yield
         finally:
             random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
+            np.random.set_state(states[1])
 
 
 def _moved() -> tuple[object, ...]:
     """Where the global generators of PyTorch and NumPy stand."""
-    _, keys, place, *_ = np.random.get_state()  # noqa: NPY002
+    _, keys, place, *_ = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), keys.tobytes(), place  # type: ignore[union-attr]
 
 

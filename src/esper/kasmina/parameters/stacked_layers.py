@@ -359,7 +359,12 @@ class Vmapped(nn.Module):
         return self._single[0]
 
     def _one(
-        self, shared: dict[str, Tensor], tensors: dict[str, Tensor], host: Tensor, x: Tensor, *functions: Any
+        self,
+        shared: dict[str, Tensor],
+        tensors: dict[str, Tensor],
+        host: Tensor,
+        x: Tensor,
+        *functions: Callable[[str, Tensor], Tensor],
     ) -> Tensor:
         """The module of one host."""
         ours, inner = self._dropouts

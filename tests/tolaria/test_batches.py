@@ -8,7 +8,7 @@ from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import HostExamples
 from esper.tasks.objectives import PADDING
-from esper.tolaria.batches import SharedBatchIterator
+from esper.tolaria.batches import SharedBatchIterator, batch_bounds
 
 CPU = torch.device("cpu")
 
@@ -278,3 +278,26 @@ def test_examples_that_are_changed_in_place_while_they_are_used_end_the_pass():
 def test_a_split_that_moves_to_another_process_is_still_unchanged():
     split = Split(torch.zeros(3, 2).add_(1.0), torch.zeros(3).add_(1.0))
     pickle.loads(pickle.dumps(split)).require_unchanged()
+
+
+# -- a last batch of one example --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"),
+    [(129, 128, [129]), (257, 128, [128, 129]), (130, 128, [128, 2]), (256, 128, [128, 128]), (1, 128, [1]),
+     (3, 1, [1, 1, 1])],
+)  # fmt: skip
+def test_a_last_training_batch_of_one_example_joins_the_one_before_it(count, size, sizes):
+    bounds = batch_bounds(count, size, merge=True)
+    assert [stop - start for start, stop in bounds] == sizes
+    assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+
+
+def test_every_example_of_a_merged_pass_is_seen_once():
+    batches = SharedBatchIterator(numbered(n_train=9), 2, 4, "train", 1, CPU)
+    batches.begin(1, 0, torch.arange(2))
+    seen = [y for _, y in batches]
+    assert [y.shape[1] for y in seen] == [4, 5]
+    assert len(batches) == 2
+    assert torch.equal(torch.cat(seen, dim=1).sort(dim=1).values, torch.arange(9).expand(2, -1))

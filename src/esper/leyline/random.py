@@ -177,15 +177,15 @@ def seeded_generators(seed: int, device: torch.device | None = None) -> Iterator
                     torch.cuda.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed & _MASK)
-            start = _states()
-            yield lambda: _states() != start
+            start = generator_states()
+            yield lambda: generator_states() != start
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
 
 
-def _states() -> tuple[object, ...]:
-    """The states of the global generators on the CPU."""
+def generator_states() -> tuple[object, ...]:
+    """Where the global generators of PyTorch (on the CPU), Python and numpy stand; to be compared."""
     of_numpy = np.random.get_state(legacy=False)
     numbers = (of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], of_numpy["has_gauss"])
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers

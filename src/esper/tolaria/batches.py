@@ -42,7 +42,8 @@ class SharedBatchIterator:
     Args:
         dataset: share `dataset.to(device)` between iterators, so that there is one copy on the device.
         num_envs: N.
-        batch_size: examples per host and batch; the last batch of a whole split may be shorter.
+        batch_size: examples per host and batch; the last batch of a whole split may be shorter, or in training have
+            one example more (see `batch_bounds`).
         split: "train", "val" or "test".
         run_seed: key of the training order.
         device: device of the batches.
@@ -142,14 +143,18 @@ class SharedBatchIterator:
 
     def __len__(self) -> int:
         """Batches per step of training, or per pass."""
-        return -(-self._count // self.batch_size)
+        return len(self.bounds)
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The first example of each batch, and the one after its last."""
+        return batch_bounds(self._count, self.batch_size, merge=self._shuffles)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of one step or pass; raises DataError if examples were changed in place."""
         assert self.order is not None or not self._shuffles, "begin() comes before a training step"
         self.data.require_unchanged()
-        for start in range(0, self._count, self.batch_size):
-            stop = start + self.batch_size
+        for start, stop in self.bounds:
             if self.order is None:
                 yield Batch(self._as_inputs(self.data.x[start:stop]), self.data.y[start:stop])
             else:
@@ -167,6 +172,18 @@ class SharedBatchIterator:
         if self.drawn is not None and self._augmentation is not None:
             x = self._augmentation(x, self.drawn[:, some])
         return Batch(self._as_inputs(x), y)
+
+
+def batch_bounds(count: int, size: int, *, merge: bool) -> list[tuple[int, int]]:
+    """Where batches of `size` begin and end in `count` examples; the last one may be shorter.
+
+    With `merge`, a last batch of a single example joins the batch before it, because normalization over a batch needs
+    two examples.
+    """
+    starts = list(range(0, count, size))
+    if merge and size > 1 and len(starts) > 1 and count - starts[-1] == 1:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], count], strict=True))
 
 
 def _check_passes(number: int, t: int, size: int) -> None:

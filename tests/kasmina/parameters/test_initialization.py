@@ -1,11 +1,14 @@
 """Initialization as data: bounds, constants, and independence of who else is drawn."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters import initialization
 from esper.kasmina.parameters.flat_layout import parameter_layout
@@ -17,8 +20,10 @@ from esper.kasmina.parameters.initialization import (
     fresh_rows,
     init_table,
 )
+from esper.kasmina.parameters.kinds import seed_kind
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
+from esper.leyline.stages import HostFamily
 
 
 class Mixed(nn.Module):
@@ -45,7 +50,12 @@ class Mixed(nn.Module):
         self.words = nn.Embedding(30, 20)
         self.small = nn.Linear(4, 3)
         nn.init.normal_(self.small.weight, 0.5, 0.02)
-        self.noise = nn.Parameter(torch.randn(7))
+
+
+def host_like_kind(build):
+    """The kind of seeds whose blueprint builds this."""
+    blueprint = FunctionBlueprint(HostFamily.TRANSFORMER, lambda width: build(), {})
+    return seed_kind(blueprint, 2, (3, 2), torch.device("cpu"))
 
 
 BIRTH = {"out.weight": 0.0, "other": 0.25}
@@ -60,7 +70,7 @@ CONSTANTS = {
     "out.weight": 0.0, "other": 0.25, "norm.weight": 1.0, "norm.bias": 0.0, "attention.in_proj_bias": 0.0,
     "attention.out_proj.bias": 0.0, "silent.weight": 0.0, "silent.bias": 0.5,
 }  # fmt: skip
-REBUILT = {"halved.weight", "table.weight", "noise"}
+REBUILT = {"halved.weight", "table.weight"}
 
 
 def mixed_table() -> tuple[nn.Module, InitTable]:
@@ -192,3 +202,64 @@ def test_a_birth_name_that_does_not_exist_is_refused():
     builds = build_twice(lambda: nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match=r"birth names '0.wieght'.*did you mean '0.weight'"):
         init_table(builds, parameter_layout(builds.module), {"0.wieght": 0.0})
+
+
+# -- draws that are not the weights of a layer ------------------------------------------------------------------------
+
+
+class Rare(nn.Module):
+    """[B, 2] -> [B, 2]; starts at zero in four of ten networks, by a number of this generator."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        if draw() < 0.4:
+            nn.init.zeros_(self.layer.weight)
+
+    def forward(self, h):
+        return self.layer(h)
+
+
+DRAWS = {
+    "torch": lambda: torch.rand(()),
+    "torch in place": lambda: torch.empty(()).uniform_(),
+    "python": lambda: random.random(),
+    "numpy": np.random.random,
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_rare_branch_of_a_constructor_is_taken_by_the_hosts_that_draw_it(draw):
+    kind = host_like_kind(lambda: Rare(draw))
+    assert kind.start.rebuilt
+    assert kind.start.table.rebuilt[:4].all()
+    params, _ = kind.rebuild(list(range(100)))
+    silent = int((params[:, :4] == 0.0).all(dim=1).sum())
+    assert 25 <= silent <= 55  # 40 are expected, with a standard deviation of 4.9
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_build_leaves_the_generators_of_the_user_where_they_were(draw):
+    deterministic_build(lambda: Rare(draw))
+    states = random.getstate(), np.random.random(), torch.get_rng_state()
+    random.setstate(states[0])
+    before = np.random.get_state()[2], random.getstate(), torch.get_rng_state()
+    build_twice(lambda: Rare(draw))
+    assert (np.random.get_state()[2], random.getstate()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_layers_that_are_initialized_twice_or_tied_need_no_rebuilding():
+    def build() -> nn.Module:
+        net = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
+        nn.init.normal_(net[0].weight, std=0.02)
+        net[1].weight = net[0].weight
+        return net
+
+    assert not build_twice(build).hidden
+
+
+def test_an_architecture_that_is_drawn_at_random_is_refused():
+    kind = host_like_kind(lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU() if torch.rand(()) < 0.4 else nn.Tanh()))
+    with pytest.raises(ConfigError, match="Sequential draws its architecture at random"):
+        kind.rebuild(list(range(100)))

@@ -1,17 +1,15 @@
 """Users' networks that run as a whole through `torch.vmap`: streamed and fused agree, seeds included."""
 
-import itertools
-
 import pytest
 import torch
-from against_streamed import ALGORITHMS, CONDITIONS, compare
 from torch import Tensor, nn
 
 import tokens
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.stacked_layers import Vmapped
+from esper.leyline.stages import SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor
-from tiny import SLOTS
+from tiny import SLOTS, Bench
 from tokens import TOKENS, VOCABULARY, token_seeds
 
 
@@ -32,20 +30,19 @@ class Reader(nn.Module):
         return self.out(self.r0c1(self.r1c0(h)).relu())
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_fused_is_streamed_for_a_network_that_runs_through_vmap(together):
-    x = tokens.tokens().train.x
-    host = ModuleHostSpec.of(Reader, SLOTS, x[:8]).build(SLOTS, x[:1])
-
-    def grow(bench):
-        for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS[1:3], ALGORITHMS[::2])):
-            bench.grow("r0c0", "token_mlp", stage, alpha=alpha, algorithm=algorithm, hosts=[n])
-        bench.grow("r0c1", "token_scale", CONDITIONS[0][0], hosts=[1])
-
-    def fused(data):
-        executor = FusedExecutor(data, measures_together=together)
-        assert isinstance(executor.stacked_modules.host.module, Vmapped)
-        return executor
-
+@pytest.mark.parametrize(
+    ("slot", "blueprint", "stage", "alpha"),
+    [("r0c0", "token_mlp", SeedStage.HOLDING, 1.0), ("r0c0", "token_mlp", SeedStage.BLENDING, 0.4),
+     ("r0c1", "token_scale", SeedStage.TRAINING, 0.0)],
+)  # fmt: skip
+def test_fused_is_streamed_for_a_network_that_runs_through_vmap(slot, blueprint, stage, alpha):
+    x, losses = tokens.tokens().train.x, []
     with token_seeds():
-        compare(fused, grow, num_envs=4, host=host, data=tokens.tokens(), objective=tokens.OBJECTIVE)
+        for fused in (False, True):
+            host = ModuleHostSpec.of(Reader, SLOTS, x[:8]).build(SLOTS, x[:1])
+            bench = Bench(2, host=host, data=tokens.tokens(), objective=tokens.OBJECTIVE)
+            bench.grow(slot, blueprint, stage, alpha=alpha, hosts=[0])
+            executor = FusedExecutor(bench.executor.data) if fused else bench.executor
+            assert not fused or isinstance(executor.stacked_modules.host.module, Vmapped)
+            losses.append(torch.stack([executor.train_epoch(t, bench.slots).loss for t in (1, 2)]))
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=0.0)

@@ -9,8 +9,11 @@ from two builds of the module, under two seeds:
     equal in both                 a constant of the author               spread 0
     drawn by `uniform_`           linear, convolution, attention ...     half the interval of the draw
     drawn by `normal_`            an embedding, a transformer ...        the standard deviation of the draw
-    otherwise                     e.g. `torch.randn`, `trunc_normal_`    the module is built again for each host, under
+    otherwise                     e.g. `trunc_normal_`                   the module is built again for each host, under
                                                                          a seed of its own (`rebuilt`)
+
+A constructor that draws other numbers (`if torch.rand(()) < 0.4:`, `torch.randn`, `random`, NumPy) may do anything with
+them: then all weights are `rebuilt`.
 """
 
 import math
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.parameters.flat_layout import FlatLayout
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.random import seeded_generators, to_uniform, word_rows
+from esper.leyline.random import generator_states, seeded_generators, to_uniform, word_rows
 from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map
 
 
@@ -53,6 +56,7 @@ class _Draw(NamedTuple):
     spread: float
     normal: bool
     values: Tensor
+    of: Tensor
 
 
 @contextmanager
@@ -64,14 +68,19 @@ def _recorded_draws() -> Iterator[list[_Draw]]:
     draws: list[_Draw] = []
     inherited_uniform, inherited_normal = Tensor.uniform_, Tensor.normal_
 
+    def record(draw: _Draw) -> None:
+        # functions of `nn.init` may arrive twice, through the mode of `torch.device`
+        if not draws or draws[-1].of is not draw.of or not torch.equal(draws[-1].values, draw.values):
+            draws.append(draw)
+
     def uniform_(tensor: Tensor, low: float | int = 0.0, high: float | int = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
         out = inherited_uniform(tensor, low, high, **kwargs)
-        draws.append(_Draw(0.5 * (low + high), 0.5 * (high - low), False, out.detach().clone()))
+        record(_Draw(0.5 * (low + high), 0.5 * (high - low), False, out.detach().clone(), tensor))
         return out
 
     def normal_(tensor: Tensor, mean: float | int = 0.0, std: float | int = 1.0, **kwargs: Any) -> Tensor:  # noqa: ANN401
         out = inherited_normal(tensor, mean, std, **kwargs)
-        draws.append(_Draw(mean, std, True, out.detach().clone()))
+        record(_Draw(mean, std, True, out.detach().clone(), tensor))
         return out
 
     Tensor.uniform_, Tensor.normal_ = uniform_, normal_  # type: ignore[assignment, method-assign]
@@ -82,18 +91,31 @@ def _recorded_draws() -> Iterator[list[_Draw]]:
 
 
 class Builds(NamedTuple):
-    """The same module built under two seeds, and the draws of the first build."""
+    """The same module built under two seeds, and the draws of the first build.
+
+    `hidden`: it has drawn numbers that are not the weights of a layer, on which anything may depend.
+    """
 
     module: nn.Module
     other: nn.Module
     draws: list[_Draw]
+    hidden: bool
 
 
 def build_twice(build: Callable[[], nn.Module]) -> Builds:
     """The input of `init_table`."""
-    with _recorded_draws() as draws:
-        module = deterministic_build(build)
-    return Builds(module, deterministic_build(build, seed=1), draws)
+    with seeded_generators(0), torch.device("cpu"):
+        with _recorded_draws() as draws:
+            module = build()
+        ended = generator_states()
+    with seeded_generators(0):
+        for draw in draws:
+            again = torch.empty_like(draw.values)
+            again.normal_() if draw.normal else again.uniform_()
+        hidden = generator_states() != ended
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    hidden |= any(not isinstance(d.of, nn.Parameter) and d.of.untyped_storage().data_ptr() not in own for d in draws)
+    return Builds(module, deterministic_build(build, seed=1), draws, hidden)
 
 
 def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -> InitTable:
@@ -109,7 +131,10 @@ def init_table(builds: Builds, layout: FlatLayout, birth: Mapping[str, float]) -
         if name not in values:
             kind = type(builds.module).__name__
             raise ConfigError(f"birth names {name!r}, which is no parameter of {kind}; {nearest(name, values)}")
-    starts = {name: _start(value, others[name], builds.draws) for name, value in values.items()}
+    starts = {
+        name: _Start(0.0, rebuilt=True) if builds.hidden else _start(value, others[name], builds.draws)
+        for name, value in values.items()
+    }
     starts |= {name: _Start(constant) for name, constant in birth.items()}
     centre, spread, normal, rebuilt = (
         layout.pack({name: torch.zeros_like(value) + starts[name][part] for name, value in values.items()})

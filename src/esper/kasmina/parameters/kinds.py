@@ -92,13 +92,30 @@ class Kind:
     source: object
 
     def rebuild(self, seeds: list[int]) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R Q"]]:
-        """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU."""
+        """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU.
+
+        Raises:
+            ConfigError: another architecture than that of the first build.
+        """
         params, buffers = [], []
+        usual = deterministic_build(self.build) if seeds else None
         for seed in seeds:
             module = deterministic_build(self.build, seed)
+            if _architecture(module) != _architecture(usual):
+                raise ConfigError(
+                    f"{type(module).__name__} draws its architecture at random: its layers differ between two hosts. "
+                    "All hosts share one architecture; let the constructor draw weights alone."
+                )
             params.append(self.template.parameters.pack(dict(module.named_parameters())))
             buffers.append(self.template.buffers.pack(dict(module.named_buffers())))
         return torch.stack(params), torch.stack(buffers)
+
+
+def _architecture(module: nn.Module | None) -> list[object]:
+    """The layers of a module with the shapes of their weights."""
+    assert module is not None
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [*((path, str(layer)) for path, layer in module.named_modules()), *((name, t.shape) for name, t in named)]
 
 
 def host_kind(host: Host, device: torch.device) -> Kind:
@@ -210,7 +227,7 @@ def _start(builds: Builds, birth: Mapping[str, float], device: torch.device) -> 
     return Start(
         table=tree_map(lambda x: x.to(device), table),
         buffers=buffers.to(device),
-        rebuilt=drawn or bool(table.rebuilt.any()),
+        rebuilt=drawn or builds.hidden or bool(table.rebuilt.any()),
     )
 
 

@@ -8,6 +8,7 @@ Results are those of the streamed executor up to rounding, and a host gets the s
 with a blueprint without a rule (`seed_rules.py`, `trial.py`) are run as in the streamed executor.
 """
 
+from collections.abc import Iterator
 from typing import final
 
 import numpy as np
@@ -117,13 +118,14 @@ class NativeExecutor(NetworkExecutor):
         work = Workload.of_each([self._programs.training(code.tobytes()) for code in codes[ours]])
         assert batches.order is not None
         chosen, stored = torch.from_numpy(ours), batches.data
-        order, moves = batches.order[chosen], None if batches.drawn is None else batches.drawn[chosen]
         labels = stored.y if batches.targets is None else batches.targets[chosen]
-        examples = Examples(
-            stored.x, labels, order, batches.batch_size, table=self._table, moves=moves, border=self._border
-        )
-        self._machine.run_batches(work, spaces.of(ours), examples)
-        count = torch.full((p.num_envs,), float(order.shape[1]), dtype=torch.float64)
+        for some, size in _of_equal_size(batches.bounds):
+            order = batches.order[chosen, some].contiguous()
+            moves = None if batches.drawn is None else batches.drawn[chosen, some].contiguous()
+            of = labels if batches.targets is None else labels[:, some].contiguous()
+            examples = Examples(stored.x, of, order, size, table=self._table, moves=moves, border=self._border)
+            self._machine.run_batches(work, spaces.of(ours), examples)
+        count = torch.full((p.num_envs,), float(batches.order.shape[1]), dtype=torch.float64)
         outputs = train_pass(
             data.objective,
             Scores(totals[:, 0], totals[:, 1], count),
@@ -197,3 +199,13 @@ def _merged(
     """The results of all hosts, in order."""
     order = torch.from_numpy(np.argsort(np.concatenate((ours, others))))
     return tuple(torch.cat((a, b))[order] for a, b in zip(results, theirs, strict=True))
+
+
+def _of_equal_size(bounds: list[tuple[int, int]]) -> Iterator[tuple[slice, int]]:
+    """The examples that compiled C++ runs in batches of one size: all, or all but a larger last batch."""
+    (begin, end), size = bounds[-1], bounds[0][1]
+    if end - begin > size:
+        yield slice(0, begin), size
+        yield slice(begin, end), end - begin
+    else:
+        yield slice(0, end), size

@@ -225,7 +225,9 @@ def check_binding(network: nn.Module, again: nn.Module, x: Tensor) -> None:
             "with the weights of another host; read them from their modules in forward."
         )
     try:
-        run(training=True).sum().backward()
+        outputs = run(training=True)
+        if outputs.requires_grad:  # not where the whole network is frozen
+            outputs.sum().backward()
     except RuntimeError as error:
         raise ConfigError(
             f"{name} cannot be trained with the weights of all its layers in one tensor: {error} A forward pass must "

@@ -1,5 +1,6 @@
 """A network in the style of the published ones, with data to grow it on."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,5 +37,11 @@ class Published:
     def task(self, **changes: Any) -> esper.Task:
         """The task with batches of 16 and episodes of 12 steps."""
         x, y = self.data()
-        given = {"batch": 16, "episode_length": 12, "name": self.name.lower().replace(" ", "-"), **self.options, **changes}
+        given = {
+            "batch": 16,
+            "episode_length": 12,
+            "name": re.sub(r"\W+", "-", self.name.lower()),
+            **self.options,
+            **changes,
+        }
         return esper.Task(self.model, list(self.slots), (x, y), **given)

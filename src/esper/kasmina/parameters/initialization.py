@@ -73,7 +73,7 @@ def _seeded(seed: int) -> Iterator[None]:
 def _moved() -> tuple[object, ...]:
     """Where the global generators of PyTorch and NumPy stand."""
     _, keys, place, *_ = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), keys.tobytes(), place  # type: ignore[union-attr]
+    return torch.get_rng_state().numpy().tobytes(), keys.tobytes(), place  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -102,8 +102,8 @@ class Population:
                     misfits[point.slot_id] = error
             if misfits and not kinds:
                 raise next(iter(misfits.values()))
-            for slot_id, error in misfits.items():
-                self.left_out[index] = f"slot {slot_id!r}: {error}"
+            for slot_id, misfit in misfits.items():
+                self.left_out[index] = f"slot {slot_id!r}: {misfit}"
             found |= {} if misfits else kinds
         if not found:
             raise ConfigError(

@@ -337,7 +337,7 @@ class Vmapped(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         # PyTorch asks to be told which operations run one host after another; no user can do anything about them
-        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
         self._modules.update(module._modules)  # the paths of the original, to which weights are bound
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)

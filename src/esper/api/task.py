@@ -44,7 +44,7 @@ class Task:
         slots: paths of submodules, such as "layer2.1", at whose outputs seeds may grow.
         train: (x [n, ...], y [n, ...]) as tensors or arrays, or a map-style `torch.utils.data.Dataset`.
         val: what the controller sees. test: what is measured once, at the end. A tenth of `train` each if not given.
-        batch: examples per batch of training.
+        batch: examples per batch of training; a last batch of a single example joins the one before it.
         name: for run directories and messages; that of the network if not given.
         loss: (outputs, targets) -> loss of each example [B]. If not given, the targets decide: classes [n] mean
             cross-entropy and accuracy, tokens [n, T] (-1 is padding) the same for each token, floats squared error, R².

@@ -59,7 +59,7 @@ class Task:
             `DataLoader` of one, whose data set and `collate_fn` are taken. x may be a tuple or a dictionary of tensors;
             y too, with a `loss`.
         val: what the controller sees. test: what is measured once, at the end. A tenth of `train` each if not given.
-        batch: examples per batch of training.
+        batch: examples per batch of training; a last batch of a single example joins the one before it.
         name: for run directories and messages; that of the network if not given.
         outputs: what counts of the network's result, e.g. `lambda out: out.logits`. All of it if not given, which must
             be one tensor, or tensors of floats [B, ...] that a `loss` takes as the network returns them.

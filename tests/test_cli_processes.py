@@ -99,7 +99,7 @@ def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_bluepr
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=240)
     assert process.returncode == 130
-    assert out.endswith("stopped; continue with: esper train --resume run\n")
+    assert out.endswith("stopped; continue with: esper train --resume run --plugins moss.py\n")
     assert "Traceback" not in err
     done = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     resumed = esper("train", "--resume", "run", "--rounds", str(done + 1), "--trust", cwd=tmp_path)

@@ -81,7 +81,7 @@ def test_a_run_of_a_file_names_its_task_to_python_too(file, tmp_path):
     run = esper.train("mine.py:task", 1, 1, run_dir="run", progress=False, **SMALL)
     assert run.evaluate("wait_only", num_envs=1, progress=False).rows[0].name == "trained"
     assert esper.grow("mine.py:task", run, progress=False, workers=1).points is not None
-    with pytest.raises(ValueError, match="in Python: trust=True"):
+    with pytest.raises(ValueError, match="then allow it with trust=True"):
         esper.evaluate("run")
     assert esper.load("run", trust=True).evaluate("wait_only", num_envs=1, progress=False).rows
 

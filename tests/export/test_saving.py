@@ -77,7 +77,7 @@ def test_the_input_normalization_is_saved_and_loaded(network_of, tmp_path):
 
 def test_a_folder_that_exists_is_replaced_only_if_asked_and_only_if_it_is_one_of_ours(network_of, saved):
     before = (saved / "model.safetensors").read_bytes()
-    with pytest.raises(ExportError, match="exists already; name a new folder, or replace it with --overwrite"):
+    with pytest.raises(ExportError, match="exists already; name a new folder, or replace it with overwrite=True"):
         network_of(1).save(saved)
     assert (saved / "model.safetensors").read_bytes() == before
     network_of(1).save(saved, overwrite=True)

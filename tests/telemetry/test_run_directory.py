@@ -36,7 +36,9 @@ def test_a_new_directory_holds_its_configuration_and_empty_records(tmp_path: Pat
 
 def test_a_path_that_exists_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", CONFIG).close()
-    with pytest.raises(RunDirectoryError, match="continue it with --resume"):
+    with pytest.raises(
+        RunDirectoryError, match=r"continue it with esper\.load\(.*\.resume\(\), or name another run_dir"
+    ):
         require_free(tmp_path / "run")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("mine")

@@ -163,7 +163,7 @@ def test_a_worker_that_was_killed_is_an_error_with_the_way_out():
     built.executor.reset(0)
     first, second = built.executor._workers
     os.kill(second.process.pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"host 2 ended \(killed by signal 9\).*--resume.*workers = 1"):
+    with pytest.raises(WorkerError, match=r"host 2 ended \(killed by signal 9\).*last checkpoint.*workers = 1"):
         built.reset(ToyClient(built.spec), 1)
     assert first.process.poll() is None
     built.executor.close()

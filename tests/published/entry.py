@@ -1,13 +1,17 @@
-"""A network in the style of the published ones, with data to grow it on."""
+"""A network in the style of the published ones, with data to grow it on.
+
+Modules of networks import this file alone, so that they can be imported where there is no esper.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-import esper
+if TYPE_CHECKING:
+    import esper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +38,10 @@ class Published:
     shows: str = ""
     refused: str | None = None
 
-    def task(self, **changes: Any) -> esper.Task:
+    def task(self, **changes: Any) -> "esper.Task":
         """The task with batches of 16 and episodes of 12 steps."""
+        import esper
+
         x, y = self.data()
         given = {
             "batch": 16,

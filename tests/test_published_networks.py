@@ -1,0 +1,39 @@
+"""Published networks, one by one: each trains, agrees with plain PyTorch, is saved, and loads without esper."""
+
+import warnings
+
+import pytest
+
+import write_networks
+from published.collection import every
+from published.entry import Published
+
+FAST = {"LeNet", "in-place behind slots", "random.random()", "no_grad"}
+"""Their checks take some seconds; the others are slow."""
+NETWORKS = every()
+
+
+@pytest.mark.parametrize(
+    "of", [pytest.param(of, id=of.name, marks=() if of.name in FAST else pytest.mark.slow) for of in NETWORKS]
+)
+def test_a_published_network_trains_agrees_saves_and_loads(of: Published):
+    row: write_networks.Row = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_networks.check(of, row.update)
+    assert not write_networks.failed(row), row
+    assert (row["trains"] == "refused") == (of.refused is not None)
+
+
+def test_names_of_published_networks_differ():
+    names = [of.name for of in NETWORKS]
+    assert len(names) == len(set(names))
+    assert set(names) >= FAST
+
+
+def test_a_network_that_crashes_is_a_row_and_not_the_end(monkeypatch):
+    crash = "import os; os.kill(os.getpid(), 11)"
+    monkeypatch.setattr(write_networks, "command_of", lambda number: [write_networks.sys.executable, "-c", crash])
+    row = write_networks.checked(write_networks.Named(0, "a", "b", "c", None), limit=60)
+    assert row["sentence"] == "trains: the process ended with -11"
+    assert write_networks.failed(row)

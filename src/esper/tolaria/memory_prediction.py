@@ -113,7 +113,10 @@ def predict(
         warnings.simplefilter("ignore")  # those of the choice of an executor come again when the hosts are built
         single = replace(config, num_envs=1, workers=1)
         one, taken = network_executor(single, replace(task, batches_per_step=1), dataset, device)
-    batch_seconds = _batch_seconds(one)
+        batch_seconds = _pass_seconds(one)
+        if further := int(_TRIAL / batch_seconds):  # much of a quick pass is work that all hosts and batches share
+            several, _ = network_executor(single, replace(task, batches_per_step=1 + further), dataset, device)
+            batch_seconds = max((_pass_seconds(several) - batch_seconds) / further, 0.1 * batch_seconds / further)
     one.reset(0)
     structure = _everywhere_largest(one.population)
     one.apply_structure(structure)
@@ -134,14 +137,20 @@ def predict(
     )
 
 
-def _batch_seconds(one: NetworkExecutor) -> float:
-    """Time of the second of two training passes of one batch."""
+_TRIAL = 0.4
+"""Most seconds of a training pass whose time is measured."""
+
+
+def _pass_seconds(one: NetworkExecutor) -> float:
+    """Time of a training pass: the shorter of two after the first."""
     one.reset(0)
     slots = empty_slots(1, one.population.num_slots, one.population.device)
-    for t in (1, 2):
+    seconds = []
+    for t in (1, 2, 3):
         began = time.perf_counter()
         host_read(one.train_epoch(t, slots).loss)
-    return time.perf_counter() - began
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def _everywhere_largest(population: Population) -> Structure:

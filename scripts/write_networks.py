@@ -113,6 +113,8 @@ def check(of: "Published", say: Callable[[Row], None]) -> None:
     from esper.leyline.errors import EsperError
     from published import checks
 
+    failures: list[str] = []  # the sentence is that of the first
+
     def step(name: str, do: Callable[[], Any]) -> Any:
         try:
             result = do()
@@ -120,7 +122,8 @@ def check(of: "Published", say: Callable[[Row], None]) -> None:
             sentence = str(error).strip() if isinstance(error, EsperError) else f"{type(error).__name__}: {error}"
             refused = of.refused is not None and isinstance(error, EsperError) and of.refused in sentence
             outcome = "refused" if refused else False
-            say({name: outcome, "sentence": f"{name}: {sentence}"})
+            say({name: outcome} if failures else {name: outcome, "sentence": f"{name}: {sentence}"})
+            failures.append(name)
             return None
         say({name: result if isinstance(result, str) else True})
         return result

@@ -8,7 +8,7 @@ import write_networks
 from published.collection import every
 from published.entry import Published
 
-FAST = {"LeNet", "in-place behind slots", "random.random()", "no_grad"}
+FAST = {"in-place behind slots", "random.random()", "no_grad"}
 """Their checks take some seconds; the others are slow."""
 NETWORKS = every()
 

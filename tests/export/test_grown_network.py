@@ -14,6 +14,7 @@ from esper.export.description import fields_of
 from esper.export.grown import Grown, GrownSeed
 from esper.export.network import GrownNetwork, flops
 from esper.export.plain_hosts import plain
+from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ExportError
 from esper.leyline.stages import SeedStage
 from esper.tasks.registry import task_by_name
@@ -50,6 +51,24 @@ def test_parameters_and_operations_are_counted_by_hand():
     counts = [sum(p.numel() for p in part.parameters()) for part in (module.network, module.grown)]
     assert counts == [HOST_PARAMS, 9 * 16 + 3 * 4]
     assert flops(module, host, torch.zeros(5, 1, 6, 6)) == HOST_FLOPS + 2 * 36 * 9 * 16  # of one example of the five
+
+
+class Queries(nn.Module):
+    """A layer takes learned queries [4, 6], as in Perceiver or DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.layer, self.out = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.layer(self.queries.unsqueeze(0).expand(len(x), -1, -1))
+        return self.out(queries.mean(dim=1) + x)
+
+
+def test_operations_on_learned_queries_are_counted():
+    x = torch.randn(8, 5)
+    host = ModuleHostSpec.of(Queries, ["out"], x).build(["out"], x[:1])
+    assert flops(Queries(), host, x) == 2 * (4 * 6 * 5 + 5 * 3)
 
 
 def test_the_parameters_of_an_exported_host_are_those_of_host_and_seeds(trained, network_of):

@@ -360,7 +360,8 @@ def flops(module: nn.Module, host: Host, example: Tensor) -> int:
     `example` is a batch as hosts get it.
     """
     args, kwargs = host.arguments(example[:1])
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    # with gradients, because without them the counter rejects a view of a parameter as the input of a layer
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
         module(*args, **kwargs)
     return int(counter.get_total_flops())
 

@@ -375,9 +375,11 @@ def _host(spec: HostSpec, slots: Collection[str], example: Tensor) -> Host:
 def _described_host(description: Description, folder: Path) -> Host:
     spec = restored(description.host, "esper.kasmina.hosts")
     if not isinstance(spec, HostSpec):
+        ways = next((f", or load it without esper: {how}" for name, how in artefacts.HOW_TO_LOAD.items()
+                     if (folder / name).exists()), "")  # fmt: skip
         raise ExportError(
             f"{folder / DESCRIPTION}: the host is not an architecture of esper, so the file alone cannot build it; "
-            "give esper.load its task; or load the network without esper, with load_model() of model.py."
+            f"give esper.load its task{ways}."
         )
     return _host(spec, description.slots, description.example())
 

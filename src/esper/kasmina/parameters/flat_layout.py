@@ -91,7 +91,10 @@ def parameter_layout(module: nn.Module) -> FlatLayout:
     """
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32:
-            raise ConfigError(f"parameter {name!r} is {parameter.dtype}; stacked modules hold float32 parameters.")
+            raise ConfigError(
+                f"parameter {name!r} is {parameter.dtype}, but parameters must be float32; build it so, or call .float(), "
+                "and convert in forward where the network computes in another type."
+            )
     return _layout((name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 
@@ -104,7 +107,10 @@ def buffer_layout(module: nn.Module) -> FlatLayout:
     buffers = [(name, b) for name, b in module.named_buffers(remove_duplicate=False) if b.is_floating_point()]
     for name, buffer in buffers:
         if buffer.dtype != torch.float32:
-            raise ConfigError(f"buffer {name!r} is {buffer.dtype}; stacked modules hold float32 buffers.")
+            raise ConfigError(
+                f"buffer {name!r} is {buffer.dtype}, but buffers of floats must be float32; register it so, and convert it "
+                "in forward."
+            )
     return _layout(buffers)
 
 

@@ -85,7 +85,7 @@ class JoinedTowers(Towers):
     """The same of one tensor [B, 41]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:, :36].reshape(-1, 1, 6, 6), x[:, 36:])
+        return super().forward(x[:, :36].reshape(-1, 1, 6, 6).contiguous(), x[:, 36:].contiguous())
 
 
 class JoinedBert(Bert):

@@ -72,6 +72,7 @@ MAY_DRAW = {
     "kasmina/hosts/module_probe.py": "tries a user's network, with a generator of its own",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, with a generator of its own",
     "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
+    "kasmina/parameters/initialization.py": "repeats the draws of a constructor, to see whether there were others",
     "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {

@@ -10,7 +10,7 @@ from esper.leyline.errors import ConfigError
 
 TASK = r"an esper.Task\(model=..., slots=..., train=...\), a specification of a task or text"
 WRONG = [
-    (lambda: own_task(train=None), r"esper.Task: train is None; it must be tuple\[.*\] \| MapStyle."),
+    (lambda: own_task(train=None), r"esper.Task: train is None; it must be \(x, y\), a dictionary .* a DataLoader\."),
     (lambda: own_task(batch=2.5), "esper.Task: batch is 2.5; it must be int."),
     (lambda: own_task(batch=True), "esper.Task: batch is True; it must be int."),
     (lambda: own_task(seed="a"), "esper.Task: seed is 'a'; it must be int."),

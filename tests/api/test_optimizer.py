@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from esper.tolaria.executors.static.executor import StaticExecutor
 from own_tasks import own_task
 
 import esper
@@ -22,7 +21,6 @@ EXECUTORS = {
     "streamed": None,
     "fused": lambda data: FusedExecutor(data, measures_together=True),
     "native": NativeExecutor,
-    "static": StaticExecutor,
 }
 OF_A_USER = {
     "adamw": (("adamw", {}, None), partial(T.AdamW, lr=1e-3)),

@@ -77,12 +77,12 @@ def test_each_kind_trains_and_what_grew_takes_and_returns_what_the_network_does(
     task = make()
     found = grown(task, executor)
     module, data, objective = found.module, task.spec.load(None, 0), task.spec.objective
-    args, kwargs = module.host.arguments(data.test.x)
+    args, kwargs = found.network.host.arguments(data.test.x)
     with torch.no_grad():
         result = module(*args, **kwargs)
         plain = task.spec.host.model().eval()(*args, **kwargs)
     assert type(result) is type(plain)
-    scores = objective.scores(module.host.collected(result), data.test.y)
+    scores = objective.scores(found.network.host.collected(result), data.test.y)
     points = float(objective.points(scores.score.sum(), scores.weight.sum()))
     assert points == pytest.approx(found.test_points, rel=1e-5)
     assert len(found.network.description.seeds) > 0
@@ -102,7 +102,7 @@ def test_several_tensors_give_to_the_bit_what_the_same_network_gives_of_one(exec
     one = esper.Task(JoinedTowers, ["image"], (joined, CLASSES), name="towers", **SHORT)
     text = esper.Task(JoinedBert, ["layer"], (torch.cat([*TEXT.values()], dim=1), CLASSES), name="bert", **SHORT)
     for several, alone in ((towers(), one), (bert(), text)):
-        weights = [dict(grown(task, executor).module.host.named_parameters()) for task in (several, alone)]
+        weights = [dict(grown(task, executor).module.network.named_parameters()) for task in (several, alone)]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 

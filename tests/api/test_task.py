@@ -209,10 +209,13 @@ WRONG = [
     ({"model": Coloured, "train": (torch.rand(40, 6, 6, 3), Y)}, "images have channels first, [B, C, H, W]: x.permute"),
     ({"loss": fails}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64: ZeroDivisionError"),
     ({"metric": fails}, "the metric fails on outputs (4, 3) and targets (4,) of torch.int64: ZeroDivisionError"),
-    ({"inputs": fails}, "inputs= fails on [40, 1, 6, 6] of torch.float32: ZeroDivisionError: division by zero"),
+    (
+        {"inputs": fails},
+        "inputs= fails on a tensor [40, 1, 6, 6] of torch.float32: ZeroDivisionError: division by zero",
+    ),
     (
         {"inputs": lambda x: x.numpy()},
-        "inputs= gives a ndarray for examples [40, 1, 6, 6]; it must give an input for each",
+        "inputs gives a ndarray; it must give tensors",
     ),
     ({"inputs": lambda x: x[:1]}, "inputs= gives a tensor [1, 1, 6, 6] for examples [40, 1, 6, 6]"),
     (
@@ -220,7 +223,7 @@ WRONG = [
         "train[40] fails: IndexError: index 40 is out of bounds for dimension 0 with size 40. Its length",
     ),
     ({"train": Table(broken=True)}, "train[7] fails: OSError: no such picture. Its length is given as 50"),
-    ({"train": {"x": X, "y": Y}}, "train is a dict, expected (x, y) or a data set"),
+    ({"train": {"x": X, "y": Y}}, "train is a dictionary of 'x', 'y', expected inputs by name and 'labels'"),
     (
         {"train": (X.to_sparse(), Y)},
         "train.x is a tensor of torch.float32, torch.sparse_coo on cpu, expected a dense one",

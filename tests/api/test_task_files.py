@@ -69,7 +69,7 @@ def test_a_task_of_a_file_is_trained_resumed_compared_grown_and_drawn(file, tmp_
     out = capfd.readouterr().out
     assert out.startswith(f"esper: grow {name} by {run}, 2 networks x 4 steps, seed 0\n")
     assert "step  slot" in out
-    assert out.endswith("grown: model.json, model.py, model.safetensors, timeline.json\n")
+    assert "\ngrown: model.json, model.py, model.safetensors, timeline.json\n" in out
     assert esper.load("grown", task="mine.py:task").timeline[-1].event == "end"
     assert main(["grow", "mine.py:task", "--best-of", "2", "--set", "executor=streamed", "workers=2"]) == 0
     assert "2 networks" in capfd.readouterr().out

@@ -142,7 +142,7 @@ def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_remains(
         assert train(path) == 130
     out, err = capfd.readouterr()
     assert "again to stop at once" in err
-    assert "stopped; continue from the last checkpoint" in out
+    assert "stopped; continue with: esper train --resume" in out
     assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00001"]
     assert resume(path) == 0
     assert_same_run(path, whole["null"])

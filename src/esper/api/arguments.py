@@ -14,6 +14,7 @@ import numpy as np
 
 from esper.leyline.errors import ConfigError, nearest
 from esper.runs.config import RunConfig
+from esper.tasks.datasets.arrays import Examples
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,8 +47,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             plain = [one.item() if isinstance(one, np.generic) else one for one in (value if several else [value])]
             for one in plain:
                 if not _fits(one, kind := kinds().get(key, Any)):
-                    expected = re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
-                    raise ConfigError(f"{name}: {key} is {_shown(one)}; it must be {expected}.")
+                    raise ConfigError(f"{name}: {key} is {_shown(one)}; it must be {_expected(kind)}.")
             bound.arguments[key] = tuple(plain) if several else plain[0]
         return function(*bound.args, **bound.kwargs)
 
@@ -68,6 +68,13 @@ def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 -- any annotation
     if inner and issubclass(origin, Collection) and not issubclass(origin, tuple | Mapping):
         return isinstance(value, origin) and not isinstance(value, str) and all(_fits(one, inner[0]) for one in value)
     return isinstance(value, origin)
+
+
+def _expected(kind: Any) -> str:  # noqa: ANN401 -- any annotation
+    if set(get_args(Examples)) <= set(get_args(kind)):
+        words = "(x, y), a dictionary of arrays with 'labels', a data set or a DataLoader"
+        return words + ", or None" * (type(None) in get_args(kind))
+    return re.sub(r"\w+\.", "", inspect.formatannotation(kind)).replace("Sequence", "list")
 
 
 def _shown(value: object) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from esper.api.arguments import checked
 from esper.api.timeline import FILE, Timeline
-from esper.export.network import Format, GrownNetwork, Saved
+from esper.export.network import GrownNetwork, Saved
 from esper.telemetry.progress import warn
 
 
@@ -63,7 +63,7 @@ class Grown:
         return self.network.description.flops
 
     @checked
-    def save(self, folder: Path | str, *, formats: Collection[Format] = (), overwrite: bool = False) -> Saved:
+    def save(self, folder: Path | str, *, formats: Collection[str] = (), overwrite: bool = False) -> Saved:
         """Write the files of `esper export` and the timeline; `esper.load` reads them.
 
         Prints a sentence for each thing that is not as usual, e.g. why there is no model.py.

@@ -51,6 +51,8 @@ def optimizer_of(optimizer: AnyOptimizer, given: Mapping[str, Any], clip: float 
             raise ConfigError(f"{kind} with {key}={value!r} is not available here; leave {key} out.")
     values = {**_UNUSED, **defaults, **_OF_A_NAME.get(name or "", {}), **changed}
     lr, momentum, decay, eps = (_number(key, values[key]) for key in _NUMBERS)
+    if not lr > 0.0:
+        raise ConfigError(f"lr is {lr}; it must be above 0.")
     betas = values["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"betas is {betas!r}; give two numbers, such as (0.9, 0.999).")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
+from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, applied, inputs_of
@@ -66,8 +68,8 @@ class Task:
         loss: (outputs, targets) -> loss of each example [B]. If not given, the targets decide: classes [n] mean
             cross-entropy and accuracy, tokens [n, T] (-1 is padding) the same for each token, floats squared error, R².
             One-hot targets of the shape of the outputs mean classes or tokens, also for `metric`.
-        metric: (outputs, targets) -> points of each example [B], where 100 is perfect. If only `loss` is given: by how
-            many percent it is below `blind_loss`.
+        metric: (outputs, targets) -> points of each example [B], where 100 is perfect; or bools, whether each is
+            right. If only `loss` is given: by how many percent it is below `blind_loss`.
         unit: name of the points.
         blind_loss: loss of guessing. If only `loss` is given: that of a new network.
         inputs: applied to every batch on the device, e.g. to make floats of bytes.
@@ -107,7 +109,7 @@ class Task:
         outputs: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
         augmentation: Augmentation | None = None,
-        classes: Sequence[str] = (),
+        classes: Sequence[str] | np.ndarray = (),
         episode_length: int = 40,
         batches_per_step: int | None = None,
         optimizer: AnyOptimizer = "adamw",
@@ -128,8 +130,11 @@ class Task:
         interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
         host = ModuleHostSpec.of(model, slots, sample[:8], interface=interface)
         network = cast(ModuleHost, deterministic_build(lambda: host.build(slots, sample[:1])))
-        found = _outputs(network, sample, batch)
-        structures = _structure_of_outputs(network, sample[:2]), first.y_structure
+        if batch < 1:
+            raise ConfigError(f"batch is {batch}; it must be at least 1.")
+        with seeded_generators(seed):  # the loss of guessing must be the same in every process
+            found = _outputs(network, sample, batch)
+            structures = _structure_of_outputs(network, sample[:2]), first.y_structure
         if structures != (None, None):
             if loss is None:
                 raise ConfigError("targets of several tensors need a loss(outputs, targets) of your own; give one.")
@@ -151,7 +156,7 @@ class Task:
             objective=objective,
             inputs=inputs,
             augmentation=augmentation,
-            class_names=classes,
+            class_names=tuple(map(str, classes)),
             run_seed=seed,
         )
         if (first.x_structure, first.y_structure) != (None, None):
@@ -279,7 +284,7 @@ def _name(given: str | None, network: ModuleHost) -> str:
 def _outputs(network: nn.Module, x: Tensor, batch: int) -> Tensor:
     """Outputs of a new network."""
     network.eval()
-    return torch.cat([network(part, _no_seeds) for part in x.split(max(batch, 1))])
+    return torch.cat([network(part, _no_seeds) for part in x.split(batch)])
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "tasks": (Tasks, tasks),
 }
 """The options of each command, and what it does."""
-_ABOUT = "Networks that grow while they train, and a controller that learns to grow them. --version says which version."
+_ABOUT = "Networks that grow while they train, and a controller that learns it (--version)"
 
 
 def main(arguments: list[str] | None = None) -> int:

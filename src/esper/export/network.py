@@ -194,7 +194,7 @@ class GrownNetwork:
         self,
         folder: Path | str,
         *,
-        formats: Collection[Format] = (),
+        formats: Collection[str] = (),
         overwrite: bool = False,
         texts: Mapping[str, str] = MappingProxyType({}),
     ) -> Saved:

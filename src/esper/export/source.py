@@ -54,7 +54,10 @@ def written(plain: Plain, description: Description, inputs: object, *, imports: 
         path=path,
     )
     if code.needed:
-        notes.append(f"model.py imports {', '.join(sorted(code.needed))}, which must be importable where it is loaded.")
+        notes.append(
+            f"model.py imports {', '.join(sorted(code.needed))}, which must be importable where it is loaded; "
+            "formats=['pt2'] writes a file that needs torch alone."
+        )
     return Written(text, notes)
 
 

@@ -268,6 +268,10 @@ def per_example(name: str, function: PerExample, outputs: Tensor, targets: Tenso
             f"example, {tuple(outputs.shape[:1])}: average over the axes of an example, and not over the batch "
             "(reduction='none')."
         )
+    if found.dtype is torch.bool:
+        if name == "loss":
+            raise ConfigError("the loss gives bool; expected a loss that is a number with a gradient.")
+        found = 100.0 * found  # right or wrong
     return found.float().masked_fill(~outputs.reshape(len(outputs), -1).amax(dim=1).isfinite(), torch.nan)
 
 

@@ -179,14 +179,6 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
                               "hosts share buffers of whole numbers; register it as floats.")  # fmt: skip
     features = [check_slot(slot, run, len(x)) for slot in slots]
     out = check_output(network, run, len(x))
-    with torch.no_grad():
-        evaluated = plain_pass(network.eval(), x)
-    network.train()
-    if out.shape != evaluated.shape:
-        raise ConfigError(
-            f"{name} gives outputs {list(out.shape)} in training and {list(evaluated.shape)} in evaluation for "
-            f"{len(x)} examples; choose what both have with outputs=, e.g. outputs=lambda out: out[0]."
-        )
     try:
         grads = (
             torch.autograd.grad(out.sum(), features, allow_unused=True)
@@ -203,7 +195,13 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
             raise ConfigError(f"no gradient flows from the output of {name} to slot {slot!r}, so a seed there could "
                               f"not learn: {found}.")  # fmt: skip
     check_repeats(network, run.output, run_with(seed).output)  # last, because it writes into the buffers
-    network.eval()
+    with torch.no_grad():
+        evaluated = plain_pass(network.eval(), x)
+    if out.shape != evaluated.shape:
+        raise ConfigError(
+            f"{name} gives outputs {list(out.shape)} in training and {list(evaluated.shape)} in evaluation for "
+            f"{len(x)} examples; choose what both have with outputs=, e.g. outputs=lambda out: out[0]."
+        )
     return run
 
 

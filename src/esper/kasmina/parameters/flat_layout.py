@@ -92,8 +92,8 @@ def parameter_layout(module: nn.Module) -> FlatLayout:
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32:
             raise ConfigError(
-                f"parameter {name!r} is {parameter.dtype}, but parameters must be float32; build it so, or call .float(), "
-                "and convert in forward where the network computes in another type."
+                f"parameter {name!r} is {parameter.dtype}, but parameters must be float32; build it so, or call "
+                ".float(), and convert in forward where the network computes in another type."
             )
     return _layout((name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
 
@@ -108,8 +108,8 @@ def buffer_layout(module: nn.Module) -> FlatLayout:
     for name, buffer in buffers:
         if buffer.dtype != torch.float32:
             raise ConfigError(
-                f"buffer {name!r} is {buffer.dtype}, but buffers of floats must be float32; register it so, and convert it "
-                "in forward."
+                f"buffer {name!r} is {buffer.dtype}, but buffers of floats must be float32; register it so, and "
+                "convert it in forward."
             )
     return _layout(buffers)
 

@@ -27,9 +27,9 @@ class Split:
     Any dtype: e.g. x [45000, 3, 32, 32] uint8 with y [45000] classes, or x [n, T] tokens with y [n, T] next tokens.
     """
 
-    x: Shaped[Tensor, "n ..."]
-    y: Shaped[Tensor, "n ..."]
-    _versions: tuple[int, ...] = field(init=False)
+    x: Shaped[Tensor, "n ..."] = field(repr=False)
+    y: Shaped[Tensor, "n ..."] = field(repr=False)
+    _versions: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_versions", self._found())

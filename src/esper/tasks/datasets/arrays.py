@@ -199,7 +199,8 @@ def stored(place: str, examples: object, inputs: Inputs | None) -> Stored:
         found = (" and ".join(str(len(values)) for values in tensors) for tensors in (parts, targets))
         raise DataError("{}: x has {} examples but y has {}; they must be equally many.".format(place, *found))
     if not parts or not targets or len(parts[0]) == 0:
-        raise DataError(f"{place} is empty, expected examples; leave it out to split them off train.")
+        out = "" if place.endswith("train") else "; leave it out to split them off train"
+        raise DataError(f"{place} is empty, expected examples{out}.")
     _tree(f"{place}.x", x, _check_finite)
     _tree(f"{place}.y", y, _check_finite)
     if isinstance(x, Tensor):
@@ -216,10 +217,16 @@ def _tree(place: str, value: Any, change: Callable[[str, Any], Any]) -> Any:  # 
     """`change(place, part)` of each part of tuples, lists and dictionaries; a list of numbers is one part."""
     if isinstance(value, Mapping):
         return {key: _tree(f"{place}[{key!r}]", part, change) for key, part in value.items()}
-    numbers = isinstance(value, list) and all(isinstance(part, bool | int | float) for part in value)
-    if isinstance(value, tuple | list) and not numbers:
+    if isinstance(value, tuple | list) and not _is_numbers(value):
         return tuple(_tree(f"{place}[{i}]", part, change) for i, part in enumerate(value))
     return change(place, value)
+
+
+def _is_numbers(value: object) -> bool:
+    """Whether a list holds numbers, or lists of them; only the first row is looked at."""
+    return (
+        isinstance(value, list) and bool(value) and (isinstance(value[0], bool | int | float) or _is_numbers(value[0]))
+    )
 
 
 def _pair(place: str, example: Any) -> tuple[Any, Any]:  # noqa: ANN401 -- whatever the user's data set gives
@@ -320,12 +327,17 @@ def _tensor(place: str, value: object) -> Tensor:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
         native = value.dtype.newbyteorder("=")
         value = torch.from_numpy(np.require(value, native, ["C", "W"]))  # copies only what PyTorch cannot share
-    elif isinstance(value, bool | int | float | np.generic | list):
-        value = torch.as_tensor(value)
+    elif isinstance(value, bool | int | float | np.generic) or _is_numbers(value):
+        try:
+            value = torch.as_tensor(value)
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{place} is a list that is not an array ({error}); make its rows equally long.") from error
     if not isinstance(value, Tensor):
         kind = f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
         ways = {"to_numpy": ".to_numpy()", "getbands": "the transform torchvision.transforms.PILToTensor()"}
         way = next((way for name, way in ways.items() if hasattr(value, name)), "torch.as_tensor(...)")
+        if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+            way = "np.unique(labels, return_inverse=True)[1] where it holds labels"
         raise DataError(f"{place} is of type {kind}, expected a tensor, an array or a number; convert it with {way}.")
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta or value.is_complex():
         raise DataError(

@@ -172,8 +172,8 @@ def test_a_blueprint_of_the_users_own_grows_too(own, build, reason):
     assert reason is None or re.search(reason, refused[name])
 
 
-def test_a_last_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch():
-    images = dataset(train=BATCH + 1, val=VAL_BATCH + 1)
+def test_a_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch():
+    images = dataset(train=1, val=VAL_BATCH + 1)
     small = {name: Split(images.split(name).x[..., :2, :2], images.split(name).y) for name in ("train", "val", "test")}
     data = Dataset(identity={"name": "small"}, **small, num_classes=3)
     for executor in ("streamed", "native"):
@@ -240,11 +240,17 @@ def test_a_run_repeats_itself_to_the_bit():
     assert same_tree(whole_run("native")[2], whole_run("native")[2])
 
 
+def with_label(split: str, label: int) -> Dataset:
+    """The tiny data, in which the sixth example of a split has this label."""
+    data = dataset()
+    of = data.split(split)
+    return replace(data, **{split: Split(of.x, of.y.index_fill(0, torch.tensor([5]), label))})
+
+
 @pytest.mark.parametrize("wrong", [-1, 3])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_label_without_a_class_is_refused(split, wrong):
-    data = dataset()
-    getattr(data, split).y[5] = wrong
+    data = with_label(split, wrong)
     with pytest.raises(
         DataError, match=rf"the {split} split has labels from -?\d to \d, but the host knows .* 0 to 2; correct"
     ):
@@ -252,8 +258,7 @@ def test_a_label_without_a_class_is_refused(split, wrong):
 
 
 def test_labels_of_the_test_split_are_looked_at_when_it_is_run():
-    data = dataset()
-    data.test.y[5] = 3
+    data = with_label("test", 3)
     native = NativeExecutor(Bench(1, data=data).executor.data)
     with pytest.raises(DataError, match="the test split has labels from 0 to 3"):
         native.committed("test", empty_slots(1, len(SLOTS), CPU))

@@ -204,7 +204,7 @@ WRONG = [
     (detector, {"loss": None, "metric": None, "unit": None, "outputs": lambda out: out["class"]},
      "targets of several tensors need a loss(outputs, targets) of your own"),
     (detector, {"loss": lambda out, y: out["klass"]}, "the loss fails on outputs {class: float32 [n, 3], box: "
-     "float32 [n, 2]} and targets {class: int64 [n], box: float32 [n, 2]}: no key 'klass'"),
+     "float32 [n, 2]} and targets {class: int64 [n], box: float32 [n, 2]}: KeyError: 'klass'"),
     (detector, {"loss": lambda out, y: out["box"]}, "the loss gives a result of shape (60, 2) for outputs {class"),
     (bert, {"train": ({"ids": TOKENS, "attention_mask": TOKENS}, CLASSES)}, "Bert cannot process inputs {ids: int64 "
      "[n, 8], attention_mask: int64 [n, 8]}, which are like the example: Bert.forward() got an unexpected keyword"),

@@ -9,7 +9,7 @@ from esper.kasmina.blueprints import registry
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
-from tiny import Bench, engine
+from tiny import Bench, engine, same_tree
 from toys import ToyClient, script
 
 ALL = [registry.blueprint_at(i, HostFamily.CNN).name for i in registry.selectable(HostFamily.CNN)]
@@ -32,6 +32,7 @@ def compare(wrap, grow, *, num_envs=3, epochs=2, **settings):
     streamed, other = Bench(num_envs, **settings), Bench(num_envs, **settings)
     for bench in (streamed, other):
         grow(bench)
+    assert same_tree(other.population.state_dict(), streamed.population.state_dict()), "they start with other weights"
     executor = wrap(other.executor.data)
     for t in range(1, epochs + 1):
         same_pass(executor.train_epoch(t, other.slots), streamed.executor.train_epoch(t, streamed.slots))

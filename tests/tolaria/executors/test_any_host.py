@@ -255,7 +255,7 @@ def with_targets(change) -> Dataset:
     data = tokens.tokens()
     split = Split(data.train.x.clone(), data.train.y.clone())
     change(split)
-    return dataclasses.replace(data, train=Split(split.x, split.y))
+    return dataclasses.replace(data, train=Split(split.x, split.y))  # a split refuses what is edited after it is made
 
 
 @each_executor

@@ -1,16 +1,27 @@
 """Users' networks that run as a whole through `torch.vmap`: streamed and fused agree, seeds included."""
 
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
+from against_streamed import ALGORITHMS, CONDITIONS, compare
 from torch import Tensor, nn
 
 import tokens
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.stacked_layers import Vmapped
-from esper.leyline.stages import SeedStage
+from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
+from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.executors.fused.executor import FusedExecutor
-from tiny import SLOTS, Bench
+from esper.tolaria.executors.host_data import HostData
+from tiny import SLOTS
 from tokens import TOKENS, VOCABULARY, token_seeds
+
+D = 6
 
 
 class Reader(nn.Module):
@@ -18,10 +29,10 @@ class Reader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(VOCABULARY, 6, padding_idx=0), nn.Embedding(TOKENS, 6)
-        self.r0c0, self.r0c1, self.recurrent = nn.Linear(6, 6), nn.Linear(6, 6), nn.LSTM(6, 6, batch_first=True)
+        self.embed, self.place = nn.Embedding(VOCABULARY, D, padding_idx=0), nn.Embedding(TOKENS, D)
+        self.r0c0, self.r0c1, self.recurrent = nn.Linear(D, D), nn.Linear(D, D), nn.LSTM(D, D, batch_first=True)
         self.r1c0, self.drop = nn.BatchNorm1d(TOKENS), nn.Dropout(0.2)
-        self.out = nn.Linear(6, VOCABULARY, bias=False)
+        self.out = nn.Linear(D, VOCABULARY, bias=False)
         self.out.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,19 +41,180 @@ class Reader(nn.Module):
         return self.out(self.r0c1(self.r1c0(h)).relu())
 
 
-@pytest.mark.parametrize(
-    ("slot", "blueprint", "stage", "alpha"),
-    [("r0c0", "token_mlp", SeedStage.HOLDING, 1.0), ("r0c0", "token_mlp", SeedStage.BLENDING, 0.4),
-     ("r0c1", "token_scale", SeedStage.TRAINING, 0.0)],
-)  # fmt: skip
-def test_fused_is_streamed_for_a_network_that_runs_through_vmap(slot, blueprint, stage, alpha):
-    x, losses = tokens.tokens().train.x, []
+class Recurrent(nn.Module):
+    """Two recurrent layers with dropout between them, and a learned first state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, D)
+        self.start = nn.Parameter(0.1 * torch.randn(1, 1, D))
+        self.r0c0, self.r1c0, self.r0c1 = nn.Linear(D, D), nn.Dropout(0.3), nn.LayerNorm(D)
+        self.first, self.second = nn.LSTM(D, D, 2, batch_first=True), nn.GRU(D, D // 2, bidirectional=True)
+        self.late, self.out = nn.Dropout(0.2), nn.Linear(D, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.r0c0(self.embed(x))
+        start = self.start.expand(2, len(h), -1).contiguous()
+        h, _ = self.first(h, (start, start))
+        h, _ = self.second(self.r1c0(h).transpose(0, 1))
+        return self.out(self.late(self.r0c1(h.transpose(0, 1))))
+
+
+class Normed(nn.Module):
+    """Batch normalization of channels and an average of its own, beside positions without an axis of examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.pos = nn.Embedding(VOCABULARY, D), nn.Embedding(TOKENS, D)
+        self.r0c0, self.norm, self.r1c0 = nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D)
+        self.late, self.r0c1, self.out = nn.BatchNorm1d(D, affine=False), nn.Linear(D, D), nn.Linear(D, VOCABULARY)
+        self.register_buffer("average", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.r0c0(self.embed(x) + self.pos(torch.arange(x.shape[1])))
+        if self.training:
+            self.average.mul_(0.9).add_(h.detach().mean(dim=(0, 1)), alpha=0.1)
+        h = h - self.average.clone()
+        h = self.r1c0(self.norm(h.transpose(1, 2)).transpose(1, 2).relu())
+        return self.out(self.r0c1(self.late(h.flatten(0, 1)).view(h.shape)).tanh())
+
+
+class Einsum(nn.Module):
+    """Tied embeddings of which padding is a row, and weights of its own in einsum and in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(VOCABULARY, D, padding_idx=0), nn.Parameter(0.4 * torch.randn(2, D, D))
+        self.pos, self.bias = nn.Parameter(0.1 * torch.randn(TOKENS, D)), nn.Parameter(torch.zeros(VOCABULARY))
+        self.r0c0, self.r1c0, self.r0c1 = nn.Linear(D, D), nn.Identity(), nn.LayerNorm(D)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.r0c0(self.embed(x) + self.pos)
+        scores = torch.einsum("btd,de,bse->bts", h, self.mix[0], h)
+        weights = self.drop(scores.masked_fill(torch.ones(TOKENS, TOKENS).triu(1) > 0.0, -torch.inf).softmax(-1))
+        h = self.r1c0(h + torch.einsum("bts,bsd,de->bte", weights, h, self.mix[1]))
+        return torch.einsum("btd,vd->btv", self.r0c1(h), self.embed.weight) + self.bias
+
+
+HOSTS = (Reader, Recurrent, Normed, Einsum)
+
+
+def compare_fused(network: Callable[[], nn.Module], grow, together, num_envs, data: Dataset | None = None):
+    data = tokens.tokens() if data is None else data
+    x = data.train.x
+    host = ModuleHostSpec.of(network, SLOTS, x[:8]).build(SLOTS, x[:1])
+
+    def fused(data: HostData) -> FusedExecutor:
+        executor = FusedExecutor(data, measures_together=together)
+        assert isinstance(executor.stacked_modules.host.module, Vmapped)
+        return executor
+
     with token_seeds():
-        for fused in (False, True):
-            host = ModuleHostSpec.of(Reader, SLOTS, x[:8]).build(SLOTS, x[:1])
-            bench = Bench(2, host=host, data=tokens.tokens(), objective=tokens.OBJECTIVE)
-            bench.grow(slot, blueprint, stage, alpha=alpha, hosts=[0])
-            executor = FusedExecutor(bench.executor.data) if fused else bench.executor
-            assert not fused or isinstance(executor.stacked_modules.host.module, Vmapped)
-            losses.append(torch.stack([executor.train_epoch(t, bench.slots).loss for t in (1, 2)]))
-    torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=0.0)
+        compare(fused, grow, num_envs=num_envs, host=host, data=data, objective=tokens.OBJECTIVE)
+
+
+def grow_some(bench):
+    """Seeds of all hosts but the last, in all slots, so that no two hosts are alike."""
+    (hidden, none), (blending, some), (holding, full), _ = CONDITIONS
+    add, multiply, gate = ALGORITHMS
+    bench.grow("r0c0", "token_mlp", hidden, alpha=none, algorithm=gate, hosts=[0, 3])
+    bench.grow("r0c0", "token_scale", blending, alpha=some, algorithm=multiply, hosts=[1])
+    bench.grow("r1c0", "token_scale", holding, alpha=full, algorithm=add, hosts=[0, 1, 2])
+    bench.grow("r0c1", "token_mlp", blending, alpha=some, algorithm=gate, hosts=[0])
+    bench.grow("r0c1", "token_scale", hidden, alpha=none, algorithm=add, hosts=[1, 2])
+    bench.grow("r0c1", "token_mlp", CONDITIONS[3][0], alpha=full, algorithm=multiply, hosts=[3])
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("network", HOSTS)
+def test_fused_is_streamed_for_a_network_that_runs_through_vmap(network, together):
+    compare_fused(network, grow_some, together, 5)
+
+
+@pytest.mark.parametrize(
+    ("network", "slot", "blueprint"),
+    [(Reader, "r0c0", "token_mlp"), (Reader, "r0c0", "token_scale"), (Reader, "r1c0", "token_scale"),
+     (Reader, "r0c1", "token_mlp"), (Recurrent, "r1c0", "token_scale"), (Normed, "r0c0", "token_mlp"),
+     (Einsum, "r1c0", "token_scale")],
+)  # fmt: skip
+def test_fused_is_streamed_inside_vmap_in_every_stage_and_blend(network, blueprint, slot):
+    cases = list(itertools.product(CONDITIONS, ALGORITHMS))
+
+    def grow(bench):
+        for n, ((stage, alpha), algorithm) in enumerate(cases):
+            bench.grow(slot, blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
+
+    compare_fused(network, grow, True, len(cases))
+
+
+def test_one_host_alone_through_vmap_is_streamed():
+    compare_fused(Normed, lambda bench: bench.grow("r0c0", "token_scale", CONDITIONS[1][0], alpha=0.4), True, 1)
+
+
+class OwnEmbedding(nn.Embedding):
+    """A user's subclass."""
+
+
+class Looked(nn.Module):
+    """A table of the user's own; the last row is that of the padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.weight, -1, scale_grad_by_freq=True)
+
+
+class Padded(nn.Module):
+    def __init__(self, embed: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.pos = embed(), nn.Embedding(TOKENS, D)
+        self.r0c0, self.r1c0, self.r0c1 = nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)
+        self.out = nn.Linear(D, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.r0c0(self.embed(x) + self.pos(torch.arange(x.shape[1])))
+        return self.out(self.r0c1(self.r1c0(h)).relu())
+
+
+EMBEDDINGS = {
+    "layer": lambda: nn.Embedding(VOCABULARY, D, padding_idx=VOCABULARY - 1),
+    "by frequency": lambda: nn.Embedding(VOCABULARY, D, padding_idx=-1, scale_grad_by_freq=True),
+    "subclass": lambda: OwnEmbedding(VOCABULARY, D, padding_idx=VOCABULARY - 1),
+    "function": Looked,
+}
+
+
+@pytest.mark.parametrize("embed", list(EMBEDDINGS))
+def test_padding_that_the_trial_does_not_meet_stays_untrained_through_vmap(embed):
+    data, padding = tokens.tokens(), VOCABULARY - 1
+    x = data.train.x.clamp(max=padding - 1)
+    x[HOST_EXAMPLES:, 2] = padding
+    data = dataclasses.replace(data, train=Split(x, data.train.y))
+    compare_fused(lambda: Padded(EMBEDDINGS[embed]), grow_some, False, 5, data)
+
+
+class Renormed(nn.Module):
+    """An operation that `torch.vmap` runs for one host after another, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.pos = nn.Embedding(VOCABULARY, D), nn.Parameter(torch.randn(TOKENS, D))
+        self.r0c0, self.r1c0, self.r0c1 = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.out = nn.Linear(D, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.r0c0(self.embed(x) + self.pos)
+        h = h.flatten(0, 1).renorm(2, 0, 1.0).view(h.shape)
+        return self.out(self.r0c1(self.r1c0(h).tanh()))
+
+
+def test_what_vmap_says_of_slow_operations_is_kept_from_users_but_not_switched_off():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        compare_fused(Renormed, grow_some, False, 5)
+        assert [str(warning.message) for warning in found if "performance drop" in str(warning.message)] == []
+        torch.vmap(lambda h: h.renorm(2, 0, 1.0))(torch.ones(2, 3, 4))
+    assert "performance drop" in str(found[-1].message)

@@ -12,8 +12,10 @@ whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from esper.kasmina.blueprints.layers import LayerScale, Positions, TanhScale
@@ -176,11 +179,24 @@ def _padded(h: Tensor, x: Tensor, padding_idx: int | None) -> Tensor:
 
 
 @final
-class _PaddedEmbedding(nn.Embedding):
-    """An embedding inside `torch.vmap`, which forgets that the row of the padding is not trained."""
+class _UntrainedPadding(TorchFunctionMode):
+    """Embeddings inside `torch.vmap`, which forgets that the row of the padding is not trained; whoever calls them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _padded(F.embedding(x, self.weight), x, self.padding_idx)
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 -- what the function returns
+        if function is not F.embedding:
+            return function(*args, **(kwargs or {}))
+        given = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
+        padding_idx, rows = given.pop("padding_idx", None), len(given["weight"])
+        return _padded(F.embedding(**given), given["input"], None if padding_idx is None else padding_idx % rows)
+
+
+_EMBEDDING = signature(F.embedding)
 
 
 @final
@@ -336,8 +352,6 @@ class Vmapped(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # PyTorch asks to be told which operations run one host after another; no user can do anything about them
-        torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
         self._modules.update(module._modules)  # the paths of the original, to which weights are bound
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
@@ -346,8 +360,6 @@ class Vmapped(nn.Module):
         for layer in single.modules():
             if can_be_keyed(layer):
                 layer.__class__ = KeyedAttention  # the same operations one by one
-            elif type(layer) is nn.Embedding and layer.padding_idx is not None:
-                layer.__class__ = _PaddedEmbedding
             elif isinstance(layer, nn.RNNBase):
                 layer.__class__ = type(type(layer).__name__, (_HostByHost, type(layer)), {})
         self._single = [single]  # in a list, so that it is not a submodule
@@ -397,7 +409,10 @@ class Vmapped(nn.Module):
         draws = self._dropouts[0][0].draws if self._dropouts[0] else None
         numbers = torch.arange(hosts, device=x.device) if draws is None else draws.hosts
         run: Any = torch.vmap(self._one, in_dims=(None, 0, 0, 1, *(None for _ in functions)), out_dims=1)
-        with sdpa_kernel(SDPBackend.MATH):  # vmap supports the operations of which it consists
+        # vmap supports the operations of which MATH consists
+        with sdpa_kernel(SDPBackend.MATH), _UntrainedPadding(), warnings.catch_warnings():
+            # that PyTorch runs an operation one host after another; no user can do anything about it
+            warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
             y: Tensor = run(shared, stacked, numbers, x_BG, *functions)
         if draws is not None:
             inner = self._dropouts[1][0].draws

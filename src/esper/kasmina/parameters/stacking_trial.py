@@ -131,12 +131,14 @@ def _problem(stack: nn.Module, module: nn.Module, trial: _Trial) -> str:
                 where = f" in layer {running[-1]!r}" if running and running[-1] else ""
                 said = str(error).strip().split("\n")[0].rstrip(".")
                 return f"fails for many hosts at once ({type(error).__name__}{where}: {said})"
-        with _watched(alone.train(training)) as (_, single):
-            _trial_of_one(alone, 0, layout.unpack(trial.rows[0]), buffers.unpack(trial.state[0].clone()), trial, pull)
-        for path, want in single.items():
-            if path and path in together and not _near(together[path][::_HOSTS], want):
-                kind = type(module.get_submodule(path)).__name__
-                return f"gives other results for many hosts at once than for one, first in layer {path!r} ({kind})"
+        for g in range(_HOSTS):
+            params, state = layout.unpack(trial.rows[g]), buffers.unpack(trial.state[g].clone())
+            with _watched(alone.train(training)) as (_, single):
+                _trial_of_one(alone, g, params, state, trial, pull)
+            for path, want in single.items():
+                if path and path in together and not _near(together[path][g::_HOSTS], want):
+                    kind = type(module.get_submodule(path)).__name__
+                    return f"gives other results for many hosts at once than for one, first in layer {path!r} ({kind})"
     return (
         f"gives other results for many hosts at once than for one, in {type(module).__name__} itself (an operation "
         "across examples, or weights used outside of a layer)"

@@ -17,11 +17,12 @@ from esper.kasmina.hosts.interface import Interface, as_floats
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.kinds import check_smallest_batch
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.leyline.structure import Structure, described
 from esper.tasks import registry
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, applied, inputs_of
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
 from esper.tasks.datasets.arrays import (
     Examples,
     Stored,
@@ -41,6 +42,7 @@ from esper.tasks.objectives import (
     per_example,
 )
 from esper.tasks.registry import TaskSpec
+from esper.tolaria.batches import training_bounds
 from esper.tolaria.executors.scoring import check_scores
 
 _EXAMPLES = 512
@@ -59,7 +61,7 @@ class Task:
             `DataLoader` of one, whose data set and `collate_fn` are taken. x may be a tuple or a dictionary of tensors;
             y too, with a `loss`.
         val: what the controller sees. test: what is measured once, at the end. A tenth of `train` each if not given.
-        batch: examples per batch of training; a last batch of a single example joins the one before it.
+        batch: examples per batch of training.
         name: for run directories and messages; that of the network if not given.
         outputs: what counts of the network's result, e.g. `lambda out: out.logits`. All of it if not given, which must
             be one tensor, or tensors of floats [B, ...] that a `loss` takes as the network returns them.
@@ -74,6 +76,9 @@ class Task:
         augmentation: a random change of training examples (`esper.tasks.datasets.Augmentation`).
         classes: their names in order, where targets are classes; for exported networks.
         episode_length: control steps in which a network grows. batches_per_step: None means all training examples.
+        last_batch: of all training examples, where it is not full. "merge" lets one of a single example join the batch
+            before it, because layers such as nn.BatchNorm1d need two; "drop" leaves the last batch out, as
+            DataLoader(drop_last=True) does; "keep" trains on it as it is.
         optimizer: "adamw", "adam" or "sgd", a class of these in `torch.optim`, or `functools.partial` of one with its
             values; for network and seeds. lr, weight_decay, betas, momentum: its values; None means those of
             `torch.optim`, and for the name "sgd" lr 0.02 and momentum 0.9. Seeds are not decayed.
@@ -110,6 +115,7 @@ class Task:
         classes: Sequence[str] = (),
         episode_length: int = 40,
         batches_per_step: int | None = None,
+        last_batch: LastBatch = "merge",
         optimizer: AnyOptimizer = "adamw",
         lr: float | None = None,
         weight_decay: float | None = None,
@@ -174,11 +180,14 @@ class Task:
             batch_train=batch,
             batch_val=max(batch, min(_EXAMPLES, len(dataset.val))),
             batches_per_step=batches_per_step,
+            last_batch=last_batch,
             optimizer=trained_by,
             min_training_epochs=min_training_epochs,
             target_loss=0.1 * objective.blind_loss,
             typical_loss_delta_std=0.05 * objective.blind_loss,
         )
+        smallest = min(stop - start for start, stop in training_bounds(self.spec, dataset))
+        check_smallest_batch(network.rebuild, sample[: min(smallest, 2)])
 
     def __repr__(self) -> str:
         host, objective = self.spec.host, self.spec.objective

@@ -53,7 +53,7 @@ def test_a_blueprint_that_fits_one_of_two_slots_is_left_out_with_its_name_the_sl
 
 
 def test_a_blueprint_that_fits_no_slot_is_refused_by_its_name():
-    with registered(Large), pytest.raises(ConfigError, match="blueprint 'own' cannot run on features"):
+    with registered(Large), pytest.raises(ConfigError, match="blueprint 'own' cannot be trained on features"):
         engine(("narrow",), "streamed")
 
 

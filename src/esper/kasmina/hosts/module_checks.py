@@ -100,8 +100,8 @@ def check_output(network: nn.Module, run: Pass, rows: int) -> Tensor:
     out: Tensor = run.output
     name = type(network).__name__
     if out.dim() == 0 or len(out) != rows or not out.is_floating_point():
-        raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} examples; outputs are floats "
-                          f"[{rows}, ...], and the network computes no loss.")  # fmt: skip
+        raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} example{'s' * (rows > 1)}; outputs "
+                          f"are floats [{rows}, ...], and the network computes no loss.")  # fmt: skip
     return out
 
 
@@ -113,6 +113,7 @@ def check_examples(network: nn.Module, slots: Sequence[str], x: Tensor, others: 
     mixed = torch.cat((others[:2], x[1:2], others[3:]))  # x[1] in third place
     full, fewer, changed = (recorded_pass(network, inputs) for inputs in (x, x[:-1], mixed))
     check_repeats(network, full.output, plain_pass(network, x))
+    check_output(network, recorded_pass(network, x[:1]), 1)
     for slot in (*slots, None):
         of = f"slot {slot!r}" if slot else f"the output of {type(network).__name__}"
         h, fewer_h, changed_h = (

@@ -15,6 +15,9 @@ from esper.leyline.errors import DataError
 from esper.leyline.structure import described
 
 SplitName = Literal["train", "val", "test"]
+LastBatch = Literal["merge", "drop", "keep"]
+"""What becomes of a last batch of training that is not full: one of a single example joins the batch before it; it is
+left out, as `torch.utils.data.DataLoader(drop_last=True)` does; it is trained on as it is."""
 PlainValue = str | int | float | tuple["PlainValue", ...]
 """What an identity is made of: comparable, printable, the same in every process."""
 Tokens = npt.NDArray[np.int32]

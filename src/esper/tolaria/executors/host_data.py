@@ -15,7 +15,7 @@ from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
-from esper.tasks.datasets import Dataset, SplitName
+from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances
 from esper.tasks.objectives import of_split
 from esper.tolaria.amp import LossScaler
@@ -38,7 +38,7 @@ class HostData:
         dataset: on the device already.
         objective: what the hosts are trained for.
         batch_train, batch_val: examples per batch and host.
-        batches_per_step: of training; None for the whole split.
+        batches_per_step: of training; None for the whole split. last_batch: of the whole split in training.
         scaler: precision of training.
         instances: what makes hosts differ; None for equal ones.
 
@@ -60,11 +60,12 @@ class HostData:
         batch_val: int,
         scaler: LossScaler,
         batches_per_step: int | None = None,
+        last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
     ) -> None:
         self.population, self.dataset, self.scaler = population, dataset, scaler
         self.batch_train, self.batch_val = batch_train, batch_val
-        self._train = self._batches("train", batch_train, batches_per_step=batches_per_step)
+        self._train = self._batches("train", batch_train, batches_per_step=batches_per_step, last_batch=last_batch)
         self._val = self._batches("val", batch_val)
         self.objective, of_val = (of_split(objective, batches.data.y) for batches in (self._train, self._val))
         self.objectives: dict[SplitName, Objective] = {"train": self.objective, "val": of_val}
@@ -79,7 +80,13 @@ class HostData:
         self._instances: Instances | None = None
 
     def _batches(
-        self, split: SplitName, size: int, *, run_finished: bool = False, batches_per_step: int | None = None
+        self,
+        split: SplitName,
+        size: int,
+        *,
+        run_finished: bool = False,
+        batches_per_step: int | None = None,
+        last_batch: LastBatch = "merge",
     ) -> SharedBatchIterator:
         p = self.population
         return SharedBatchIterator(
@@ -91,6 +98,7 @@ class HostData:
             p.device,
             run_finished=run_finished,
             batches_per_step=batches_per_step,
+            last_batch=last_batch,
         )
 
     def reset(self, episode: int) -> None:

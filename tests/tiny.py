@@ -130,7 +130,8 @@ class Bench:
         self.data = (dataset() if data is None else data).to(device)
         data = HostData(
             self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
-            batches_per_step=batches_per_step, last_batch=last_batch, scaler=LossScaler(scaler_dtype, num_envs, device), instances=instances,
+            batches_per_step=batches_per_step, last_batch=last_batch, instances=instances,
+            scaler=LossScaler(scaler_dtype, num_envs, device),
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

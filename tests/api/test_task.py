@@ -220,6 +220,14 @@ WRONG = [
     ({"model": NotANumber}, "'head.bias' of NotANumber is NaN or infinite in a new network; correct its initial"),
     ({"model": lambda: fails()}, "the model cannot be built: ZeroDivisionError: division by zero"),
     ({"model": Coloured, "train": (torch.rand(40, 6, 6, 3), Y)}, "images have channels first, [B, C, H, W]: x.permute"),
+    ({"augmentation": fails}, "augmentation= fails on a tensor [8, 1, 6, 6] of torch.float32: ZeroDivisionError"),
+    ({"augmentation": lambda x: x.double()}, "it gives a tensor [8, 1, 6, 6] of torch.float64; keep shapes and dtypes"),
+    ({"augmentation": lambda x: x[1:]}, "it gives a tensor [7, 1, 6, 6] of torch.float32; keep shapes and dtypes, and"),
+    ({"augmentation": lambda x: x.numpy()}, "TypeError: a tree of tensors cannot contain ndarray"),
+    (
+        {"augmentation": lambda x: x + np.random.default_rng().random()},
+        "augmentation= gives other examples in a second call with the same draws, so networks would depend on each",
+    ),
     ({"loss": fails}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64: ZeroDivisionError"),
     ({"metric": fails}, "the metric fails on outputs (4, 3) and targets (4,) of torch.int64: ZeroDivisionError"),
     (
@@ -285,7 +293,7 @@ WRONG = [
     ),
     (
         {"model": Normed, "train": (X[:1], Y[:1]), "val": (X, Y), "test": (X, Y)},
-        "Training has a batch of a single example, and normalization over a batch needs two values: give a larger",
+        "Training has a batch of one example, and normalization over a batch needs two: give a larger batch, more",
     ),
     ({"batch": 41, "last_batch": "drop"}, "last_batch is 'drop', and 40 training examples do not fill a batch of 41"),
     ({"model": Squeezed}, "Squeezed gives [3] of torch.float32 for 1 example; outputs are floats [1, ...]"),

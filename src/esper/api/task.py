@@ -24,10 +24,11 @@ from esper.leyline.structure import Structure, described
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
 from esper.tasks.datasets.arrays import (
+    AnyAugmentation,
     Examples,
     Stored,
-    StructuredAugmentation,
     StructuredInputs,
+    augmentation_of,
     from_arrays,
     stored,
 )
@@ -73,12 +74,12 @@ class Task:
         unit: name of the points.
         blind_loss: loss of guessing. If only `loss` is given: that of a new network.
         inputs: applied to every batch on the device, e.g. to make floats of bytes.
-        augmentation: a random change of training examples (`esper.tasks.datasets.Augmentation`).
+        augmentation: a random change of training examples: a function of a batch x [B, ...] that draws from the
+            global generators, as `torchvision.transforms.v2` do, or an `esper.tasks.datasets.Augmentation`.
         classes: their names in order, where targets are classes; for exported networks.
         episode_length: control steps in which a network grows. batches_per_step: None means all training examples.
-        last_batch: of all training examples, where it is not full. "merge" lets one of a single example join the batch
-            before it, because layers such as nn.BatchNorm1d need two; "drop" leaves the last batch out, as
-            DataLoader(drop_last=True) does; "keep" trains on it as it is.
+        last_batch: where it is not full, "merge" joins one of a single example to the batch before it; "drop" leaves it
+            out, as DataLoader(drop_last=True) does; "keep" trains on it as it is.
         optimizer: "adamw", "adam" or "sgd", a class of these in `torch.optim`, or `functools.partial` of one with its
             values; for network and seeds. lr, weight_decay, betas, momentum: its values; None means those of
             `torch.optim`, and for the name "sgd" lr 0.02 and momentum 0.9. Seeds are not decayed.
@@ -111,7 +112,7 @@ class Task:
         blind_loss: float | None = None,
         outputs: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
-        augmentation: Augmentation | None = None,
+        augmentation: AnyAugmentation | None = None,
         classes: Sequence[str] = (),
         episode_length: int = 40,
         batches_per_step: int | None = None,
@@ -163,9 +164,8 @@ class Task:
         if (first.x_structure, first.y_structure) != (None, None):
             words = {"structure": f"{first.x_structure}, {first.y_structure}"}
             dataset = replace(dataset, identity={**dataset.identity, **words})
-        if augmentation is not None and first.x_structure is not None:
-            augmentation = StructuredAugmentation(augmentation, first.x_structure)
-        dataset = replace(dataset, inputs=prepare, augmentation=augmentation)
+        dataset = replace(dataset, inputs=prepare, augmentation=augmentation_of(augmentation, first.x_structure))
+        _check_augmentation(dataset.augmentation, first.x[:8])
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
         self.spec = TaskSpec(
@@ -248,6 +248,15 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
     if structure is None and given.x_structure is None:
         return inputs, None
     return StructuredInputs(inputs, given.x_structure, structure), structure
+
+
+def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:
+    """Raise DataError if a second call with the same draws changes stored examples x [B, ...] in another way."""
+    if augmentation is not None:
+        drawn = augmentation.draw(0, torch.zeros(1, dtype=torch.int64), 0, 1, len(x))
+        if not torch.equal(augmentation(x[None], drawn), augmentation(x[None], drawn)):
+            raise DataError("augmentation= gives other examples in a second call with the same draws, so networks "
+                            "would depend on each other; draw from the global generators alone.")  # fmt: skip
 
 
 def _with_classes(

@@ -179,13 +179,7 @@ class SharedBatchIterator:
 
 
 def batch_bounds(count: int, size: int, last: LastBatch) -> list[tuple[int, int]]:
-    """Where batches of `size` begin and end in `count` examples, from the first one on.
-
-    A last batch of a single example is merged by default, because normalization over a batch needs two examples.
-
-    Raises:
-        ConfigError: all examples are in an incomplete batch that is left out.
-    """
+    """Where batches of `size` begin and end in `count` examples; raises ConfigError if all of them are left out."""
     starts = list(range(0, count, size))
     if last == "merge" and size > 1 and len(starts) > 1 and count - starts[-1] == 1:
         starts.pop()

@@ -100,8 +100,8 @@ def check_output(network: nn.Module, run: Pass, rows: int) -> Tensor:
     out: Tensor = run.output
     name = type(network).__name__
     if out.dim() == 0 or len(out) != rows or not out.is_floating_point():
-        raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} example{'s' * (rows > 1)}; outputs "
-                          f"are floats [{rows}, ...], and the network computes no loss.")  # fmt: skip
+        raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} example{'s' * (rows > 1)}; "
+                          f"outputs are floats [{rows}, ...], and the network computes no loss.")  # fmt: skip
     return out
 
 

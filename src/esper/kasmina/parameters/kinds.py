@@ -147,7 +147,7 @@ def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
 def seed_kind(
     blueprint: AbstractBlueprint, channels: int, features: Features, device: torch.device, rows: int = 2
 ) -> Kind:
-    """The kind of seeds of a blueprint for features of this shape with this many channels, in batches of `rows` or more.
+    """The kind of seeds of a blueprint for features of this shape, with this many channels and `rows` or more examples.
 
     Raises:
         MisfitError: the built module cannot be trained on these features, or changes their shape.
@@ -208,9 +208,8 @@ OWN_STATE = (
 
 
 OF_ONE_EXAMPLE = (
-    " Training has a batch of a single example, and normalization over a batch needs two values: give a larger batch or "
-    "more examples, other layers (nn.LayerNorm, nn.GroupNorm), or for an incomplete last batch last_batch='merge' or "
-    "'drop'."
+    " Training has a batch of one example, and normalization over a batch needs two: give a larger batch, more "
+    "examples, other layers (nn.LayerNorm), or for an incomplete last batch last_batch='merge' or 'drop'."
 )
 """The way out for a module that fails on a batch of one."""
 
@@ -220,10 +219,8 @@ def check_smallest_batch(build: Build, x: Tensor) -> None:
     try:
         _run_once(deterministic_build(build).train(), x, lambda slot_id, h: h)
     except Exception as error:  # any error of the user's code
-        raise ConfigError(
-            f"the network cannot be trained on a batch {list(x.shape)}: {str(error).rstrip('.')}."
-            f"{OF_ONE_EXAMPLE * (len(x) == 1)}"
-        ) from error
+        found = f"the network cannot be trained on a batch {list(x.shape)}: {str(error).rstrip('.')}."
+        raise ConfigError(found + OF_ONE_EXAMPLE * (len(x) == 1)) from error
 
 
 def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The hosts that executors run: parameters, data, precision and structure."""
 
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -65,8 +66,10 @@ class HostData:
     ) -> None:
         self.population, self.dataset, self.scaler = population, dataset, scaler
         self.batch_train, self.batch_val = batch_train, batch_val
-        self._train = self._batches("train", batch_train, batches_per_step=batches_per_step, last_batch=last_batch)
-        self._val = self._batches("val", batch_val)
+        p = population
+        self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
+        self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
+        self._val = self._batches(batch_val, "val")
         self.objective, of_val = (of_split(objective, batches.data.y) for batches in (self._train, self._val))
         self.objectives: dict[SplitName, Objective] = {"train": self.objective, "val": of_val}
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
@@ -78,28 +81,6 @@ class HostData:
         self.lr_factor: Float[Tensor, " N"] | None = None
         self._distribution = instances
         self._instances: Instances | None = None
-
-    def _batches(
-        self,
-        split: SplitName,
-        size: int,
-        *,
-        run_finished: bool = False,
-        batches_per_step: int | None = None,
-        last_batch: LastBatch = "merge",
-    ) -> SharedBatchIterator:
-        p = self.population
-        return SharedBatchIterator(
-            self.dataset,
-            p.num_envs,
-            size,
-            split,
-            p.run_seed,
-            p.device,
-            run_finished=run_finished,
-            batches_per_step=batches_per_step,
-            last_batch=last_batch,
-        )
 
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""
@@ -139,7 +120,7 @@ class HostData:
         """The validation split, or the test split at the end of a run."""
         if split == "val":
             return self._val
-        batches = self._batches("test", self.batch_val, run_finished=True)
+        batches = self._batches(self.batch_val, "test", run_finished=True)
         self.objectives["test"] = of_split(self.objective, batches.data.y)
         if self._instances is not None:
             batches.choose(self._instances.test)

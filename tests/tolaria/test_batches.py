@@ -8,7 +8,8 @@ from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import HostExamples
 from esper.tasks.objectives import PADDING
-from esper.tolaria.batches import SharedBatchIterator, batch_bounds
+from esper.tolaria.batches import SharedBatchIterator, batch_bounds, training_bounds
+from tiny import task
 
 CPU = torch.device("cpu")
 
@@ -302,6 +303,13 @@ def test_dropping_all_examples_is_refused():
     with pytest.raises(ConfigError, match="'drop', and 3 training examples do not fill a batch of 4"):
         SharedBatchIterator(numbered(n_train=3), 1, 4, "train", 1, CPU, last_batch="drop")
     assert len(SharedBatchIterator(numbered(n_val=3), 1, 4, "val", 1, CPU, last_batch="drop")) == 1
+
+
+def test_the_batches_of_a_step_are_known_before_it():
+    split = numbered(n_train=47)
+    assert training_bounds(task(last_batch="drop"), split) == [(0, 16), (16, 32)]
+    assert training_bounds(task(), split) == [(0, 16), (16, 32), (32, 47)]
+    assert training_bounds(task(batches_per_step=2, last_batch="drop"), split) == [(0, 16), (16, 32)]
 
 
 def test_each_step_leaves_out_the_end_of_a_permutation_of_its_own():

@@ -286,7 +286,7 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
         warnings.warn(
             f"{place} gives other examples when it is read again, as random transforms do, but it is read once: each "
             "example keeps what was drawn first. Leave random changes out of the data set and give them as "
-            "augmentation=, which draws anew for each network and step.",
+            "augmentation=, a function of a batch that draws anew for each network and step.",
             stacklevel=2,
         )
     return found

@@ -22,7 +22,7 @@ from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace
-from esper.tasks.datasets import Dataset, Split
+from esper.tasks.datasets import Dataset, LastBatch, Split
 from esper.tasks.instances import InstanceDistribution
 from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
@@ -120,6 +120,7 @@ class Bench:
         data: Dataset | None = None,
         objective: Objective = OBJECTIVE,
         batches_per_step: int | None = None,
+        last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
         scaler_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
@@ -129,7 +130,8 @@ class Bench:
         self.data = (dataset() if data is None else data).to(device)
         data = HostData(
             self.population, self.data, objective, batch_train=BATCH, batch_val=VAL_BATCH,
-            batches_per_step=batches_per_step, scaler=LossScaler(scaler_dtype, num_envs, device), instances=instances,
+            batches_per_step=batches_per_step, last_batch=last_batch, instances=instances,
+            scaler=LossScaler(scaler_dtype, num_envs, device),
         )  # fmt: skip
         self.executor = StreamedExecutor(data)
         self.slots = empty_slots(num_envs, len(SLOTS), device)

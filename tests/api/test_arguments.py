@@ -20,7 +20,10 @@ WRONG = [
         r"esper.Task: loss is 'mse'; it must be Callable\[\[Tensor, Tensor\], Tensor\] \| None.",
     ),
     (lambda: own_task(slots=[0, 1]), r"esper.Task: slots is \[0, 1\]; it must be list\[str\]."),
-    (lambda: own_task(augmentation=lambda x: x), r"augmentation is a function; it must be Augmentation \| None."),
+    (
+        lambda: own_task(augmentation=4),
+        r"augmentation is 4; it must be Augmentation \| Callable\[\[Any\], Any\] \| None.",
+    ),
     (lambda: own_task(batch_size=3), "esper.Task has no argument 'batch_size'; did you mean 'batch'?"),
     (lambda: esper.Task(MyNet), "esper.Task: missing a required argument: 'slots'; its arguments are model, slots"),
     (lambda: esper.grow(MyNet), r"esper.grow: task is the class MyNet; it must be Task \| TaskSpec \| str."),

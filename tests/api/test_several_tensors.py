@@ -168,6 +168,22 @@ def test_an_augmentation_sees_the_structure():
     assert torch.equal(changed[0, 1], torch.cat((2 * x[0, 1, :36], x[0, 1, 36:])))
 
 
+def test_a_plain_function_as_augmentation_sees_the_structure():
+    def louder(x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        image, meta = x
+        return image * (1 + torch.rand(len(image), *[1] * (image.dim() - 1))), meta
+
+    task = towers(augmentation=louder)
+    data = task.spec.load(None, 0)
+    x = data.train.x[:2][None]
+    changed = data.augmentation(x, data.augmentation.draw(0, torch.zeros(1, dtype=torch.int64), 0, 1, 2))
+    ratio = changed[0, :, :36] / x[0, :, :36]
+    assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio))
+    assert (ratio[:, 0] > 1).all()
+    assert torch.equal(changed[..., 36:], x[..., 36:])
+    assert grown(task).points == grown(towers(augmentation=louder), workers=2).points
+
+
 def test_few_examples_are_tried_whole_so_that_tokens_stay_tokens_and_masks_masks():
     few = ({name: x[:5] for name, x in TEXT.items()}, CLASSES[:5])
     assert bert(train=few, val=few, test=few).spec.host.facts.inputs == (16,)

@@ -172,6 +172,19 @@ class NotANumber(MyNet):
         self.head.bias.data.fill_(math.nan)
 
 
+class Normed(MyNet):
+    """Normalizes one value of each example and channel over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+class Squeezed(MyNet):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze()
+
+
 class Coloured(nn.Module):
     """[B, 3, H, W] -> logits [B, 3]."""
 
@@ -207,6 +220,14 @@ WRONG = [
     ({"model": NotANumber}, "'head.bias' of NotANumber is NaN or infinite in a new network; correct its initial"),
     ({"model": lambda: fails()}, "the model cannot be built: ZeroDivisionError: division by zero"),
     ({"model": Coloured, "train": (torch.rand(40, 6, 6, 3), Y)}, "images have channels first, [B, C, H, W]: x.permute"),
+    ({"augmentation": fails}, "augmentation= fails on a tensor [8, 1, 6, 6] of torch.float32: ZeroDivisionError"),
+    ({"augmentation": lambda x: x.double()}, "it gives a tensor [8, 1, 6, 6] of torch.float64; keep shapes and dtypes"),
+    ({"augmentation": lambda x: x[1:]}, "it gives a tensor [7, 1, 6, 6] of torch.float32; keep shapes and dtypes, and"),
+    ({"augmentation": lambda x: x.numpy()}, "TypeError: a tree of tensors cannot contain ndarray"),
+    (
+        {"augmentation": lambda x: x + np.random.default_rng().random()},
+        "augmentation= gives other examples in a second call with the same draws, so networks would depend on each",
+    ),
     ({"loss": fails}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64: ZeroDivisionError"),
     ({"metric": fails}, "the metric fails on outputs (4, 3) and targets (4,) of torch.int64: ZeroDivisionError"),
     (
@@ -262,6 +283,21 @@ WRONG = [
     ({"metric": lambda out, y: out}, "the metric gives a result of shape (4, 3)"),
     ({"loss": lambda out, y: out[:, 9]}, "the loss fails on outputs (40, 3) and targets (40,) of torch.int64"),
     ({"unit": "hits"}, "unit a loss or a metric; give it, or leave them out"),
+    (
+        {"model": Normed, "batch": 1},
+        "the network cannot be trained on a batch [1, 1, 6, 6]: Expected more than 1 value",
+    ),
+    (
+        {"model": Normed, "batch": 39, "last_batch": "keep"},
+        "for an incomplete last batch last_batch='merge' or 'drop'.",
+    ),
+    (
+        {"model": Normed, "train": (X[:1], Y[:1]), "val": (X, Y), "test": (X, Y)},
+        "Training has a batch of one example, and normalization over a batch needs two: give a larger batch, more",
+    ),
+    ({"batch": 41, "last_batch": "drop"}, "last_batch is 'drop', and 40 training examples do not fill a batch of 41"),
+    ({"model": Squeezed}, "Squeezed gives [3] of torch.float32 for 1 example; outputs are floats [1, ...]"),
+    ({"last_batch": "pad"}, "last_batch is 'pad'; it must be Literal['merge', 'drop', 'keep']"),
     ({"batch": 0}, "task.batch_train is 0; it must be at least 1"),
     ({"lr": 0.0}, "optimizer.host_lr is 0.0; it must be a finite number above 0"),
     ({"classes": ["a", "b"]}, "mynet: the class names are ['a', 'b'], expected 3 different texts, in order"),
@@ -269,6 +305,17 @@ WRONG = [
     ({"classes": ["a", "b"], "loss": lambda out, y: out.exp().sum(dim=1)}, "its targets are no classes; leave them"),
     ({"name": "my net"}, "the name of the task is 'my net'; use letters"),
 ]
+
+
+@pytest.mark.parametrize("changes", [{"batch": 39}, {"batch": 39, "last_batch": "drop"}, {"last_batch": "keep"}])
+def test_batch_normalization_of_single_values_is_trained_where_no_batch_is_of_one(changes):
+    task = own_task(model=Normed, **changes)
+    assert math.isfinite(grow(task).points)
+
+
+def test_a_network_that_grew_with_a_function_as_augmentation_is_saved(tmp_path):
+    files = grow(own_task(augmentation=lambda x: x + 0.1 * torch.randn_like(x))).save(tmp_path / "net")
+    assert (tmp_path / "net" / "model.py").exists(), files
 
 
 @pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said[:40] for _, said in WRONG])

@@ -8,7 +8,8 @@ from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import HostExamples
 from esper.tasks.objectives import PADDING
-from esper.tolaria.batches import SharedBatchIterator, batch_bounds
+from esper.tolaria.batches import SharedBatchIterator, batch_bounds, training_bounds
+from tiny import task
 
 CPU = torch.device("cpu")
 
@@ -280,18 +281,44 @@ def test_a_split_that_moves_to_another_process_is_still_unchanged():
     pickle.loads(pickle.dumps(split)).require_unchanged()
 
 
-# -- a last batch of one example --------------------------------------------------------------------------------------
+# -- a last batch that is not full -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "sizes"),
-    [(129, 128, [129]), (257, 128, [128, 129]), (130, 128, [128, 2]), (256, 128, [128, 128]), (1, 128, [1]),
-     (3, 1, [1, 1, 1])],
+    ("last", "count", "size", "sizes"),
+    [
+        ("merge", 129, 128, [129]), ("merge", 257, 128, [128, 129]), ("merge", 130, 128, [128, 2]),
+        ("merge", 256, 128, [128, 128]), ("merge", 1, 128, [1]), ("merge", 3, 1, [1, 1, 1]),
+        ("drop", 129, 128, [128]), ("drop", 255, 128, [128]), ("drop", 256, 128, [128, 128]), ("drop", 3, 1, [1, 1, 1]),
+        ("keep", 129, 128, [128, 1]), ("keep", 130, 128, [128, 2]), ("keep", 1, 128, [1]),
+    ],
 )  # fmt: skip
-def test_a_last_training_batch_of_one_example_joins_the_one_before_it(count, size, sizes):
-    bounds = batch_bounds(count, size, merge=True)
+def test_a_last_training_batch_is_merged_dropped_or_kept(last, count, size, sizes):
+    bounds = batch_bounds(count, size, last)
     assert [stop - start for start, stop in bounds] == sizes
     assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+
+
+def test_dropping_all_examples_is_refused():
+    with pytest.raises(ConfigError, match="'drop', and 3 training examples do not fill a batch of 4"):
+        SharedBatchIterator(numbered(n_train=3), 1, 4, "train", 1, CPU, last_batch="drop")
+    assert len(SharedBatchIterator(numbered(n_val=3), 1, 4, "val", 1, CPU, last_batch="drop")) == 1
+
+
+def test_the_batches_of_a_step_are_known_before_it():
+    split = numbered(n_train=47)
+    assert training_bounds(task(last_batch="drop"), split) == [(0, 16), (16, 32)]
+    assert training_bounds(task(), split) == [(0, 16), (16, 32), (32, 47)]
+    assert training_bounds(task(batches_per_step=2, last_batch="drop"), split) == [(0, 16), (16, 32)]
+
+
+def test_each_step_leaves_out_the_end_of_a_permutation_of_its_own():
+    batches = SharedBatchIterator(numbered(), 2, 4, "train", 1, CPU, last_batch="drop")
+    hosts = torch.arange(2)
+    for t in (1, 2):
+        want = permutation(1, Stream.TRAIN_ORDER, hosts, 10, episode=5, t=t)[:, :8]
+        assert torch.equal(orders(batches, t, 5, hosts), want)
+    assert len(batches) == 2
 
 
 def test_every_example_of_a_merged_pass_is_seen_once():

@@ -18,17 +18,19 @@ from esper.kasmina.hosts.interface import Interface, as_floats
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.kinds import check_smallest_batch
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described
 from esper.tasks import registry
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, applied, inputs_of
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
 from esper.tasks.datasets.arrays import (
+    AnyAugmentation,
     Examples,
     Stored,
-    StructuredAugmentation,
     StructuredInputs,
+    augmentation_of,
     from_arrays,
     stored,
 )
@@ -43,6 +45,7 @@ from esper.tasks.objectives import (
     per_example,
 )
 from esper.tasks.registry import TaskSpec
+from esper.tolaria.batches import training_bounds
 from esper.tolaria.executors.scoring import check_scores
 
 _EXAMPLES = 512
@@ -61,7 +64,7 @@ class Task:
             `DataLoader` of one, whose data set and `collate_fn` are taken. x may be a tuple or a dictionary of tensors;
             y too, with a `loss`.
         val: what the controller sees. test: what is measured once, at the end. A tenth of `train` each if not given.
-        batch: examples per batch of training; a last batch of a single example joins the one before it.
+        batch: examples per batch of training.
         name: for run directories and messages; that of the network if not given.
         outputs: what counts of the network's result, e.g. `lambda out: out.logits`. All of it if not given, which must
             be one tensor, or tensors of floats [B, ...] that a `loss` takes as the network returns them.
@@ -73,9 +76,12 @@ class Task:
         unit: name of the points.
         blind_loss: loss of guessing. If only `loss` is given: that of a new network.
         inputs: applied to every batch on the device, e.g. to make floats of bytes.
-        augmentation: a random change of training examples (`esper.tasks.datasets.Augmentation`).
+        augmentation: a random change of training examples: a function of a batch x [B, ...] that draws from the
+            global generators, as `torchvision.transforms.v2` do, or an `esper.tasks.datasets.Augmentation`.
         classes: their names in order, where targets are classes; for exported networks.
         episode_length: control steps in which a network grows. batches_per_step: None means all training examples.
+        last_batch: where it is not full, "merge" joins one of a single example to the batch before it; "drop" leaves it
+            out, as DataLoader(drop_last=True) does; "keep" trains on it as it is.
         optimizer: "adamw", "adam" or "sgd", a class of these in `torch.optim`, or `functools.partial` of one with its
             values; for network and seeds. lr, weight_decay, betas, momentum: its values; None means those of
             `torch.optim`, and for the name "sgd" lr 0.02 and momentum 0.9. Seeds are not decayed.
@@ -108,10 +114,11 @@ class Task:
         blind_loss: float | None = None,
         outputs: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
-        augmentation: Augmentation | None = None,
+        augmentation: AnyAugmentation | None = None,
         classes: Sequence[str] | np.ndarray = (),
         episode_length: int = 40,
         batches_per_step: int | None = None,
+        last_batch: LastBatch = "merge",
         optimizer: AnyOptimizer = "adamw",
         lr: float | None = None,
         weight_decay: float | None = None,
@@ -162,9 +169,8 @@ class Task:
         if (first.x_structure, first.y_structure) != (None, None):
             words = {"structure": f"{first.x_structure}, {first.y_structure}"}
             dataset = replace(dataset, identity={**dataset.identity, **words})
-        if augmentation is not None and first.x_structure is not None:
-            augmentation = StructuredAugmentation(augmentation, first.x_structure)
-        dataset = replace(dataset, inputs=prepare, augmentation=augmentation)
+        dataset = replace(dataset, inputs=prepare, augmentation=augmentation_of(augmentation, first.x_structure))
+        _check_augmentation(dataset.augmentation, first.x[:8])
         rows = min(4, len(dataset.train))
         check_scores(objective, found[:rows], dataset.train.y[:rows].clone())
         self.spec = TaskSpec(
@@ -179,11 +185,14 @@ class Task:
             batch_train=batch,
             batch_val=max(batch, min(_EXAMPLES, len(dataset.val))),
             batches_per_step=batches_per_step,
+            last_batch=last_batch,
             optimizer=trained_by,
             min_training_epochs=min_training_epochs,
             target_loss=0.1 * objective.blind_loss,
             typical_loss_delta_std=0.05 * objective.blind_loss,
         )
+        smallest = min(stop - start for start, stop in training_bounds(self.spec, dataset))
+        check_smallest_batch(network.rebuild, sample[: min(smallest, 2)])
 
     def __repr__(self) -> str:
         host, objective = self.spec.host, self.spec.objective
@@ -244,6 +253,15 @@ def _prepared(inputs: Inputs | None, given: Stored) -> tuple[Inputs | None, Stru
     if structure is None and given.x_structure is None:
         return inputs, None
     return StructuredInputs(inputs, given.x_structure, structure), structure
+
+
+def _check_augmentation(augmentation: Augmentation | None, x: Tensor) -> None:
+    """Raise DataError if a second call with the same draws changes stored examples x [B, ...] in another way."""
+    if augmentation is not None:
+        drawn = augmentation.draw(0, torch.zeros(1, dtype=torch.int64), 0, 1, len(x))
+        if not torch.equal(augmentation(x[None], drawn), augmentation(x[None], drawn)):
+            raise DataError("augmentation= gives other examples in a second call with the same draws, so networks "
+                            "would depend on each other; draw from the global generators alone.")  # fmt: skip
 
 
 def _with_classes(

@@ -28,6 +28,7 @@ from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.figures import duration
+from esper.tolaria.batches import training_bounds
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
@@ -237,7 +238,7 @@ def require_memory(
     total, here = predicted.total(engine.num_envs), free + predicted.process
     say(f"memory: about {gigabytes(total)} of {gigabytes(here)}, {predicted.host / 2**20:.1f} MiB for each host")
     trainings = engine.num_envs * (config.rounds if episodes is None else episodes)
-    batches = task.batches_per_step or -(-len(dataset.train) // task.batch_train)
+    batches = len(training_bounds(task, dataset))
     measured = len(dataset.val) / task.batch_train / _MEASURED_PER_TRAINED
     each = config.episode_length * (batches + measured) * predicted.batch_seconds
     seconds = trainings * each / (predicted.processes * predicted.threads)

@@ -25,6 +25,7 @@ from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
+from esper.tolaria.batches import training_bounds
 from esper.tolaria.state import RolloutStats, StepReport
 
 BACKWARD = 2
@@ -96,8 +97,7 @@ class CostMeter:
         assert task.host is not None, f"task {task.name!r} has no networks"
         self._forward = ForwardFlops(task.host, spec, dataset.as_inputs(dataset.train.x[:1].to("cpu")))
         self._seed_params = seed_params
-        batches = task.batches_per_step
-        self._train = len(dataset.train) if batches is None else batches * task.batch_train
+        self._train = training_bounds(task, dataset)[-1][1]
         self._val_N = np.full(spec.num_envs, len(dataset.val))
         if task.instances is not None:
             drawn = task.instances.draw(spec.run_seed, spec.host_ids(), 0, dataset)

@@ -13,7 +13,7 @@ from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.objective import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import Dataset
+from esper.tasks.datasets import Dataset, LastBatch
 from esper.tasks.datasets.source import Source
 from esper.tasks.instances import InstanceDistribution
 from esper.tasks.null import NullSpec
@@ -36,7 +36,7 @@ class TaskSpec:
         objective: what the hosts are trained for and judged by.
         episode_length: E, control steps. batch_train, batch_val: examples per batch (0 without data).
         batches_per_step: batches of training in one control step, which continue through the permutation of the
-            examples; None for the whole split.
+            examples; None for the whole split. last_batch: of the whole split, if it is not full.
         optimizer: how hosts and seeds are trained.
         instances: what makes hosts differ in their data and learning rate; None for equal ones.
         best_schedule: a policy file of `esper search`, the constant schedule to beat; None if none was searched.
@@ -58,6 +58,7 @@ class TaskSpec:
     batch_train: int = 0
     batch_val: int = 0
     batches_per_step: int | None = None
+    last_batch: LastBatch = "merge"
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     instances: InstanceDistribution | None = None
     best_schedule: Path | None = None

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.random import MAX_EPISODE_LENGTH, Stream, permutation, word_rows
-from esper.tasks.datasets import Dataset, SplitName
+from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import HostExamples
+from esper.tasks.registry import TaskSpec
 
 
 class Batch(NamedTuple):
@@ -42,13 +43,12 @@ class SharedBatchIterator:
     Args:
         dataset: share `dataset.to(device)` between iterators, so that there is one copy on the device.
         num_envs: N.
-        batch_size: examples per host and batch; the last batch of a whole split may be shorter, or in training have
-            one example more (see `batch_bounds`).
+        batch_size: examples per host and batch; the last batch of a whole split may differ.
         split: "train", "val" or "test".
         run_seed: key of the training order.
         device: device of the batches.
         run_finished: must be True for the test split, which must not influence a run.
-        batches_per_step: of training; None for the whole split.
+        batches_per_step: of training; None for the whole split. last_batch: of training on the whole split.
 
     Attributes:
         data: the examples as they are stored.
@@ -58,7 +58,7 @@ class SharedBatchIterator:
         chosen: the examples of each host, None where all hosts have the same.
 
     Raises:
-        ConfigError: a batch size below 1, or the test split before the end.
+        ConfigError: a batch size below 1, no batch of training, or the test split before the end.
         DataError: the split is empty.
     """
 
@@ -73,6 +73,7 @@ class SharedBatchIterator:
         *,
         run_finished: bool = False,
         batches_per_step: int | None = None,
+        last_batch: LastBatch = "merge",
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"the batch size of the {split} split is {batch_size}; it must be at least 1.")
@@ -86,7 +87,9 @@ class SharedBatchIterator:
         self._shuffles = split == "train"
         self._as_inputs, self._augmentation = dataset.as_inputs, dataset.augmentation if self._shuffles else None
         whole = not self._shuffles or batches_per_step is None
-        self._count = len(self.data) if whole else batch_size * (batches_per_step or 1)
+        self._last: LastBatch = last_batch if self._shuffles else "keep"
+        self._per_step = len(self.data) if whole else batch_size * (batches_per_step or 1)
+        self._count = batch_bounds(self._per_step, batch_size, self._last)[-1][1]  # without examples that are left out
         self.order: Int[Tensor, "N n"] | None = None
         self.targets: Int[Tensor, "N n"] | None = None
         self.drawn: Int[Tensor, "N n K"] | None = None
@@ -113,7 +116,8 @@ class SharedBatchIterator:
             self.order, self.targets = self._own_order(self.chosen, t, episode, hosts)
             return
         size, seed = len(self.data), self._run_seed
-        first, last = (t - 1) * self._count, t * self._count
+        first = (t - 1) * self._per_step
+        last = first + self._count
         passes = range(first // size + 1, (last - 1) // size + 2)
         _check_passes(passes[-1], t, size)
         orders = [permutation(seed, Stream.TRAIN_ORDER, hosts, size, episode=episode, t=number) for number in passes]
@@ -148,7 +152,7 @@ class SharedBatchIterator:
     @property
     def bounds(self) -> list[tuple[int, int]]:
         """The first example of each batch, and the one after its last."""
-        return batch_bounds(self._count, self.batch_size, merge=self._shuffles)
+        return batch_bounds(self._count, self.batch_size, self._last)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of one step or pass; raises DataError if examples were changed in place."""
@@ -174,16 +178,25 @@ class SharedBatchIterator:
         return Batch(self._as_inputs(x), y)
 
 
-def batch_bounds(count: int, size: int, *, merge: bool) -> list[tuple[int, int]]:
-    """Where batches of `size` begin and end in `count` examples; the last one may be shorter.
-
-    With `merge`, a last batch of a single example joins the batch before it, because normalization over a batch needs
-    two examples.
-    """
+def batch_bounds(count: int, size: int, last: LastBatch) -> list[tuple[int, int]]:
+    """Where batches of `size` begin and end in `count` examples; raises ConfigError if all of them are left out."""
     starts = list(range(0, count, size))
-    if merge and size > 1 and len(starts) > 1 and count - starts[-1] == 1:
+    if last == "merge" and size > 1 and len(starts) > 1 and count - starts[-1] == 1:
         starts.pop()
+    elif last == "drop" and count % size:
+        if count < size:
+            raise ConfigError(
+                f"last_batch is 'drop', and {count} training examples do not fill a batch of {size}, so nothing would "
+                "be trained on; lower the batch size, or choose 'merge' or 'keep'."
+            )
+        count = starts.pop()
     return list(zip(starts, [*starts[1:], count], strict=True))
+
+
+def training_bounds(task: TaskSpec, dataset: Dataset) -> list[tuple[int, int]]:
+    """`batch_bounds` of a step of training; raises ConfigError as it does."""
+    count = len(dataset.train) if task.batches_per_step is None else task.batches_per_step * task.batch_train
+    return batch_bounds(count, task.batch_train, task.last_batch)
 
 
 def _check_passes(number: int, t: int, size: int) -> None:

@@ -100,8 +100,8 @@ def check_output(network: nn.Module, run: Pass, rows: int) -> Tensor:
     out: Tensor = run.output
     name = type(network).__name__
     if out.dim() == 0 or len(out) != rows or not out.is_floating_point():
-        raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} examples; outputs are floats "
-                          f"[{rows}, ...], and the network computes no loss.")  # fmt: skip
+        raise ConfigError(f"{name} gives {list(out.shape)} of {out.dtype} for {rows} example{'s' * (rows > 1)}; "
+                          f"outputs are floats [{rows}, ...], and the network computes no loss.")  # fmt: skip
     return out
 
 
@@ -129,6 +129,7 @@ def check_examples(network: nn.Module, slots: Sequence[str], x: Tensor, others: 
                 f"{of} for one example depends on the other examples in evaluation mode, so that measurements would "
                 "depend on the batches; examples can be mixed in training alone, as nn.BatchNorm2d does."
             )
+    check_output(network, recorded_pass(network, x[:1]), 1)
 
 
 def check_repeats(network: nn.Module, first: object, second: object) -> None:

@@ -97,9 +97,3 @@ def with_drop(layer: nn.MultiheadAttention, drop: nn.Module) -> None:
     """Give attention the layer that drops its weights, in place."""
     layer.__class__ = KeyedAttention
     layer._modules["drop"] = drop
-
-
-def as_plain(layer: nn.MultiheadAttention) -> None:
-    """Undo `with_drop`, in place."""
-    del layer._modules["drop"]
-    layer.__class__ = nn.MultiheadAttention

@@ -48,17 +48,6 @@ def as_buffers(module: nn.Module, paths: Iterable[str]) -> None:
         layer._buffers[leaf] = value.detach()
 
 
-def as_parameters(module: nn.Module, paths: Iterable[str]) -> None:
-    """Undo `as_buffers`, in place: what was one tensor with two paths is one again."""
-    made: dict[tuple[int, torch.Size], nn.Parameter] = {}
-    for layer, leaf in _places(module, paths):
-        value = layer._buffers.pop(leaf)
-        assert value is not None
-        layer._parameters[leaf] = made.setdefault(
-            (value.data_ptr(), value.shape), nn.Parameter(value, requires_grad=False)
-        )
-
-
 def _places(module: nn.Module, paths: Iterable[str]) -> Iterable[tuple[nn.Module, str]]:
     for path in paths:
         owner, _, leaf = path.rpartition(".")

@@ -144,8 +144,10 @@ def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
     return Kind(name="gate", template=template, start=start, build=build, source=GateNetwork)
 
 
-def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, device: torch.device) -> Kind:
-    """The kind of seeds of a blueprint for features of this shape with this many channels.
+def seed_kind(
+    blueprint: AbstractBlueprint, channels: int, features: Features, device: torch.device, rows: int = 2
+) -> Kind:
+    """The kind of seeds of a blueprint for features of this shape, with this many channels and `rows` or more examples.
 
     Raises:
         MisfitError: the built module cannot be trained on these features, or changes their shape.
@@ -160,17 +162,17 @@ def seed_kind(blueprint: AbstractBlueprint, channels: int, features: Features, d
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
         start = _start(builds, blueprint.birth, torch.device("cpu"))
-        return replace(start, global_rng=_check_seed(blueprint.name, build, features))
+        return replace(start, global_rng=_check_seed(blueprint.name, build, features, rows))
 
-    start = once(blueprint, features, "start", find)
+    start = once(blueprint, features, f"start {rows}", find)
     start = replace(start, table=tree_map(lambda x: x.to(device), start.table), buffers=start.buffers.to(device))
     template = Template(deterministic_build(build).to(device), global_rng=start.global_rng)
     return Kind(name=blueprint.name, template=template, start=start, build=build, source=blueprint)
 
 
-def _check_seed(name: str, build: Build, features: Features) -> bool:
+def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
     """Run a seed as training and evaluation will; whether it draws from the global generators."""
-    h = torch.randn(2, *features, generator=torch.Generator().manual_seed(0))
+    h = torch.randn(rows, *features, generator=torch.Generator().manual_seed(0))
     module, again = deterministic_build(build), deterministic_build(build)
     try:
         delta, draws = _run_once(module.train(), seed_input(h, isolated=True))
@@ -179,7 +181,7 @@ def _check_seed(name: str, build: Build, features: Features) -> bool:
     except Exception as error:  # any error of the user's code
         raise MisfitError(
             f"blueprint {name!r} cannot be trained on features {tuple(h.shape)}: {str(error).rstrip('.')}. Correct "
-            "its module, or choose other slots."
+            f"its module, or choose other slots.{OF_ONE_EXAMPLE * (rows == 1)}"
         ) from error
     if h._version:
         raise ConfigError(
@@ -203,6 +205,22 @@ OWN_STATE = (
     "or numpy, which are seeded for each host and step, and keep what changes in buffers that are written in place."
 )
 """What is wrong with a module whose passes are not determined by its inputs, weights, buffers and seeds."""
+
+
+OF_ONE_EXAMPLE = (
+    " Training has a batch of one example, and normalization over a batch needs two: give a larger batch, more "
+    "examples, other layers (nn.LayerNorm), or for an incomplete last batch last_batch='merge' or 'drop'."
+)
+"""The way out for a module that fails on a batch of one."""
+
+
+def check_smallest_batch(build: Build, x: Tensor) -> None:
+    """Run a new host in training on inputs x as its smallest batch has them; raises ConfigError if it fails."""
+    try:
+        _run_once(deterministic_build(build).train(), x, lambda slot_id, h: h)
+    except Exception as error:  # any error of the user's code
+        found = f"the network cannot be trained on a batch {list(x.shape)}: {str(error).rstrip('.')}."
+        raise ConfigError(found + OF_ONE_EXAMPLE * (len(x) == 1)) from error
 
 
 def outputs_of_host(kind: Kind, x: Tensor) -> Tensor:

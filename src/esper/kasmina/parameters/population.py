@@ -45,6 +45,7 @@ class Population:
         optimizer: how hosts and seeds are trained.
         num_envs: N. host_ids: global numbers [N] of the hosts, on the CPU; None for 0 to N - 1.
         run_seed: key of the random streams that draw weights.
+        smallest_batch: examples of the smallest batch of training, for which blueprints must work.
 
     Attributes:
         features: the shapes of features with so many channels. left_out: blueprints that cannot run in all slots, and
@@ -63,6 +64,7 @@ class Population:
         run_seed: int,
         device: torch.device,
         host_ids: Int[Tensor, " N"] | None = None,
+        smallest_batch: int = 2,
     ) -> None:
         self.num_envs, self.run_seed, self.device = num_envs, run_seed, device
         self.optimizer_spec = optimizer
@@ -82,13 +84,13 @@ class Population:
         }
         self.gate_kinds = {channels: gate_kind(channels, host.causal, device) for channels in self.features}
         self.left_out: dict[int, str] = {}
-        self.seed_kinds = self._seed_kinds(shapes)
+        self.seed_kinds = self._seed_kinds(shapes, min(smallest_batch, 2))
         slots = num_envs * self.num_slots
         self.host, self.host_snapshot = self._slabs(num_envs, [self.host_kind])
         self.seeds, self.seeds_snapshot = self._slabs(slots, self.seed_kinds.values())
         self.gates, self.gates_snapshot = self._slabs(slots, self.gate_kinds.values())
 
-    def _seed_kinds(self, shapes: dict[str, Features]) -> dict[tuple[int, int], Kind]:
+    def _seed_kinds(self, shapes: dict[str, Features], rows: int) -> dict[tuple[int, int], Kind]:
         """The kinds by channels and blueprint; one that fits some slots but not all of them is left out."""
         found: dict[tuple[int, int], Kind] = {}
         for index in registry.selectable(self.family):
@@ -96,7 +98,7 @@ class Population:
             kinds: dict[tuple[int, int], Kind] = {}
             for point in self.points:
                 try:
-                    kind = seed_kind(blueprint, point.channels, shapes[point.slot_id], self.device)
+                    kind = seed_kind(blueprint, point.channels, shapes[point.slot_id], self.device, rows)
                     kinds.setdefault((point.channels, index), kind)
                 except MisfitError as error:
                     misfits[point.slot_id] = error

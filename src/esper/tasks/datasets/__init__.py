@@ -1,9 +1,9 @@
 """Data sets: checked, split, and resident on the device."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,12 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from esper.leyline.errors import DataError
-from esper.leyline.structure import described
+from esper.leyline.random import Stream, seeded_generators, word_rows
+from esper.leyline.structure import Structure, described
 
 SplitName = Literal["train", "val", "test"]
+LastBatch = Literal["merge", "drop", "keep"]
+"""Of a last batch of training that is not full: one example joins the batch before it; it is left out; it stays."""
 PlainValue = str | int | float | tuple["PlainValue", ...]
 """What an identity is made of: comparable, printable, the same in every process."""
 Tokens = npt.NDArray[np.int32]
@@ -65,12 +68,12 @@ class Inputs(Protocol):
         """Inputs [..., *input] of stored examples [..., *stored]."""
 
 
-def applied(inputs: Inputs, x: Any) -> Any:  # noqa: ANN401 -- what the user's function takes and gives
-    """`inputs(x)`; raises DataError if it fails."""
+def applied(function: Callable[[Any], Any], x: Any, name: str = "inputs") -> Any:  # noqa: ANN401 -- what users take
+    """`function(x)`; raises DataError if it fails."""
     try:
-        return inputs(x)
+        return function(x)
     except Exception as error:  # any error of the user's code
-        raise DataError(f"inputs= fails on {described(x)}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{name}= fails on {described(x)}: {type(error).__name__}: {error}") from error
 
 
 def inputs_of(inputs: Inputs | None, x: Tensor) -> Tensor:
@@ -93,6 +96,39 @@ class Augmentation(Protocol):
 
     def __call__(self, x: Tensor, drawn: Int[Tensor, "N B K"]) -> Tensor:
         """Changed copies of stored examples [N, B, ...]."""
+
+
+@final
+@dataclass(frozen=True)
+class RandomFunction:
+    """`Augmentation` by a user's function of a batch [B, ...], in the structure `stored` (None for one tensor).
+
+    It draws from the global generators, which are seeded for each host, step and batch.
+    """
+
+    function: Callable[[Any], Any]
+    stored: Structure | None = None
+
+    def draw(self, run_seed: int, hosts: Int[Tensor, " N"], episode: int, t: int, count: int) -> Int[Tensor, "N n 1"]:
+        """A number per example, on the CPU; the first one of a batch is its seed."""
+        return word_rows(run_seed, Stream.AUGMENTATION, hosts.to("cpu"), count, episode=episode, t=t)[..., None]
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, drawn: Int[Tensor, "N B 1"]) -> Tensor:
+        """See `Augmentation`; raises DataError if the function fails, or changes a shape or dtype."""
+        changed = []
+        for x_B, seed in zip(x, drawn[:, 0, 0].tolist(), strict=True):
+            given = x_B.clone() if self.stored is None else self.stored.unpack(x_B.clone())
+            with seeded_generators(seed, x.device):
+                changed.append(applied(self._changed, given, "augmentation"))
+        return torch.stack(changed)
+
+    def _changed(self, given: Any) -> Tensor:  # noqa: ANN401 -- what the user's function takes
+        expected = Structure.of(given, axes=0)
+        found = self.function(given)
+        if Structure.of(found, axes=0) != expected:
+            raise ValueError(f"it gives {described(found)}; keep shapes and dtypes, and convert in inputs=")
+        return found if self.stored is None else self.stored.pack(found)
 
 
 @runtime_checkable

@@ -30,7 +30,7 @@ from esper.leyline.objective import Objective
 from esper.leyline.pytree import Form, flatten, unflatten
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, Split
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, RandomFunction, Split
 from esper.tasks.datasets.splits import stratified_split
 from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 
@@ -46,7 +46,6 @@ class MapStyle(Sized, Protocol):
         """The example at an index."""
 
 
-Array = Tensor | np.ndarray
 Examples = tuple[Any, Any] | Mapping[str, Any] | MapStyle | DataLoader[Any]
 """(x [n, ...], y [n, ...]), a dictionary of arrays with "labels", a map-style data set, which is read once, or a
 `DataLoader` of one."""
@@ -100,6 +99,17 @@ class StructuredAugmentation:
         return self.stored.pack(self.function(self.stored.unpack(x), drawn))
 
 
+AnyAugmentation = Augmentation | Callable[[Any], Any]
+"""Or a function of a batch, see `RandomFunction`."""
+
+
+def augmentation_of(given: AnyAugmentation | None, stored: Structure | None) -> Augmentation | None:
+    """The augmentation of examples that are stored in this structure (None for one tensor)."""
+    if given is None or isinstance(given, Augmentation):
+        return given if given is None or stored is None else StructuredAugmentation(given, stored)
+    return RandomFunction(given, stored)
+
+
 def from_arrays(
     name: str,
     train: Examples,
@@ -108,7 +118,7 @@ def from_arrays(
     *,
     objective: Objective,
     inputs: Inputs | None = None,
-    augmentation: Augmentation | None = None,
+    augmentation: AnyAugmentation | None = None,
     class_names: Sequence[str] = (),
     run_seed: int,
 ) -> Dataset:
@@ -154,7 +164,7 @@ def from_arrays(
         test=splits["test"],
         num_classes=classes,
         inputs=inputs,
-        augmentation=augmentation,
+        augmentation=augmentation_of(augmentation, None),
         class_names=tuple(class_names),
     )
 
@@ -283,7 +293,7 @@ def _stacked(place: str, examples: object) -> tuple[Any, Any]:
         warnings.warn(
             f"{place} gives other examples when it is read again, as random transforms do, but it is read once: each "
             "example keeps what was drawn first. Leave random changes out of the data set and give them as "
-            "augmentation=, which draws anew for each network and step.",
+            "augmentation=, a function of a batch that draws anew for each network and step.",
             stacklevel=2,
         )
     return found

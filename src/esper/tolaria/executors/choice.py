@@ -9,7 +9,7 @@ from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import outputs_of_host
+from esper.kasmina.parameters.kinds import check_smallest_batch, outputs_of_host
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.protocols import host_numbers
@@ -18,6 +18,7 @@ from esper.tasks.datasets.images import CropAndFlip, Pixels
 from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
+from esper.tolaria.batches import training_bounds
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.host_data import HostData, examples
@@ -81,6 +82,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
     (x, y), spec = examples(dataset, 2), task.host
     host = deterministic_build(lambda: spec.build(config.slots, x[:1]))
     assert isinstance(host, Host)
+    smallest = min(stop - start for start, stop in training_bounds(task, dataset))
     population = Population(
         host,
         task.optimizer,
@@ -88,7 +90,9 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
         run_seed=config.run_seed,
         device=device,
         host_ids=host_numbers(config.num_envs, config.host_offset, config.distinct_hosts),
+        smallest_batch=smallest,
     )
+    check_smallest_batch(population.host_kind.build, x[:smallest])
     check_scores(task.objective, outputs_of_host(population.host_kind, x), y)
     scaler = LossScaler(amp_dtype(config.amp, device), config.num_envs, device)
     return HostData(
@@ -98,6 +102,7 @@ def _host_data(config: EngineConfig, task: TaskSpec, dataset: Dataset, device: t
         batch_train=task.batch_train,
         batch_val=task.batch_val,
         batches_per_step=task.batches_per_step,
+        last_batch=task.last_batch,
         scaler=scaler,
         instances=task.instances,
     )

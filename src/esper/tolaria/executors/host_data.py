@@ -1,5 +1,6 @@
 """The hosts that executors run: parameters, data, precision and structure."""
 
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -15,7 +16,7 @@ from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
-from esper.tasks.datasets import Dataset, SplitName
+from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances
 from esper.tasks.objectives import of_split
 from esper.tolaria.amp import LossScaler
@@ -38,7 +39,7 @@ class HostData:
         dataset: on the device already.
         objective: what the hosts are trained for.
         batch_train, batch_val: examples per batch and host.
-        batches_per_step: of training; None for the whole split.
+        batches_per_step: of training; None for the whole split. last_batch: of the whole split in training.
         scaler: precision of training.
         instances: what makes hosts differ; None for equal ones.
 
@@ -60,12 +61,15 @@ class HostData:
         batch_val: int,
         scaler: LossScaler,
         batches_per_step: int | None = None,
+        last_batch: LastBatch = "merge",
         instances: InstanceDistribution | None = None,
     ) -> None:
         self.population, self.dataset, self.scaler = population, dataset, scaler
         self.batch_train, self.batch_val = batch_train, batch_val
-        self._train = self._batches("train", batch_train, batches_per_step=batches_per_step)
-        self._val = self._batches("val", batch_val)
+        p = population
+        self._batches = partial(SharedBatchIterator, dataset, p.num_envs, run_seed=p.run_seed, device=p.device)
+        self._train = self._batches(batch_train, "train", batches_per_step=batches_per_step, last_batch=last_batch)
+        self._val = self._batches(batch_val, "val")
         self.objective, of_val = (of_split(objective, batches.data.y) for batches in (self._train, self._val))
         self.objectives: dict[SplitName, Objective] = {"train": self.objective, "val": of_val}
         self.column = {point.slot_id: s for s, point in enumerate(population.points)}
@@ -77,21 +81,6 @@ class HostData:
         self.lr_factor: Float[Tensor, " N"] | None = None
         self._distribution = instances
         self._instances: Instances | None = None
-
-    def _batches(
-        self, split: SplitName, size: int, *, run_finished: bool = False, batches_per_step: int | None = None
-    ) -> SharedBatchIterator:
-        p = self.population
-        return SharedBatchIterator(
-            self.dataset,
-            p.num_envs,
-            size,
-            split,
-            p.run_seed,
-            p.device,
-            run_finished=run_finished,
-            batches_per_step=batches_per_step,
-        )
 
     def reset(self, episode: int) -> None:
         """N fresh hosts with empty slots."""
@@ -131,7 +120,7 @@ class HostData:
         """The validation split, or the test split at the end of a run."""
         if split == "val":
             return self._val
-        batches = self._batches("test", self.batch_val, run_finished=True)
+        batches = self._batches(self.batch_val, "test", run_finished=True)
         self.objectives["test"] = of_split(self.objective, batches.data.y)
         if self._instances is not None:
             batches.choose(self._instances.test)

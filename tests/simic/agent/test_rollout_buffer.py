@@ -7,7 +7,7 @@ from esper.leyline.actions import CANONICAL_ACTION
 from esper.leyline.errors import CheckpointError
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tolaria.read_counter import HostReadCounter
+from read_counter import HostReadCounter
 
 N, T, D, S, H = 3, 5, 4, 2, 6
 

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import resource
 import statistics
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -35,11 +36,14 @@ import null_control_step
 from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.kasmina.parameters import stacked_layers
 from esper.tamiyo import heads
-from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
+from esper.tamiyo.recurrence import lstm_sequence
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts
 from paired import Row, compare, comparisons, cpu_ms, row_of, wall_ms
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the recurrence under autograd lies there
+from reference.recurrence import lstm_steps
 
 CALLS = 20
 """Of an operator in one measurement."""

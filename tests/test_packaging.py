@@ -46,7 +46,7 @@ MAY_READ = {
     "telemetry/page.py": "numpy arrays of steps that were read",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
-    "simic/agent/rollout_buffer.py": "validation for debugging, and counters of a checkpoint",
+    "simic/agent/rollout_buffer.py": "counters of a checkpoint",
     "tasks/datasets/arrays.py": "checks the user's examples, before the run",
     "tasks/datasets/__init__.py": "numbers of the hosts, once per step with a user's function as augmentation",
     "tasks/datasets/text.py": "chooses the stories of a split, before the run",

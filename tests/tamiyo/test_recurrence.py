@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from esper.tamiyo import recurrence
-from esper.tamiyo.recurrence import lstm_sequence, lstm_steps
+from esper.tamiyo.recurrence import lstm_sequence
+from reference.recurrence import lstm_steps
 
 HOSTS, STEPS, WIDTH = 3, 5, 4
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import named_tensors, row
 from esper.tolaria.coalitions import Coalitions, derive, enumerate_coalitions
-from esper.tolaria.runtime import HostReadCounter
+from read_counter import HostReadCounter
 
 STAGES = [int(stage) for stage in SeedStage if stage is not SeedStage.UNKNOWN]
 ACTIVE = {4, 6, 7}

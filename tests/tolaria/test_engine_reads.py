@@ -14,8 +14,8 @@ from esper.simic.rewards import make_reward
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tasks.null import NullSpec
 from esper.tasks.presets import NULL
-from esper.tolaria.read_counter import HostReadCounter
 from esper.tolaria.runtime import host_read
+from read_counter import HostReadCounter
 from tiny import CPU, bit_equal, same_tree
 from toys import ToyClient, action, script
 

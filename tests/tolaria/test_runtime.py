@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError
-from esper.tolaria.runtime import CUDATimer, HostReadCounter, PhaseTimer, choose_device, host_read, start_read
+from esper.tolaria.runtime import CUDATimer, PhaseTimer, choose_device, host_read, start_read
+from read_counter import HostReadCounter
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bool, torch.int64, torch.float32, torch.float64, torch.int32, torch.int8)

@@ -34,8 +34,7 @@ from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.read_counter import reads_so_far
-from esper.tolaria.runtime import host_read
+from esper.tolaria.runtime import host_read, reads_so_far
 from esper.tolaria.state import RolloutStats
 
 _STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"

@@ -101,11 +101,6 @@ class CompiledStep:
         self._weights = {name: weight.detach() for name, weight in self._module.named_parameters()}
         self._graphs: dict[Hashable, _Graph] = {}
 
-    @property
-    def num_graphs(self) -> int:
-        """Number of compiled argument forms."""
-        return len(self._graphs)
-
     @torch.no_grad()
     def __call__(self, *args: Any) -> Any:  # noqa: ANN401 -- those of the function
         """As the function."""

@@ -50,21 +50,6 @@ _BLOCK = 2**17
 """Elements of one factor computed at once, so that they stay in the cache."""
 
 
-def lstm_steps(
-    gates_x: Float[Tensor, "N T G"],
-    h: Float[Tensor, "N H"],
-    c: Float[Tensor, "N H"],
-    reset: Bool[Tensor, "N T"],
-    recurrent_weight: Float[Tensor, "G H"],
-) -> Float[Tensor, "N T H"]:
-    """`lstm_sequence` by autograd, the reference of its tests and benchmark."""
-    outputs = []
-    for gates, fresh in zip(gates_x.unbind(1), reset[..., None].unbind(1), strict=True):
-        h, c = lstm_cell(gates, h.masked_fill(fresh, 0.0), c.masked_fill(fresh, 0.0), recurrent_weight)
-        outputs.append(h)
-    return torch.stack(outputs, dim=1)
-
-
 @final
 class _Sequence(torch.autograd.Function):
     """The equations above; time is the first axis."""

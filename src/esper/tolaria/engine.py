@@ -30,8 +30,7 @@ from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.phases import ControlPlane, PhaseForm, eager
-from esper.tolaria.read_counter import reads_so_far
-from esper.tolaria.runtime import PendingRead, PhaseTimer
+from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far
 from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
 
 StepListener = Callable[[StepReport], None]

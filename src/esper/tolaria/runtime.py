@@ -5,8 +5,6 @@ A *host read* makes Python wait for the contents of a tensor. Intended ones pass
     tensors   bool [N]   int64 [N, 8]   float32 []          one cat of bytes, widest dtype first, so that all is aligned
     bytes     | int64 ................ | float32 | bool |   one copy, on CUDA into pinned memory without blocking
     arrays    views of those bytes, in the order of the tensors
-
-`HostReadCounter` finds all others.
 """
 
 import math
@@ -22,11 +20,21 @@ import torch
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError
-from esper.tolaria.read_counter import HostReadCounter as HostReadCounter
-from esper.tolaria.read_counter import note_intended_read, silence
-from esper.tolaria.read_counter import reads_so_far as reads_so_far
 
 Arrays = tuple[np.ndarray, ...]
+
+_reads = 0
+
+
+def reads_so_far() -> int:
+    """Intended reads of this process and its workers since it started."""
+    return _reads
+
+
+def note_reads(number: int) -> None:
+    """Count `number` intended reads of this process or of a worker."""
+    global _reads
+    _reads += number
 
 
 class _Piece(NamedTuple):
@@ -67,13 +75,12 @@ class Packed:
         devices = {t.device for t in tensors}
         assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
         order, self._pieces = _packing(*((t.dtype, t.shape) for t in tensors))
-        with silence():
-            by_type = [
-                torch.cat([tensor.reshape(-1) for tensor in group])
-                for _, group in groupby((tensors[i] for i in order), key=lambda tensor: tensor.dtype)
-            ]
-            # bool needs no view: `cat` promotes it to uint8, which are the same bytes
-            self.bytes = torch.cat([x if x.dtype == torch.bool else x.view(torch.uint8) for x in by_type])
+        by_type = [
+            torch.cat([tensor.reshape(-1) for tensor in group])
+            for _, group in groupby((tensors[i] for i in order), key=lambda tensor: tensor.dtype)
+        ]
+        # bool needs no view: `cat` promotes it to uint8, which are the same bytes
+        self.bytes = torch.cat([x if x.dtype == torch.bool else x.view(torch.uint8) for x in by_type])
 
     def unpack(self, packed: np.ndarray) -> Arrays:
         """Views of the packed bytes on the host, one per tensor in the order they were given."""
@@ -89,10 +96,9 @@ class PendingRead:
 
     def wait(self) -> Arrays:
         """The values at the start of the read, in the order of the tensors."""
-        with silence():
-            if self._copied is not None:
-                self._copied.synchronize()
-            return self._packed.unpack(self._buffer.numpy())
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._packed.unpack(self._buffer.numpy())
 
 
 def start_read(*tensors: Tensor) -> PendingRead:
@@ -101,14 +107,13 @@ def start_read(*tensors: Tensor) -> PendingRead:
     Later writes into the tensors do not change the result. On CUDA nothing waits until `PendingRead.wait`.
     """
     packed = Packed(*tensors)
-    note_intended_read()
-    with silence():
-        if packed.bytes.device.type != "cuda":
-            return PendingRead(packed.bytes.cpu(), None, packed)
-        pinned = torch.empty(packed.bytes.shape, dtype=torch.uint8, pin_memory=True)
-        pinned.copy_(packed.bytes, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(packed.bytes.device))
+    note_reads(1)
+    if packed.bytes.device.type != "cuda":
+        return PendingRead(packed.bytes.cpu(), None, packed)
+    pinned = torch.empty(packed.bytes.shape, dtype=torch.uint8, pin_memory=True)
+    pinned.copy_(packed.bytes, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(packed.bytes.device))
     return PendingRead(pinned, copied, packed)
 
 

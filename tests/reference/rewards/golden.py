@@ -17,10 +17,10 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import DataError
 from esper.simic.rewards.compiled_rewards import RewardOutput, compute_reward_batched
-from esper.simic.rewards.config import LossRewardConfig, RewardConfig, as_kind
+from esper.simic.rewards.config import LossRewardConfig, RewardConfig
 from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS
 from reference.rewards.modes import reward_of_row
-from reference.rewards.row import NAN, DripPool, HostRow, RowReward
+from reference.rewards.row import NAN, DripPool, HostRow, RowReward, as_kind
 
 _RENAMED_CONFIG = {"reward_mode": "mode", "attribution_formula": "attribution"}
 _TERM_OF_COMPONENT = {
@@ -101,7 +101,8 @@ def _configs(mode: str, content: Mapping[str, Any]) -> dict[str, RewardConfig]:
         presets = content["presets"]
         return {name: RewardConfig(mode="loss", loss=LossRewardConfig(**p)) for name, p in presets.items()}
     named = {_RENAMED_CONFIG.get(name, name): value for name, value in content["config"].items()}
-    return {"": RewardConfig.from_mapping(named)}
+    kinds = {f.name: f.type for f in fields(RewardConfig)}
+    return {"": RewardConfig(**{name: as_kind(value, kinds[name]) for name, value in named.items()})}
 
 
 def _case(case: Mapping[str, Any], config: RewardConfig) -> GoldenCase:

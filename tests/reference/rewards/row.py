@@ -7,6 +7,7 @@ NaN is "not measured", and comparing with it is False.
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from esper.leyline.stages import STAGE_POTENTIAL
 from esper.simic.rewards.config import LEGITIMATE_HOLD, RewardConfig
@@ -146,3 +147,8 @@ def growth(x: HostRow, w: RewardConfig) -> float:
 def ransomware(x: HostRow) -> bool:
     """Removing the seed hurts although the model would be better without seeds."""
     return x.has_seed and x.seed_contribution > 0.1 and x.counterfactual_improvement < -0.2
+
+
+def as_kind(value: Any, kind: object) -> Any:
+    """The value as a field of type `kind` holds it: files may give 200 for a float."""
+    return float(value) if type(value) is int and kind in (float, float | None) else value

@@ -7,7 +7,9 @@ from esper.leyline.actions import CANONICAL_ACTION
 from esper.leyline.errors import CheckpointError
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tolaria.read_counter import HostReadCounter
+from esper.simic.agent.stored_row import Row
+from read_counter import HostReadCounter
+from rollouts import open_ends
 
 N, T, D, S, H = 3, 5, 4, 2, 6
 
@@ -54,29 +56,30 @@ def same(a: TamiyoRolloutBuffer, b: TamiyoRolloutBuffer) -> bool:
     return all(torch.equal(x, y) for (_, x), (_, y) in zip(named_tensors(a.slabs), named_tensors(b.slabs), strict=True))
 
 
+def put(buffer: TamiyoRolloutBuffer, t: int, **changes) -> None:
+    """Write a step of all hosts as a client does."""
+    buffer.put(t, Row(**column(t, **changes)))
+    buffer.neutralize()
+
+
+def roll_back(buffer: TamiyoRolloutBuffer, rows: list[tuple[int, int]], *, ends: bool = True) -> None:
+    """Give these rows (host, step) the penalty of their host."""
+    mask = torch.zeros(N, buffer.max_steps, dtype=torch.bool)
+    for host, t in rows:
+        mask[host, t] = True
+    buffer.roll_back(mask, PENALTY[:, None].expand(mask.shape), ends=ends)
+
+
 PENALTY = torch.tensor([-10.0, -20.0, -30.0])
 
 
 def test_a_column_is_written_as_it_is_given():
-    buffer, fields = new_buffer(), column(0)
-    buffer.store(2, **fields)
+    buffer, fields = new_buffer(), column(2)
+    put(buffer, 2)
     assert torch.equal(buffer.slabs.states[:, 2], fields["state"])
     assert torch.equal(buffer.slabs.legal[:, 2], fields["legal"])
     assert torch.equal(buffer.slabs.log_probs[:, 2], fields["log_prob"])
     assert not buffer.slabs.valid[:, [0, 1, 3, 4]].any()
-
-
-def test_storing_a_column_equals_adding_a_row_per_host():
-    stored, added = new_buffer(), new_buffer()
-    for t in range(T):
-        fields = column(t, valid=~only(1) if t == 2 else ~only(-1), reset=only(1) if t == 3 else only(-1))
-        stored.store(t, **fields)
-        for n in range(N):
-            added.add(n, **{name: values[n] for name, values in fields.items()})
-    assert same(stored, added)
-    stored.mark_terminal(only(0), PENALTY)
-    added.mark_terminal(only(0), PENALTY)
-    assert same(stored, added)
 
 
 def test_a_row_takes_numbers_of_python_and_tensors_without_axes_alike():
@@ -100,20 +103,6 @@ def test_a_field_may_be_given_by_the_name_of_its_slab():
     assert same(own, of_slab)
     with pytest.raises(TypeError, match="given twice"):
         own.add(0, **fields, rewards=1.0)
-
-
-def test_writing_reads_nothing_from_the_device(monkeypatch):
-    buffer, reads = new_buffer(), []
-    for method in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, method, lambda *a, m=method, **k: reads.append(m))
-    buffer.store(0, **column(0))
-    buffer.add(1, **{name: values[1] for name, values in column(1).items()})
-    buffer.mark_terminal(only(1), PENALTY)
-    buffer.mark_truncated(only(0), PENALTY)
-    buffer.compute_advantages_and_returns()
-    buffer.normalize_advantages()
-    buffer.sequences(torch.tensor([0, 2]))
-    assert reads == []
 
 
 SCALARS = {
@@ -140,13 +129,15 @@ def test_a_row_of_scalars_is_added_without_a_single_read(given, valid):
     assert [bool(getattr(slabs, name)[1, 0]) for name in flags] == [False, valid, valid, True, valid]
 
 
-def test_a_column_and_every_mark_on_it_cost_no_read():
-    buffer = new_buffer()
+def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
+    buffer, rows = new_buffer(), [Row(**column(t, valid=~only(1), reset=only(2))) for t in range(T)]
+    marked, rewards = torch.rand(N, T) < 0.5, torch.zeros(N, T)
     with HostReadCounter() as reads:
-        for t in range(T):
-            buffer.mark_terminal(only(1), PENALTY)
-            buffer.store(t, **column(t, valid=~only(1), reset=only(2)))
-        buffer.mark_truncated(only(0), PENALTY)
+        for t, row in enumerate(rows):
+            buffer.put(t, row)
+        buffer.neutralize()
+        buffer.roll_back(marked, rewards, ends=True)
+        buffer.add_final_reward(PENALTY, PENALTY, PENALTY)
         buffer.compute_advantages_and_returns()
         buffer.normalize_advantages()
         buffer.sequences(torch.tensor([0, 2]))
@@ -157,7 +148,7 @@ def test_a_column_and_every_mark_on_it_cost_no_read():
 def test_rows_without_content_are_neutral():
     buffer = new_buffer()
     for t in range(3):
-        buffer.store(t, **column(t, valid=~only(1), reward=torch.full((N,), float("nan"))))
+        put(buffer, t, valid=~only(1), reward=torch.full((N,), float("nan")))
     for t in (0, 4):  # not valid, and not written
         assert buffer.slabs.actions[1, t].tolist() == list(CANONICAL_ACTION)
         assert buffer.slabs.legal[1, t].nonzero().tolist() == [[0, 0]]
@@ -168,9 +159,9 @@ def test_rows_without_content_are_neutral():
 def test_a_rollback_ends_the_last_row_with_the_penalty():
     buffer = new_buffer()
     for t in range(3):
-        buffer.store(t, **column(t, truncated=~only(-1), bootstrap_value=torch.ones(N)))
+        put(buffer, t, truncated=~only(-1), bootstrap_value=torch.ones(N))
     kept = buffer.slabs.rewards.clone()
-    buffer.mark_terminal(only(1), PENALTY)
+    roll_back(buffer, [(1, 2)])
     assert buffer.slabs.terminal.nonzero().tolist() == [[1, 2]]
     assert not buffer.slabs.truncated[1, 2]
     assert buffer.slabs.bootstrap_values[1, 2] == 0
@@ -180,65 +171,54 @@ def test_a_rollback_ends_the_last_row_with_the_penalty():
     assert buffer.slabs.truncated[0, 2]
 
 
-def test_rollbacks_that_are_marked_together_are_those_that_are_marked_step_by_step():
+def rolled_back_one_by_one(buffer: TamiyoRolloutBuffer, mask: torch.Tensor, reward: torch.Tensor) -> None:
+    """`roll_back` with `ends`, one row after another."""
+    slabs = buffer.slabs
+    for host, t in mask.nonzero().tolist():
+        if slabs.valid[host, t] and not slabs.terminal[host, t]:
+            slabs.rewards[host, t] = reward[host, t]
+            slabs.terminal[host, t], slabs.truncated[host, t], slabs.bootstrap_values[host, t] = True, False, 0.0
+
+
+def test_rollbacks_that_are_marked_together_are_those_that_are_marked_one_by_one():
     g, num_marked = torch.Generator().manual_seed(7), 0
     for _ in range(20):
         mask, penalty = torch.rand(N, T, generator=g) < 0.4, torch.randn(N, T, generator=g)
         one_by_one, together = new_buffer(), new_buffer()
         for t in range(T):
-            ends = torch.rand(N, generator=g) < 0.3
-            fields = column(t, valid=~mask[:, t], terminal=ends, truncated=~ends, bootstrap_value=torch.ones(N))
-            one_by_one.mark_terminal(mask[:, t], penalty[:, t])
-            one_by_one.store(t, **fields)
-            together.store(t, **fields)
-        rows, rewards = torch.zeros(N, T, dtype=torch.bool), torch.zeros(N, T)
-        rows[:, :-1], rewards[:, :-1] = mask[:, 1:], penalty[:, 1:]  # in step t the last row is that of the step before
-        together.roll_back(rows, rewards, ends=True)
+            valid, ends = torch.rand(N, generator=g) < 0.7, torch.rand(N, generator=g) < 0.3
+            for buffer in (one_by_one, together):
+                put(buffer, t, valid=valid, terminal=ends, truncated=~ends, bootstrap_value=torch.ones(N))
+        rolled_back_one_by_one(one_by_one, mask, penalty)
+        together.roll_back(mask, penalty, ends=True)
         assert same(one_by_one, together)
-        num_marked += int((one_by_one.slabs.rewards == rewards).sum())
+        num_marked += int((together.slabs.rewards == penalty).sum())
     assert num_marked > 20
-
-
-def test_a_rollback_in_the_first_step_finds_no_row():
-    buffer = new_buffer()
-    buffer.mark_terminal(~only(-1), PENALTY)
-    buffer.store(0, **column(0, valid=~only(1)))
-    assert not buffer.slabs.terminal.any()
-    assert buffer.slabs.valid[:, 0].tolist() == [True, False, True]
 
 
 def test_two_rollbacks_in_a_row_pay_one_penalty():
     buffer = new_buffer()
-    buffer.store(0, **column(0))
+    put(buffer, 0)
     for t in (1, 2):
-        buffer.mark_terminal(only(1), PENALTY)
-        buffer.store(t, **column(t, valid=~only(1)))
+        put(buffer, t, valid=~only(1))
+    roll_back(buffer, [(1, 0), (1, 1)])
     assert buffer.slabs.terminal.nonzero().tolist() == [[1, 0]]
     assert (buffer.slabs.rewards == -20).sum() == 1
 
 
 def test_a_terminal_row_is_not_paid_a_second_time():
     buffer = new_buffer()
-    buffer.store(0, **column(0, terminal=only(2)))
+    put(buffer, 0, terminal=only(2))
     before = buffer.slabs.rewards.clone()
-    buffer.mark_terminal(only(2), PENALTY)
+    roll_back(buffer, [(2, 0)])
     assert torch.equal(buffer.slabs.rewards, before)
-
-
-def test_the_time_limit_stores_the_bootstrap_of_open_rows_only():
-    buffer = new_buffer()
-    buffer.store(0, **column(0, terminal=only(0), valid=~only(1)))
-    buffer.mark_truncated(~only(-1), torch.tensor([0.1, 0.2, 0.3]))
-    assert buffer.slabs.truncated[:, 0].tolist() == [False, False, True]
-    assert buffer.slabs.bootstrap_values[:, 0].tolist() == pytest.approx([0, 0, 0.3])
 
 
 def test_advantages_and_returns_of_stored_or_of_other_rewards():
     buffer = new_buffer(num_envs=1, max_steps=4, gae_lambda=0.98)
     row = {name: x[0] for name, x in column(0).items()}
-    for r, v in zip([1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2], strict=True):
-        buffer.add(0, **row | {"reward": r, "value": v})
-    buffer.mark_truncated(torch.tensor([True]), torch.tensor([0.6]))
+    for r, v, end in zip([1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2], [False, False, False, True], strict=True):
+        buffer.add(0, **row | {"reward": r, "value": v, "truncated": end, "bootstrap_value": 0.6 * end})
     want = torch.tensor([[1.974540, 1.104030, 1.236315, 2.397000]])
     advantages, returns = buffer.compute_advantages_and_returns()
     torch.testing.assert_close(advantages, want, atol=1e-6, rtol=0)
@@ -249,7 +229,7 @@ def test_advantages_and_returns_of_stored_or_of_other_rewards():
 
 def test_advantages_are_normalized_once():
     buffer = new_buffer()
-    buffer.store(0, **column(0))
+    put(buffer, 0)
     buffer.compute_advantages_and_returns()
     buffer.normalize_advantages()
     with pytest.raises(RuntimeError, match="already"):
@@ -262,7 +242,7 @@ def test_minibatches_are_made_of_normalized_advantages_and_of_returns_that_are_n
     # deltas 1, 3 and 8 of single steps: mean 4, deviation sqrt(26 / 3)
     buffer = new_buffer()
     rewards, ends = torch.tensor([2.0, 4.0, 9.0]), torch.ones(N, dtype=torch.bool)
-    buffer.store(0, **column(0, reward=rewards, value=torch.ones(N), terminal=ends))
+    put(buffer, 0, reward=rewards, value=torch.ones(N), terminal=ends)
     buffer.compute_advantages_and_returns()
     normalized = buffer.normalize_advantages()
     batch = buffer.sequences(torch.arange(N))
@@ -276,7 +256,7 @@ def test_minibatches_are_made_of_normalized_advantages_and_of_returns_that_are_n
 def test_sequences_are_whole_rows_of_the_chosen_hosts():
     buffer = new_buffer(num_layers=2)
     for t in range(T):
-        buffer.store(t, **column(t))
+        put(buffer, t)
     batch = buffer.sequences(torch.tensor([2, 0]))
     assert torch.equal(batch.states, buffer.slabs.states[[2, 0]])
     assert torch.equal(batch.legal, buffer.slabs.legal[[2, 0]])
@@ -286,7 +266,7 @@ def test_sequences_are_whole_rows_of_the_chosen_hosts():
 def test_overflow_is_an_index_error():
     buffer = new_buffer()
     with pytest.raises(IndexError, match="column 5"):
-        buffer.store(T, **column(0))
+        buffer.put(T, Row(**column(0)))
     row = {name: values[0] for name, values in column(0).items()}
     for _ in range(T):
         buffer.add(0, **row)
@@ -296,38 +276,36 @@ def test_overflow_is_an_index_error():
 
 def test_a_misspelled_field_is_named():
     with pytest.raises(TypeError, match=r"rewrad.*did you mean 'reward'"):
-        new_buffer().store(0, **column(0), rewrad=torch.zeros(N))
+        new_buffer().add(0, **{name: values[0] for name, values in column(0).items()}, rewrad=0.0)
 
 
 def test_reset_makes_every_row_neutral_again():
     buffer = new_buffer()
     for t in range(T):
-        buffer.store(t, **column(t))
+        put(buffer, t)
     buffer.compute_advantages_and_returns()
     buffer.reset()
     assert same(buffer, new_buffer())
     assert buffer.num_steps == 0
-    buffer.mark_terminal(~only(-1), PENALTY)
+    roll_back(buffer, [(n, t) for n in range(N) for t in range(T)])
     assert not buffer.slabs.terminal.any()
 
 
-def test_validate_names_hosts_whose_last_valid_row_is_no_end():
+def test_a_last_valid_row_that_is_not_an_end_is_found():
     buffer = new_buffer()
-    buffer.store(0, **column(0, truncated=only(0), bootstrap_value=torch.ones(N)))
-    buffer.store(1, **column(1, valid=~only(1)))
-    with pytest.raises(ValueError, match=r"\[\[0, 1\], \[1, 0\], \[2, 1\]\]"):
-        buffer.validate()
-    buffer.mark_truncated(~only(-1), torch.ones(N))
-    with pytest.raises(ValueError, match=r"\[\[1, 0\]\]"):
-        buffer.validate()
+    put(buffer, 0, truncated=only(0), bootstrap_value=torch.ones(N))
+    put(buffer, 1, valid=~only(1))
+    assert open_ends(buffer) == [[0, 1], [1, 0], [2, 1]]
+    buffer.slabs.truncated[:, 1] = True
+    assert open_ends(buffer) == [[1, 0]]
     buffer.slabs.terminal[1, 0] = True
-    buffer.validate()
+    assert open_ends(buffer) == []
 
 
 def test_a_rollback_that_ends_nothing_exchanges_the_reward_of_the_row_before_it():
     buffer = new_buffer()
     for t in range(3):
-        buffer.store(t, **column(t, valid=~only(1) if t == 1 else ~only(-1)))
+        put(buffer, t, valid=~only(1) if t == 1 else ~only(-1))
     kept = buffer.slabs.rewards.clone()
     marked = torch.zeros(N, T, dtype=torch.bool)
     marked[1, :2] = True  # row 1 is not valid: a second rollback in a row finds nothing
@@ -355,13 +333,14 @@ def test_the_end_of_an_episode_is_paid_to_the_last_valid_row_discounted_by_the_s
 def test_a_half_filled_buffer_survives_a_restart():
     buffer, other = new_buffer(), new_buffer()
     for t in range(3):
-        buffer.store(t, **column(t))
+        put(buffer, t)
     other.load_state_dict(buffer.state_dict())
     for b in (buffer, other):
-        b.mark_terminal(only(0), PENALTY)
-        b.store(3, **column(3))
+        roll_back(b, [(0, 2)])
+        put(b, 3)
+        b.add(1, **{name: values[1] for name, values in column(4).items()})
     assert same(buffer, other)
-    assert other.num_steps == 4
+    assert other.num_steps == 5
 
 
 def test_the_state_of_another_shape_is_refused():

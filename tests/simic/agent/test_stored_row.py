@@ -58,14 +58,15 @@ def test_a_row_that_was_put_is_neutral_only_where_it_is_not_valid():
         assert not getattr(row, name)[lost].any(), name
 
 
-def test_a_row_that_was_put_is_the_column_that_is_stored_and_nothing_beside_it():
-    stored, put = (
+def test_a_column_that_was_put_is_a_row_added_to_each_host_and_nothing_beside_it():
+    added, put = (
         TamiyoRolloutBuffer(num_envs=5, max_steps=T, feature_dim=D, num_slots=S, hidden_dim=4) for _ in range(2)
     )
-    for t in (0, 3, 1):
+    for t in range(3):
         step = taken(5, seed=t)
-        stored.store(t, **vars(step))
+        for n in range(5):
+            added.add(n, **{name: values[n] for name, values in vars(step).items()})
         put.put(t, step)
     put.neutralize()
-    for (name, slab), (_, other) in zip(named_tensors(stored.slabs), named_tensors(put.slabs), strict=True):
+    for (name, slab), (_, other) in zip(named_tensors(added.slabs), named_tensors(put.slabs), strict=True):
         assert torch.equal(slab, other), name

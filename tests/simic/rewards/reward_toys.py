@@ -7,9 +7,8 @@ import torch
 
 from esper.leyline.messages import HostState, RewardInputs, SlotState
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, RewardOutput
-from esper.simic.rewards.config import as_kind
 from reference.rewards.golden import outputs_of
-from reference.rewards.row import DripPool, HostRow
+from reference.rewards.row import DripPool, HostRow, as_kind
 from reference.rewards.step import HostMemory, HostStep, SlotMemory, SlotRow
 
 NAN = float("nan")

@@ -61,9 +61,7 @@ CASES = {
     "register_reward('sparse')": ("RegistryError", "'sparse' is registered already", "choose another name"),
     "RewardConfig(attribution='mean')": (CONFIG, "reward.attribution is 'mean'", "'harmonic' or 'minimum'"),
     "settings(max_rents=1.0)": (CONFIG, "unknown key reward.max_rents", "did you mean 'max_rent'"),
-    "RewardConfig.from_mapping({'max_rents': 1})": (CONFIG, "reward.max_rents is not", "did you mean 'max_rent'?"),
     "settings(loss={'target': 1.0})": (CONFIG, "unknown key reward.loss.target", "target_loss"),
-    "RewardConfig.from_mapping({'loss': {'target': 1}})": (CONFIG, "reward.loss.target is not", "'target_loss'"),
     # numbers that are none, or of the wrong kind
     "RewardConfig(max_rent=float('nan'))": (CONFIG, "reward.max_rent is nan", FINITE),
     "RewardConfig(max_rent=float('-inf'))": (CONFIG, "reward.max_rent is -inf", FINITE),
@@ -122,7 +120,7 @@ CASES = {
 }
 SOUND = (
     "RewardConfig(max_rent=2)",
-    "RewardConfig.from_mapping({'loss': {'target_loss': 1}, 'max_rent': 2, 'drip_fraction': 1, 'mode': 'basic_plus'})",
+    "RewardConfig(loss=LossRewardConfig(target_loss=1), max_rent=2, drip_fraction=1, mode='basic_plus')",
     "settings(rent_host_params_floor=1)",
     "settings(mode='loss', loss={'target_loss': 1})",
     "make_reward('escrow', RewardConfig(mode='escrow', rollback_penalty=None))",

@@ -88,12 +88,6 @@ def test_basic_pays_its_bonus_at_once():
         RewardConfig(mode="basic", drip_fraction=0.5)
 
 
-def test_unknown_names_are_refused_with_the_nearest_one():
-    with pytest.raises(ConfigError, match="did you mean 'max_rent'"):
-        RewardConfig.from_mapping({"max_rents": 2})
-    assert RewardConfig.from_mapping({"max_rent": 2, "mode": "escrow"}) == RewardConfig(max_rent=2.0, mode="escrow")
-
-
 def test_a_configuration_never_changes_and_can_key_a_cache():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RewardConfig().max_rent = 2.0

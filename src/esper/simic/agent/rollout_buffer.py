@@ -10,7 +10,7 @@ An unwritten or invalid row is neutral (`stored_row.py`).
 Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width, n = some hosts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -63,11 +63,8 @@ Entry = int | float | bool | Tensor
 class TamiyoRolloutBuffer:
     """Owner and only writer of `slabs`, a SequenceBatch of all N hosts.
 
-    `store` writes one column of all hosts, `add` the next row of one host; both take the fields of `Row` by their own
-    name or that of their slab (`value` or `values`), with defaults for `bootstrap_value` (0), `terminal`, `truncated`,
-    `reset`, `forced` (False) and `valid` (True). `put` copies a column unmasked; call `neutralize` before the rollout
-    is used.
-    Only `validate` and `load_state_dict` read the device.
+    `put` copies one column of all hosts unmasked; call `neutralize` before the rollout is used. `add` writes the next
+    row of one host. Only `load_state_dict` reads the device.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class TamiyoRolloutBuffer:
             name: torch.full((), value, dtype=getattr(self.slabs, _NAMES[name]).dtype, device=device)
             for name, value in _DEFAULTS.items()
         }
-        self._last_N = torch.full((num_envs,), -1, dtype=torch.int64, device=device)
         self._columns: dict[int, Row] = {}
         self._lengths = [0] * num_envs
         self._normalized = False
@@ -108,19 +104,13 @@ class TamiyoRolloutBuffer:
         self.slabs.advantages.zero_()
         self.slabs.returns.zero_()
         self._lengths = [0] * self.num_envs
-        self._last_N.fill_(-1)
         self._normalized = False
-
-    def store(self, t: int, **fields: Tensor) -> None:
-        """Write column `t` (from 0) of all hosts; every field is `[N, ...]`. Raises IndexError outside the slab."""
-        self._write(vars(self.column(t)), fields)
-        self._wrote(t)
 
     def put(self, t: int, row: Row) -> None:
         """Copy `row` to column `t` of all hosts without neutralizing it. Raises IndexError outside the slab."""
         for name, place in vars(self.column(t)).items():
             place.copy_(getattr(row, name))
-        self._wrote(t)
+        self._lengths = [t + 1] * self.num_envs
 
     @torch.no_grad()
     def neutralize(self) -> None:
@@ -137,30 +127,35 @@ class TamiyoRolloutBuffer:
             self._columns[t] = Row(**{name: getattr(self.slabs, slab)[:, t] for name, slab in _NAMES.items()})
         return self._columns[t]
 
-    def _wrote(self, t: int) -> None:
-        """Make column `t` the last one of all hosts."""
-        self._lengths = [t + 1] * self.num_envs
-        self._last_N.fill_(t)
-
+    @torch.no_grad()
     def add(self, env_id: int, **fields: Entry) -> None:
-        """Append one row to host `env_id`. Raises IndexError when the row of the host is full."""
+        """Append one row to host `env_id`; nothing is read.
+
+        Fields are those of `Row`, by their own name or that of their slab (`value` or `values`), with defaults for
+        `bootstrap_value` (0), `terminal`, `truncated`, `reset`, `forced` (False) and `valid` (True).
+
+        Raises:
+            IndexError: the row of the host is full.
+            TypeError: unknown, missing or doubled fields.
+        """
         t = self._lengths[env_id]
         if t == self.max_steps:
             raise IndexError(f"host {env_id} has its {t} steps already; reset() the buffer before the next rollout.")
-        self._write({name: getattr(self.slabs, slab)[env_id, t] for name, slab in _NAMES.items()}, fields)
+        fields, given = {_FIELDS.get(name, name): entry for name, entry in fields.items()}, fields
+        if len(fields) < len(given):
+            raise TypeError(f"a field is given twice, by its own name and that of its slab: {sorted(given)}.")
+        unknown, missing = fields.keys() - _NAMES.keys(), _NAMES.keys() - fields.keys() - _DEFAULTS.keys()
+        if unknown or missing:
+            hint = nearest(min(unknown), _NAMES) if unknown else "Only flags and the bootstrap value have defaults."
+            raise TypeError(f"unknown fields {sorted(unknown)}, missing fields {sorted(missing)}. {hint}")
+        places = {name: getattr(self.slabs, slab)[env_id, t] for name, slab in _NAMES.items()}
+        entries = {
+            name: torch.as_tensor(entry, device=self.slabs.valid.device).expand_as(places[name])
+            for name, entry in {**self._defaults, **fields}.items()
+        }
+        for name, value in neutral_unless(entries["valid"].to(torch.bool), entries).items():
+            places[name].copy_(value)
         self._lengths[env_id] = t + 1
-        self._last_N[env_id] = t
-
-    def mark_terminal(self, mask: Bool[Tensor, " N"], penalty: Float[Tensor, " N"]) -> None:
-        """Make the last row of each masked host terminal, with reward `penalty`.
-
-        Nothing changes where that row is invalid or terminal already: the current segment has no row then.
-        """
-        place_N1, open_N1 = self._last_open_row(mask)
-        self._change("terminal", place_N1, lambda flag: flag | open_N1)
-        self._change("truncated", place_N1, lambda flag: flag & ~open_N1)
-        self._change("bootstrap_values", place_N1, lambda value: value.masked_fill(open_N1, 0.0))
-        self._change("rewards", place_N1, lambda reward: torch.where(open_N1, penalty[:, None], reward))
 
     def roll_back(self, mask_NT: Bool[Tensor, "N T"], reward_NT: Float[Tensor, "N T"], *, ends: bool) -> None:
         """Replace the reward of each masked row, the one before a rollback, if it is valid and not terminal.
@@ -188,15 +183,9 @@ class TamiyoRolloutBuffer:
         place_N = step_NT.amax(dim=1)
         due = torch.where(place_N == last, final - rewarded, (final + others) * self.gamma ** (last - place_N))
         found_N1, place_N1 = (place_N >= 0)[:, None], place_N.clamp(min=0)[:, None]
-        self._change("rewards", place_N1, lambda reward: torch.where(found_N1, reward + due[:, None], reward))
-        cut_N1 = slabs.truncated.gather(1, place_N1)
-        self._change("terminal", place_N1, lambda flag: flag | (found_N1 & ~cut_N1))
-
-    def mark_truncated(self, mask: Bool[Tensor, " N"], bootstrap: Float[Tensor, " N"]) -> None:
-        """Mark the last row of each masked host as truncated; `bootstrap` is the value of the state after it."""
-        place_N1, open_N1 = self._last_open_row(mask)
-        self._change("truncated", place_N1, lambda flag: flag | open_N1)
-        self._change("bootstrap_values", place_N1, lambda value: torch.where(open_N1, bootstrap[:, None], value))
+        reward_N1, ended_N1, cut_N1 = (x.gather(1, place_N1) for x in (slabs.rewards, slabs.terminal, slabs.truncated))
+        slabs.rewards.scatter_(1, place_N1, torch.where(found_N1, reward_N1 + due[:, None], reward_N1))
+        slabs.terminal.scatter_(1, place_N1, ended_N1 | (found_N1 & ~cut_N1))
 
     def compute_advantages_and_returns(
         self, rewards: Float[Tensor, "N T"] | None = None
@@ -228,17 +217,6 @@ class TamiyoRolloutBuffer:
         rows = {name: slab.index_select(0, hosts) for name, slab in named_tensors(self.slabs) if "." not in name}
         return SequenceBatch(hidden0=tree_map(lambda h: h.index_select(1, hosts), self.slabs.hidden0), **rows)
 
-    def validate(self) -> None:
-        """Check that the last valid row of each host is terminal or truncated; raises ValueError. Reads: for tests."""
-        s = self.slabs
-        later_NT = s.valid.flip(1).cumsum(1).flip(1) - s.valid.to(torch.int64)
-        faults = (s.valid & (later_NT == 0) & ~(s.terminal | s.truncated)).nonzero().tolist()
-        if faults:
-            raise ValueError(
-                f"rows (host, step) {faults[:8]} end a rollout but are neither terminal nor truncated; "
-                "call mark_terminal() or mark_truncated() for these hosts first."
-            )
-
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all slabs, of the row lengths, and of whether the advantages are normalized."""
         slabs = {name: slab.clone() for name, slab in named_tensors(self.slabs)}
@@ -249,36 +227,8 @@ class TamiyoRolloutBuffer:
         """Restore what `state_dict` gave; raises CheckpointError where names or shapes differ."""
         check_same_shapes(state, self.state_dict(), "rollout buffer")
         copy_into(tensors_by_name(self.slabs), below("slabs", state), "rollout buffer")
-        self._last_N.copy_(state["lengths"] - 1)
         self._lengths = state["lengths"].tolist()
         self._normalized = bool(state["normalized"])
-
-    @torch.no_grad()
-    def _write(self, places: Mapping[str, Tensor], fields: Mapping[str, Entry]) -> None:
-        fields, given = {_FIELDS.get(name, name): entry for name, entry in fields.items()}, fields
-        if len(fields) < len(given):
-            raise TypeError(f"a field is given twice, by its own name and that of its slab: {sorted(given)}.")
-        unknown, missing = fields.keys() - _NAMES.keys(), _NAMES.keys() - fields.keys() - _DEFAULTS.keys()
-        if unknown or missing:
-            hint = nearest(min(unknown), _NAMES) if unknown else "Only flags and the bootstrap value have defaults."
-            raise TypeError(f"unknown fields {sorted(unknown)}, missing fields {sorted(missing)}. {hint}")
-        entries = {
-            name: torch.as_tensor(entry, device=self.slabs.valid.device).expand_as(places[name])
-            for name, entry in {**self._defaults, **fields}.items()
-        }
-        for name, value in neutral_unless(entries["valid"].to(torch.bool), entries).items():
-            places[name].copy_(value)
-
-    def _last_open_row(self, mask: Bool[Tensor, " N"]) -> tuple[Int[Tensor, "N 1"], Bool[Tensor, "N 1"]]:
-        """Index of the last written row of each host (0 if none), and whether it is masked, valid and not terminal."""
-        place_N1, slabs = self._last_N.clamp(min=0)[:, None], self.slabs
-        closed_N1 = slabs.terminal.gather(1, place_N1)
-        return place_N1, mask[:, None] & slabs.valid.gather(1, place_N1) & ~closed_N1
-
-    def _change(self, slab: str, place_N1: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace one value of each host."""
-        whole = getattr(self.slabs, slab)
-        whole.scatter_(1, place_N1, change(whole.gather(1, place_N1)))
 
 
 def _allocate(n: int, t: int, d: int, s: int, hidden: tuple[int, int], device: torch.device | str) -> SequenceBatch:

@@ -5,9 +5,9 @@ and `attribution` select formulas and are static.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -47,17 +47,6 @@ def _require_numbers(prefix: str, config: object) -> None:
             # an int may be too large for float(); comparisons with NaN are False
             finite = (whole or isinstance(value, float)) and abs(value) <= sys.float_info.max
             _require(finite, f"{prefix}.{f.name}", repr(value), "a finite number")
-
-
-def _require_known(prefix: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{prefix}.{name} is not a setting; {nearest(name, known)}")
-
-
-def as_kind(value: Any, kind: object) -> Any:  # noqa: ANN401 -- a value of any setting
-    """The value as a field of type `kind` holds it: files may give 200 for a float."""
-    return float(value) if type(value) is int and kind in (float, float | None) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,19 +242,6 @@ class RewardConfig:
             ("hindsight_cap", self.hindsight_cap >= 0, ">= 0"),
             ("free_slots", self.free_slots >= 0, ">= 0"),
         ]  # fmt: skip
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "RewardConfig":
-        """A configuration from names and values, as read from a file; raises ConfigError on an unknown name."""
-        kinds = {f.name: f.type for f in fields(cls)}
-        _require_known("reward", values, kinds)
-        given = {name: as_kind(value, kinds[name]) for name, value in values.items()}
-        if isinstance(given.get("loss"), Mapping):
-            loss_kinds = {f.name: f.type for f in fields(LossRewardConfig)}
-            _require_known("reward.loss", given["loss"], loss_kinds)
-            own = {name: as_kind(value, loss_kinds[name]) for name, value in given["loss"].items()}
-            given["loss"] = LossRewardConfig(**own)
-        return cls(**given)
 
     def resolved(self, name: str) -> float:
         """The number `name`; None is replaced by the mode's own value."""

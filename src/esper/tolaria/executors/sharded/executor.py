@@ -29,7 +29,7 @@ from esper.leyline.protocols import StateTree
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.sharded.worker import Answer, Call, Shard, ShardRunner, receive, send, work
-from esper.tolaria.read_counter import note_intended_read
+from esper.tolaria.runtime import note_reads
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Worker:
         except (EOFError, OSError) as error:
             raise self._ended() from error
         assert isinstance(answer, Answer)
-        note_intended_read(answer.reads)
+        note_reads(answer.reads)
         if answer.raised is not None:
             answer.raised.add_note(f"raised in the process that runs {self.hosts}.")
         return answer

@@ -2,7 +2,7 @@
 
 While a counter is active, the methods that wait are wrapped, and a dispatch mode finds operators that wait without one
 of these methods (a boolean index, `x[t]` with a scalar tensor `t`). Calls are counted, not stalls, so the result is the
-same on CPU and CUDA.
+same on CPU and CUDA. What `tolaria/runtime.py` reads is intended, and it counts that itself.
 """
 
 import functools
@@ -20,7 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+import esper
+from esper.tolaria.runtime import reads_so_far
+
+_PACKAGE = Path(esper.__file__).resolve().parent
+_BORDER = _PACKAGE / "tolaria" / "runtime.py"
 _LIBRARIES = str(Path(torch.__file__).parents[1])
 
 _SHAPED_BY_DATA = (
@@ -57,7 +61,7 @@ class HostReadCounter:
     """Counts the reads made while it is active, e.g. `with HostReadCounter() as reads: engine.step(client)`.
 
     Attributes:
-        intended: calls of `host_read` or `start_read`.
+        intended: calls of `host_read` or `start_read`, those of workers included.
         unintended: every other read, in order. Its site is the first frame inside the package, or else the nearest
             frame outside installed libraries.
 
@@ -65,9 +69,13 @@ class HostReadCounter:
     """
 
     def __init__(self) -> None:
-        self.intended = 0
+        self._reads = 0  # of the process at the start; after the end, those in between
         self.unintended: list[HostRead] = []
         self._mode = _OperatorWatch(self.unintended)
+
+    @property
+    def intended(self) -> int:
+        return reads_so_far() - self._reads if self in _active else self._reads
 
     @property
     def by_site(self) -> Counter[str]:
@@ -78,19 +86,21 @@ class HostReadCounter:
         assert self not in _active, "this counter is counting already; nest another one"
         if not _active:
             _wrap_methods()
+        self._reads = reads_so_far()
         _active.append(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+    def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads = self.intended
         _active.remove(self)
         if not _active:
             _unwrap_methods()
 
 
 class _Silence(threading.local):
-    """Nesting depth of code whose reads are counted already: `host_read`, or a wrapped method."""
+    """Nesting depth of wrapped methods: what they call is counted already."""
 
     depth = 0
 
@@ -98,24 +108,10 @@ class _Silence(threading.local):
 _silence = _Silence()
 _active: list[HostReadCounter] = []
 _originals: list[tuple[Any, str, Any]] = []
-_intended_reads = 0
-
-
-def reads_so_far() -> int:
-    """Intended reads of this process and its workers since it started."""
-    return _intended_reads
-
-
-def note_intended_read(number: int = 1) -> None:
-    """Count `number` intended reads of this process or of a worker."""
-    global _intended_reads
-    _intended_reads += number
-    for counter in _active:
-        counter.intended += number
 
 
 @contextmanager
-def silence() -> Iterator[None]:
+def _silence_inside() -> Iterator[None]:
     """Reads inside are not counted."""
     _silence.depth += 1
     try:
@@ -138,10 +134,10 @@ class _OperatorWatch(TorchDispatchMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         kwargs = kwargs or {}
-        if _silence.depth == 0 and _operator_waits(func._schema.name, args, kwargs):
-            self.found.append(HostRead(func._schema.name, _call_site()))
+        if _silence.depth == 0 and _operator_waits(func._schema.name, args, kwargs) and (site := _call_site()):
+            self.found.append(HostRead(func._schema.name, site))
         return func(*args, **kwargs)
 
 
@@ -177,20 +173,20 @@ def _unwrap_methods() -> None:
 
 def _wrapped(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(*args: Any, **kwargs: Any) -> Any:
         if name == "to" and not _asks_for_host(*args, **kwargs):
             return original(*args, **kwargs)
-        if _silence.depth == 0:
-            read = HostRead(name, _call_site())
+        if _silence.depth == 0 and (site := _call_site()):
+            read = HostRead(name, site)
             for counter in _active:
                 counter.unintended.append(read)
-        with silence():
+        with _silence_inside():
             return original(*args, **kwargs)
 
     return call
 
 
-def _asks_for_host(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
+def _asks_for_host(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `.to(...)` waits for a copy on the host.
 
     The literal "cpu" counts as a transfer even if the tensor is on the CPU already. A `torch.device` counts only if the
@@ -210,11 +206,14 @@ def _leaves_device(source: torch.device, target: torch.device) -> bool:
 
 
 def _call_site() -> str:
+    """Where a read was made; "" for one of the border between device and host."""
     nearest = ""
     frame: FrameType | None = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(f"{_PACKAGE}/") and file != __file__:
+        if file == str(_BORDER):
+            return ""
+        if file.startswith(f"{_PACKAGE}/"):
             return f"{Path(file).relative_to(_PACKAGE.parent).as_posix()}:{frame.f_lineno}"
         if not nearest and file != __file__ and not file.startswith((_LIBRARIES, "<")):
             nearest = f"{file}:{frame.f_lineno}"

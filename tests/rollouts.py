@@ -1,0 +1,10 @@
+"""What holds for every rollout, read back from its buffer."""
+
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+
+
+def open_ends(buffer: TamiyoRolloutBuffer) -> list[list[int]]:
+    """Rows (host, step) that end a rollout, as the last valid ones, but are neither terminal nor truncated."""
+    slabs = buffer.slabs
+    later_NT = slabs.valid.flip(1).cumsum(1).flip(1) - slabs.valid.long()
+    return (slabs.valid & (later_NT == 0) & ~(slabs.terminal | slabs.truncated)).nonzero().tolist()

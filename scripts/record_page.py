@@ -49,9 +49,6 @@ costs steps, never the run; the last lines of the run count them. The name of a 
 step, the version of the schema and its CRC-32. A part that is damaged or missing is named, and all others are shown. A
 resume removes the rows after its checkpoint.
 
-Runs without parts have the same tables, from `events.jsonl` and, if there is one, `steps.jsonl`; what these lines lack
-is NULL.
-
 ## Tables
 
 Each table begins with `run`, the name of the run directory. Rounds and steps count from 1, hosts from 0. NULL means:

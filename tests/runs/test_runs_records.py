@@ -45,13 +45,11 @@ def nobody_registered() -> Iterator[None]:
 class Bench:
     """Records on a clock of its own."""
 
-    def __init__(self, path: Path, terms: tuple[str, ...] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.now = 100.0
         self.notebook = Notebook()
-        self.directory = RunDirectory.create(path, {}, steps=terms is not None)
-        self.records = Records(
-            self.directory, Hub({"notebook": self.notebook}), SPEC, WEIGHTS, terms, clock=lambda: self.now
-        )
+        self.directory = RunDirectory.create(path, {})
+        self.records = Records(self.directory, Hub({"notebook": self.notebook}), SPEC, WEIGHTS, clock=lambda: self.now)
 
     def steps(self, *numbers: int, seconds: float = 0.001, **changes: object) -> None:
         for t in numbers:
@@ -90,7 +88,7 @@ def test_where_a_listener_is_registered_nothing_waits(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", {})
     hub = Hub({})
     hub.add_registered(tmp_path)
-    records = Records(directory, hub, SPEC, WEIGHTS, None)
+    records = Records(directory, hub, SPEC, WEIGHTS)
     for t in (1, 2):
         records.step(step(t=t))
         assert [fields["t"] for _, fields in active.taken] == list(range(1, t + 1))
@@ -110,7 +108,7 @@ def test_seconds_count_from_the_beginning_of_the_round_to_each_step(tmp_path: Pa
 
 @pytest.mark.usefixtures("nobody_registered")
 def test_listeners_hear_the_events_of_a_step_and_then_the_step(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "run", terms=("potential", "rent"))
+    bench = Bench(tmp_path / "run")
     bench.steps(1)
     bench.steps(2, op_moves=GERMINATED)
     bench.steps(3)
@@ -121,8 +119,6 @@ def test_listeners_hear_the_events_of_a_step_and_then_the_step(tmp_path: Path) -
     path = tmp_path / "run"
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["t"]) for event in events] == [found for found in told if found[0] != "step"]
-    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
-    assert [(line["t"], line["host"]) for line in lines] == [(t, host) for t in (1, 2, 3) for host in (10, 11)]
 
 
 @pytest.mark.usefixtures("nobody_registered")
@@ -142,14 +138,10 @@ def test_steps_of_two_rounds_are_not_told_together(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nobody_registered")
 @pytest.mark.parametrize("kind", ["null", "tiny"])
 def test_a_run_records_the_same_whether_its_steps_are_told_together_or_alone(tmp_path: Path, kind: str) -> None:
-    more = ("--set", "record_steps=true")
-    assert small_runs.train(tmp_path / "together", kind, 2, *more) == 0
+    assert small_runs.train(tmp_path / "together", kind, 2) == 0
     register_listener("active")(lambda path: Notebook())
-    assert small_runs.train(tmp_path / "alone", kind, 2, *more) == 0
+    assert small_runs.train(tmp_path / "alone", kind, 2) == 0
     assert small_runs.records(tmp_path / "together") == small_runs.records(tmp_path / "alone")
-    steps = [(tmp_path / name / "steps.jsonl").read_bytes() for name in ("together", "alone")]
-    assert steps[0] == steps[1]
-    assert steps[0].count(b"\n") == 2 * (24 if kind == "null" else 12)
 
 
 @pytest.mark.usefixtures("nobody_registered")

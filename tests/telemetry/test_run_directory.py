@@ -161,7 +161,7 @@ def test_whatever_has_a_name_and_whatever_a_cursor_counts_is_on_the_disk(
     assert on_disk(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "steps.jsonl", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "checkpoints"])
 def test_what_a_run_writes_into_is_not_followed_out_of_its_directory(tmp_path: Path, name: str) -> None:
     path, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     RunDirectory.create(path, CONFIG).close()

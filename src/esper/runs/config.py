@@ -87,8 +87,6 @@ class RunConfig:
     """Whether the last step truncates or terminates the episode for GAE; "mode" leaves it to the reward mode."""
     checkpoint_every: int = 1
     """Rounds between checkpoints; the newest three are kept."""
-    record_steps: bool = False
-    """Whether to write every step of every host to steps.jsonl."""
     sinks: tuple[str, ...] = ()
     """Where metrics go besides the run directory: "tensorboard", "wandb", "trackio", or what a plugin registers."""
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -12,7 +12,7 @@ from esper.runs.config import RunConfig
 from esper.runs.values import flat, plain
 from esper.tasks.datasets import data_label
 
-CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "record_steps", "sinks")
+CHANGEABLE = ("rounds", "device", "data_dir", "compile", "checkpoint_every", "sinks")
 """Settings that a resumed run may change."""
 
 

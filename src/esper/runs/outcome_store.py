@@ -36,7 +36,7 @@ from esper.tolaria.state import RolloutCost, RolloutStats
 FORMAT = 2
 REPORT, OUTCOMES = "evaluation.json", "outcomes"
 _IRRELEVANT = frozenset(
-    {"rounds", "schedule_rounds", "checkpoint_every", "record_steps", "num_envs", "preset", "plugins"}
+    {"rounds", "schedule_rounds", "checkpoint_every", "num_envs", "preset", "plugins"}
     | {"device", "data_dir", "workers", "threads", "compile", "ppo"}
 )
 """Settings that do not change an outcome; those of a policy network are part of the identity of its controller."""

@@ -1,4 +1,4 @@
-"""Writes step reports to events.jsonl and steps.jsonl and passes them to listeners, several steps at a time.
+"""Writes step reports to events.jsonl and passes them to listeners, several steps at a time.
 
 engine --step report--> Records --32 steps, or those of a quarter second--> files, listeners
                             `----at once----> writer of the run record, which has a thread of its own
@@ -8,7 +8,7 @@ written or in which order. With a listener of the user's, every step is written 
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
 from typing import final
@@ -16,7 +16,6 @@ from typing import final
 from esper.leyline.protocols import EngineSpec
 from esper.runs import events
 from esper.runs.report import RoundSoFar
-from esper.runs.step_lines import step_lines
 from esper.simic.rewards.config import RewardConfig
 from esper.telemetry.hub import Hub
 from esper.telemetry.record.writer import RecordWriter
@@ -35,7 +34,6 @@ class Records:
     Args:
         directory: receives the lines. listeners: receive each step and each event.
         spec: of the engine. weights: those of J.
-        terms: names of the reward terms if steps.jsonl is written, else None.
         clock: monotonic seconds. record: receives each step, if given.
     """
 
@@ -45,12 +43,11 @@ class Records:
         listeners: Hub,
         spec: EngineSpec,
         weights: RewardConfig,
-        terms: Sequence[str] | None,
         clock: Callable[[], float] = time.monotonic,
         record: RecordWriter[StepReport] | None = None,
     ) -> None:
         self._record = record
-        self._directory, self._listeners, self._spec, self._terms = directory, listeners, spec, terms
+        self._directory, self._listeners, self._spec = directory, listeners, spec
         self._clock = clock
         self._began = clock()
         self._held: list[StepReport] = []
@@ -82,9 +79,6 @@ class Records:
         times, self._times = self._times, []
         found = list(events.step_events(held, self._spec))
         self._directory.write_events(found)
-        if self._terms is not None:
-            for report in held:
-                self._directory.write_steps(step_lines(report, self._spec, self._terms))
         events_of = {t: list(group) for t, group in groupby(found, key=itemgetter("t"))}
         for report, shown in zip(held, self._so_far.add(held, times), strict=True):
             for event in events_of.get(report.t, ()):

@@ -1,6 +1,6 @@
 """The loop of a run: rounds, records, checkpoints, and a clean stop on signals.
 
-engine --on_step--> records: events.jsonl, steps.jsonl, listeners
+engine --on_step--> records: events.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
 """
 
@@ -83,9 +83,8 @@ class Runner:
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         self.best = self._best_saved = best
-        terms = client.terms if config.record_steps else None
         self.record = record_writer(directory.path, engine.spec, client.terms)
-        self.records = Records(directory, listeners, engine.spec, config.reward, terms, record=self.record)
+        self.records = Records(directory, listeners, engine.spec, config.reward, record=self.record)
         self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
         self._stop = False
         engine.timer.enabled = True

@@ -52,7 +52,7 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     require_installed(config.sinks)
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
-        with RunDirectory.create(path, plain(parts.config), steps=config.record_steps) as directory:
+        with RunDirectory.create(path, plain(parts.config)) as directory:
             return _run(parts.config, parts, directory, None, console, asked=config.executor)
     return None
 
@@ -84,7 +84,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         parts = _assembled(config, console, start.rounds_done if start else 0)
         if checkpoint:
             restore(parts.engine, parts.client, checkpoint, parts.shape)
-        directory.rewind(start.cursor if start else {}, plain(config), steps=config.record_steps)
+        directory.rewind(start.cursor if start else {}, plain(config))
         rewind_record(path, start.rounds_done if start else 0, start.step if start else 0)
         set_aside(damaged)
         return _run(config, parts, directory, start, console, asked=config.executor, best=best)

@@ -3,7 +3,6 @@
 config.toml     the complete configuration, which reproduces the run
 metrics.jsonl   one line per round
 events.jsonl    one line per event of the run, a host or a seed
-steps.jsonl     one line per step and host, with record_steps = true
 record/         one row per step and host, seed and coalition, as Parquet; see record/parts.py
 summary.json    results; written when the run is complete
 checkpoints/    see runs/checkpoint.py
@@ -31,15 +30,15 @@ from esper.leyline.files import draft_of, is_draft, lock, mode_of, remove, repla
 from esper.leyline.wording import command, in_shell, option
 from esper.telemetry.record.parts import RECORD
 
-CONFIG, METRICS, EVENTS, STEPS, SUMMARY, CHECKPOINTS, IMPORTANCE = (
+CONFIG, METRICS, EVENTS, SUMMARY, CHECKPOINTS, IMPORTANCE = (
     "config.toml",
     "metrics.jsonl",
     "events.jsonl",
-    "steps.jsonl",
     "summary.json",
     "checkpoints",
     "importance.json",
 )
+_RECORD_FILES = (METRICS, EVENTS)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -92,8 +91,8 @@ class RunDirectory:
             ) from error
 
     @classmethod
-    def create(cls, path: Path, config: Mapping[str, Any], *, steps: bool = False) -> "RunDirectory":
-        """Create the directory `path` with config.toml, and steps.jsonl if `steps`.
+    def create(cls, path: Path, config: Mapping[str, Any]) -> "RunDirectory":
+        """Create the directory `path` with config.toml.
 
         Raises:
             RunDirectoryError: `path` exists, or cannot be created.
@@ -112,7 +111,7 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"the run directory {path} cannot be created ({error.strerror}); name another {option('run_dir')}."
             ) from error
-        return _translated(path, cls, path, _record_files(path, steps))
+        return _translated(path, cls, path, _RECORD_FILES)
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDirectory":
@@ -122,20 +121,19 @@ class RunDirectory:
             RunDirectoryError: another process writes to it, or its record files are links or devices.
         """
         require_own_files(path)
-        there = [name for name in _record_files(path, steps=False) if (path / name).exists()]
+        there = [name for name in _RECORD_FILES if (path / name).exists()]
         return _translated(path, cls, path, there)
 
-    def rewind(self, cursor: Mapping[str, int], config: Mapping[str, Any], *, steps: bool = False) -> None:
+    def rewind(self, cursor: Mapping[str, int], config: Mapping[str, Any]) -> None:
         """Truncate the record files to their length at a checkpoint, and replace config.toml.
 
         Args:
             cursor: length in bytes of each record file at the checkpoint.
             config: the new configuration.
-            steps: whether steps are recorded from now on.
         """
 
         def truncate() -> None:
-            for name in _record_files(self.path, steps):
+            for name in _RECORD_FILES:
                 if name not in self._files:
                     self._open(name)
             (self.path / SUMMARY).unlink(missing_ok=True)
@@ -157,10 +155,6 @@ class RunDirectory:
     def write_events(self, lines: Iterable[Mapping[str, object]]) -> None:
         """Write lines of events.jsonl."""
         self._write(EVENTS, lines)
-
-    def write_steps(self, lines: Iterable[Mapping[str, object]]) -> None:
-        """Write lines of steps.jsonl; the directory must have been opened with `steps`."""
-        self._write(STEPS, lines)
 
     def _require_there(self) -> None:
         """Raise RunDirectoryError if the path is no longer the folder that was opened."""
@@ -265,7 +259,7 @@ def missing_records(path: Path, cursor: Mapping[str, int]) -> list[str]:
 def require_own_files(path: Path) -> None:
     """Raise RunDirectoryError if a record file or the checkpoint folder is a link, a device or the like."""
     folders = (CHECKPOINTS, RECORD)
-    kinds = {name: stat.S_ISREG for name in (METRICS, EVENTS, STEPS)} | dict.fromkeys(folders, stat.S_ISDIR)
+    kinds = {name: stat.S_ISREG for name in _RECORD_FILES} | dict.fromkeys(folders, stat.S_ISDIR)
     for name, is_own in kinds.items():
         mode = mode_of(path / name)
         if mode and not is_own(mode):
@@ -283,11 +277,6 @@ def require_nothing_to_lose(path: Path) -> None:
             f"{path} has records but no checkpoint to continue from; restore its {CHECKPOINTS}, or start a new run: "
             f"{command('train', '--config', path / CONFIG, '--run-dir', 'NEW', plugins=plugins_of(path))}."
         )
-
-
-def _record_files(path: Path, steps: bool) -> tuple[str, ...]:
-    """Names of the record files; steps.jsonl is included if `steps` or if it exists."""
-    return (METRICS, EVENTS, *([STEPS] if steps or (path / STEPS).exists() else ()))
 
 
 def _open_own(path: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""The record of real runs of seconds: complete, interrupted, damaged, old, and of a later version."""
+"""The record of real runs of seconds: complete, interrupted, damaged, without parts, and of a later version."""
 
 import json
 import math
@@ -9,21 +9,41 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import QueryError, RunDirectoryError
+from esper.runs.records import Records
 from esper.telemetry.record import Record, open_record
 from esper.telemetry.record.parts import Part, parts_in
 from esper.telemetry.record.schema import TABLES
+from esper.tolaria.state import StepReport
 from small_runs import interrupted_at, resume, train
 
 HOSTS, STEPS, ROUNDS = 3, 8, 3  # of `small_runs`, where host 1 is rolled back in step 5
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run, which also wrote steps.jsonl."""
-    path = tmp_path_factory.mktemp("runs") / "whole"
-    assert train(path, "null", ROUNDS, "--set", "record_steps=true") == 0
-    return path
+def run_and_reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport]]:
+    """A complete run, and what its engine reported of each step."""
+    path, reports, record_step = tmp_path_factory.mktemp("runs") / "whole", list[StepReport](), Records.step
+
+    def step(self: Records, report: StepReport) -> None:
+        reports.append(report)
+        record_step(self, report)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Records, "step", step)
+        assert train(path, "null", ROUNDS) == 0
+    return path, reports
+
+
+@pytest.fixture(scope="module")
+def run(run_and_reports: tuple[Path, list[StepReport]]) -> Path:
+    return run_and_reports[0]
+
+
+@pytest.fixture(scope="module")
+def reports(run_and_reports: tuple[Path, list[StepReport]]) -> list[StepReport]:
+    return run_and_reports[1]
 
 
 @pytest.fixture
@@ -54,16 +74,25 @@ def test_every_table_begins_with_the_run_and_has_the_columns_of_the_schema(recor
     assert record.complaints == []
 
 
-def test_steps_are_those_of_the_json_lines(run: Path, record: Record) -> None:
+def test_steps_are_those_that_the_engine_reported(reports: list[StepReport], record: Record) -> None:
     rows = record.query(
         "SELECT s.*, d.op, d.success, d.value FROM steps s LEFT JOIN decisions d USING (run, round, t, host) "
         "ORDER BY round, t, host"
     )
-    expected = lines(run, "steps.jsonl")
+    expected = [(report, n) for report in reports for n in range(HOSTS)]
     assert len(rows) == len(expected) == HOSTS * STEPS * ROUNDS
-    for row, line in zip(rows, expected, strict=True):
-        for name in ("val_acc", "train_loss", "committed_acc", "total_params", "reward", "op", "success", "value"):
-            assert row[name] == pytest.approx(line.get(name)), (name, line)
+    for row, (report, n) in zip(rows, expected, strict=True):
+        assert (row["round"], row["t"], row["host"]) == (report.episode + 1, report.t, n)
+        for name in ("val_acc", "train_loss", "committed_acc", "total_params"):
+            value = getattr(report, name)[n].item()
+            assert row[name] == (None if math.isnan(value) else pytest.approx(value)), (name, row)
+        if report.panic_reason[n]:
+            assert row["op"] is row["success"] is row["value"] is row["reward"] is None
+            continue
+        op, effective = int(report.actions[n, Head.OP]), int(report.effective_op[n])
+        assert (row["op"], row["success"]) == (LifecycleOp(op).name, effective == op)
+        for name in ("reward", "value"):
+            assert row[name] == pytest.approx(getattr(report, name)[n].item()), (name, row)
     assert [(row["host"], row["rollback"]) for row in rows if row["rollback"]] == [(1, "nan")] * ROUNDS
 
 
@@ -78,13 +107,15 @@ def test_heads_that_an_operation_does_not_read_are_missing(record: Record) -> No
     assert born["speed"] == 0
 
 
-def test_probabilities_of_the_operations_sum_to_one_and_include_the_chosen_one(run: Path, record: Record) -> None:
+def test_probabilities_of_the_operations_sum_to_one_and_include_the_chosen_one(
+    reports: list[StepReport], record: Record
+) -> None:
     rows = record.query("SELECT * FROM decisions ORDER BY round, t, host")
-    chosen = [line for line in lines(run, "steps.jsonl") if line["op"] is not None]
-    for row, line in zip(rows, chosen, strict=True):
+    chosen = [float(r.op_log_prob[n]) for r in reports for n in range(HOSTS) if not r.panic_reason[n]]
+    for row, log_prob in zip(rows, chosen, strict=True):
         shares = {name: row[name] for name in row if name.startswith("p_")}
         assert sum(shares.values()) == pytest.approx(1.0, abs=1e-5)
-        assert shares[f"p_{row['op'].lower()}"] == pytest.approx(line["op_probability"], rel=1e-5)
+        assert shares[f"p_{row['op'].lower()}"] == pytest.approx(math.exp(log_prob), rel=1e-5)
 
 
 def test_rewards_are_the_sums_of_their_terms(record: Record) -> None:
@@ -94,6 +125,18 @@ def test_rewards_are_the_sums_of_their_terms(record: Record) -> None:
     )
     assert len(rows) == HOSTS * STEPS * ROUNDS - ROUNDS  # a rolled back host has no reward
     assert [row["terms"] for row in rows] == pytest.approx([row["reward"] for row in rows], abs=1e-6)
+
+
+def test_the_terms_of_an_episode_sum_to_its_return(run: Path, record: Record) -> None:
+    sums = {
+        (row["round"], row["host"]): row["paid"]
+        for row in record.query("SELECT round, host, sum(value) AS paid FROM rewards GROUP BY ALL")
+    }
+    episodes = [event for event in lines(run, "events.jsonl") if event["kind"] == "episode"]
+    assert len(episodes) == HOSTS * ROUNDS
+    for episode in episodes:
+        if episode["host"] != 1:  # which is rolled back
+            assert sums[episode["round"], episode["host"]] == pytest.approx(episode["shaped_return"], abs=1e-5)
 
 
 def test_seeds_live_from_the_step_of_their_birth_to_that_of_their_end(run: Path, record: Record) -> None:
@@ -203,7 +246,6 @@ def test_links_in_a_run_directory_are_not_followed(copy: Path, tmp_path: Path) -
     events = copy / "events.jsonl"
     events.rename(tmp_path / "elsewhere.jsonl")
     events.symlink_to(tmp_path / "elsewhere.jsonl")
-    (copy / "steps.jsonl").unlink()
     with open_record([copy]) as record:
         assert any(part.name in line and "not a regular file" in line for line in record.complaints)
         assert any("events.jsonl is not a regular file" in line for line in record.complaints)
@@ -228,22 +270,14 @@ def test_a_record_of_a_later_version_says_so_and_shows_what_it_can(copy: Path) -
         assert record.query("SELECT count(*) AS n FROM steps") == [{"n": HOSTS * STEPS * ROUNDS}]
 
 
-def test_a_run_of_json_lines_alone_has_the_same_tables(run: Path, copy: Path) -> None:
+def test_a_run_without_parts_has_empty_tables_of_steps_and_says_which_steps_are_missing(copy: Path) -> None:
     shutil.rmtree(copy / "record")
-    with open_record([copy]) as old, open_record([run]) as new:
-        for sql in (
-            "SELECT round, t, host, val_acc, reward FROM steps ORDER BY ALL",
-            "SELECT round, t, host, op, slot, blueprint, style, success FROM decisions ORDER BY ALL",
-            "SELECT round, host, slot, serial, blueprint, germinated_t, fossilized_t FROM seeds ORDER BY ALL",
-        ):
-            found, expected = (
-                [tuple(round(x, 4) if isinstance(x, float) else x for x in row.values()) for row in one.query(sql)]
-                for one in (old, new)
-            )
-            assert found == expected
-        assert old.query("SELECT p_wait FROM decisions LIMIT 1") == [{"p_wait": None}]
-        assert old.query("SELECT * FROM coalitions") == []
-        assert old.complaints == []
+    with open_record([copy]) as record:
+        (line,) = record.complaints
+        assert "no rows for round 1, step 1 to round 3, step 8" in line
+        for table in ("steps", "decisions", "rewards", "slots", "seeds", "coalitions"):
+            assert record.query(f"SELECT * FROM {table}") == []
+        assert record.query("SELECT count(*) AS n FROM episodes") == [{"n": HOSTS * ROUNDS}]
 
 
 def test_the_half_line_of_a_killed_run_is_left_out(copy: Path) -> None:
@@ -300,7 +334,7 @@ def test_a_frame_has_the_rows(record: Record, library: str) -> None:
 def test_a_run_that_was_stopped_and_continued_has_every_step_once(tmp_path: Path, run: Path) -> None:
     path = tmp_path / "stopped"
     with interrupted_at(2, 4):
-        assert train(path, "null", ROUNDS, "--set", "record_steps=true") == 130
+        assert train(path, "null", ROUNDS) == 130
     assert {part.last for part in parts_in(path / "record")} == {(2, 5)}  # the step after the signal
     assert resume(path) == 0
     everything = "SELECT * EXCLUDE run FROM {} ORDER BY ALL"

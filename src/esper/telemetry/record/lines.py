@@ -1,4 +1,4 @@
-"""Tables from the lines that a run writes: metrics.jsonl, events.jsonl, and steps.jsonl of runs without Parquet parts.
+"""Tables from the lines that a run writes: metrics.jsonl and events.jsonl.
 
 A line that is damaged, such as the last one of a killed run, is left out and counted.
 """
@@ -9,17 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.actions import (
-    ALPHA_CURVE_NAMES,
-    ALPHA_SPEED_NAMES,
-    ALPHA_TARGET_NAMES,
-    HEADS,
-    TEMPO_NAMES,
-    LifecycleOp,
-    Style,
-)
 from esper.leyline.files import mode_of
-from esper.telemetry.record.schema import EPISODES, FLAG, OP_NAMES, ROUNDS, TERM
+from esper.telemetry.record.schema import EPISODES, OP_NAMES, ROUNDS
 
 Line = Mapping[str, Any]
 Row = dict[str, Any]
@@ -36,13 +27,6 @@ _ROUND_KEYS = {
 _EPISODE_KEYS = {"committed": "committed_accuracy", "live": "live_accuracy", "growth": "growth_ratio"}
 """Key of an episode in events.jsonl by column of `episodes`, where they differ."""
 _NO_METRIC = {*_ROUND_KEYS.values(), *ROUNDS.types, "ops", "slots", "phase_milliseconds", "memory_bytes"}
-_HEAD_NAMES = {
-    "style": [style.name for style in Style],
-    "tempo": TEMPO_NAMES,
-    "alpha_target": ALPHA_TARGET_NAMES,
-    "alpha_speed": ALPHA_SPEED_NAMES,
-    "alpha_curve": ALPHA_CURVE_NAMES,
-}
 
 
 def read_lines(path: Path, kinds: Sequence[str], complaints: list[str]) -> list[Row]:
@@ -106,42 +90,6 @@ def episode_rows(events: Sequence[Line], host_params: int | None) -> Iterator[Ro
             growth = row["growth"]
             row["params"] = round(growth * host_params) if host_params and growth is not None else None
             yield row
-
-
-def seed_rows(events: Sequence[Line]) -> list[Row]:
-    """Rows of `seeds` from events.jsonl, for runs without parts."""
-    seeds: dict[tuple[Any, ...], Row] = {}
-    for event in events:
-        if event.get("kind") != "stage_changed" or event.get("to") in ("EMBARGOED", "RESETTING", "DORMANT"):
-            continue
-        key = tuple(event.get(name) for name in ("round", "host", "slot", "serial"))
-        seed = seeds.setdefault(key, dict(zip(("round", "host", "slot", "serial"), key, strict=True)))
-        seed |= {"blueprint": event.get("blueprint") or seed.get("blueprint")}
-        if event["to"] == "PRUNED":
-            seed["pruned_t"] = event.get("t")
-            continue
-        seed |= {"last_stage": event["to"], "last_alpha": event.get("alpha")}
-        if event.get("contribution") is not None:
-            seed["contribution"] = event["contribution"]
-        if (column := {"GERMINATED": "germinated_t", "FOSSILIZED": "fossilized_t"}.get(event["to"])) is not None:
-            seed[column] = event.get("t")
-    return list(seeds.values())
-
-
-def step_rows(lines: Sequence[Line]) -> Iterator[Row]:
-    """Rows of steps and decisions from steps.jsonl, for runs without parts."""
-    for line in lines:
-        row = {name: value for name, value in line.items() if name not in ("terms", "flags")}
-        row |= {TERM + name: value for name, value in (line.get("terms") or {}).items()}
-        row |= {FLAG + name: True for name in line.get("flags") or ()}
-        op = LifecycleOp[line["op"]] if line.get("op") in OP_NAMES else None
-        for head in HEADS[:-1]:
-            names = _HEAD_NAMES.get(head.name)
-            if op not in head.used_by:
-                row[head.name] = None
-            elif names is not None and isinstance(value := row.get(head.name), int):
-                row[head.name] = names[value] if value < len(names) else None
-        yield row
 
 
 def evaluation_files(run: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 run directory                          schema r0
 record/*.parquet        ---------->    part_steps, part_slots, part_coalitions  ->  steps, decisions, slots, ...
 metrics.jsonl           ---------->    rounds, updates
-events.jsonl            ---------->    episodes (and seeds, without parts)
+events.jsonl            ---------->    episodes
 config.toml, about.json ---------->    runs
 """
 
@@ -40,7 +40,6 @@ from esper.telemetry.record.schema import (
     ROUNDS,
     RUNS,
     SCHEMA_VERSION,
-    SEEDS,
     SLOTS,
     STEPS,
     STORED,
@@ -70,8 +69,7 @@ class RunFiles:
         self._config = _toml(path / "config.toml", complaints)
         self._metrics = lines.read_lines(path / "metrics.jsonl", (), complaints)
         by_kind = self._readable_parts()
-        kinds = ("run_started", "episode") if by_kind["slots"] else ("run_started", "episode", "stage_changed")
-        self._events = lines.read_lines(path / "events.jsonl", kinds, complaints)
+        self._events = lines.read_lines(path / "events.jsonl", ("run_started", "episode"), complaints)
         self._started = next((event for event in self._events if event.get("kind") == "run_started"), {})
         self._about = _json(path / RECORD / ABOUT, complaints) or {}
         self._summary = _json(path / "summary.json", complaints)
@@ -79,7 +77,8 @@ class RunFiles:
         self._small_tables()
         columns = {kind: self._part_view(kind, by_kind[kind]) for kind in STORED}
         self._step_views(columns["steps"])
-        self._seed_views(bool(by_kind["slots"]))
+        self._view(SLOTS, "part_slots")
+        database.execute(f"CREATE VIEW {schema}.seeds AS {_SEEDS.format(schema=schema)}")
         self._view(COALITIONS, "part_coalitions", members=_MEMBERS)
         self._table(ANOMALIES.name, ANOMALIES.types, ())
 
@@ -93,8 +92,7 @@ class RunFiles:
         for kind, group in groupby(parts_in(folder), key=lambda part: part.kind):
             found[kind] = [part for part, other in disjoint(list(group)) if self._is_readable(folder, part, other)]
         kinds = {kind: found.get(kind, []) for kind in STORED}
-        if any(kinds.values()):
-            self._name_gaps(kinds["steps"])
+        self._name_gaps(kinds["steps"])
         newer = max((part.version for parts in kinds.values() for part in parts), default=SCHEMA_VERSION)
         if newer > SCHEMA_VERSION:
             about = _json(folder / ABOUT, []) or {}
@@ -154,15 +152,12 @@ class RunFiles:
             groups.setdefault(tuple(row[0] for row in described), []).append(file)
             self.parts.append(file)
         types = {c.name: "VARCHAR" if c.type == "VARCHAR[]" else c.type for c in STORED[kind]}
-        known = {name: None for columns in groups for name in columns if _is_known(name, types)}
+        found = (name for columns in groups for name in columns)
+        known = dict.fromkeys(name for name in found if name in types or name.startswith((TERM, FLAG)))
         selects = []
         for columns, files in groups.items():
             names = ", ".join(identifier(name) for name in columns if name in known)
             selects.append(f"SELECT {names} FROM read_parquet([{', '.join(map(quoted, files))}])")
-        if not selects and kind == "steps" and (rows := self._old_steps()):
-            known |= dict.fromkeys(name for row in rows for name in row if _is_known(name, types))
-            self._table("old_steps", {name: types.get(name, _type_of(name)) for name in known}, rows)
-            selects.append(f"SELECT * FROM {self.schema}.old_steps")
         missing = [f"NULL::{kind} AS {identifier(name)}" for name, kind in types.items() if name not in known]
         if not selects:
             selects.append(f"SELECT {', '.join(missing)} WHERE false")
@@ -171,9 +166,6 @@ class RunFiles:
         union = " UNION ALL BY NAME ".join(selects)
         self._database.execute(f"CREATE VIEW {self.schema}.part_{kind} AS SELECT *{extra} FROM ({union})")
         return [*types, *(name for name in known if name not in types)]
-
-    def _old_steps(self) -> list[lines.Row]:
-        return list(lines.step_rows(lines.read_lines(self.path / "steps.jsonl", ("step",), self._complaints)))
 
     # Views ------------------------------------------------------------------------------------------------------------
 
@@ -202,14 +194,6 @@ class RunFiles:
             self._database.execute(f"CREATE VIEW {schema}.rewards AS {' UNION ALL '.join(terms)}")
         else:
             self._table(REWARDS.name, REWARDS.types, ())
-
-    def _seed_views(self, has_parts: bool) -> None:
-        """Slots and seeds."""
-        self._view(SLOTS, "part_slots")
-        if has_parts:
-            self._database.execute(f"CREATE VIEW {self.schema}.seeds AS {_SEEDS.format(schema=self.schema)}")
-        else:
-            self._table(SEEDS.name, SEEDS.types, lines.seed_rows(self._events))
 
     # Tables from JSON -------------------------------------------------------------------------------------------------
 
@@ -285,14 +269,6 @@ JOIN (SELECT round, max(t) AS last_t FROM {schema}.part_steps GROUP BY round) US
 GROUP BY round, host, slot, serial
 """
 """A seed has a row in `slots` after every step of its life: the step after its last row pruned it."""
-
-
-def _is_known(name: str, types: Mapping[str, str]) -> bool:
-    return name in types or name.startswith((TERM, FLAG))
-
-
-def _type_of(name: str) -> str:
-    return "BOOLEAN" if name.startswith(FLAG) else "FLOAT"
 
 
 def _range(part: Part) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -25,7 +25,7 @@ def legend(units: str) -> str:
     return f"""Means over hosts, each with its fossilized seeds only (the committed network).
 100·J: val minus the price of added parameters ± standard deviation over {units};
 IQM: interquartile mean over {units}; vs: paired difference and 95 % interval;
-better: share of {units} in which it is better; val, test: points (accuracy in %, R2 ...);
+better: share of {units} in which it is better; val, test: points, e.g. accuracy;
 J test: 100·J with test. FLOPs: of one example; to train and measure a host."""
 
 

@@ -25,15 +25,7 @@ from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure, described
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
-from esper.tasks.datasets.arrays import (
-    AnyAugmentation,
-    Examples,
-    Stored,
-    StructuredInputs,
-    augmentation_of,
-    from_arrays,
-    stored,
-)
+from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, augmentation_of, from_arrays, stored
 from esper.tasks.objectives import (
     Classification,
     Custom,
@@ -114,7 +106,7 @@ class Task:
         blind_loss: float | None = None,
         outputs: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
-        augmentation: AnyAugmentation | None = None,
+        augmentation: Augmentation | Callable[[Any], Any] | None = None,
         classes: Sequence[str] | np.ndarray = (),
         episode_length: int = 40,
         batches_per_step: int | None = None,

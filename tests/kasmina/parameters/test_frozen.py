@@ -64,7 +64,7 @@ def test_a_tied_weight_is_one_kind_in_all_of_its_layers():
     assert own(Tied) == ("embed.weight", "out.weight")
 
 
-def test_frozen_parameters_as_buffers_are_counted_once_though_tied():
+def test_frozen_parameters_become_buffers_and_tied_ones_count_once():
     net = Tied()
     as_buffers(net, own(Tied))
     assert [name for name, _ in net.named_parameters()] == ["out.bias"]

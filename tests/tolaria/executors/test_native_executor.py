@@ -180,8 +180,9 @@ def test_a_batch_of_one_on_a_map_of_one_position_is_refused_as_by_pytorch():
         host = CNNHost(HOST, ("r0c1",), image_size=(2, 2))
         population = Population(host, SGD, num_envs=2, run_seed=5, device=CPU)
         hosts = HostData(
-            population, data, OBJECTIVE, batch_train=BATCH, batch_val=VAL_BATCH, scaler=LossScaler(None, 2, CPU)
-        )
+            population, data, OBJECTIVE, batch_train=BATCH, batch_val=VAL_BATCH, scaler=LossScaler(None, 2, CPU),
+            last_batch="keep",
+        )  # fmt: skip
         wrapped = StreamedExecutor(hosts) if executor == "streamed" else NativeExecutor(hosts)
         wrapped.reset(0)
         slots = empty_slots(2, 1, CPU)

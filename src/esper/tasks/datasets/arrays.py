@@ -99,11 +99,7 @@ class StructuredAugmentation:
         return self.stored.pack(self.function(self.stored.unpack(x), drawn))
 
 
-AnyAugmentation = Augmentation | Callable[[Any], Any]
-"""Or a function of a batch, see `RandomFunction`."""
-
-
-def augmentation_of(given: AnyAugmentation | None, stored: Structure | None) -> Augmentation | None:
+def augmentation_of(given: Augmentation | Callable[[Any], Any] | None, stored: Structure | None) -> Augmentation | None:
     """The augmentation of examples that are stored in this structure (None for one tensor)."""
     if given is None or isinstance(given, Augmentation):
         return given if given is None or stored is None else StructuredAugmentation(given, stored)
@@ -118,7 +114,7 @@ def from_arrays(
     *,
     objective: Objective,
     inputs: Inputs | None = None,
-    augmentation: AnyAugmentation | None = None,
+    augmentation: Augmentation | Callable[[Any], Any] | None = None,
     class_names: Sequence[str] = (),
     run_seed: int,
 ) -> Dataset:

@@ -38,7 +38,7 @@ from esper.runs.outcomes import SEED_OFFSET
 from esper.runs.presets import resolve
 from esper.runs.report import objective_of
 from esper.simic.client import SimicClient
-from esper.simic.rewards.objective_value import objective_value
+from esper.simic.rewards.objective import objective_value
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Schedule

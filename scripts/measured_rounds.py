@@ -31,11 +31,11 @@ from esper.runs.config import RunConfig
 from esper.runs.presets import resolve
 from esper.runs.record_rows import record_writer
 from esper.runs.records import Records
-from esper.runs.trend import Trend
 from esper.runs.values import plain
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.objectives import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
+from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress
 from esper.telemetry.run_directory import RunDirectory

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from playwright.sync_api import sync_playwright
 
 from esper.cli import main as esper
+from esper.telemetry.serve.app import server_of
 from esper.telemetry.serve.guard import Access
-from esper.telemetry.serve.server import server_of
 from esper.telemetry.serve.sources import Runs
 
 DOCS = Path(__file__).parents[1] / "docs"

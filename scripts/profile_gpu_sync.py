@@ -31,7 +31,7 @@ from esper.leyline.actions import NUM_HEADS
 from esper.leyline.errors import EsperError
 from esper.runs import events
 from esper.runs.build import assemble, device_of
-from esper.runs.trend import Trend
+from esper.telemetry.anomalies import Trend
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import choose_device, host_read
 from esper.tolaria.state import StepReport

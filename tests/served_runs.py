@@ -16,8 +16,8 @@ import numpy as np
 
 from esper.leyline.actions import LifecycleOp
 from esper.telemetry.record.parts import RECORD, Rows, write_about, write_part
+from esper.telemetry.serve.app import server_of
 from esper.telemetry.serve.guard import Access
-from esper.telemetry.serve.server import server_of
 from esper.telemetry.serve.sources import Runs
 
 OPS = [op.name for op in LifecycleOp]

@@ -7,8 +7,7 @@ from test_runs_report import NAN, WEIGHTS, stats, step
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import Cause, HostFamily, SeedStage
 from esper.runs.events import round_events, run_started, step_events
-from esper.runs.trend import Trend
-from esper.telemetry.anomalies import Alarm, of_update
+from esper.telemetry.anomalies import Alarm, Trend, of_update
 from esper.tolaria.governor import PanicReason
 
 SPEC = EngineSpec(

@@ -2,8 +2,7 @@
 
 import io
 
-from esper.telemetry.pass_progress import PassProgress
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import PassProgress, RunConsole
 
 
 class Clock:

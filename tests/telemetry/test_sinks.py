@@ -15,7 +15,7 @@ import small_runs
 from esper.leyline.errors import ConfigError, RegistryError
 from esper.telemetry import background
 from esper.telemetry.sinks import SINKS, SinkKind, register_sink, require_installed, require_sinks
-from esper.telemetry.sinks.metrics import run_id, scalars
+from esper.telemetry.sinks.trackers import run_id, scalars
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.actions import LifecycleOp
 from esper.runs.report import objective_of
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.objective_value import objective_value
+from esper.simic.rewards.objective import objective_value
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tolaria.config import GovernorConfig

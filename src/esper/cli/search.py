@@ -55,7 +55,7 @@ def search(command: Search) -> int:
     from esper.runs.heuristic_search import tune
     from esper.runs.presets import resolve
     from esper.runs.search_tables import show, show_heuristic
-    from esper.telemetry.pass_progress import PassProgress
+    from esper.telemetry.progress import PassProgress
 
     given = overrides(command)
     given.pop("num_envs", None)  # of the search, not of the training run that gives the default budget

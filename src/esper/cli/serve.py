@@ -41,8 +41,8 @@ class Serve:
 def serve(command: Serve) -> int:
     """Answer requests until interrupted."""
     try:
+        from esper.telemetry.serve.app import server_of
         from esper.telemetry.serve.guard import Access
-        from esper.telemetry.serve.server import server_of
     except ImportError as error:
         raise ConfigError(
             f"esper serve needs starlette and uvicorn, and importing them failed ({error}); "

@@ -28,7 +28,7 @@ from torch import Tensor
 from esper.leyline.errors import CheckpointError
 from esper.leyline.files import is_draft, remove, replacing_folder
 from esper.runs.report import Cost
-from esper.runs.trend import Trend
+from esper.telemetry.anomalies import Trend
 from esper.telemetry.run_directory import continuing
 
 FORMAT = 5

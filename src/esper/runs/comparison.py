@@ -30,8 +30,7 @@ from esper.runs.rows import Row, Size, counted, table, verdict
 from esper.runs.values import flat, plain
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
-from esper.telemetry.pass_progress import PassProgress
-from esper.telemetry.progress import RunConsole, warn
+from esper.telemetry.progress import PassProgress, RunConsole, warn
 from esper.tolaria.memory_prediction import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})

@@ -13,7 +13,7 @@ from esper.leyline.stages import HAS_MODULE, SeedStage
 from esper.runs.config import RunConfig
 from esper.simic.attribution.shapley import shapley_values
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.objective_value import objective_value
+from esper.simic.rewards.objective import objective_value
 from esper.tasks.objectives import perplexity
 from esper.tolaria.state import RolloutStats, StepReport
 

@@ -25,7 +25,7 @@ from esper.runs.statistics import (
     units_of,
 )
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.objective_value import objective_value
+from esper.simic.rewards.objective import objective_value
 from esper.tamiyo.baselines import STATIC
 from esper.tasks.objectives import perplexity
 

@@ -26,10 +26,10 @@ from esper.runs.identity import data_of, fingerprint
 from esper.runs.record_rows import record_writer
 from esper.runs.records import Records
 from esper.runs.report import Cost
-from esper.runs.trend import Trend
 from esper.runs.values import plain
 from esper.tasks.datasets import Dataset
 from esper.tasks.objectives import perplexity
+from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory

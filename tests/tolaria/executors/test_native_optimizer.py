@@ -12,7 +12,7 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec, init_state, step_
 from esper.leyline.tensor_dataclass import named_tensors, tree_map
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Place
 from esper.tolaria.executors.native.machine import Machine, Spaces, Workload
-from esper.tolaria.executors.native.optimizer_step import clipped_step
+from esper.tolaria.executors.native.networks import clipped_step
 
 SGD = OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.03, grad_clip=1.5)
 ADAMW = replace(SGD, kind="adamw")

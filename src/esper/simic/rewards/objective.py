@@ -10,8 +10,9 @@ with or without rollbacks, and a rollback adds no large rewards that must cancel
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import TypeVar, final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,7 +21,6 @@ from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.objective_value import objective_value
 
 
 @tensor_dataclass
@@ -83,3 +83,16 @@ class ObjectiveReward:
     def final_reward(self, kept: KeptNetwork) -> Float[Tensor, " N"]:
         """J of the network at the end of the episode."""
         return self.worth(kept.accuracy, kept.fossil_params, kept.host_params).to(torch.float32)
+
+
+A = TypeVar("A", np.ndarray, Tensor)
+
+
+def objective_value(accuracy: A, fossil_params: A, host_params: A, weights: RewardConfig) -> A:
+    """J of each host [N]; `accuracy` in percentage points. Reports print 100·J, one unit per point of accuracy.
+
+    J = accuracy weight · accuracy / 100 - growth weight · ln(1 + fossilized parameters / max(host parameters, floor))
+    """
+    growth = fossil_params / host_params.clip(min=weights.rent_host_params_floor)
+    log_growth = torch.log1p(growth) if isinstance(growth, Tensor) else np.log1p(growth)
+    return weights.objective_acc_weight * accuracy / 100.0 - weights.objective_growth_weight * log_growth

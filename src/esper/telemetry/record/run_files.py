@@ -125,7 +125,7 @@ class RunFiles:
         length, done = int(self._config.get("episode_length") or 0), len(self._metrics)
         if not length or (not parts and not done):
             return
-        numbers = [((a - 1) * length + b, (c - 1) * length + d) for (a, b), (c, d) in (_range(p) for p in parts)]
+        numbers = [tuple((n - 1) * length + t for n, t in (part.first, part.last)) for part in parts]
         end = max([done * length, *(last for _, last in numbers)])
         missing, next_step = [], 1
         for first, last in [*numbers, (end + 1, end + 1)]:
@@ -230,8 +230,7 @@ class RunFiles:
             "rounds": len(self._metrics),
             "host_params": started.get("host_params"),
             "config": self._config,
-            "environment": about.get("environment")
-            or {name: started[name] for name in ("device", "torch", "python") if name in started},
+            "environment": about.get("environment"),
             "summary": self._summary,
         }
 
@@ -269,10 +268,6 @@ JOIN (SELECT round, max(t) AS last_t FROM {schema}.part_steps GROUP BY round) US
 GROUP BY round, host, slot, serial
 """
 """A seed has a row in `slots` after every step of its life: the step after its last row pruned it."""
-
-
-def _range(part: Part) -> tuple[tuple[int, int], tuple[int, int]]:
-    return part.first, part.last
 
 
 def _first_line(error: Exception) -> str:

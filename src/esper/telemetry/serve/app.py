@@ -14,6 +14,7 @@ from hashlib import sha256
 from importlib.resources import files
 
 import anyio
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -184,3 +185,24 @@ def _explained(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError):  # files of a run that is moved or removed at this moment
         return JSONResponse({"error": f"a file of the run cannot be read ({error}); try again."}, 503)
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, UnknownRunError) else 422)
+
+
+PATIENCE = 5
+"""Seconds that answers may take to end."""
+
+
+def server_of(runs: Runs, access: Access, port: int = 0) -> uvicorn.Server:
+    """A server that answers for these runs; `port` is used where `run` gets no socket, 0 chooses a free one."""
+    app = application(runs, access, lambda: server.should_exit)
+    settings = uvicorn.Config(
+        app,
+        port=port,
+        log_level="warning",
+        access_log=False,  # it would hold the token
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=PATIENCE,
+        lifespan="off",
+    )
+    server = uvicorn.Server(settings)
+    return server

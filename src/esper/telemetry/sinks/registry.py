@@ -10,6 +10,7 @@ from pathlib import Path
 
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.protocols import Sink
+from esper.telemetry.sinks.trackers import TrackioSink, WandbSink
 
 SinkFactory = Callable[[Path], Sink]
 """Run directory -> sink."""
@@ -39,24 +40,12 @@ def _tensorboard(run_directory: Path) -> Sink:
     return TensorBoardSink(run_directory)
 
 
-def _wandb(run_directory: Path) -> Sink:
-    from esper.telemetry.sinks.wandb import WandbSink
-
-    return WandbSink(run_directory)
-
-
-def _trackio(run_directory: Path) -> Sink:
-    from esper.telemetry.sinks.trackio import TrackioSink
-
-    return TrackioSink(run_directory)
-
-
 SINKS: dict[str, SinkKind] = {
     "tensorboard": SinkKind(
         make=_tensorboard, kinds=METRICS_ONLY, package="tensorboard", where="tensorboard --logdir {}"
     ),
-    "wandb": SinkKind(make=_wandb, kinds=METRICS_ONLY, package="wandb", where="files in {}/wandb"),
-    "trackio": SinkKind(make=_trackio, kinds=METRICS_ONLY, package="trackio", where="trackio show"),
+    "wandb": SinkKind(make=WandbSink, kinds=METRICS_ONLY, package="wandb", where="files in {}/wandb"),
+    "trackio": SinkKind(make=TrackioSink, kinds=METRICS_ONLY, package="trackio", where="trackio show"),
 }
 
 

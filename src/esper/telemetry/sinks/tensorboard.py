@@ -12,7 +12,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from esper.telemetry.sinks.metrics import scalars
+from esper.telemetry.sinks.trackers import scalars
 
 FOLDER = "tensorboard"
 

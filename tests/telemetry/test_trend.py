@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from esper.runs.trend import Trend
-from esper.telemetry.anomalies import Alarm
+from esper.telemetry.anomalies import Alarm, Trend
 
 
 def after(*rounds: float) -> tuple[Trend, list[int]]:

@@ -48,7 +48,8 @@ class Timeline(Sequence[Row]):
         live = {report.t: float(report.val_acc[host]) for report in reports}
         own = (event for event in step_events(reports, spec) if event["host"] == spec.host_offset + host)
         rows = [row for event in own if (row := _row(event, live)) is not None]
-        return cls([*rows, _clean(Row(spec.episode_length, "", "end", None, None, points))], unit)
+        last = max((report.t for report in reports), default=0)  # earlier than the end of the episode if it was stopped
+        return cls([*rows, _clean(Row(last, "", "end", None, None, points))], unit)
 
     @classmethod
     def of_run(cls, run: Path, origin: Origin, steps: int, points: float, unit: str) -> "Timeline":

@@ -71,9 +71,9 @@ MAY_DRAW = {
     "leyline/random.py": "the border: generators from a key, its own and the global ones",
     "kasmina/parameters/kinds.py": "tries a blueprint, with a generator of its own",
     "kasmina/hosts/module_probe.py": "tries a user's network, with a generator of its own",
+    "kasmina/parameters/initialization.py": "replays the draws of a constructor, to see whether it has drawn others",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, with a generator of its own",
     "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
-    "kasmina/parameters/initialization.py": "repeats the draws of a constructor, to see whether there were others",
     "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -328,3 +329,21 @@ def test_every_example_of_a_merged_pass_is_seen_once():
     assert [y.shape[1] for y in seen] == [4, 5]
     assert len(batches) == 2
     assert torch.equal(torch.cat(seen, dim=1).sort(dim=1).values, torch.arange(9).expand(2, -1))
+
+
+def test_a_function_of_the_user_gets_batches_of_examples_in_training_as_in_validation():
+    shapes: list[torch.Size] = []
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(x.shape)
+        return x[:, None]
+
+    data = replace(numbered(n_train=8), inputs=watched)
+    train = SharedBatchIterator(data, 2, 4, "train", 1, CPU)
+    train.begin(1, 0, torch.arange(2))
+    (first, _), *_ = train
+    (val, _), *_ = SharedBatchIterator(data, 2, 4, "val", 1, CPU)
+    stored = numbered().train.x.shape[1:]
+    assert first.shape == (2, 4, 1, *stored)
+    assert val.shape[1:] == (1, *stored)
+    assert {len(shape) for shape in shapes} == {1 + len(stored)}

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from esper.api.arguments import checked
 from esper.api.optimizer import AnyOptimizer, optimizer_of
 from esper.kasmina.hosts.interface import Interface, as_floats
+from esper.kasmina.hosts.module_checks import near
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.hosts.module_probe import Model
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -126,6 +127,11 @@ class Task:
         first = given["train"]
         prepare, example = _prepared(inputs, first)
         sample = inputs_of(prepare, first.x[:_EXAMPLES].clone())
+        if not near(inputs_of(prepare, first.x[:1].clone()), sample[:1]):
+            raise ConfigError(
+                "inputs= gives another input for an example when others are beside it, so that batches would change "
+                "the data; compute it for each example alone, and give random changes as augmentation=."
+            )
         interface = Interface(inputs=example, outputs=outputs, packs=loss is not None)
         host = ModuleHostSpec.of(model, slots, sample[:8], interface=interface)
         network = cast(ModuleHost, deterministic_build(lambda: host.build(slots, sample[:1])))

@@ -175,7 +175,8 @@ class SharedBatchIterator:
             y = self.targets[:, some]
         if self.drawn is not None and self._augmentation is not None:
             x = self._augmentation(x, self.drawn[:, some])
-        return Batch(self._as_inputs(x), y)
+        # [N * B, ...], because a function of the user's is given batches [B, ...] elsewhere too
+        return Batch(self._as_inputs(x.flatten(0, 1)).unflatten(0, index_NB.shape), y)
 
 
 def batch_bounds(count: int, size: int, last: LastBatch) -> list[tuple[int, int]]:

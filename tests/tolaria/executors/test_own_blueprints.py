@@ -212,7 +212,7 @@ OWN = torch.Generator()
     [
         (lambda c: Functional(lambda h: h + torch.randn(h.shape, generator=OWN)), "other outputs in a second pass"),
         (lambda c: nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(c, c, 1)), "'own' edits its input in place"),
-        (lambda c: nn.Conv2d(c, c, 9), r"'own' cannot be trained on features \(2, 4, .*Kernel size"),
+        (lambda c: nn.Conv2d(c, c, 9), r"'own' cannot be trained on features \(2, 4, 6, 6\): .*Kernel size"),
         (lambda c: nn.Conv2d(c, 1, 1), r"'own' maps features \(2, .* to \(2, 1, "),
         (Shuffled, "buffer 'order' of Shuffled is torch.int64 and random"),
     ],

@@ -154,11 +154,20 @@ def test_a_slot_within_no_grad_or_inference_mode_is_refused_for_that_reason():
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_is_refused_by_its_name(reentrant):
-    def forward(net: nn.Module, x: Tensor) -> Tensor:
-        return net.b(checkpoint(net.c, net.a(x), use_reentrant=reentrant))
+def test_activation_checkpointing_is_refused_where_it_computes_a_slot_or_dropout_again(reentrant):
+    def around(inside: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module, Tensor], Tensor]:
+        def forward(net: nn.Module, x: Tensor) -> Tensor:
+            h = net.c(x) if inside(net) is net.a else net.a(x)
+            return net.b(checkpoint(inside(net), h, use_reentrant=reentrant))
 
-    refuses("torch.utils.checkpoint", network(forward, c=lambda: nn.Linear(6, 6)))
+        return forward
+
+    refuses(
+        "torch.utils.checkpoint.* computes 'a' again", network(around(lambda net: net.a), c=lambda: nn.Linear(6, 6))
+    )
+    dropping = network(around(lambda net: net.c), c=lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)))
+    refuses(r"torch.utils.checkpoint.* computes 'c.1' again", dropping)
+    ModuleHostSpec.of(network(around(lambda net: net.c), c=lambda: nn.Linear(6, 6)), ["a"], VECTORS)
 
 
 # -- the forward pass -------------------------------------------------------------------------------------------------

@@ -92,12 +92,13 @@ class Plain(NamedTuple):
 
     Attributes:
         model: gives a new network. seeds: by the path of the submodule behind which they grew, in execution order.
-        module: the network and what grew, in eval mode on the CPU.
+        module: the network and what grew, in eval mode on the CPU. compiled: whether `model` gives it in torch.compile.
     """
 
     model: Callable[[], nn.Module]
     seeds: dict[str, PlainSeed]
     module: GrownModule
+    compiled: bool = False
 
 
 def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
@@ -107,8 +108,8 @@ def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
         RegistryError: a blueprint that is not registered.
     """
     model, path_of = _plain_host(host)
-    network = deterministic_build(model)
-    network = getattr(network, "_orig_mod", network)  # what torch.compile wraps
+    built = deterministic_build(model)
+    network = getattr(built, "_orig_mod", built)  # what torch.compile wraps
     _copy(host.network if isinstance(host, ModuleHost) else host, network)
     channels, builders, grown = {point.slot_id: point.channels for point in host.enabled}, {}, {}
     for seed in sorted(seeds, key=lambda seed: host.execution_order().index(seed.slot)):
@@ -118,7 +119,7 @@ def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
         builders[path] = PlainSeed(seed, function, width, host.causal)
         gate = deterministic_build(partial(GateNetwork, width, host.causal)) if seed.algorithm == "GATE" else None
         grown[path] = Grown(deterministic_build(partial(blueprint.build, width)), seed.algorithm, gate, seed.alpha)
-    return Plain(model, builders, GrownModule(network, grown).eval())
+    return Plain(model, builders, GrownModule(network, grown).eval(), compiled=built is not network)
 
 
 def _plain_host(host: Host) -> tuple[Callable[[], nn.Module], Callable[[str], str]]:

@@ -31,7 +31,7 @@ def written(plain: Plain, description: Description, inputs: object, *, imports: 
         UnwritableError: the source of the network or of a seed is not to be had.
     """
     code = Code(imports=imports)
-    host = code.call(plain.model)
+    host = code.call(plain.model) + "._orig_mod" * plain.compiled
     names = [code.name(value, value.__name__) for value in (GrownModule, Grown, load_state)]
     seeds = "".join(f"        {path!r}: {_seed(code, names[1], seed)},\n" for path, seed in plain.seeds.items())
     grown = f"{{\n{seeds}    }}" if seeds else "{}"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.kasmina.hosts.module_pass import Pass, plain_pass, recorded_pass
-from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
+from esper.kasmina.parameters.dropout import Draws, Dropout, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.flat_layout import Template, buffer_layout, parameter_layout
 from esper.kasmina.parameters.kinds import OWN_STATE
 from esper.leyline.errors import ConfigError, nearest
@@ -156,11 +156,7 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
         with torch.no_grad():
             for buffer, value in buffers.values():
                 buffer.copy_(value)
-        with torch.autograd.graph.disable_saved_tensors_hooks(
-            "activation checkpointing (torch.utils.checkpoint) computes layers again in the backward pass, without "
-            "the seeds that are in them; call the layers directly, or switch checkpointing off"
-        ):
-            return recorded_pass(network, x, differentiable=slots, seed=seed)
+        return recorded_pass(network, x, differentiable=slots, seed=seed)
 
     network.train()
     for seed in range(_TRIES):
@@ -180,15 +176,7 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
                               "hosts share buffers of whole numbers; register it as floats.")  # fmt: skip
     features = [check_slot(slot, run, len(x)) for slot in slots]
     out = check_output(network, run, len(x))
-    try:
-        grads = (
-            torch.autograd.grad(out.sum(), features, allow_unused=True)
-            if out.requires_grad
-            else (None,) * len(features)
-        )
-    except RuntimeError as error:
-        raise ConfigError(f"the backward pass of {name} fails: {error}") from error
-    for slot, grad in zip(slots, grads, strict=True):
+    for slot, grad in zip(slots, _gradients(network, slots, features, out), strict=True):
         if grad is None:
             found = "the module is unused or detached" if run.of(slot)[0].grad else (
                 "it lies within torch.no_grad(), and not at the end of it; choose a slot behind it"
@@ -204,6 +192,36 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
             f"{len(x)} examples; choose what both have with outputs=, e.g. outputs=lambda out: out[0]."
         )
     return run
+
+
+def _gradients(network: nn.Module, slots: Sequence[str], features: list[Tensor], out: Tensor) -> list[Tensor | None]:
+    """The gradient of the outputs with respect to the features of each slot, None where none flows."""
+    name, again = type(network).__name__, list[str]()
+    keyed = [path for path, layer in network.named_modules() if isinstance(layer, Dropout) and layer.p > 0.0]
+    hooks = [
+        network.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: again.append(path))
+        for path in (*slots, *keyed)
+    ]
+    for h in features:
+        if h.requires_grad:
+            h.retain_grad()
+    try:
+        if out.requires_grad:
+            out.sum().backward()
+    except RuntimeError as error:
+        if not again:
+            raise ConfigError(f"the backward pass of {name} fails: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        network.zero_grad(set_to_none=True)
+    if again:
+        raise ConfigError(
+            f"activation checkpointing (torch.utils.checkpoint) of {name} computes {again[0]!r} again in the backward "
+            "pass, where a seed would be missing or dropout draw another mask; leave that module out of it, or "
+            "switch it off."
+        )
+    return [h.grad for h in features]
 
 
 def check_binding(network: nn.Module, again: nn.Module, x: Tensor) -> None:

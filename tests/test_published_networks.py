@@ -1,4 +1,7 @@
-"""Published networks, one by one: each trains, agrees with plain PyTorch, is saved, and loads without esper."""
+"""Every third published network trains, agrees with plain PyTorch, is saved, and loads without esper.
+
+`scripts/write_networks.py` checks all of them.
+"""
 
 import warnings
 
@@ -11,10 +14,11 @@ from published.entry import Published
 FAST = {"in-place behind slots", "random.random()", "no_grad"}
 """Their checks take some seconds; the others are slow."""
 NETWORKS = every()
+TRIED = [of for i, of in enumerate(NETWORKS) if i % 3 == 0 or of.name in FAST]
 
 
 @pytest.mark.parametrize(
-    "of", [pytest.param(of, id=of.name, marks=() if of.name in FAST else pytest.mark.slow) for of in NETWORKS]
+    "of", [pytest.param(of, id=of.name, marks=() if of.name in FAST else pytest.mark.slow) for of in TRIED]
 )
 def test_a_published_network_trains_agrees_saves_and_loads(of: Published):
     row: write_networks.Row = {}

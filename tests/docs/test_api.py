@@ -13,7 +13,7 @@ import networks_of_several as several
 from esper.kasmina.blueprints import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-TEN_LINES, SEVERAL, BLUEPRINT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TEN_LINES, SEVERAL, _TORCHVISION, BLUEPRINT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SMALL = "rounds=1, num_envs=2, workers=1, executor='streamed', progress=False, **{'ppo.update_epochs': 1}"
 
 

@@ -163,7 +163,7 @@ class Subject:
             shown = RunProgress(screen, rounds=config.rounds, steps=config.episode_length)
             self._listeners = Hub({"progress": self._open.enter_context(shown)})
             spec, record = self.engine.spec, record_writer(folder, self.engine.spec, self.client.terms)
-            self._records = Records(self._directory, self._listeners, spec, config.reward, None, record=record)
+            self._records = Records(self._directory, self._listeners, spec, config.reward, record=record)
             self._open.callback(record.close)
             self._record = record
             self.engine.on_step = self._records.step

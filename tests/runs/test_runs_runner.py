@@ -349,7 +349,7 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
     path = tmp_path / "run"
     monkeypatch.setattr(
         "esper.runs.training.assemble",
-        lambda config, device, say: replace(assemble(config, device, say), config=config),
+        lambda config, *others, **more: replace(assemble(config, *others, **more), config=config),
     )
     with interrupted_at(2, 3):
         assert train(path, "tiny") == 130

@@ -113,10 +113,6 @@ def predict(
         warnings.simplefilter("ignore")  # those of the choice of an executor come again when the hosts are built
         single = replace(config, num_envs=1, workers=1)
         one, taken = network_executor(single, replace(task, batches_per_step=1), dataset, device)
-        batch_seconds = _pass_seconds(one)
-        if further := int(_TRIAL / batch_seconds):  # much of a quick pass is work that all hosts and batches share
-            several, _ = network_executor(single, replace(task, batches_per_step=1 + further), dataset, device)
-            batch_seconds = max((_pass_seconds(several) - batch_seconds) / further, 0.1 * batch_seconds / further)
     one.reset(0)
     structure = _everywhere_largest(one.population)
     one.apply_structure(structure)
@@ -126,8 +122,15 @@ def predict(
     working = one.working_bytes() if isinstance(one, NativeExecutor) else 0
     host = _host_bytes(one.data, structure, batches=not native) + others
     at_once = working or max(_training_bytes(one.data, structure), _measuring_bytes(one.data))
+    process = resident_bytes() if device.type == "cpu" else 0  # when all code is loaded, and before trials of the time
+    batch_seconds = _pass_seconds(one)
+    if further := int(_TRIAL / batch_seconds):  # much of a quick pass is work that all hosts and batches share
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            several, _ = network_executor(single, replace(task, batches_per_step=1 + further), dataset, device)
+        batch_seconds = max((_pass_seconds(several) - batch_seconds) / further, 0.1 * batch_seconds / further)
     return MemoryPrediction(
-        process=resident_bytes() if device.type == "cpu" else 0,  # last, when all code is loaded
+        process=process,
         host=host,
         at_once=at_once,
         together=taken == "fused",

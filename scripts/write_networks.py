@@ -189,7 +189,7 @@ def table(rows: Sequence[Row]) -> str:
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in shown) + " |")
     sentences = [row for row in rows if "sentence" in row]
     if sentences:
-        lines += ["", "| network | what it is told |", "|---|---|"]
+        lines += ["", "| network | why |", "|---|---|"]
         lines += [f"| {row['name']} | {told(row)} |" for row in sentences]
     return "\n".join(lines)
 

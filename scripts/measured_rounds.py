@@ -26,12 +26,12 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
 from esper.runs import events, report
-from esper.runs.build import assemble, device_of
-from esper.runs.config import RunConfig
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import assemble, device_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import plain
 from esper.runs.record_rows import record_writer
 from esper.runs.records import Records
-from esper.runs.values import plain
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.objectives import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task

@@ -30,7 +30,7 @@ from rich.table import Table
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.errors import EsperError
 from esper.runs import events
-from esper.runs.build import assemble, device_of
+from esper.runs.assembly.assemble import assemble, device_of
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.machine import environment
 from esper.tolaria.runtime import choose_device, host_read

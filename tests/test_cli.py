@@ -18,7 +18,7 @@ import torch
 
 import small_runs
 from esper.cli import main
-from esper.runs.training import why_chosen
+from esper.runs.training.runner import why_chosen
 from small_runs import contents, records, summary
 
 ESPER = (sys.executable, "-m", "esper.cli")
@@ -429,7 +429,7 @@ def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkey
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     assert why_chosen("native", cpu) == " (C++ compiled for this CPU)"
     assert why_chosen("streamed", cpu) == " (chosen by the size of activations)"
-    monkeypatch.setattr("esper.runs.training.compiler", lambda: None)
+    monkeypatch.setattr("esper.runs.training.runner.compiler", lambda: None)
     assert "install a C++ compiler such as g++" in why_chosen("fused", cpu)
     assert why_chosen("fused", gpu) == " (chosen by the size of activations)"
 

@@ -8,7 +8,7 @@ import torch
 from own_tasks import own_task
 
 import esper
-from esper.api.optimizer import optimizer_of
+from esper.api.task import optimizer_of
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor

@@ -15,9 +15,9 @@ from esper.kasmina.blueprints import blueprint_by_name
 from esper.leyline.pytree import flatten
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.runs.build import dataset_of, engine_of, learner_of
-from esper.runs.config import RunConfig
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import dataset_of, engine_of, learner_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
 from esper.tolaria.engine import VectorizedEngine

@@ -13,8 +13,8 @@ import small_runs
 import tiny
 from esper.export.network import load
 from esper.leyline.errors import CheckpointError
-from esper.runs import best_host
-from esper.runs.best_host import FILE, BestHost, better, read, save
+from esper.runs.training import best_host
+from esper.runs.training.best_host import FILE, BestHost, better, read, save
 from esper.simic.rewards.config import RewardConfig
 from esper.tolaria.engine import VectorizedEngine
 from hosts_to_export import TOPOLOGIES, grown

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.runs.build import usable_cores
+from esper.runs.assembly.assemble import usable_cores
 
 
 def group(folder: Path, **files: str) -> None:

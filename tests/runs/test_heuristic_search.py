@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from esper.leyline.protocols import EngineSpec
+from esper.runs.assembly.presets import resolve
 from esper.runs.heuristic_search import neighbour, random_rules, tune
-from esper.runs.presets import resolve
 from esper.runs.search_hosts import TrainingHosts
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tasks.registry import register_task, task_by_name

@@ -11,11 +11,11 @@ import small_runs
 from esper.kasmina.rules.guards import legal_ops
 from esper.leyline.checkpoint_tree import with_prefix
 from esper.leyline.protocols import EngineSpec
-from esper.runs.build import assemble, device_of, engine_of, learner_of
-from esper.runs.checkpoint import state_digest
-from esper.runs.config import RunConfig
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import read_toml
+from esper.runs.assembly.assemble import assemble, device_of, engine_of, learner_of
+from esper.runs.assembly.presets import recorded, resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import read_toml
+from esper.runs.training.checkpoint import state_digest
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient, compute_batched_bootstrap
 from esper.simic.rewards import MODES

@@ -11,12 +11,12 @@ import torch
 import small_runs
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.manifest import GrowthManifest
-from esper.runs.build import dataset_of
-from esper.runs.config import RunConfig
+from esper.runs.assembly.assemble import dataset_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.controllers import baseline, derived
 from esper.runs.outcome_store import OutcomeStore, key_of
 from esper.runs.outcomes import Outcome, run_controller
-from esper.runs.presets import resolve
 from small_runs import contents, main
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.tensor_dataclass import replace
-from esper.runs.build import engine_of, learner_of
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import engine_of, learner_of
+from esper.runs.assembly.presets import resolve
 from esper.simic.agent.advantages import compute_gae, discounted_returns
 from esper.simic.agent.normalizers import masked_moments, scale_rewards
 from esper.simic.agent.policy_step import Decision, PolicyInputs

@@ -12,8 +12,11 @@ import torch
 
 import tiny
 from esper.leyline.errors import CheckpointError
-from esper.runs import checkpoint as module
-from esper.runs.checkpoint import (
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import run_shape
+from esper.runs.report import Cost
+from esper.runs.training import checkpoint as module
+from esper.runs.training.checkpoint import (
     Header,
     checkpoints,
     load,
@@ -23,9 +26,6 @@ from esper.runs.checkpoint import (
     set_aside,
     state_digest,
 )
-from esper.runs.identity import run_shape
-from esper.runs.presets import resolve
-from esper.runs.report import Cost
 from esper.tasks.datasets.arrays import from_arrays
 from esper.tasks.objectives import Classification
 

@@ -14,14 +14,14 @@ import small_runs
 import tiny
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
 from esper.leyline.manifest import GrowthManifest
-from esper.runs import best_host
-from esper.runs.build import assemble, dataset_of, engine_of
-from esper.runs.checkpoint import checkpoints, load, state_digest
-from esper.runs.config import RunConfig
+from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
+from esper.runs.assembly.presets import recorded, resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import read_toml
 from esper.runs.controllers import Controller, all_baselines, baseline, derived, trained
 from esper.runs.outcomes import Outcome, run_controller
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import read_toml
+from esper.runs.training import best_host
+from esper.runs.training.checkpoint import checkpoints, load, state_digest
 from esper.tamiyo.baselines import BASELINES
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.null import best_schedule_value

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError, EsperError
-from esper.runs.config import RunConfig
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import flat, merge, parse, plain, read_toml
+from esper.runs.assembly.presets import recorded, resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import flat, merge, parse, plain, read_toml
 
 
 def refusal(told: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 import small_runs
 from esper.export.network import load
-from esper.runs.checkpoint import checkpoints
+from esper.runs.training.checkpoint import checkpoints
 from esper.tasks.registry import task_by_name
 from hosts_to_export import TOPOLOGIES
 from small_runs import contents, interrupted_at, main

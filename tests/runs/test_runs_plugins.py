@@ -7,9 +7,9 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import ConfigError
-from esper.runs.plugins import load_plugins
-from esper.runs.presets import recorded, resolve
-from esper.runs.values import read_toml
+from esper.runs.assembly.plugins import load_plugins
+from esper.runs.assembly.presets import recorded, resolve
+from esper.runs.assembly.values import read_toml
 from esper.simic.rewards import reward_names
 
 FRUGAL = """

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline.errors import ConfigError
-from esper.runs.presets import PRESETS, resolve
+from esper.runs.assembly.presets import PRESETS, resolve
 from esper.tasks.registry import task_by_name
 
 

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from test_runs_report import NAN, WEIGHTS, stats
 
+from esper.runs.assembly.presets import resolve
 from esper.runs.controllers import all_baselines, known_names
 from esper.runs.outcomes import Outcome
-from esper.runs.presets import resolve
 from esper.runs.rows import Row, Size, table, verdict
 from esper.runs.statistics import Estimate
 from esper.runs.tables import comparison, done, legend, operations, perplexities, quality_and_cost, rollbacks, short

@@ -11,9 +11,9 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import CheckpointError
-from esper.runs import runner as runner_module
-from esper.runs.build import assemble, device_of
-from esper.runs.checkpoint import checkpoints, load
+from esper.runs.assembly.assemble import assemble, device_of
+from esper.runs.training import runner as runner_module
+from esper.runs.training.checkpoint import checkpoints, load
 from small_runs import contents, interrupted_at, records, resume, summary, train
 
 
@@ -249,8 +249,8 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_state_of_another_shape_under_a_fitting_header_is_refused(whole: dict[str, Path]) -> None:
-    from esper.runs.presets import recorded
-    from esper.runs.values import read_toml
+    from esper.runs.assembly.presets import recorded
+    from esper.runs.assembly.values import read_toml
 
     config = recorded(read_toml(whole["null"] / "config.toml") | {"num_envs": 4})
     parts = assemble(config, device_of(config))
@@ -348,7 +348,7 @@ def test_a_run_that_recorded_auto_goes_on_as_it_was_made(
     """Earlier versions recorded "auto", in config.toml and in every checkpoint."""
     path = tmp_path / "run"
     monkeypatch.setattr(
-        "esper.runs.training.assemble",
+        "esper.runs.training.runner.assemble",
         lambda config, *others, **more: replace(assemble(config, *others, **more), config=config),
     )
     with interrupted_at(2, 3):

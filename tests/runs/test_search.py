@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from esper.leyline.errors import ConfigError
-from esper.runs.presets import resolve
+from esper.runs.assembly.presets import resolve
 from esper.runs.rule_search import best_rules
 from esper.runs.search import default_budget, default_num_envs, halve, number_of_rungs, passes_of, search, shuffled
 from esper.runs.search_hosts import TrainingHosts, adjusted, ranked

@@ -60,7 +60,7 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
     Raises:
         ConfigError: a malformed --set.
     """
-    from esper.runs.values import nested
+    from esper.runs.assembly.values import nested
 
     options = {name: value for name, value in vars(command).items() if value is not None}
     numbers = ("rounds", "num_envs", "episode_length", "seed", "workers", "checkpoint_every")

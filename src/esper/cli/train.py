@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import tyro
+
 from esper.cli.options import (
     EXIT_STOPPED,
     FilePath,
@@ -22,7 +24,7 @@ from esper.telemetry.progress import RunConsole
 from esper.telemetry.run_directory import CONFIG, plugins_of, require_run
 
 if TYPE_CHECKING:
-    from esper.runs.config import RunConfig
+    from esper.runs.assembly.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +90,22 @@ NEW_HOSTS = 32
 
 def train(command: Train) -> int:
     """Start or resume a run."""
-    from esper.runs import training
-    from esper.runs.presets import resolve
+    from esper.runs.assembly.presets import resolve
 
     console = RunConsole()
     if command.resume is not None:
         require_run(command.resume)
         path, config = command.resume, _continued(command, command.resume)
-        summary = training.resume(config, path, console)
+        summary = runner.resume(config, path, console)
     else:
         given = overrides(command, joined(command.set))
         if command.topology is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
-        path = command.run_dir or training.free_name(config)
-        summary = training.start(config, path, console)
+        path = command.run_dir or runner.free_name(config)
+        summary = runner.start(config, path, console)
     if summary is None:
-        console.say(training.stopped(path))
+        console.say(runner.stopped(path))
         return EXIT_STOPPED
     if not config.topology:
         console.say(f"compare with baselines: {command_line('evaluate', path, plugins=plugins_of(path))}")
@@ -125,9 +126,9 @@ def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunCons
 
 def _continued(command: Train, path: Path) -> "RunConfig":
     """The configuration of an existing run with the changes of the command line."""
-    from esper.runs.identity import CHANGEABLE
-    from esper.runs.presets import recorded
-    from esper.runs.values import read_toml
+    from esper.runs.assembly.presets import recorded
+    from esper.runs.assembly.run_config import CHANGEABLE
+    from esper.runs.assembly.values import read_toml
 
     given = overrides(command, joined(command.set))
     allowed = given.pop("plugins", [])
@@ -141,3 +142,38 @@ def _continued(command: Train, path: Path) -> "RunConfig":
     if command.data_dir is not None:
         given["data_dir"] = str(command.data_dir.expanduser().absolute())
     return recorded(read_toml(path / CONFIG) | given, allowed=allowed, trust=command.trust)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """List the tasks, or draw the host of one with its slots."""
+
+    name: Annotated[tyro.conf.Positional[str], placeholder("TASK")] = ""
+    """The task to draw, or FILE.py:NAME."""
+    data_dir: FilePath = None
+    """Folder of the data files. ($ESPER_DATA)"""
+    plugins: Plugins = ()
+    """Plugins that register tasks."""
+
+
+def tasks(command: Tasks) -> int:
+    """Print the table of tasks, or one task."""
+    from esper.runs import tables
+    from esper.runs.assembly.plugins import load_plugins, names_task, task_in_file
+    from esper.runs.assembly.run_config import data_folder
+    from esper.tasks import presets  # noqa: F401 -- registers the built-in tasks
+    from esper.tasks.registry import task_by_name, task_names
+    from esper.telemetry.progress import RunConsole
+
+    load_plugins(joined(command.plugins))
+    console, folder = RunConsole(), data_folder(str(command.data_dir or ""))
+    if command.name:
+        name = command.name
+        lines = tables.task(task_in_file(name) if names_task(name) else task_by_name(name), folder)
+    else:
+        found = [task_by_name(name) for name in task_names()]
+        console.print(tables.tasks(found, folder))
+        lines = ["", *tables.data_lines(found, folder), "", "esper tasks TASK draws the host of a task with its slots."]
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    return 0

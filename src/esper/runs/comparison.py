@@ -20,14 +20,13 @@ from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.leyline.wording import option
 from esper.runs import controllers as known
 from esper.runs import tables
-from esper.runs.build import dataset_of, device_of, require_memory
-from esper.runs.config import RunConfig
+from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
+from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
+from esper.runs.assembly.values import flat, plain
 from esper.runs.controllers import REFERENCE, TRAINED, Controller, Trained
-from esper.runs.identity import CHANGEABLE
 from esper.runs.outcome_store import OutcomeStore, key_of
 from esper.runs.outcomes import SEED_OFFSET, Outcome, run_controller
 from esper.runs.rows import Row, Size, counted, table, verdict
-from esper.runs.values import flat, plain
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.progress import PassProgress, RunConsole, warn

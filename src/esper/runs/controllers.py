@@ -28,13 +28,20 @@ from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, ne
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.wording import option
-from esper.runs.build import baseline_of, learner_of, policy_file_client, reward_of
-from esper.runs.checkpoint import BEST, Checkpoint, checkpoints, load, load_newest, require_same_shape, state_digest
-from esper.runs.config import RunConfig
+from esper.runs.assembly.assemble import baseline_of, learner_of, policy_file_client, reward_of
+from esper.runs.assembly.run_config import RunConfig, run_shape
+from esper.runs.assembly.values import plain
 from esper.runs.drawing import words
-from esper.runs.identity import run_shape
 from esper.runs.report import Cost
-from esper.runs.values import plain
+from esper.runs.training.checkpoint import (
+    BEST,
+    Checkpoint,
+    checkpoints,
+    load,
+    load_newest,
+    require_same_shape,
+    state_digest,
+)
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
 from esper.tamiyo.policy_files import SUFFIX

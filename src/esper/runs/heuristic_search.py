@@ -19,7 +19,7 @@ from esper.leyline.actions import TEMPO_NAMES
 from esper.leyline.files import replacing
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.random import Stream, local_generator
-from esper.runs.config import RunConfig
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.search import passes_of
 from esper.runs.search_hosts import TrainingHosts, standard_error
 from esper.tamiyo.heuristic import DEFAULT_RULES, Heuristic, HeuristicRules

@@ -17,12 +17,12 @@ from torch import Tensor
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
-from esper.runs.build import dataset_of, device_of, engine_of
-from esper.runs.config import RunConfig
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
+from esper.runs.assembly.presets import recorded
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import read_toml
 from esper.runs.controllers import Trained, trained
 from esper.runs.outcomes import SEED_OFFSET
-from esper.runs.presets import recorded
-from esper.runs.values import read_toml
 from esper.simic.client import SimicClient
 from esper.tamiyo.importance import MEASURES, SHIFTS, FeatureGroup, Situations, feature_groups, importance
 from esper.telemetry.figures import duration

@@ -24,12 +24,12 @@ from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.files import is_draft, replacing
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.wording import option
-from esper.runs.config import RunConfig
+from esper.runs.assembly.plugins import source_of
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import plain
 from esper.runs.controllers import Controller
 from esper.runs.outcomes import Outcome
-from esper.runs.plugins import source_of
 from esper.runs.training_cost import TrainingCost
-from esper.runs.values import plain
 from esper.tasks.datasets import Dataset
 from esper.tolaria.state import RolloutCost, RolloutStats
 

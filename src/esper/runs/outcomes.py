@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from esper.leyline.manifest import GrowthManifest, manifests
-from esper.runs.build import engine_of
-from esper.runs.config import RunConfig
+from esper.runs.assembly.assemble import engine_of
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.controllers import Controller
 from esper.runs.training_cost import CostMeter, TrainingCost
 from esper.tasks.datasets import Dataset

@@ -10,7 +10,7 @@ import torch
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import HAS_MODULE, SeedStage
-from esper.runs.config import RunConfig
+from esper.runs.assembly.run_config import RunConfig
 from esper.simic.attribution.shapley import shapley_values
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective import objective_value

@@ -22,10 +22,10 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.random import Stream, local_generator
-from esper.runs.config import RunConfig
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.rule_search import PlannedRule, best_rules, observed
 from esper.runs.search_hosts import Result, TrainingHosts, ranked, standard_error
-from esper.runs.training import RUNS
+from esper.runs.training.runner import RUNS
 from esper.tamiyo.plans import Plan, grid, neighbours
 from esper.tamiyo.policy_files import script_of, write_policy
 from esper.tasks.registry import task_by_name

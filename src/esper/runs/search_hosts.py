@@ -14,8 +14,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from esper.runs.build import dataset_of, device_of, engine_of, reward_of
-from esper.runs.config import RunConfig
+from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, reward_of
+from esper.runs.assembly.run_config import RunConfig
 from esper.runs.report import objective_of
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.plans import Plan

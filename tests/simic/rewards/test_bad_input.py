@@ -14,7 +14,7 @@ PRELUDE = """
 import json, sys, torch
 from esper.simic.rewards import LossRewardConfig, RewardConfig, compute_reward_batched, make_reward, register_reward
 from reference.rewards.validate import validate_reward_inputs
-from esper.runs.presets import resolve
+from esper.runs.assembly.presets import resolve
 
 def columns(**changes):
     two, none = torch.zeros(2, dtype=torch.int64), torch.full((2,), torch.nan)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.leyline.errors import ConfigError
-from esper.runs.build import compiled_reward
+from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import MODES, REWARD_INFO, REWARD_TERMS, RewardConfig, compute_reward_batched
 from esper.simic.rewards.compiled_rewards import check_arguments, check_static

@@ -11,9 +11,8 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.runs.config import RunConfig
-from esper.runs.identity import run_shape
-from esper.runs.plugins import load_plugins
+from esper.runs.assembly.plugins import load_plugins
+from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
 from esper.simic.client import SimicClient, rollout_bytes
 from esper.simic.compilation import CompiledStep, is_compiled

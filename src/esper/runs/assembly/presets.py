@@ -14,9 +14,9 @@ from typing import Any
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import absolute
-from esper.runs.config import DATA_VARIABLE, RunConfig, task_values
-from esper.runs.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
-from esper.runs.values import Values, merge, parse, plain, read_toml, suggest
+from esper.runs.assembly.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
+from esper.runs.assembly.run_config import DATA_VARIABLE, RunConfig, task_values
+from esper.runs.assembly.values import Values, merge, parse, plain, read_toml, suggest
 from esper.simic.agent.config import PPOConfig
 from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.tasks import presets as _presets  # registers the built-in tasks

@@ -17,6 +17,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import Values, merge, nested, read_toml
 from esper.runs.comparison import Comparison, compare
 from esper.runs.controllers import known_names
+from esper.runs.training import runner
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.registry import TaskSpec, registered, task_by_name
 from esper.telemetry.progress import RunConsole, warn

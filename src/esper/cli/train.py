@@ -91,6 +91,7 @@ NEW_HOSTS = 32
 def train(command: Train) -> int:
     """Start or resume a run."""
     from esper.runs.assembly.presets import resolve
+    from esper.runs.training import runner
 
     console = RunConsole()
     if command.resume is not None:

@@ -21,7 +21,7 @@ from esper.tasks.objectives import NextToken
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.machine import environment
 from esper.tolaria.build import build_engine
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor
 from esper.tolaria.memory import keep_freed_memory

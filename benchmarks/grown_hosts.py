@@ -28,7 +28,7 @@ from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig, ExecutorChoice
+from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor

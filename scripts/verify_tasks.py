@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.leyline.actions import TEMPO_TICKS, LifecycleOp
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.manifest import GrownSlot, GrowthManifest
@@ -37,8 +37,8 @@ from esper.tasks.datasets import Dataset, Split, data_label
 from esper.tasks.registry import TaskSpec, task_by_name
 from esper.telemetry.machine import environment
 from esper.tolaria.build import build_engine, load_dataset
-from esper.tolaria.config import EngineConfig, ExecutorChoice
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.runtime import choose_device, host_read
 from esper.tolaria.state import StepReport
 from script_report import write_result

@@ -17,7 +17,7 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.population import Population
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
@@ -29,8 +29,8 @@ from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.streamed.executor import StreamedExecutor

@@ -15,7 +15,7 @@ from esper.export.network import load
 from esper.leyline.errors import CheckpointError
 from esper.runs.training import best_host
 from esper.runs.training.best_host import FILE, BestHost, better, read, save
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.tolaria.engine import VectorizedEngine
 from hosts_to_export import TOPOLOGIES, grown
 from small_runs import interrupted_at, main

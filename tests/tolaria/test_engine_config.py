@@ -11,7 +11,7 @@ from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.presets import NULL
 from esper.tolaria.build import build_engine, load_dataset
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.scripted import ScriptedExecutor
 from esper.tolaria.executors.streamed.executor import StreamedExecutor

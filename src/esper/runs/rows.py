@@ -24,8 +24,8 @@ from esper.runs.statistics import (
     units_needed,
     units_of,
 )
-from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.objective import objective_value
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.tamiyo.baselines import STATIC
 from esper.tasks.objectives import perplexity
 

@@ -14,8 +14,8 @@ from esper.leyline.protocols import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import chosen_amp
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import Properties, StepListener, VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.protocol import Executor

@@ -27,7 +27,7 @@ from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tolaria import governor, phases, reading
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.phases import ControlPlane, PhaseForm, eager
 from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far

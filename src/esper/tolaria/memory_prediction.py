@@ -29,7 +29,7 @@ from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.coalitions import enumerate_coalitions
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.native.executor import NativeExecutor

@@ -28,7 +28,7 @@ from esper.leyline.protocols import ClientProtocol
 from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
 from esper.tolaria import governor, reading
 from esper.tolaria.coalitions import Coalitions, derive
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
 from esper.tolaria.reading import Decision

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scalar_rules import share_of_ramp
 
 from esper.kasmina.rules import alpha
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import LifecycleOp, Style
 from esper.leyline.stages import AlphaCurve, AlphaMode

@@ -6,9 +6,9 @@ from episodes import MANUAL, RULES, every_rulebook
 from test_lifecycle import PAIRS
 
 from esper.kasmina.rules import alpha
-from esper.kasmina.rules.config import LifecycleConfig
 from esper.kasmina.rules.guards import legal_ops
 from esper.kasmina.rules.lifecycle import apply_ops, tick
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.kasmina.rules.rollback import memory_of, rollback
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import LifecycleOp

@@ -8,7 +8,7 @@ import math
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
-from esper.simic.rewards.config import MIN_CONTRIBUTION, MIN_PRUNE_AGE, RewardConfig
+from esper.simic.rewards.reward_config import MIN_CONTRIBUTION, MIN_PRUNE_AGE, RewardConfig
 from reference.rewards.row import (
     HostRow,
     RowReward,

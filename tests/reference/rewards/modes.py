@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
-from esper.simic.rewards.config import MIN_CONTRIBUTION, RewardConfig
+from esper.simic.rewards.reward_config import MIN_CONTRIBUTION, RewardConfig
 from reference.rewards.contribution import contribution_reward
 from reference.rewards.row import (
     HostRow,

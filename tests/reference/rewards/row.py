@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from esper.leyline.stages import STAGE_POTENTIAL
-from esper.simic.rewards.config import LEGITIMATE_HOLD, RewardConfig
+from esper.simic.rewards.reward_config import LEGITIMATE_HOLD, RewardConfig
 
 NAN = math.nan
 Terms = dict[str, float]

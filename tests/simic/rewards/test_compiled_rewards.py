@@ -223,7 +223,7 @@ def test_weights_may_be_float32(mode):
 TRACED = """
 import torch
 from esper.simic.rewards import compute_reward_batched
-from esper.simic.rewards.config import MODES, RewardConfig
+from esper.simic.rewards.reward_config import MODES, RewardConfig
 from reference.rewards.golden import kernel_arguments
 from reward_toys import random_rows
 

@@ -8,7 +8,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.simic.rewards import LOSS_PRESETS, MODES, LossRewardConfig, RewardConfig
-from esper.simic.rewards.config import LOSS_FIELDS, WEIGHT_NAMES
+from esper.simic.rewards.reward_config import LOSS_FIELDS, WEIGHT_NAMES
 
 
 def test_the_packed_numbers_are_sixty_five_in_a_fixed_order():

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.leyline.messages import GateReadings, SlotState
 from esper.leyline.stages import AlphaMode, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass

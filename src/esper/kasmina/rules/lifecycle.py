@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.rules import alpha, gates
-from esper.kasmina.rules.config import LifecycleConfig
 from esper.kasmina.rules.guards import advance_active_seed, at_target, in_stages, numbers, resolve_target_slot
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.kasmina.rules.op_parameters import OpParameters, op_parameters
 from esper.kasmina.rules.slot_fields import release, select, vacate
 from esper.leyline.actions import FIRST_RAMP_STEEPNESS, NUM_OPS, Head, LifecycleOp

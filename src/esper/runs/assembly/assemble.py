@@ -29,8 +29,8 @@ from esper.tasks.registry import TaskSpec
 from esper.telemetry.figures import duration
 from esper.tolaria.batches import training_bounds
 from esper.tolaria.build import build_engine, load_dataset
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.memory import keep_freed_memory
 from esper.tolaria.memory_prediction import available_bytes, gigabytes, predict
 from esper.tolaria.phases import PhaseForm, eager

@@ -17,7 +17,7 @@ from esper.leyline.files import absolute
 from esper.runs.assembly.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
 from esper.runs.assembly.run_config import DATA_VARIABLE, RunConfig, task_values
 from esper.runs.assembly.values import Values, merge, parse, plain, read_toml, suggest
-from esper.simic.agent.config import PPOConfig
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name, task_names

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.random import MAX_EPISODES
 from esper.runs.assembly.values import Values, flat, plain
-from esper.simic.agent.config import PPOConfig
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.compilation import CompileChoice
 from esper.simic.rewards import MODES, ModeTraits, RewardConfig, reward_traits
 from esper.tasks.datasets import data_label
 from esper.tasks.registry import TaskSpec, task_by_name
 from esper.telemetry.sinks import require_sinks
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
 
 DATA_VARIABLE = "ESPER_DATA"

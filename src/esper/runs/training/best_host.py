@@ -26,7 +26,7 @@ from esper.runs.assembly.assemble import baseline_of, dataset_of, device_of, eng
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.report import objective_of
 from esper.runs.training.checkpoint import load_newest, state_digest
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.datasets import Dataset
 from esper.telemetry.run_directory import CHECKPOINTS, continuing
 from esper.tolaria.engine import VectorizedEngine

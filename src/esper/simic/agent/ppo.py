@@ -23,17 +23,17 @@ from esper.leyline.random import Stream, permutation
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.simic.agent.adam import AdamState, adam_step, clip_by_norm, flatten, initial_adam_state, subtract_
 from esper.simic.agent.advantages import discounted_returns, paired_rewards
-from esper.simic.agent.config import PPOConfig as PPOConfig
-from esper.simic.agent.config import (
+from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
+from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
+from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
+from esper.simic.agent.ppo_config import PPOConfig as PPOConfig
+from esper.simic.agent.ppo_config import (
     entropy_coefficient,
     floor_scale,
     inverse_temperature,
     learning_rate,
     value_coefficient,
 )
-from esper.simic.agent.diagnostics import epoch_row, health_row, minibatch_row, update_row
-from esper.simic.agent.losses import LossInputs, LossWeights, ppo_losses, ratio_statistics
-from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 from esper.simic.telemetry.aggregation import Read, aggregate_ppo_metrics
 from esper.tamiyo.heads import check_logits, evaluate_heads, relevance

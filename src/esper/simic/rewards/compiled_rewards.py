@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.simic.rewards.config import LOSS_FIELDS, MODES, WEIGHT_NAMES, Attribution
 from esper.simic.rewards.credit import contribution_terms, credit_of, suspected_ratio
+from esper.simic.rewards.reward_config import LOSS_FIELDS, MODES, WEIGHT_NAMES, Attribution
 from esper.simic.rewards.row import Row, number, row_of
 from esper.simic.rewards.terms import PLAIN_MODES, REWARD_INFO, REWARD_TERMS, drip_opened, objective_potential
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.rewards.config import MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
+from esper.simic.rewards.reward_config import MIN_CONTRIBUTION, MIN_PRUNE_AGE
 from esper.simic.rewards.row import NEW_SEED_POTENTIAL, Row, at_the_end, combine, legitimacy, number, shaping
 
 UNKNOWN_PROGRESS_SHARE = 0.5

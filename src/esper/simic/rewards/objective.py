@@ -20,7 +20,7 @@ from torch import Tensor
 from esper.leyline.messages import KeptNetwork, RewardInputs, RewardOutput
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.reward_config import RewardConfig
 
 
 @tensor_dataclass

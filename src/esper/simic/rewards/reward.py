@@ -18,8 +18,8 @@ from esper.leyline.messages import HostState, RewardInputs, RewardOutput, SlotSt
 from esper.leyline.protocols import RewardProtocol
 from esper.leyline.tensor_dataclass import blank
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
-from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 from esper.simic.rewards.objective import ObjectiveReward
+from esper.simic.rewards.reward_config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 from esper.simic.rewards.state import RewardState, initial_state, reset_hosts, reward_step, rollback_reward
 from esper.simic.rewards.terms import REWARD_TERMS
 

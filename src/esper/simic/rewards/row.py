@@ -13,8 +13,8 @@ from torch import Tensor
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.simic.rewards.config import LEGITIMATE_HOLD
 from esper.simic.rewards.masks import above, below, choose, equal, no
+from esper.simic.rewards.reward_config import LEGITIMATE_HOLD
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """Potential rewarded to GERMINATE, before weight, discount and timing."""

@@ -21,7 +21,6 @@ from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import lift, replace, tensor_dataclass, tree_map
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.compiled_rewards import RewardOutput as KernelOutput
-from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.gather import (
     Parameters,
     SlotSets,
@@ -32,6 +31,7 @@ from esper.simic.rewards.gather import (
     slot_sets,
     stable_accuracy,
 )
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.simic.rewards.row import NEW_SEED_POTENTIAL
 from esper.simic.rewards.terms import REWARD_TERMS
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
-from esper.simic.rewards.config import GAMMA, MIN_CONTRIBUTION
 from esper.simic.rewards.masks import above, at_least, below, choose, equal, no
+from esper.simic.rewards.reward_config import GAMMA, MIN_CONTRIBUTION
 from esper.simic.rewards.row import Row, at_the_end, combine, legitimacy, number, shaping
 
 REWARD_TERMS = (

@@ -19,7 +19,7 @@ from esper.tasks.objectives import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
 from esper.tolaria.batches import training_bounds
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.fused.executor import FusedExecutor
 from esper.tolaria.executors.host_data import HostData, examples
 from esper.tolaria.executors.native.executor import NativeExecutor

@@ -27,7 +27,7 @@ from esper.leyline.protocols import StateTree
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODE_LENGTH, MAX_SLOTS
 from esper.tolaria.amp import AmpMode

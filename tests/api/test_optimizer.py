@@ -77,8 +77,8 @@ WRONG = [
     ({"optimizer": "adam", "momentum": 0.9}, "momentum is given, but adam has no momentum"),
     ({"optimizer": partial(T.SGD, nesterov=True)}, "sgd with nesterov=True is not available here"),
     ({"optimizer": partial(T.Adam, amsgrad=True)}, "adam with amsgrad=True is not available here"),
-    ({"clip": 0.0}, "optimizer.grad_clip is 0.0; it must be above 0, infinite for no clipping"),
-    ({"weight_decay": -1.0}, "optimizer.adamw_weight_decay is -1.0; it must be a finite number"),
+    ({"clip": 0.0}, "optimizer.grad_clip is 0.0; it must be above 0"),
+    ({"weight_decay": -1.0}, "optimizer.adamw_weight_decay is -1.0; it must be at least 0"),
 ]
 
 

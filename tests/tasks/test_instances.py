@@ -114,8 +114,8 @@ def test_properties_name_what_was_drawn():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"classes": ()}, r"instances.classes is \(\); expected at least one number from 2 to 5"),
-        ({"classes": (2, 6)}, "from 2 to 5"),
+        ({"classes": ()}, r"instances.classes is \[\]; it must be a list of at least 1 item"),
+        ({"classes": (2, 6)}, "each must be at most 5"),
         ({"fractions": (0.0,)}, "instances.fractions"),
         ({"noises": (1.0,)}, "instances.noises"),
         ({"views": 0}, "instances.views is 0"),

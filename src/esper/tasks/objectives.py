@@ -16,6 +16,7 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.objective import Objective, Scores
+from esper.leyline.settings import AtLeast2, Positive, check_fields
 from esper.leyline.structure import Structure
 
 PADDING = -1
@@ -33,12 +34,11 @@ class Classification:
     Examples of the class `PADDING` do not count.
     """
 
-    num_classes: int
+    num_classes: AtLeast2
     unit: ClassVar[str] = "accuracy"
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise ConfigError(f"objective.num_classes is {self.num_classes}; it must be at least 2.")
+        check_fields(self, "objective")
 
     @property
     def blind_loss(self) -> float:
@@ -68,12 +68,11 @@ class NextToken:
     Targets of `PADDING` count neither in the loss nor in the accuracy.
     """
 
-    vocabulary: int
+    vocabulary: AtLeast2
     unit: ClassVar[str] = "token accuracy"
 
     def __post_init__(self) -> None:
-        if self.vocabulary < 2:
-            raise ConfigError(f"objective.vocabulary is {self.vocabulary}; it must be at least 2.")
+        check_fields(self, "objective")
 
     @property
     def blind_loss(self) -> float:
@@ -113,14 +112,12 @@ class MeanSquaredError:
             where the error is divided by `variance`.
     """
 
-    variance: float
+    variance: Positive
     factors: tuple[Tensor, Tensor] | None = field(default=None, compare=False, repr=False)
     unit: ClassVar[str] = "R2"
 
     def __post_init__(self) -> None:
-        if not self.variance > 0.0:
-            raise ConfigError(f"objective.variance is {self.variance}; it must be above 0, so that there is something "
-                              "to predict.")  # fmt: skip
+        check_fields(self, "objective")
 
     @property
     def blind_loss(self) -> float:

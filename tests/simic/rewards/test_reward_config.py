@@ -77,7 +77,7 @@ def test_an_impossible_number_is_refused_by_name(name, value):
 
 
 def test_an_impossible_loss_number_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"reward\.loss\.typical_loss_delta_std is 0\.0; it must be > 0"):
+    with pytest.raises(ConfigError, match=r"reward\.loss\.typical_loss_delta_std is 0\.0; it must be above 0"):
         LossRewardConfig(typical_loss_delta_std=0.0)
     with pytest.raises(ConfigError, match=r"reward\.loss\.baseline_loss is nan"):
         LossRewardConfig(baseline_loss=math.nan)

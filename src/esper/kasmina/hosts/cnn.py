@@ -16,6 +16,7 @@ from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.flat_layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
+from esper.leyline.settings import AtLeast0, AtLeast1, AtLeast2, check_fields
 from esper.leyline.stages import HostFamily
 
 fx.wrap("max_pool_2x2")  # one step of a traced forward pass
@@ -32,20 +33,17 @@ class CNNHostSpec:
             (`torch.nn.PixelUnshuffle`), so that block 0 gets f^2 in_channels; 1 leaves the image as it is.
     """
 
-    in_channels: int
-    base: int
-    blocks: int
-    kernel: int
-    pools: int
-    classes: int
-    unshuffle: int = 1
+    in_channels: AtLeast1
+    base: AtLeast1
+    blocks: AtLeast2
+    kernel: AtLeast1
+    pools: AtLeast0
+    classes: AtLeast2
+    unshuffle: AtLeast1 = 1
     family: ClassVar[HostFamily] = HostFamily.CNN
 
     def __post_init__(self) -> None:
-        least_of = {"in_channels": 1, "base": 1, "blocks": 2, "pools": 0, "classes": 2, "unshuffle": 1}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"host.{name} is {getattr(self, name)}; it must be at least {least}.")
+        check_fields(self, "host")
         if self.kernel not in (1, 3):
             raise ConfigError(f"host.kernel is {self.kernel}; it must be 1 or 3.")
         if self.pools > self.blocks:

@@ -12,13 +12,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.random import MAX_EPISODES
+from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
 from esper.runs.assembly.values import Values, flat, plain
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.compilation import CompileChoice
@@ -45,9 +48,9 @@ class RunConfig:
 
     task: str
     preset: str
-    rounds: int
+    rounds: Annotated[int, Field(ge=1, le=MAX_EPISODES)]
     """Total rounds, including those before a resume."""
-    schedule_rounds: int
+    schedule_rounds: AtLeast1
     """Rounds over which coefficients are annealed; independent of `rounds`, so that extending a run later gives the
     same result as starting with more rounds."""
     num_envs: int
@@ -56,9 +59,9 @@ class RunConfig:
     """E, control steps (host epochs) per episode."""
     slots: tuple[str, ...]
     """Enabled slots, in action order."""
-    batch_train: int
-    batch_val: int
-    seed: int = 0
+    batch_train: AtLeast0
+    batch_val: AtLeast0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     data_dir: str = ""
@@ -77,7 +80,7 @@ class RunConfig:
     workers: int = 1
     """Maximum number of processes that share the hosts on a CPU, including this one; `config.toml` names how many were
     used. It changes results only under the fused executor, and there only by rounding."""
-    threads: int = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads of one operation; 0 is PyTorch's default, or the cores per worker, of those that the process may
     use. Small networks are fastest with 1."""
     compile: CompileChoice = "auto"
@@ -90,7 +93,7 @@ class RunConfig:
     """Precision of host training: "off" is float32; "auto" is bf16 on a GPU that supports it, else "off"."""
     time_limit: Literal["mode", "truncate", "terminate"] = "mode"
     """Whether the last step truncates or terminates the episode for GAE; "mode" leaves it to the reward mode."""
-    checkpoint_every: int = 1
+    checkpoint_every: AtLeast1 = 1
     """Rounds between checkpoints; the newest three are kept."""
     sinks: tuple[str, ...] = ()
     """Where metrics go besides the run directory: "tensorboard", "wandb", "trackio", or what a plugin registers."""
@@ -101,34 +104,15 @@ class RunConfig:
     governor: GovernorConfig = field(default_factory=GovernorConfig)
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads is {self.threads}; use 0 for PyTorch's default.")
-        for name in ("rounds", "schedule_rounds", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        check_fields(self)
         require_sinks(self.sinks)
-        if self.rounds > MAX_EPISODES:
-            raise ConfigError(f"rounds is {self.rounds}; it can be at most {MAX_EPISODES}.")
         task = task_by_name(self.task)
-        self._check_slots(task)
-        self._check_batches(task)
-        self._check_reward()
-        if self.num_envs % self.ppo.group_size:
+        if (ordered := task.in_action_order(self.slots)) != self.slots:
+            raise ConfigError(f"slots are {', '.join(self.slots)}; list each once, in the order {', '.join(ordered)}.")
+        if task.host is not None and not (self.batch_train and self.batch_val):
             raise ConfigError(
-                f"num_envs is {self.num_envs}, which ppo.group_size = {self.ppo.group_size} does not divide; every "
-                "host of a round needs as many copies as the others."
+                f"batch_train is {self.batch_train} and batch_val is {self.batch_val}; both must be at least 1."
             )
-        if self.amp == "fp16" and self.device == "cpu":
-            raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
-        self.engine()
-
-    def _check_batches(self, task: TaskSpec) -> None:
-        for name in ("batch_train", "batch_val"):
-            size, least = getattr(self, name), 0 if task.host is None else 1
-            if size < least:
-                raise ConfigError(f"{name} is {size}; it must be at least {least}.")
-
-    def _check_reward(self) -> None:
         if self.custom_reward in MODES:
             raise ConfigError(
                 f"custom_reward is {self.custom_reward!r}, which is built in; set reward.mode to it and leave "
@@ -144,10 +128,14 @@ class RunConfig:
                 f"ppo.gamma is {self.ppo.gamma} but reward.gamma is {self.reward.gamma}; they must be equal, or "
                 "shaping changes the optimal policy: leave ppo.gamma out."
             )
-
-    def _check_slots(self, task: TaskSpec) -> None:
-        if (ordered := task.in_action_order(self.slots)) != self.slots:
-            raise ConfigError(f"slots are {', '.join(self.slots)}; list each once, in the order {', '.join(ordered)}.")
+        if self.num_envs % self.ppo.group_size:
+            raise ConfigError(
+                f"num_envs is {self.num_envs}, which ppo.group_size = {self.ppo.group_size} does not divide; every "
+                "host of a round needs as many copies as the others."
+            )
+        if self.amp == "fp16" and self.device == "cpu":
+            raise ConfigError("amp is 'fp16' on the CPU, which has no fast half precision; use 'off' or 'bf16'.")
+        self.engine()
 
     @property
     def reward_name(self) -> str:

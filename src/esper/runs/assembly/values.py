@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.settings import first_problem
 
 C = TypeVar("C")
 Values = dict[str, Any]
@@ -90,7 +91,7 @@ def parse(cls: type[C], values: Mapping[str, Any]) -> C:
         # strict JSON mode: lists become tuples and tables dataclasses, but strings never become numbers
         return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError(_first_problem(error)) from None
+        raise ConfigError(first_problem(error)) from None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -101,27 +102,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if len(names) <= _MOST_NAMES:
         return f"{hint}{'Known' if close else 'known'} names: {', '.join(names)}."
     return f"{hint}{'All' if close else 'all'} {len(names)} names are in the config.toml of any run."
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return str(cause)
-    name = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "missing":
-        return f"{name} is missing; add it, or start from a preset, which sets every value."
-    wish = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{name} is {json.dumps(problem['input'])}; it must be {_KINDS.get(problem['type'], wish)}."
-
-
-_KINDS = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": 'text in quotation marks, such as "cpu"',
-    "tuple_type": 'a list, such as ["r0c0", "r0c1"]',
-}
 
 
 def _refuse_unknown(values: Mapping[str, Any], cls: type, path: str, everywhere: Iterable[str]) -> None:

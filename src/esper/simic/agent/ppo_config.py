@@ -1,8 +1,13 @@
 """PPO settings, and the schedules of its coefficients."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from esper.leyline.errors import ConfigError
+from pydantic import Field
+
+from esper.leyline.settings import AtLeast0, AtLeast1, Decay, NotNegative, Positive, Share, check_fields
+
+_Width = Annotated[int, Field(ge=1, le=8192)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,51 +35,34 @@ class PPOConfig:
             RLOO and GRPO. 1: no copies.
     """
 
-    feature_width: int = 128
-    hidden_width: int = 128
-    num_layers: int = 1
-    gamma: float = 0.995
-    gae_lambda: float = 0.95
-    clip_coef: float = 0.2
-    update_epochs: int = 4
-    num_minibatches: int = 4
-    target_kl: float = 0.015
-    lr: float = 5e-4
-    lr_final_fraction: float = 1.0
-    final_inverse_temperature: float = 1.0
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    adam_eps: float = 1e-5
-    max_grad_norm: float = 1.0
-    ent_coef: float = 0.02
-    ent_coef_end: float = 0.01
-    vf_coef_start: float = 0.05
-    vf_coef: float = 0.5
-    vf_coef_warmup: int = 10
-    forced_value_weight: float = 0.2
-    advantage_std_floor: float = 0.1
-    observation_momentum: float = 0.99
-    return_momentum: float = 0.9
-    group_size: int = 1
+    feature_width: _Width = 128
+    hidden_width: _Width = 128
+    num_layers: Annotated[int, Field(ge=1, le=16)] = 1
+    gamma: Share = 0.995
+    gae_lambda: Share = 0.95
+    clip_coef: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    update_epochs: Annotated[int, Field(ge=1, le=1000)] = 4
+    num_minibatches: AtLeast1 = 4
+    target_kl: Positive = 0.015
+    lr: Positive = 5e-4
+    lr_final_fraction: Share = 1.0
+    final_inverse_temperature: Positive = 1.0
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    adam_eps: Positive = 1e-5
+    max_grad_norm: Positive = 1.0
+    ent_coef: NotNegative = 0.02
+    ent_coef_end: NotNegative = 0.01
+    vf_coef_start: NotNegative = 0.05
+    vf_coef: NotNegative = 0.5
+    vf_coef_warmup: AtLeast0 = 10
+    forced_value_weight: Share = 0.2
+    advantage_std_floor: Positive = 0.1
+    observation_momentum: Decay = 0.99
+    return_momentum: Decay = 0.9
+    group_size: AtLeast1 = 1
 
     def __post_init__(self) -> None:
-        for name in ("feature_width", "hidden_width", "num_layers", "update_epochs", "num_minibatches", "group_size"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("gamma", "gae_lambda", "forced_value_weight", "lr_final_fraction"):
-            self._require(name, 0.0 <= getattr(self, name) <= 1.0, "in [0, 1]")
-        for name in ("observation_momentum", "return_momentum"):
-            self._require(name, 0.0 <= getattr(self, name) < 1.0, "in [0, 1)")
-        self._require("adam_betas", all(0.0 <= beta < 1.0 for beta in self.adam_betas), "two values in [0, 1)")
-        self._require("clip_coef", 0.0 < self.clip_coef < 1.0, "in (0, 1)")
-        positive = ("target_kl", "lr", "adam_eps", "max_grad_norm", "advantage_std_floor", "final_inverse_temperature")
-        for name in positive:
-            self._require(name, 0.0 < getattr(self, name) < float("inf"), "positive and finite")
-        for name in ("ent_coef", "ent_coef_end", "vf_coef_start", "vf_coef"):
-            self._require(name, 0.0 <= getattr(self, name) < float("inf"), "finite and not negative")
-        self._require("vf_coef_warmup", self.vf_coef_warmup >= 0, "at least 0")
-
-    def _require(self, name: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise ConfigError(f"ppo.{name} is {getattr(self, name)}, expected {expected}; change ppo.{name}.")
+        check_fields(self, "ppo")
 
 
 def learning_rate(config: PPOConfig, position: int, total_updates: int) -> float:

@@ -4,16 +4,17 @@ The kernel takes every number through `RewardConfig.pack()`, so that changing on
 and `attribution` select formulas and are static.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
-from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.errors import ConfigError
+from esper.leyline.settings import AtLeast0, AtLeast1, NotNegative, Positive, Share, check_fields
 
 RewardMode = Literal["shaped", "escrow", "basic", "basic_plus", "sparse", "minimal", "simplified", "loss", "objective"]
 Attribution = Literal["harmonic", "minimum"]
@@ -27,26 +28,6 @@ LEGITIMATE_HOLD = 5
 """Steps in HOLDING after which a FOSSILIZE earns its full bonus."""
 MIN_CONTRIBUTION = 1.0
 """Contribution (percentage points) from which a fossil counts as contributing."""
-
-
-def _require(holds: bool, name: str, found: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} is {found}; it must be {expected}.")
-
-
-def _require_numbers(prefix: str, config: object) -> None:
-    """Raise ConfigError unless every value of `config` has the type of its field and is finite."""
-    for f in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, f.name)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if f.type is bool:
-            _require(isinstance(value, bool), f"{prefix}.{f.name}", repr(value), "true or false")
-        elif f.type is int:
-            _require(whole, f"{prefix}.{f.name}", repr(value), "a whole number")
-        elif f.type is float or (f.type == float | None and value is not None):
-            # an int may be too large for float(); comparisons with NaN are False
-            finite = (whole or isinstance(value, float)) and abs(value) <= sys.float_info.max
-            _require(finite, f"{prefix}.{f.name}", repr(value), "a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +74,14 @@ class LossRewardConfig:
     """Numbers of mode `loss`. Losses in nats; presets for tasks in `LOSS_PRESETS`."""
 
     loss_delta_weight: float = 5.0
-    max_loss_delta: float = 5.0
+    max_loss_delta: Positive = 5.0
     """Bound of the normalized loss change."""
     regression_penalty_scale: float = 0.5
     """Factor on the penalty of a rising loss."""
-    typical_loss_delta_std: float = 0.1
+    typical_loss_delta_std: Positive = 0.1
     compute_rent_weight: float = 0.05
-    max_rent_penalty: float = 5.0
-    grace_epochs: int = 3
+    max_rent_penalty: NotNegative = 5.0
+    grace_epochs: AtLeast0 = 3
     """Age of the target seed below which there is no rent."""
     stage_potential_weight: float = 0.1
     baseline_loss: float = 2.3
@@ -108,13 +89,7 @@ class LossRewardConfig:
     terminal_loss_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_numbers("reward.loss", self)
-        _require(
-            self.typical_loss_delta_std > 0, "reward.loss.typical_loss_delta_std", self.typical_loss_delta_std, "> 0"
-        )
-        _require(self.max_loss_delta > 0, "reward.loss.max_loss_delta", self.max_loss_delta, "> 0")
-        _require(self.max_rent_penalty >= 0, "reward.loss.max_rent_penalty", self.max_rent_penalty, ">= 0")
-        _require(self.grace_epochs >= 0, "reward.loss.grace_epochs", self.grace_epochs, ">= 0")
+        check_fields(self, "reward.loss")
 
     def pack(self) -> Float[Tensor, " W"]:
         """The numbers in the order of `LOSS_FIELDS`, float64."""
@@ -131,20 +106,20 @@ class RewardConfig:
     contribution_weight: float = 1.0
     proxy_confidence_factor: float = 0.3
     """Share of the stage improvement rewarded while no contribution is measured."""
-    escrow_stable_window: int = 3
+    escrow_stable_window: Annotated[int, Field(ge=1, le=5)] = 3
     """Accuracies (of the last five) whose minimum counts as stable."""
-    escrow_delta_clip: float = 2.0
+    escrow_delta_clip: NotNegative = 2.0
     """Bound on the change of an account per step; 0 = unbounded."""
     pbrs_weight: float = 0.3
     epoch_progress_bonus: float = 0.3
     max_progress_bonus: float = 2.0
     rent_weight: float = 0.5
-    max_rent: float = 1.5
-    rent_host_params_floor: float = 200.0
+    max_rent: NotNegative = 1.5
+    rent_host_params_floor: Annotated[float, Field(ge=1)] = 200.0
     base_slot_rent_ratio: float = 0.0039
     """Occupancy of a blended slot in shares of the host's parameters."""
     alpha_shock_coef: float = 0.1958
-    alpha_shock_cap: float = 1.0
+    alpha_shock_cap: NotNegative = 1.0
     invalid_fossilize_penalty: float = -1.0
     prune_fossilized_penalty: float = -1.0
     germinate_with_seed_penalty: float = -0.3
@@ -161,13 +136,13 @@ class RewardConfig:
     """Penalty of pruning a helpful seed, at most three times this, and per step of a premature prune."""
     prune_hurting_threshold: float = -0.5
     min_prune_bonus_age: int = 3
-    improvement_safe_threshold: float = 0.1
-    hacking_ratio_threshold: float = 5.0
+    improvement_safe_threshold: Positive = 0.1
+    hacking_ratio_threshold: Positive = 5.0
     """Ratio of contribution to gate signal above which the difference is suspicious."""
-    attribution_sigmoid_steepness: float = 3.0
+    attribution_sigmoid_steepness: Positive = 3.0
     terminal_acc_weight: float = 0.05
     fossilize_terminal_scale: float = 3.0
-    fossilize_quality_ceiling: float = 3.0
+    fossilize_quality_ceiling: Positive = 3.0
     gamma: float = GAMMA
     basic_acc_delta_weight: float = 5.0
     basic_fossilize_base_bonus: float = 0.3
@@ -177,7 +152,7 @@ class RewardConfig:
     disable_pbrs: bool = False
     disable_terminal_reward: bool = False
     disable_anti_gaming: bool = False
-    param_budget: float = 500_000.0
+    param_budget: Positive = 500_000.0
     param_penalty_weight: float = 0.1
     sparse_reward_scale: float = 1.0
     early_prune_threshold: int = 5
@@ -185,23 +160,23 @@ class RewardConfig:
     advance_from_training_penalty: float = -0.1
     auto_prune_penalty: float = -0.2
     seed_occupancy_cost: float = 0.01
-    free_slots: int = 1
+    free_slots: AtLeast0 = 1
     fossilized_maintenance_cost: float = 0.002
     germination_warmup_epochs: int = 10
-    germination_discount_floor: float = 0.4
+    germination_discount_floor: Share = 0.4
     disable_timing_discount: bool = False
-    drip_fraction: float | None = None
+    drip_fraction: Share | None = None
     """Share of a fossilization bonus given in instalments; None = the mode's own value (`MODES`)."""
-    max_drip_per_epoch: float = 0.1
-    min_drip_epochs: int = 5
-    negative_drip_ratio: float = 0.5
+    max_drip_per_epoch: Positive = 0.1
+    min_drip_epochs: AtLeast1 = 5
+    negative_drip_ratio: Share = 0.5
     objective_acc_weight: float = 1.0
     objective_growth_weight: float = 0.03
     """0.03 means that doubling the parameters must buy 2.08 points of accuracy."""
     rollback_penalty: float | None = None
     """Reward of the row before a rollback (in `objective` added to it); None = the mode's own (`MODES`)."""
     hindsight_weight: float = 0.1
-    hindsight_cap: float = 0.2
+    hindsight_cap: NotNegative = 0.2
 
     mode: RewardMode = "shaped"
     attribution: Attribution = "harmonic"
@@ -209,39 +184,14 @@ class RewardConfig:
     loss: LossRewardConfig = field(default_factory=LossRewardConfig)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, str) or self.mode not in MODES:
-            raise ConfigError(f"reward.mode is {self.mode!r}, which is not a mode; {nearest(str(self.mode), MODES)}")
-        if self.attribution not in get_args(Attribution):
-            raise ConfigError(f"reward.attribution is {self.attribution!r}; it must be 'harmonic' or 'minimum'.")
-        if not isinstance(self.loss, LossRewardConfig):
-            raise ConfigError(f"reward.loss is {self.loss!r}; it must be a LossRewardConfig, or in a file a table.")
-        _require_numbers("reward", self)
-        for name, holds, expected in self._rules():
-            _require(holds, f"reward.{name}", getattr(self, name), expected)
-
-    def _rules(self) -> list[tuple[str, bool, str]]:
-        drip = self.resolved("drip_fraction")
-        return [
-            ("gamma", self.gamma == GAMMA, f"{GAMMA}, the discount the learner uses; leave it out"),
-            ("rent_host_params_floor", self.rent_host_params_floor >= 1, ">= 1, because growth is divided by it"),
-            ("param_budget", self.param_budget > 0, "> 0"),
-            ("escrow_stable_window", 1 <= self.escrow_stable_window <= 5, "1 to 5, the length of the accuracy history"),
-            ("escrow_delta_clip", self.escrow_delta_clip >= 0, ">= 0 (0 = unbounded)"),
-            ("max_drip_per_epoch", self.max_drip_per_epoch > 0, "> 0"),
-            ("min_drip_epochs", self.min_drip_epochs >= 1, ">= 1"),
-            ("negative_drip_ratio", 0 <= self.negative_drip_ratio <= 1, "from 0 to 1"),
-            ("drip_fraction", 0 <= drip <= 1, "from 0 to 1"),
-            ("drip_fraction", drip == 0 or self.mode != "basic", "0 in mode 'basic'; instalments need 'basic_plus'"),
-            ("hacking_ratio_threshold", self.hacking_ratio_threshold > 0, "> 0"),
-            ("improvement_safe_threshold", self.improvement_safe_threshold > 0, "> 0, because it guards a division"),
-            ("attribution_sigmoid_steepness", self.attribution_sigmoid_steepness > 0, "> 0"),
-            ("fossilize_quality_ceiling", self.fossilize_quality_ceiling > 0, "> 0"),
-            ("germination_discount_floor", 0 <= self.germination_discount_floor <= 1, "from 0 to 1"),
-            ("max_rent", self.max_rent >= 0, ">= 0"),
-            ("alpha_shock_cap", self.alpha_shock_cap >= 0, ">= 0"),
-            ("hindsight_cap", self.hindsight_cap >= 0, ">= 0"),
-            ("free_slots", self.free_slots >= 0, ">= 0"),
-        ]  # fmt: skip
+        check_fields(self, "reward")
+        if self.gamma != GAMMA:
+            raise ConfigError(f"reward.gamma is {self.gamma}; it must be {GAMMA}, that of the learner; leave it out.")
+        if self.drip_fraction and self.mode == "basic":
+            raise ConfigError(
+                f"reward.drip_fraction is {self.drip_fraction}; it must be 0 in mode 'basic': instalments need "
+                "'basic_plus'."
+            )
 
     def resolved(self, name: str) -> float:
         """The number `name`; None is replaced by the mode's own value."""

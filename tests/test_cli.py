@@ -87,7 +87,7 @@ def test_values_come_from_file_and_options(folder: Path) -> None:
         'task = "null"\nepisode_length = 3\nnum_envs = 2\nrounds = 9\n[ppo]\nupdate_epochs = 1\n'
     )
     options = ["--rounds", "1", "--set", "ppo.lr=1e-3", "device=cpu", "--set", "lifecycle.sequential=false"]
-    assert main(["train", "--config", "mine.toml", *options, "--reward", "sparse", "--run-dir", "run"]) == 0
+    assert main(["train", "--config", "mine.toml", *options, "--reward", "sparse", "--out", "run"]) == 0
     config = tomllib.loads((folder / "run" / "config.toml").read_text())
     assert (config["episode_length"], config["num_envs"], config["rounds"]) == (3, 2, 1)
     assert (config["ppo"]["lr"], config["ppo"]["update_epochs"], config["lifecycle"]["sequential"]) == (1e-3, 1, False)
@@ -133,33 +133,12 @@ def test_one_task_is_drawn(capfd: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 def test_the_comparison_can_be_piped_as_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["evaluate", "heuristic", "--task", "null", "--num-envs", "2", "--episode-length", "5", "--json", "-"]
+    arguments = ["evaluate", "heuristic", "--task", "null", "--num-envs", "2", "--episode-length", "5", "--json"]
     assert main(arguments) == 0
     found = json.loads(capfd.readouterr().out)
     assert {row["name"] for row in found["controllers"]} == {"heuristic", "wait_only"}
     assert found["seed"] == 1_000_000
     assert list(folder.iterdir()) == []
-
-
-def test_the_comparison_is_written_to_a_new_file_or_where_a_link_leads(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "old.json").write_text("old")
-    (folder / "old.json").chmod(0o640)
-    (folder / "link").symlink_to("old.json")
-    (folder / ".link.draft").symlink_to("mine")  # drafts were once named so
-    (folder / "mine").write_text("mine")
-    evaluate = ["evaluate", "wait_only", "--task", "null", "--num-envs", "1", "--episode-length", "2"]
-    for name in ("link", "new.json"):
-        assert main([*evaluate, "--json", name]) == 0
-    assert (folder / "link").is_symlink()
-    assert (folder / "old.json").stat().st_mode & 0o777 == 0o640
-    for name in ("old.json", "new.json"):
-        assert json.loads((folder / name).read_text())["task"] == "null"
-    assert (folder / "mine").read_text() == "mine"
-    assert main([*evaluate, "--json", "link", "--num-envs", "0"]) == 2  # and what cannot be done changes nothing
-    assert json.loads((folder / "old.json").read_text())["num_envs"] == 1
-    assert sorted(path.name for path in folder.iterdir()) == [".link.draft", "link", "mine", "new.json", "old.json"]
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -184,9 +163,9 @@ REFUSED = [
     (NULL + "--config broken.toml", "not valid TOML"),
     (NULL + "--config unknown.toml", "unknown key ppo.learning_rat"),
     (NULL + "--config nowhere.toml", "cannot be read"),
-    (NULL + "--run-dir folder", "exists already"),
-    (NULL + "--run-dir ten.toml", "exists already"),
-    (NULL + "--run-dir ten.toml/run", "cannot be created (Not a directory)"),
+    (NULL + "--out folder", "exists already"),
+    (NULL + "--out ten.toml", "exists already"),
+    (NULL + "--out ten.toml/run", "cannot be created (Not a directory)"),
     (NULL + "--plugins nowhere.py", "there is no plugin"),
     (NULL + "--plugins fails.py", "in line 2 of"),
     ("train --task fashion_mnist", "data_dir"),
@@ -204,11 +183,6 @@ REFUSED = [
     ("evaluate static_final wait_only --task null", "none is named; add a run directory, one of random"),
     ("evaluate random --task null --best", "--best needs a run directory; name one, or leave it out"),
     ("evaluate random --task null --num-envs 0", "num_envs is 0"),
-    ("evaluate random --task null --json ten.toml/x.json", "cannot be written"),
-    ("evaluate random --task null --json folder", "is a folder; name another file"),
-    ("evaluate random --task null --json pipe", "is not a regular file; name another file"),
-    ("evaluate random --task null --json to_pipe", "is not a regular file; name another file"),
-    ("evaluate random --task null --json to_nothing", "is not a regular file; name another file"),
     ("tasks --plugins no_such_module", "there is no plugin module"),
     ("tasks digit", "did you mean 'digits'?"),
 ]
@@ -223,9 +197,6 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken.toml").write_text("rounds = \n")
     (folder / "unknown.toml").write_text("[ppo]\nlearning_rat = 1\n")
     (folder / "fails.py").write_text("x = 0\n1 / x\n")
-    os.mkfifo(folder / "pipe")
-    (folder / "to_pipe").symlink_to("pipe")
-    (folder / "to_nothing").symlink_to("missing")
     (folder / "data").mkdir()
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (folder / "data" / f"{name}-ubyte").write_bytes(b"\0\0\x08\x03abc")
@@ -273,7 +244,7 @@ def test_options_that_do_not_exist_or_fit_are_refused(
 def test_what_cannot_be_changed_by_a_resume_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert small_runs.train(folder / "run", "null", 1) == 0
     before = contents(folder)
-    for option in (["--seed", "3"], ["--run-dir", "other"], ["--config", "x.toml"], ["--set", "ppo.lr=0.1"]):
+    for option in (["--seed", "3"], ["--out", "other"], ["--config", "x.toml"], ["--set", "ppo.lr=0.1"]):
         assert small_runs.resume(folder / "run", *option) == 2
         assert "cannot be changed when a run is resumed" in capfd.readouterr().err
     assert main(["evaluate", "run", "--preset", "small"]) == 2
@@ -327,7 +298,7 @@ def uninterrupted(path: Path, rounds: int) -> None:
     """The same run as `LONG`, of `rounds` rounds, in this process and without a break."""
     arguments = list(LONG)
     arguments[arguments.index("400")] = str(rounds)
-    assert main([*arguments, "--run-dir", str(path)]) == 0
+    assert main([*arguments, "--out", str(path)]) == 0
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
@@ -335,7 +306,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_it_can_be_continued(
     folder: Path, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     run = folder / "run"
-    process = started(*LONG, "--run-dir", str(run))
+    process = started(*LONG, "--out", str(run))
     wait_until(lambda: num_lines(run / "metrics.jsonl") >= 1, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
@@ -355,7 +326,7 @@ def test_a_run_that_is_killed_leaves_a_directory_that_can_be_continued(
     folder: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
     run = folder / "run"
-    process = started(*LONG, "--run-dir", str(run))
+    process = started(*LONG, "--out", str(run))
     wait_until(lambda: num_lines(run / "metrics.jsonl") >= 2, process)
     process.kill()
     process.communicate(timeout=PATIENCE)
@@ -373,7 +344,7 @@ def test_help_needs_no_learning_library() -> None:
     process = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert process.stdout.endswith("False\n")
     for option in ("--config", "--task", "--preset", "--rounds", "--num-envs", "--episode-length", "--seed", "--reward",
-                   "--device", "--run-dir", "--resume", "--plugins", "--set"):  # fmt: skip
+                   "--device", "--out", "--resume", "--plugins", "--set"):  # fmt: skip
         assert option in process.stdout
 
 
@@ -383,7 +354,7 @@ def test_a_run_goes_on_when_whoever_read_its_output_has_left(
     run = folder / "run"
     arguments = list(LONG)
     arguments[arguments.index("400")] = "2"
-    process = started(*arguments, "--run-dir", str(run))
+    process = started(*arguments, "--out", str(run))
     assert process.stdout is not None
     assert process.stdout.readline().startswith("esper: null")
     process.stdout.close()
@@ -398,7 +369,7 @@ def test_a_terminal_shows_the_run_as_a_table(folder: Path) -> None:
     arguments = list(LONG)
     arguments[arguments.index("400")] = "2"
     process = subprocess.Popen(
-        [*ESPER, *arguments, "--run-dir", "run"], stdout=theirs, stderr=theirs, env=ENVIRONMENT | {"TERM": "xterm"}
+        [*ESPER, *arguments, "--out", "run"], stdout=theirs, stderr=theirs, env=ENVIRONMENT | {"TERM": "xterm"}
     )
     os.close(theirs)
     seen = b""
@@ -437,10 +408,10 @@ def test_where_a_compiler_is_missing_the_user_is_told_what_one_would_give(monkey
 def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--num-envs", "100000000", "--run-dir", "run"]) == 2
+    assert main(["train", "--num-envs", "1000000", "--out", "run"]) == 2
     out, err = capfd.readouterr()
     assert "memory: about" not in out
-    assert "num_envs is 100000000, which needs about" in err
+    assert "num_envs is 1000000, which needs about" in err
     assert "fit: set num_envs to" in " ".join(err.split())
     assert not Path("run").exists()
 
@@ -452,8 +423,8 @@ def test_more_hosts_than_memory_holds_are_refused_before_anything_is_made(
 def test_more_hosts_than_memory_holds_are_not_evaluated_or_grown_either(
     folder: Path, capfd: pytest.CaptureFixture[str], command: list[str], setting: str
 ) -> None:
-    assert main([*command, "100000000"]) == 2
+    assert main([*command, "1000000"]) == 2
     out, err = capfd.readouterr()
     assert "memory: about" not in out + err
-    assert f"{setting} is 100000000, which needs about" in err
+    assert f"{setting} is 1000000, which needs about" in err
     assert f"fit: set {setting} to" in " ".join(err.split())

@@ -36,7 +36,7 @@ def test_a_reward_of_a_plugin_is_found_again_by_every_later_command(
     elsewhere.mkdir()
     small = ("--task", "null", "--num-envs", "2", "--episode-length", "4", "--rounds", "1")
     network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
-    own = ("--plugins", "frugal.py", "--reward", "frugal_of_a_file", "--run-dir", "run")
+    own = ("--plugins", "frugal.py", "--reward", "frugal_of_a_file", "--out", "run")
     monkeypatch.chdir(tmp_path)
     assert main(["train", *small, *network, *own]) == 0
     trained = capfd.readouterr()
@@ -87,7 +87,7 @@ def test_ctrl_c_on_all_processes_of_a_run_ends_it_and_it_goes_on_with_the_bluepr
         "--plugins",
         "moss.py",
     )
-    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1", "--run-dir", "run")
+    network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1", "--out", "run")
     with subprocess.Popen(
         [*ESPER, "train", *small, *network], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=ENVIRONMENT, cwd=tmp_path, start_new_session=True,
@@ -113,7 +113,7 @@ def test_a_round_that_is_too_short_for_a_permanent_seed_is_noted(
     # born in 1, trained in 2 to 11, blended in 12 to 14, fossilized in 15
     small = ("--task", "null", "--num-envs", "1", "--rounds", "1", "--episode-length", str(steps))
     network = ("--set", "ppo.feature_width=8", "ppo.hidden_width=8", "ppo.update_epochs=1")
-    assert main(["train", *small, *network, "--run-dir", str(tmp_path / "run")]) == 0
+    assert main(["train", *small, *network, "--out", str(tmp_path / "run")]) == 0
     said = capfd.readouterr().out
     assert ("note: no seed can be fossilized before step 15, but" in said) == noted
     assert ("note:" in said) == noted

@@ -99,7 +99,7 @@ def test_values_that_are_not_numbers_are_refused():
 def test_a_run_without_clipping_goes_on_with_the_same_optimizer(tmp_path):
     task = own_task(optimizer="adam", weight_decay=0.1, episode_length=3)
     small = {"feature_width": 8, "hidden_width": 8, "update_epochs": 1}
-    run = esper.train(task, 1, num_envs=2, ppo=small, run_dir=tmp_path / "run", progress=False, executor="streamed")
+    run = esper.train(task, 1, num_envs=2, ppo=small, out=tmp_path / "run", progress=False, executor="streamed")
     assert math.isinf(run.config["optimizer"]["grad_clip"])
     assert run.config["optimizer"]["kind"] == "adam"
     assert len(run.resume(rounds=2, progress=False).rounds) == 2

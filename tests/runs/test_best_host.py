@@ -100,7 +100,7 @@ def test_a_run_keeps_the_best_host_of_all_rounds_and_tests_it_at_the_end(run):
 
 def test_the_best_host_is_exported_unless_the_last_round_is_asked_for(run, tmp_path, capfd):
     found, last = small_runs.summary(run)["best_host"], max(episodes(run)[-2:], key=lambda line: line["objective"])
-    assert main(["export", str(run), "--to", str(tmp_path / "best")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "best")]) == 0
     assert f"host {found['host']} of round {found['round']}, 100·J {found['objective']:.2f}" in capfd.readouterr().out
     network = load(tmp_path / "best")
     assert network.description.topology.lines == tuple(found["topology"])
@@ -118,7 +118,7 @@ def test_the_best_host_is_exported_unless_the_last_round_is_asked_for(run, tmp_p
     assert all(row.points is not None for row in timeline)
     assert (timeline[-1].step, timeline[-1].event, timeline[-1].points) == (6, "end", network.description.val)
 
-    assert main(["export", str(run), "--to", str(tmp_path / "last"), "--last"]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "last"), "--last"]) == 0
     of_last = load(tmp_path / "last").description
     assert (of_last.origin.round, of_last.origin.host) == (3, last["host"])
     assert of_last.val == pytest.approx(last["committed_accuracy"])
@@ -130,7 +130,7 @@ def test_a_run_that_was_stopped_keeps_its_best_host_and_goes_on_with_it(run, tmp
         assert small_runs.train(path, "tiny", 3) == 130
     kept = read(path / "checkpoints")
     assert kept.test is None
-    assert main(["export", str(path), "--to", str(tmp_path / "grown")]) == 0
+    assert main(["export", str(path), "--out", str(tmp_path / "grown")]) == 0
     found = load(tmp_path / "grown").description
     assert (found.origin.round, found.origin.objective) == (kept.round, kept.objective)
     assert found.test == pytest.approx(small_runs.summary(run)["best_host"]["test"])

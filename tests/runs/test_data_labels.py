@@ -33,10 +33,10 @@ def test_training_and_evaluation_say_which_copy_they_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = [*OPTIONS["tiny"], "--task", "copied", "--workers", "1"]
-    assert main(["train", "--rounds", "1", "--run-dir", str(tmp_path / "run"), *options]) == 0
+    assert main(["train", "--rounds", "1", "--out", str(tmp_path / "run"), *options]) == 0
     assert f"\ndata: {LABEL}\n" in capfd.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["data"] == LABEL
-    report = tmp_path / "report.json"
-    assert main(["evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "1", "--json", str(report)]) == 0
+    out = tmp_path / "out"
+    assert main(["evaluate", str(tmp_path / "run"), "wait_only", "--num-envs", "1", "--out", str(out)]) == 0
     assert f"copied, data {LABEL}, 1 host of seed" in capfd.readouterr().out
-    assert json.loads(report.read_text())["data"] == LABEL
+    assert json.loads((out / "evaluation.json").read_text())["data"] == LABEL

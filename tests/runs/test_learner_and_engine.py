@@ -12,9 +12,8 @@ from esper.kasmina.rules.guards import legal_ops
 from esper.leyline.checkpoint_tree import with_prefix
 from esper.leyline.protocols import EngineSpec
 from esper.runs.assembly.assemble import assemble, device_of, engine_of, learner_of
-from esper.runs.assembly.presets import recorded, resolve
+from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.assembly.values import read_toml
 from esper.runs.training.checkpoint import state_digest
 from esper.simic.agent.ppo import evaluate_minibatch
 from esper.simic.client import SimicClient, compute_batched_bootstrap
@@ -215,7 +214,7 @@ def active(request, tmp_path_factory):
 
 def test_a_run_of_which_nobody_hears_comes_to_the_same_state_whatever_the_generators_of_the_process_hold(active):
     # no runner: no listener, no record, no file; and generators in another state, which stays as it is
-    chosen = recorded(read_toml(active / "config.toml"))
+    chosen = config_of_run(active)
     torch.manual_seed(2)
     np.random.seed(2)
     random.seed(2)

@@ -15,9 +15,8 @@ import tiny
 from esper.leyline.errors import CheckpointError, ConfigError, RegistryError
 from esper.leyline.manifest import GrowthManifest
 from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
-from esper.runs.assembly.presets import recorded, resolve
+from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.assembly.values import read_toml
 from esper.runs.controllers import Controller, all_baselines, baseline, derived, trained
 from esper.runs.outcomes import Outcome, run_controller
 from esper.runs.training import best_host
@@ -45,8 +44,8 @@ def outcome_of(controller: Controller, config: RunConfig, hosts: int = 1, seed: 
 
 def compared(arguments: list[str], path: Path) -> dict[str, Any]:
     """`esper evaluate` with its JSON."""
-    assert main(["evaluate", *arguments, "--json", str(path)]) == 0
-    found: dict[str, Any] = json.loads(path.read_text())
+    assert main(["evaluate", *arguments, "--out", str(path.with_suffix(""))]) == 0
+    found: dict[str, Any] = json.loads((path.with_suffix("") / "evaluation.json").read_text())
     return found
 
 
@@ -131,13 +130,13 @@ def test_a_damaged_newest_checkpoint_is_reported(tmp_path: Path, capfd: pytest.C
 
 
 def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
-    config = recorded(read_toml(run / "config.toml"))
+    config = config_of_run(run)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         trained(tmp_path, config)
 
 
 def test_a_policy_of_another_shape_is_refused(run: Path) -> None:
-    config = recorded(read_toml(run / "config.toml") | {"slots": ["r0c0", "r0c1"]})
+    config = config_of_run(run, {"slots": ["r0c0", "r0c1"]})
     with pytest.raises(CheckpointError, match="head_sizes"):
         outcome_of(trained(run, config).controller, config)
 
@@ -332,11 +331,9 @@ def test_several_tasks_give_the_comparisons_of_each_by_itself(
 ) -> None:
     size = ["random", "--episode-length", "4", "--num-envs", "2"]
     tasks = ["--task", "tiny", "--task", "faulty_null"]
-    path = tmp_path / "both.json"
-    assert main(["evaluate", str(run), *size, *tasks, "--out", str(tmp_path / "out"), "--json", str(path)]) == 0
+    assert main(["evaluate", str(run), *size, *tasks, "--out", str(tmp_path / "out")]) == 0
     shown = capfd.readouterr().out
-    both = json.loads(path.read_text())
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == both
+    both = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert shown.index("tiny") < shown.index("faulty_null")
     for found, task in zip(both, ("tiny", "faulty_null"), strict=True):
         alone = compared([str(run), *size, "--task", task], tmp_path / "one.json")
@@ -355,7 +352,7 @@ def test_the_same_task_with_longer_episodes(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_untrained_controller_is_that_of_the_run_before_its_first_update(run: Path) -> None:
-    config = recorded(read_toml(run / "config.toml"))
+    config = config_of_run(run)
     engine = engine_of(config, dataset_of(config, CPU), CPU)
     own, other_seed, later = (
         controller.make(engine.spec).state_dict()
@@ -428,7 +425,7 @@ def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monk
     for path, changed in zip(runs, (False, True), strict=True):
         monkeypatch.setattr(sys.modules[__name__], "_other_test_split", changed)
         options = ["--task", "split_tiny", *small_runs.OPTIONS["tiny"][2:]]
-        assert main(["train", "--rounds", "2", "--run-dir", str(path), *options]) == 0
+        assert main(["train", "--rounds", "2", "--out", str(path), *options]) == 0
         reports.append(compared([str(path), "--num-envs", "3"], tmp_path / "report.json"))
     states = [contents(path / "checkpoints") for path in runs]
     bests = [best_host.read(path / "checkpoints") for path in runs]  # the file says its test accuracy too

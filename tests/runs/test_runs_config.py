@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError, EsperError
-from esper.runs.assembly.presets import recorded, resolve
+from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.assembly.values import flat, merge, parse, plain, read_toml
 
@@ -34,7 +34,7 @@ def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path: Path,
     config = resolve({"task": task, "preset": preset})
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(plain(config)))
-    assert recorded(read_toml(file)) == config
+    assert config_of_run(file.parent) == config
     assert resolve({}, file) == config
 
 

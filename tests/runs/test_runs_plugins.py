@@ -8,8 +8,7 @@ import pytest
 import small_runs
 from esper.leyline.errors import ConfigError
 from esper.runs.assembly.plugins import load_plugins
-from esper.runs.assembly.presets import recorded, resolve
-from esper.runs.assembly.values import read_toml
+from esper.runs.assembly.presets import config_of_run, resolve
 from esper.simic.rewards import reward_names
 
 FRUGAL = """
@@ -108,7 +107,7 @@ def test_a_run_with_a_reward_of_the_user_is_recorded_continued_and_evaluated(tmp
     run = tmp_path / "run"
     with small_runs.interrupted_at(1, 3):
         assert small_runs.train(run, "null", 1, "--plugins", str(path), "--reward", "sparing") == 130
-    assert recorded(read_toml(run / "config.toml"), trust=True).reward_name == "sparing"
+    assert config_of_run(run, trust=True).reward_name == "sparing"
     assert small_runs.resume(run, "--plugins", str(path)) == 0
     assert small_runs.summary(run)["reward"] == "sparing"
     assert small_runs.main(["evaluate", str(run), "wait_only", "--num-envs", "2", "--trust"]) == 0
@@ -131,7 +130,7 @@ def test_code_that_a_run_directory_names_is_executed_only_where_the_command_line
     assert planted in config.read_text()
     before = small_runs.contents(run)
     commands = (["train", "--resume", "run", "--rounds", "2"], ["evaluate", "run", "wait_only", "--num-envs", "1"])
-    commands = (*commands, ["train", "--config", "run/config.toml", "--run-dir", "again"])
+    commands = (*commands, ["train", "--config", "run/config.toml", "--out", "again"])
     for command in commands:
         assert small_runs.main(command) == 2
         out, err = capfd.readouterr()
@@ -169,7 +168,7 @@ def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path: Path) -
     from esper.kasmina.blueprints import registry
 
     run = tmp_path / "run"
-    arguments = ["--task", "task_of_a_plugin", "--plugins", str(path), "--run-dir", str(run), *small_runs.FAST]
+    arguments = ["--task", "task_of_a_plugin", "--plugins", str(path), "--out", str(run), *small_runs.FAST]
     try:
         assert small_runs.main(["train", "--rounds", "1", "--num-envs", "2", "--episode-length", "3", *arguments]) == 0
         started = small_runs.records(run)["events.jsonl"][0]

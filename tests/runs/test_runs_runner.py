@@ -249,10 +249,9 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_state_of_another_shape_under_a_fitting_header_is_refused(whole: dict[str, Path]) -> None:
-    from esper.runs.assembly.presets import recorded
-    from esper.runs.assembly.values import read_toml
+    from esper.runs.assembly.presets import config_of_run
 
-    config = recorded(read_toml(whole["null"] / "config.toml") | {"num_envs": 4})
+    config = config_of_run(whole["null"], {"num_envs": 4})
     parts = assemble(config, device_of(config))
     checkpoint = load(checkpoints(whole["null"] / "checkpoints")[0])
     with pytest.raises(CheckpointError, match="num_envs = 3, but this run has 4"):

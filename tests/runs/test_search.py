@@ -165,9 +165,8 @@ def test_what_a_search_writes_is_compared_with_baselines(tmp_path: Path, capfd: 
     report = json.loads((folder / "search.json").read_text())
     assert report["env_steps"] == 2240
     assert {row["stage"] for row in report["rungs"]} == {"grid", "neighbours"}
-    compared = tmp_path / "compared.json"
-    assert main(["evaluate", *files, "--task", "noisy_null", "--json", str(compared)]) == 0
-    rows = {row["name"]: row for row in json.loads(compared.read_text())["controllers"]}
+    assert main(["evaluate", *files, "--task", "noisy_null", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capfd.readouterr().out)["controllers"]}
     assert set(rows) == {"best_schedule.json", "best_rule.json", "wait_only"}
     # the noise of 16 hosts has a standard error of half a point
     assert rows["best_schedule.json"]["objective"] == pytest.approx(report["schedule"]["objective"], abs=3.0)

@@ -278,12 +278,12 @@ def grow(
         raise ConfigError(f"best_of is {best_of}; at least 1 network is needed.")
     if "num_envs" in settings:
         raise ConfigError("the number of networks is best_of here; leave num_envs out.")
-    changes = given(settings, episode_length=steps, device=device)
+    changes = given(settings, task=spec.name, episode_length=steps, device=device)
     with ExitStack() as stack:
         stack.enter_context(in_process(spec))
         if run is not None and run.task is not None and run.task.name != spec.name:
             stack.enter_context(in_process(run.task))
-        config = _config(spec, run, changes, seed)
+        config = resolve({"seed": seed, **changes}) if run is None else run.resolved(changes)
         # workers import them too; one episode is shorter than a compilation
         config = replace(config, compile="off", plugins=tuple(dict.fromkeys((*config.plugins, *plugins))))
         name, make = _client(spec, controller, run, config)
@@ -311,15 +311,6 @@ def _run_of(controller: Controller) -> Run | None:
             )
         return Run(folder(controller))
     return None
-
-
-def _config(spec: TaskSpec, run: Run | None, changes: dict[str, Any], seed: int) -> RunConfig:
-    """The settings of the run, or those of its policy for another task."""
-    if run is None:
-        return resolve({"task": spec.name, "seed": seed, **changes})
-    if run.config["task"] == spec.name:
-        return run.resolved(changes)
-    return resolve({"task": spec.name, **run.policy_values(), **changes})
 
 
 def _client(

@@ -11,10 +11,10 @@ import torch
 from esper.api.arguments import checked
 from esper.api.task import Task
 from esper.leyline.errors import ConfigError, RegistryError, Stopped, nearest
-from esper.runs.assembly.plugins import names_task, not_among, require_trusted, task_in_file
-from esper.runs.assembly.presets import plugin_names, policy_values, recorded, resolve
+from esper.runs.assembly.plugins import names_task, not_among, task_in_file
+from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.assembly.values import Values, merge, nested, read_toml
+from esper.runs.assembly.values import Values, nested, read_toml
 from esper.runs.comparison import Comparison, compare
 from esper.runs.controllers import known_names
 from esper.runs.training import runner
@@ -165,18 +165,11 @@ class Run:
         """`esper.evaluate(run, *baselines, **options)`."""
         return evaluate(self, *baselines, **options)
 
-    def policy_values(self) -> dict[str, Any]:
-        """The settings that the policy needs on another task; raises ConfigError for plugins that are not allowed."""
-        values = self.config
-        require_trusted(plugin_names(values), self._allowed, trust=self._trust)
-        return policy_values(values)
-
-    def resolved(self, changes: dict[str, Any]) -> RunConfig:
-        """The validated configuration with changes; imports the plugins that the run names, if that is allowed."""
+    def resolved(self, changes: Mapping[str, Any]) -> RunConfig:
+        """The validated configuration with changes (`config_of_run`); imports the plugins that may be."""
         plugins = plugin_names(self.config)
-        forbidden = not_among(plugins, self._allowed)
-        allowed = [name for name in plugins if name not in forbidden]
-        return recorded(merge(self.config, changes), allowed=allowed, trust=self._trust)
+        allowed = [name for name in self._allowed if not not_among([name], plugins)]
+        return config_of_run(self.directory, {**changes, "plugins": allowed}, trust=self._trust)
 
     def __repr__(self) -> str:
         objective = self.objective
@@ -203,7 +196,7 @@ def train(
     preset: str | None = None,
     reward: str | None = None,
     device: str | None = None,
-    run_dir: Path | str | None = None,
+    out: Path | str | None = None,
     progress: bool = True,
     **settings: Any,  # noqa: ANN401 -- validated with the configuration
 ) -> Run:
@@ -218,7 +211,7 @@ def train(
         preset: base settings: "quickstart" (default), "small", "learn" or "paper".
         reward: name of a reward, built in or registered ("objective").
         device: "auto", "cpu", "cuda" or "cuda:N".
-        run_dir: run directory to create; a new folder under runs/ if not given.
+        out: run directory to create; a new folder under runs/ if not given.
         progress: whether to print.
         settings: any key of the configuration, such as workers=1, ppo={"lr": 1e-3} or **{"ppo.lr": 1e-3}.
 
@@ -231,7 +224,7 @@ def train(
     values["task"] = task if isinstance(task, str) else spec.name
     with in_process(None if isinstance(task, str) else spec):
         config = resolve(values)
-        path = runner.free_name(config) if run_dir is None else folder(run_dir)
+        path = runner.free_name(config) if out is None else folder(out)
         summary = runner.start(config, path, console(progress))
     require_finished(summary, path, task=not isinstance(task, str))
     return Run(path, None if isinstance(task, str) else spec, trust=True)
@@ -283,18 +276,13 @@ def evaluate(
     own = {spec.name: spec for spec in (other, *(one.task for one in runs)) if spec is not None}
     if out is not None and any(one.task is not None for one in runs):
         raise ConfigError("outcomes of a task that only a program knows cannot be recognized later; leave out out.")
-    changes = given({}, device=device, episode_length=episode_length)
+    changes = given({}, device=device, episode_length=episode_length, task=None if other is None else other.name)
     with ExitStack() as stack:
         for spec in own.values():
             stack.enter_context(in_process(spec))
         stack.enter_context(in_process(None))
-        if other is None:
-            configs = [one.resolved(changes) for one in runs]
-        else:
-            kept = [one.policy_values() | {name: one.config[name] for name in ("seed", "num_envs")} for one in runs]
-            configs = [resolve({"task": other.name, **values, **changes}) for values in kept]
         return compare(
-            configs,
+            [one.resolved(changes) for one in runs],
             [one.directory for one in runs],
             baselines,
             best=best,

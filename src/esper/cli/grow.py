@@ -9,7 +9,7 @@ import tyro
 from esper.cli.options import FilePath, Flag, Names, Number, Plugins, Text, joined, overrides, placeholder
 from esper.leyline.errors import ConfigError
 from esper.telemetry.progress import RunConsole, warn
-from esper.telemetry.run_directory import CONFIG, require_run
+from esper.telemetry.run_directory import CONFIG
 
 if TYPE_CHECKING:
     from esper.export.network import Format, GrownNetwork
@@ -36,7 +36,7 @@ class Grow:
     """auto, cpu, cuda or cuda:N. (as in the run, or auto)"""
     data_dir: FilePath = None
     """Folder of the data files. (as in the run, or $ESPER_DATA)"""
-    to: FilePath = None
+    out: FilePath = None
     """Folder to write: the files of `esper export`, and timeline.json."""
     overwrite: Flag = False
     """Replace a folder made by this command."""
@@ -55,12 +55,10 @@ def grow(command: Grow) -> int:
     from esper.export.network import require_free
     from esper.runs.controllers import names
 
-    if command.to is not None:
-        require_free(command.to, overwrite=command.overwrite)
+    if command.out is not None:
+        require_free(command.out, overwrite=command.overwrite)
     own = {"seed", "task", "device"}  # not settings of the run
     settings = {name: value for name, value in overrides(command, joined(command.set)).items() if name not in own}
-    if command.data_dir is not None:
-        settings["data_dir"] = str(command.data_dir.expanduser().absolute())
     allowed = (*settings.get("plugins", ()), command.task)
     is_run = command.controller not in names() and Path(command.controller).is_dir()
     found = grown_by(
@@ -74,8 +72,8 @@ def grow(command: Grow) -> int:
     )
     console = RunConsole()
     console.say(f"\n{found.timeline}\n\n{found}")
-    if command.to is not None:
-        console.say(str(found.save(command.to, overwrite=command.overwrite)))
+    if command.out is not None:
+        console.say(str(found.save(command.out, overwrite=command.overwrite)))
     return 0
 
 
@@ -100,7 +98,7 @@ class Export:
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN|FOLDER")]
     """A run directory, whose best host of all rounds is taken, or a folder made by this command."""
-    to: Annotated[Path, placeholder("DIR")]
+    out: Annotated[Path, placeholder("DIR")]
     """Folder to write."""
     format: Annotated[Choice, placeholder("NAME")] = "torch"
     """Also write model.pt2 (torch.export), model.onnx, or all of them. (torch)"""
@@ -131,24 +129,17 @@ def export(command: Export) -> int:
         raise ConfigError(f"{command.source} holds one network; leave --host, --last and --live out, or name its run.")
     network = load(command.source) if again else _of_run(command)
     texts = _timeline(command, network)
-    saved = network.save(command.to, formats=_FORMATS[command.format], overwrite=command.overwrite, texts=texts)
+    saved = network.save(command.out, formats=_FORMATS[command.format], overwrite=command.overwrite, texts=texts)
     warn(saved.notes)
     RunConsole().say(f"{saved}\n{network.summary}")
     return 0
 
 
 def _of_run(command: Export) -> "GrownNetwork":
-    from esper.runs.assembly.presets import recorded
-    from esper.runs.assembly.values import read_toml
+    from esper.runs.assembly.presets import config_of_run
     from esper.runs.training.best_host import grown_of_run
 
-    require_run(command.source)
-    given = {"device": "cpu"} | overrides(command)
-    allowed = given.pop("plugins", [])
-    if command.data_dir is not None:
-        given["data_dir"] = str(command.data_dir.expanduser().absolute())
-    values = read_toml(command.source / CONFIG) | {"amp": "off"} | given
-    config = recorded(values, allowed=allowed, trust=command.trust)
+    config = config_of_run(command.source, {"device": "cpu", "amp": "off"} | overrides(command), trust=command.trust)
     return grown_of_run(command.source, config, host=command.host, live=command.live, last=command.last)
 
 

@@ -32,15 +32,15 @@ class Report:
     """Show runs as one HTML page, which needs no network.
 
     It shows whether the controller learns, what it does, which seeds paid off, what that cost, and what looks wrong.
-    Results of `esper evaluate RUN --json RUN/evaluation.json` are part of it.
+    Results of `esper evaluate RUN --out RUN/evaluation` are part of it.
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], placeholder("RUN ...")] = ()
     """Run directories; those of several runs are compared."""
     out: FilePath = None
     """The HTML file to write. (report.html in the first run directory)"""
-    figures: FilePath = None
-    """Also write a picture of each run, as PNG and SVG, to this folder: run.png, or NAME.png for several runs."""
+    figures: Flag = False
+    """Also write a picture of each run beside the page, as PNG and SVG: run.png, or NAME.png for several runs."""
     num_envs: Number = None
     """New hosts on which is measured what the controller looks at; 0 leaves it out. (16, if that takes less than a
     minute)"""
@@ -69,8 +69,8 @@ def report(command: Report) -> int:
         found["why"] = unknown.get(Path(run["path"]), found.get("why"))
     warn(record.complaints)
     _write(out, document(payloads, ", ".join(path.absolute().name for path in command.runs)))
-    if command.figures is not None:
-        _write_figures(payloads, command.figures)
+    if command.figures:
+        _write_figures(payloads, out.parent)
     return 0
 
 
@@ -126,7 +126,7 @@ def _write_figures(payloads: Mapping[str, Any], folder: Path) -> None:
     try:
         written = write_figures(payloads, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror}); name another with --figures.") from error
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}); name another with --out.") from error
     RunConsole().say(", ".join(map(str, written)) or "no figures: no run has a complete round yet")
 
 

@@ -21,7 +21,7 @@ from esper.cli.options import (
 from esper.leyline.errors import ConfigError
 from esper.leyline.wording import command as command_line
 from esper.telemetry.progress import RunConsole
-from esper.telemetry.run_directory import CONFIG, plugins_of, require_run
+from esper.telemetry.run_directory import plugins_of
 
 if TYPE_CHECKING:
     from esper.runs.assembly.run_config import RunConfig
@@ -75,7 +75,7 @@ class Train:
     """Any other setting of config.toml, e.g. --set ppo.lr=1e-3 lifecycle.sequential=false."""
     sinks: Annotated[Names, placeholder("NAME ...")] = ()
     """Where metrics go besides the run directory: tensorboard, wandb, trackio, or one from a plugin."""
-    run_dir: FilePath = None
+    out: FilePath = None
     """Run directory to create. (a new folder under runs/)"""
     resume: FilePath = None
     """Run directory to continue. Only --rounds, --device, --data-dir, --compile, --checkpoint-every and --sinks can be
@@ -95,7 +95,6 @@ def train(command: Train) -> int:
 
     console = RunConsole()
     if command.resume is not None:
-        require_run(command.resume)
         path, config = command.resume, _continued(command, command.resume)
         summary = runner.resume(config, path, console)
     else:
@@ -103,7 +102,7 @@ def train(command: Train) -> int:
         if command.topology is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
-        path = command.run_dir or runner.free_name(config)
+        path = command.out or runner.free_name(config)
         summary = runner.start(config, path, console)
     if summary is None:
         console.say(runner.stopped(path))
@@ -127,22 +126,18 @@ def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunCons
 
 def _continued(command: Train, path: Path) -> "RunConfig":
     """The configuration of an existing run with the changes of the command line."""
-    from esper.runs.assembly.presets import recorded
+    from esper.runs.assembly.presets import config_of_run
     from esper.runs.assembly.run_config import CHANGEABLE
-    from esper.runs.assembly.values import read_toml
 
     given = overrides(command, joined(command.set))
-    allowed = given.pop("plugins", [])
-    extra = sorted(given.keys() - set(CHANGEABLE))
-    extra += [name for name in ("config", "run_dir") if getattr(command, name) is not None]
+    extra = sorted(given.keys() - {"plugins", *CHANGEABLE})
+    extra += [name for name in ("config", "out") if getattr(command, name) is not None]
     if extra:
         raise ConfigError(
             f"{', '.join(extra)} cannot be changed when a run is resumed, only {', '.join(CHANGEABLE)} can; "
             "leave it out, or start a new run."
         )
-    if command.data_dir is not None:
-        given["data_dir"] = str(command.data_dir.expanduser().absolute())
-    return recorded(read_toml(path / CONFIG) | given, allowed=allowed, trust=command.trust)
+    return config_of_run(path, given, trust=command.trust)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,14 @@ from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
-from esper.runs.assembly.presets import recorded
+from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.assembly.values import read_toml
 from esper.runs.controllers import Trained, trained
 from esper.runs.outcomes import SEED_OFFSET
 from esper.simic.client import SimicClient
 from esper.tamiyo.importance import MEASURES, SHIFTS, FeatureGroup, Situations, feature_groups, importance
 from esper.telemetry.figures import duration
-from esper.telemetry.run_directory import CONFIG, IMPORTANCE, plain_json
+from esper.telemetry.run_directory import IMPORTANCE, plain_json
 from esper.tolaria.runtime import host_read
 
 HOSTS = 16
@@ -54,7 +53,7 @@ def importance_of(
     Raises:
         ConfigError, CheckpointError, DataError: it cannot be measured. OSError: the file cannot be written.
     """
-    config = replace(recorded(read_toml(run / CONFIG), allowed=allowed, trust=trust), compile="off")
+    config = replace(config_of_run(run, {"plugins": allowed}, trust=trust), compile="off")
     found = trained(run, config)
     policy = found.controller.identity["policy"]
     kept = _kept(run / IMPORTANCE)

@@ -275,7 +275,7 @@ def require_nothing_to_lose(path: Path) -> None:
     if (path / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size):
         raise RunDirectoryError(
             f"{path} has records but no checkpoint to continue from; restore its {CHECKPOINTS}, or start a new run: "
-            f"{command('train', '--config', path / CONFIG, '--run-dir', 'NEW', plugins=plugins_of(path))}."
+            f"{command('train', '--config', path / CONFIG, '--out', 'NEW', plugins=plugins_of(path))}."
         )
 
 

@@ -39,7 +39,7 @@ class EngineConfig:
     """
 
     run_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
+    num_envs: Annotated[int, Field(ge=1, le=1_000_000)] = 16
     episode_length: Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH)] = 40
     slots: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_SLOTS)] = ()
     time_limit: Literal["truncate", "terminate"] = "truncate"

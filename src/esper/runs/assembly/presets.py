@@ -7,21 +7,21 @@ paper        the published size: 200 rounds of 12 hosts, network of width 512
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import absolute
 from esper.runs.assembly.plugins import is_file, load_plugins, names_task, not_among, require_trusted, task_in_file
-from esper.runs.assembly.run_config import DATA_VARIABLE, RunConfig, task_values
+from esper.runs.assembly.run_config import RunConfig, task_values
 from esper.runs.assembly.values import Values, merge, parse, plain, read_toml, suggest
 from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.rewards import MODES, RewardConfig, reward_names
 from esper.tasks import presets as _presets  # registers the built-in tasks
 from esper.tasks.registry import task_by_name, task_names
-from esper.telemetry.run_directory import is_run
+from esper.telemetry.run_directory import CONFIG, is_run, require_run
 
 assert _presets
 DEFAULT_PRESET = "quickstart"
@@ -125,47 +125,46 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bo
         raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
     base = PRESETS[preset]()
     task = task_by_name(_name(given, "task", base["task"]))
-    if task.source is not None and (folder := os.environ.get(DATA_VARIABLE)):
-        base["data_dir"] = absolute(Path(folder))
     mode = _name(_table(given, "reward"), "mode", base["reward"]["mode"])
     reward = _name(given, "custom_reward", "") or mode
     return parse(RunConfig, merge(merge(base, task_values(task, reward)), given))
 
 
-def recorded(values: Mapping[str, Any], *, allowed: Sequence[str] = (), trust: bool = False) -> RunConfig:
-    """The configuration of an existing run, from the tables of its config.toml; imports its plugins.
+def config_of_run(run: Path, changes: Mapping[str, Any] = MappingProxyType({}), *, trust: bool = False) -> RunConfig:
+    """The configuration of an existing run; imports its plugins.
 
     Args:
-        values: the tables.
-        allowed: plugins named on the command line; the run must name them too.
-        trust: whether all plugins may be imported.
+        run: its directory.
+        changes: settings to change. Its `plugins` are those of the run that may be imported. With another `task`, the
+            settings of the policy stay, all others become those of that task, and `plugins` may name more.
+        trust: whether all plugins of the run may be imported.
 
     Raises:
-        ConfigError, RegistryError: as `resolve`, or a plugin that is not allowed.
+        RunDirectoryError: there is no run. ConfigError, RegistryError: as `resolve`, or a plugin is not allowed.
     """
-    plugins = plugin_names(values)
-    if others := not_among(allowed, plugins):
+    require_run(run)
+    values, changes = read_toml(run / CONFIG), _with_absolute_paths(changes, Path())
+    plugins, allowed = plugin_names(values), changes.pop("plugins", [])
+    others, task = not_among(allowed, plugins), _name(values, "task", "")
+    is_same = changes.get("task", task) == task
+    if others and is_same:
         raise ConfigError(
             f"{', '.join(others)} is not a plugin of this run, which names {', '.join(plugins) or 'none'}; leave it "
             "out."
         )
     require_trusted(plugins, allowed, trust=trust)
+    if not is_same:
+        kept = {name: values[name] for name in ("seed", "preset", "num_envs", "reward", "custom_reward", "ppo")}
+        lifecycle = {name: value for name, value in values["lifecycle"].items() if name != "min_training_epochs"}
+        return resolve({**kept, "lifecycle": lifecycle, **changes, "plugins": [*plugins, *others]})
     load_plugins(plugins)
-    task = _name(values, "task", "")
     if task not in task_names():
         raise ConfigError(
             f"the task {task!r} of the run is registered neither here nor by its plugins: it was made in a Python "
             "program. Continue there, with esper.load(RUN, task=task).resume(rounds=N); a task that commands are to "
             "find is started with esper train --task FILE.py:NAME."
         )
-    return parse(RunConfig, values)
-
-
-def policy_values(values: Mapping[str, Any]) -> Values:
-    """Those settings of a run that its policy needs on another task."""
-    kept = {name: values[name] for name in ("plugins", "reward", "custom_reward", "ppo", "lifecycle")}
-    kept["lifecycle"] = {k: v for k, v in kept["lifecycle"].items() if k != "min_training_epochs"}  # of the task
-    return kept
+    return parse(RunConfig, merge(values, changes))
 
 
 def plugin_names(values: Mapping[str, Any]) -> list[str]:

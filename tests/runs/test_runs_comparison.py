@@ -17,8 +17,8 @@ from esper.leyline.manifest import GrowthManifest
 from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.controllers import Controller, all_baselines, baseline, derived, trained
-from esper.runs.outcomes import Outcome, run_controller
+from esper.runs.evaluation.controllers import Controller, all_baselines, baseline, derived, trained
+from esper.runs.evaluation.outcomes import Outcome, run_controller
 from esper.runs.training import best_host
 from esper.runs.training.checkpoint import checkpoints, load, state_digest
 from esper.tamiyo.baselines import BASELINES
@@ -54,7 +54,9 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
 ) -> None:
     before = contents(run)
     asked = []
-    monkeypatch.setattr("esper.runs.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more)))
+    monkeypatch.setattr(
+        "esper.runs.evaluation.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more))
+    )
     found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
     assert contents(run) == before
     assert [more["num_envs"] for _, more in asked] == [4, 4]
@@ -426,7 +428,7 @@ def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monk
         monkeypatch.setattr(sys.modules[__name__], "_other_test_split", changed)
         options = ["--task", "split_tiny", *small_runs.OPTIONS["tiny"][2:]]
         assert main(["train", "--rounds", "2", "--out", str(path), *options]) == 0
-        reports.append(compared([str(path), "--num-envs", "3"], tmp_path / "report.json"))
+        reports.append(compared([str(path), "--num-envs", "3"], tmp_path / f"report-{path.name}.json"))
     states = [contents(path / "checkpoints") for path in runs]
     bests = [best_host.read(path / "checkpoints") for path in runs]  # the file says its test accuracy too
     assert dataclasses.replace(bests[0], test=bests[1].test) == bests[1]

@@ -8,7 +8,7 @@ from esper.export.network import GrownNetwork
 from esper.kasmina.blueprints import registry
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.leyline.stages import SeedStage
-from esper.runs.training_cost import CostMeter, ForwardFlops
+from esper.runs.evaluation.outcomes import CostMeter, ForwardFlops
 from esper.simic.rewards import RewardConfig, make_reward
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled

@@ -20,8 +20,8 @@ from esper.leyline.files import replacing
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.controllers import Trained, trained
-from esper.runs.outcomes import SEED_OFFSET
+from esper.runs.evaluation.controllers import Trained, trained
+from esper.runs.evaluation.outcomes import SEED_OFFSET
 from esper.simic.client import SimicClient
 from esper.tamiyo.importance import MEASURES, SHIFTS, FeatureGroup, Situations, feature_groups, importance
 from esper.telemetry.figures import duration
@@ -107,7 +107,7 @@ def _measured(config: RunConfig, found: Trained, hosts: int, on_step: Callable[[
         "steps": config.episode_length,
         "decisions": int(chooses.sum()),
         "others": min(SHIFTS, hosts - 1),
-        "groups": [_row(group, of_hosts) for group, of_hosts in zip(groups, values, strict=True)],
+        "groups": [_measures(group, of_hosts) for group, of_hosts in zip(groups, values, strict=True)],
     }
 
 
@@ -124,7 +124,7 @@ def _compared(client: SimicClient, groups: Sequence[FeatureGroup]) -> tuple[Tens
     return importance(policy, seen, groups), rows.valid, legal
 
 
-def _row(group: FeatureGroup, of_hosts: np.ndarray) -> dict[str, Any]:
+def _measures(group: FeatureGroup, of_hosts: np.ndarray) -> dict[str, Any]:
     """Means over the hosts with a decision, and half widths of their 95 % intervals; `of_hosts` is [N, 3]."""
     known = of_hosts[np.isfinite(of_hosts).all(axis=1)]
     row: dict[str, Any] = {"group": group.name, "kind": group.kind, "columns": list(group.names)}

@@ -7,28 +7,30 @@ Every controller meets the same groups, so that all differences are paired.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from esper.kasmina.hosts.host import HostSpec
+from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.leyline.wording import option
-from esper.runs import controllers as known
-from esper.runs import tables
 from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
-from esper.runs.controllers import REFERENCE, TRAINED, Controller, Trained
-from esper.runs.outcome_store import OutcomeStore, key_of
-from esper.runs.outcomes import SEED_OFFSET, Outcome, run_controller
-from esper.runs.rows import Row, Size, counted, table, verdict
+from esper.runs.evaluation import controllers as known
+from esper.runs.evaluation.controllers import DERIVED, REFERENCE, TRAINED, Controller, Trained
+from esper.runs.evaluation.outcomes import SEED_OFFSET, Outcome, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.results import LEAST_UNITS, ControllerResult, Size, results, verdict
+from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
+from esper.telemetry.figures import with_spread
 from esper.telemetry.progress import PassProgress, RunConsole, warn
 from esper.tolaria.memory_prediction import available_bytes
 
@@ -64,7 +66,7 @@ class Comparison:
     groups: Sequence[Group]
     num_envs: int
     data: str
-    rows: Sequence[Row]
+    rows: Sequence[ControllerResult]
     notes: Sequence[str] = ()
     reused: int = 0
 
@@ -118,18 +120,66 @@ class Comparison:
             console.say(", ".join([f"{named}, {hosts} of seed {seeds}", *trained]))
         else:
             console.say("\n".join([f"{named}, {hosts} of each of the seeds {seeds}", *trained]))
-        pages = [tables.comparison(self.rows), tables.quality_and_cost(self.rows), tables.operations(self.rows)]
-        if not math.isnan(self.rows[0].perplexity):
-            pages.insert(2, tables.perplexities(self.rows))
-        for page in pages:
+        for page in pages(self.rows):
             console.print("", page, sep="\n")
-        notes = (*self.notes, *tables.rollbacks(self.rows), self.verdict)
-        console.say("\n".join(("", tables.legend(self.size.units), *notes)))
+        console.say("\n".join(("", legend(self.size.units), *self.notes, *rollbacks(self.rows), self.verdict)))
 
     def __str__(self) -> str:
-        return tables.text(self.show)
+        return text(self.show)
 
     __repr__ = __str__
+
+
+def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
+    """The tables of a comparison, one line for each controller."""
+    reference = TRAINED if rows[0].name == TRAINED else REFERENCE
+    page = plain_table("controller", "100·J", "IQM", f"vs {reference}", "better")
+    for row in rows:
+        own, difference = row.name == reference, f"{row.difference.mean:+z.2f}"
+        if len(row.units) >= LEAST_UNITS:
+            difference += f" [{row.difference.low:+z.2f}, {row.difference.high:+z.2f}]"
+        page.add_row(
+            row.name,
+            with_spread(row.objective, row.objective_std),
+            f"{row.objective_iqm.mean:.2f}",
+            "" if own else difference,
+            "" if own else f"{100.0 * row.improvement.mean:.0f} %",
+        )
+    yield page
+    page = plain_table("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure")
+    for row in rows:
+        page.add_row(
+            row.name,
+            *(f"{value:.2f}" for value in (row.committed, row.test, row.test_objective)),
+            f"{row.growth:.2f}x",
+            *(short(value) for value in (row.flops, row.training_flops, row.measuring_flops)),
+        )
+    yield page
+    if not math.isnan(rows[0].perplexity):
+        page = plain_table("controller", "loss", "perplexity")
+        for row in rows:
+            page.add_row(row.name, f"{row.loss:.4f}", f"{row.perplexity:.2f}")
+        yield page
+    names = [op.name for op in LifecycleOp]
+    page = plain_table("ops per host", *(name.lower().removesuffix("_target") for name in names))
+    for row in rows:
+        page.add_row(row.name, *(f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in names))
+    yield page
+
+
+def legend(units: str) -> str:
+    """What the columns mean; `units` are hosts or runs."""
+    return f"""Means over hosts, each with its fossilized seeds only (the committed network).
+100·J: val minus the price of added parameters ± standard deviation over {units};
+IQM: interquartile mean over {units}; vs: paired difference and 95 % interval;
+better: share of {units} in which it is better; val, test: points, e.g. accuracy;
+J test: 100·J with test. FLOPs: of one example; to train and measure a host."""
+
+
+def rollbacks(rows: Sequence[ControllerResult]) -> list[str]:
+    """A sentence for each controller with rollbacks."""
+    times = {row.name: "once" if row.rollbacks == 1 else f"{row.rollbacks} times" for row in rows if row.rollbacks}
+    return [f"{name}: hosts were rolled back {number}." for name, number in times.items()]
 
 
 def named(controllers: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
@@ -186,7 +236,7 @@ def compare(
     with PassProgress(console, episodes) as progress:
         session = _Session(num_envs, episodes, store, progress, console)
         found = [session.outcomes(group, tuple(names)) for group in groups]
-    rows = table(
+    rows = results(
         {name: [outcomes[name] for outcomes in found] for name in found[0]},
         configs[0].reward,
         configs[0].task_spec().objective,
@@ -277,12 +327,12 @@ class _Session:
         self.data = data_label(dataset.identity) if dataset else "none"
         own = [group.trained.controller] if group.trained else []
         source = known.source_of([*(c.name for c in own), *names], config)
-        own += [known.baseline(name, config) for name in names if not _is_derived(name)]
+        own += [known.baseline(name, config) for name in names if name not in DERIVED]
         own.sort(key=lambda controller: controller.name != source)
         found: dict[str, Outcome] = {}
         for controller in own:
             found[controller.name] = self._outcome(group, config, dataset, device, controller)
-        for name in filter(_is_derived, names):
+        for name in (name for name in names if name in DERIVED):
             start = found[source] if source else next(iter(found.values()))
             params = start.stats.host_params + start.stats.fossil_params
             controller = known.derived(name, config, source, start.grown, params)
@@ -324,7 +374,3 @@ class _Session:
                 episodes=self.episodes - self.reused,
                 available=self._available,
             )
-
-
-def _is_derived(name: str) -> bool:
-    return name in known.DERIVED

@@ -31,7 +31,7 @@ from esper.leyline.wording import option
 from esper.runs.assembly.assemble import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.runs.assembly.values import plain
-from esper.runs.drawing import words
+from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
 from esper.runs.training.checkpoint import (
     BEST,

@@ -17,7 +17,7 @@ from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import NextToken
+from esper.tasks.losses import NextToken
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.machine import environment
 from esper.tolaria.build import build_engine

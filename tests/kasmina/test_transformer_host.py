@@ -17,7 +17,7 @@ from esper.kasmina.parameters.initialization import build_twice, deterministic_b
 from esper.kasmina.parameters.stacked_layers import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
-from esper.tasks.objectives import NextToken
+from esper.tasks.losses import NextToken
 
 SLOTS = ("r0c0", "r0c1")
 

@@ -31,7 +31,7 @@ from esper.runs.evaluation.results import (
     verdict,
 )
 from esper.runs.evaluation.tables import done, short
-from esper.tasks.objectives import Classification, NextToken
+from esper.tasks.losses import Classification, NextToken
 
 SIX = Size(1, 6, True)
 

@@ -27,7 +27,7 @@ from esper.runs.training.checkpoint import (
     state_digest,
 )
 from esper.tasks.datasets.arrays import from_arrays
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 
 HEADER = Header(
     rounds_done=3,

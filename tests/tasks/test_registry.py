@@ -6,7 +6,7 @@ import pytest
 
 from esper.leyline.errors import ConfigError, RegistryError
 from esper.tasks import presets, register_task, task_by_name, task_names
-from esper.tasks.objectives import Classification, NextToken
+from esper.tasks.losses import Classification, NextToken
 from esper.tasks.registry import TaskSpec
 
 

@@ -12,7 +12,7 @@ from esper.leyline.errors import DataError
 from esper.tasks.datasets import Dataset, arrays
 from esper.tasks.datasets.arrays import from_arrays, stored
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.objectives import Classification, MeanSquaredError, NextToken
+from esper.tasks.losses import Classification, MeanSquaredError, NextToken
 
 THREE = Classification(3)
 

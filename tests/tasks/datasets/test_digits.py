@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from esper.tasks.datasets import Dataset, digits
+from esper.tasks.datasets import Dataset
+from esper.tasks.datasets.images import load_digit_views, load_digits
 
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    return digits.load(None, run_seed=1)
+    return load_digits(None, run_seed=1)
 
 
 def test_the_splits_have_their_announced_sizes_and_shapes(data):
@@ -19,7 +20,7 @@ def test_the_splits_have_their_announced_sizes_and_shapes(data):
 
 def test_the_classes_have_names(data):
     assert (data.class_names[3], len(data.class_names)) == ("3", 10)
-    assert digits.load_views(None, run_seed=1).class_names == data.class_names
+    assert load_digit_views(None, run_seed=1).class_names == data.class_names
 
 
 def test_every_class_has_its_share_of_every_split(data):
@@ -42,8 +43,8 @@ def test_no_example_is_in_two_splits(data):
 
 
 def test_the_identity_names_all_that_decides_the_content(data):
-    other = digits.load(None, run_seed=2)
-    assert data.identity == digits.load(None, run_seed=1).identity
+    other = load_digits(None, run_seed=2)
+    assert data.identity == load_digits(None, run_seed=1).identity
     assert data.identity != other.identity
     assert not torch.equal(data.val.x, other.val.x)
     assert data.identity["sizes"] == (1_077, 360, 360)

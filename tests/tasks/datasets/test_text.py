@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 
 from esper.leyline.errors import DataError
-from esper.tasks.datasets.text import SHAKESPEARE, STORIES, Shakespeare, Stories, padded_windows, windows
-from esper.tasks.datasets.tokenizers import ByteTokenizer
-from esper.tasks.objectives import PADDING, NextToken
+from esper.tasks.datasets.text import SHAKESPEARE, STORIES, ByteTokenizer, Shakespeare, Stories, padded_windows, windows
+from esper.tasks.losses import PADDING, NextToken
 
 INT16 = np.dtype(np.int16)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from esper.leyline.errors import DataError
-from esper.tasks.datasets.text import Stories
-from esper.tasks.datasets.tokenizers import ByteTokenizer, read_tokenizer
+from esper.tasks.datasets.text import ByteTokenizer, Stories, read_tokenizer
 
 WORDS = {"once": 0, "upon": 1, "a": 2, "time": 3, "?": 4}
 

@@ -3,7 +3,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.datasets.variants import PLAIN, View, with_views
+from esper.tasks.datasets.images import PLAIN, View, with_views
 
 
 def images(n: int = 5, size: int = 8) -> torch.Tensor:

@@ -26,7 +26,7 @@ from esper.runs.report import objective_of, ops_by_name, standard_deviation
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tamiyo.baselines import STATIC
-from esper.tasks.objectives import perplexity
+from esper.tasks.losses import perplexity
 
 RESAMPLES = 9_999
 LEVEL = 0.95

@@ -48,7 +48,7 @@ from esper.runs.training.checkpoint import (
 )
 from esper.simic.compilation import is_compiled
 from esper.tasks.datasets import Dataset
-from esper.tasks.objectives import perplexity
+from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes

@@ -30,9 +30,8 @@ from esper.leyline.objective import Objective
 from esper.leyline.pytree import Form, flatten, unflatten
 from esper.leyline.random import seeded_generators
 from esper.leyline.structure import Structure
-from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, RandomFunction, Split
-from esper.tasks.datasets.splits import stratified_split
-from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
+from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, RandomFunction, Split, stratified_split
+from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ Every controller meets the same groups, so that all differences are paired.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from esper.kasmina.hosts.host import HostSpec
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.leyline.wording import option
@@ -132,39 +131,44 @@ class Comparison:
 
 def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
     """The tables of a comparison, one line for each controller."""
-    reference = TRAINED if rows[0].name == TRAINED else REFERENCE
-    page = plain_table("controller", "100·J", "IQM", f"vs {reference}", "better")
-    for row in rows:
-        own, difference = row.name == reference, f"{row.difference.mean:+z.2f}"
-        if len(row.units) >= LEAST_UNITS:
-            difference += f" [{row.difference.low:+z.2f}, {row.difference.high:+z.2f}]"
-        page.add_row(
-            row.name,
-            with_spread(row.objective, row.objective_std),
-            f"{row.objective_iqm.mean:.2f}",
-            "" if own else difference,
-            "" if own else f"{100.0 * row.improvement.mean:.0f} %",
-        )
-    yield page
-    page = plain_table("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure")
-    for row in rows:
-        page.add_row(
-            row.name,
-            *(f"{value:.2f}" for value in (row.committed, row.test, row.test_objective)),
-            f"{row.growth:.2f}x",
-            *(short(value) for value in (row.flops, row.training_flops, row.measuring_flops)),
-        )
-    yield page
-    if not math.isnan(rows[0].perplexity):
-        page = plain_table("controller", "loss", "perplexity")
+    reference, names = TRAINED if rows[0].name == TRAINED else REFERENCE, [op.name for op in LifecycleOp]
+    tables: list[tuple[tuple[str, ...], Callable[[ControllerResult], Iterable[str]]]] = [
+        (
+            ("controller", "100·J", "IQM", f"vs {reference}", "better"),
+            lambda row: (
+                with_spread(row.objective, row.objective_std),
+                f"{row.objective_iqm.mean:.2f}",
+                *(("", "") if row.name == reference else _against_reference(row)),
+            ),
+        ),
+        (
+            ("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure"),
+            lambda row: (
+                *(f"{value:.2f}" for value in (row.committed, row.test, row.test_objective)),
+                f"{row.growth:.2f}x",
+                *(short(value) for value in (row.flops, row.training_flops, row.measuring_flops)),
+            ),
+        ),
+        (("controller", "loss", "perplexity"), lambda row: (f"{row.loss:.4f}", f"{row.perplexity:.2f}")),
+        (
+            ("ops per host", *(name.lower().removesuffix("_target") for name in names)),
+            lambda row: (f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in names),
+        ),
+    ]
+    if math.isnan(rows[0].perplexity):
+        del tables[2]
+    for columns, cells in tables:
+        page = plain_table(*columns)
         for row in rows:
-            page.add_row(row.name, f"{row.loss:.4f}", f"{row.perplexity:.2f}")
+            page.add_row(row.name, *cells(row))
         yield page
-    names = [op.name for op in LifecycleOp]
-    page = plain_table("ops per host", *(name.lower().removesuffix("_target") for name in names))
-    for row in rows:
-        page.add_row(row.name, *(f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in names))
-    yield page
+
+
+def _against_reference(row: ControllerResult) -> tuple[str, str]:
+    """The difference, with its interval where there are enough units for one, and how often it is above 0."""
+    difference = row.difference
+    interval = f" [{difference.low:+z.2f}, {difference.high:+z.2f}]" if len(row.units) >= LEAST_UNITS else ""
+    return f"{difference.mean:+z.2f}{interval}", f"{100.0 * row.improvement.mean:.0f} %"
 
 
 def legend(units: str) -> str:
@@ -307,15 +311,10 @@ class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
     def __init__(
-        self,
-        num_envs: int,
-        episodes: int,
-        store: OutcomeStore | None,
-        progress: PassProgress,
-        console: RunConsole,
+        self, num_envs: int, episodes: int, store: OutcomeStore | None, progress: PassProgress, console: RunConsole
     ) -> None:
-        self.episodes = episodes
-        self._num_envs, self._store, self._progress, self._console = num_envs, store, progress, console
+        self._num_envs, self._episodes, self._store = num_envs, episodes, store
+        self._progress, self._console = progress, console
         self._available: int | None = None
         self.reused, self.data = 0, "none"
 
@@ -329,48 +328,40 @@ class _Session:
         source = known.source_of([*(c.name for c in own), *names], config)
         own += [known.baseline(name, config) for name in names if name not in DERIVED]
         own.sort(key=lambda controller: controller.name != source)
-        found: dict[str, Outcome] = {}
-        for controller in own:
-            found[controller.name] = self._outcome(group, config, dataset, device, controller)
+        found = {of.name: self._outcome(group.seed, config, dataset, device, of) for of in own}
+        start = found[source] if source else next(iter(found.values()))
+        params = start.stats.host_params + start.stats.fossil_params
         for name in (name for name in names if name in DERIVED):
-            start = found[source] if source else next(iter(found.values()))
-            params = start.stats.host_params + start.stats.fossil_params
             controller = known.derived(name, config, source, start.grown, params)
-            found[name] = self._outcome(group, config, dataset, device, controller)
+            found[name] = self._outcome(group.seed, config, dataset, device, controller)
         return found
 
     def _outcome(
-        self, group: Group, config: RunConfig, dataset: Dataset | None, device: torch.device, controller: Controller
+        self, seed: int, config: RunConfig, dataset: Dataset | None, device: torch.device, controller: Controller
     ) -> Outcome:
-        seed, num_envs = group.seed, self._num_envs
-        key = key_of(config, dataset, controller, run_seed=seed, num_envs=num_envs) if self._store else None
-        if self._store and key and (stored := self._store.get(key)) is not None:
+        num_envs = self._num_envs
+        key = key_of(config, dataset, controller, run_seed=seed, num_envs=num_envs) if self._store else {}
+        if self._store and (stored := self._store.get(key)) is not None:
             self.reused += 1
             self._progress.skip()
             return stored
-        self._require_memory(config, dataset, device, controller.host)
-        self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
-        advance = partial(self._progress.advance, 1.0 / config.episode_length)
-        outcome = run_controller(config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=advance)
-        if self._store and key:
-            self._store.put(key, outcome)
-        return outcome
-
-    def _require_memory(
-        self, config: RunConfig, dataset: Dataset | None, device: torch.device, wider: HostSpec | None
-    ) -> None:
-        """Refuse hosts that do not fit, before the first episode and before one of wider hosts."""
         first, task = self._available is None, config.task_spec()
         if self._available is None:
             self._available = available_bytes(device)  # memory that earlier hosts gave back stays in this process
-        if first or wider is not None:
+        if first or controller.host is not None:  # refuse hosts that do not fit, also wider ones
             require_memory(
                 config,
-                task if wider is None else replace(task, host=wider),
+                task if controller.host is None else replace(task, host=controller.host),
                 dataset,
                 device,
                 self._console.say if first else lambda line: None,
-                num_envs=self._num_envs,
-                episodes=self.episodes - self.reused,
+                num_envs=num_envs,
+                episodes=self._episodes - self.reused,
                 available=self._available,
             )
+        self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
+        advance = partial(self._progress.advance, 1.0 / config.episode_length)
+        outcome = run_controller(config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=advance)
+        if self._store:
+            self._store.put(key, outcome)
+        return outcome

@@ -135,7 +135,7 @@ def test_the_order_of_candidates_depends_on_the_seed_alone():
 
 def test_the_best_rule_in_hindsight_takes_the_better_schedule_on_each_side():
     # eight hosts; the first plan is better by 10 where the accuracy is below 5, the second where it is not; the third
-    # plan begins in step 1 and is no choice for a rule of step 3
+    # plan begins in step 1 and is not a choice for a rule of step 3
     accuracy = np.arange(1.0, 9.0)
     values = np.array([[60.0] * 4 + [50.0] * 4, [50.0] * 4 + [60.0] * 4, [99.0] * 8])
     plans = [everywhere(NORM, 3), everywhere(BOTTLENECK, 3), everywhere(NORM, 1)]

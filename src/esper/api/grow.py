@@ -319,7 +319,7 @@ def _client(
     """A name for messages, and what makes the client."""
     if run is not None:
         found = known.trained(run.directory, config, transfer=True)
-        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str):
         if controller == STATIC and not config.topology:

@@ -147,7 +147,7 @@ def test_a_pickle_that_calls_a_function_is_refused_before_it_runs(tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
-def test_a_method_of_an_allowed_name_is_no_allowed_name(tmp_path):
+def test_a_method_of_an_allowed_name_is_not_a_allowed_name(tmp_path):
     write(tmp_path)
     stolen = b"\x80\x04\x8c\x05numpy\x8c\x0endarray.tofile\x93."
     (tmp_path / "data_batch_1").write_bytes(stolen)

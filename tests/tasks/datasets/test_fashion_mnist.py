@@ -52,7 +52,7 @@ def test_a_missing_folder_is_named(tmp_path):
         fashion_mnist.load(tmp_path / "nowhere", run_seed=0)
 
 
-def test_without_a_folder_there_is_no_data():
+def test_without_a_folder_there_is_not_a_data():
     with pytest.raises(DataError, match="no folder was named"):
         fashion_mnist.load(None, run_seed=0)
 

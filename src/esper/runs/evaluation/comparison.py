@@ -302,7 +302,7 @@ def _groups(
     groups = []
     for config, run, seed in zip(configs, runs, own, strict=True):
         found = known.trained(run, config, best=best, transfer=transfer)
-        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         groups.append(Group(config=config, seed=seed, run=run, trained=found))
     return groups
 

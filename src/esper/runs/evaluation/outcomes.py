@@ -160,7 +160,7 @@ class Outcome:
     Attributes:
         stats: of the episode. test_acc: test accuracy (pp) of the kept networks [N].
         grown: structure of each kept network.
-        cost: in FLOPs; None for scripted hosts, which are no networks.
+        cost: in FLOPs; None for scripted hosts, which are not networks.
         note: that of the controller.
     """
 
@@ -325,7 +325,7 @@ class OutcomeStore:
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
             text = metadata["outcome"]
             if metadata["sha256"] != _digest(text, arrays):
                 raise ValueError("its content does not match its checksum")

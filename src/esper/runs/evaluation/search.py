@@ -513,7 +513,7 @@ class Watching:
         self.seen: dict[tuple[int, str], Tensor] = {}
 
     def begin(self, episode: int, hosts: Int[Tensor, " N"]) -> NoMemory:
-        """No memory: what was seen is no input of a decision."""
+        """No memory: what was seen is not an input of a decision."""
         return self._wait.begin(episode, hosts)
 
     def decide(self, obs: Observation, memory: NoMemory) -> Int[Tensor, "N 8"]:
@@ -575,7 +575,7 @@ def _sides(feature: np.ndarray, usable: Sequence[int], values: np.ndarray) -> It
             continue
         low, high = values[usable][:, below].sum(axis=1), values[usable][:, ~below].sum(axis=1)
         total = low[:, None] + high[None, :]
-        np.fill_diagonal(total, -np.inf)  # the same plan on both sides is no rule
+        np.fill_diagonal(total, -np.inf)  # the same plan on both sides is not a rule
         k, m = np.unravel_index(int(total.argmax()), total.shape)
         yield float(total[k, m]) / feature.size, threshold, usable[int(k)], usable[int(m)]
 

@@ -74,12 +74,12 @@ class TokenizerFile:
         return content
 
     def check(self, path: Path, content: bytes) -> None:
-        """Refuse what is no UTF-8."""
+        """Refuse what is not UTF-8."""
         try:
             content.decode()
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path}: found the byte 0x{content[error.start]:02x} at offset {error.start}, which is no UTF-8; "
+                f"{path}: found the byte 0x{content[error.start]:02x} at offset {error.start}, which is not UTF-8; "
                 "convert the file, or use byte tokens."
             ) from error
 
@@ -113,7 +113,7 @@ def _library(path: Path, content: bytes) -> Any:  # noqa: ANN401 -- the library 
     try:
         tokenizer = LibraryTokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain exceptions
-        raise DataError(f"{path}: is no tokenizer.json ({error}); name another file, or use byte tokens.") from error
+        raise DataError(f"{path}: is not a tokenizer.json ({error}); name another file, or use byte tokens.") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -200,12 +200,12 @@ class Stories:
         """Windows x, y [n, context]; the last one of a story is padded.
 
         Raises:
-            DataError: no folder is named, the file is missing, holds too few stories, or no UTF-8 for a tokenizer.
+            DataError: no folder is named, the file is missing, or holds too few stories or not UTF-8 for a tokenizer.
         """
         (path,) = STORIES.find(data_dir)
         content = read_bytes(path)
         self.tokenizer.check(path, content)
-        *whole, _ = content.split(SEPARATOR)  # what comes after the last separator is no complete story
+        *whole, _ = content.split(SEPARATOR)  # what comes after the last separator is not a complete story
         stories = [story for text in whole if (story := text.strip())]
         if (n := len(stories)) < LEAST_STORIES:
             raise DataError(

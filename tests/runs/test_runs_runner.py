@@ -36,7 +36,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 def test_a_run_leaves_its_configuration_records_summary_and_checkpoints(whole: dict[str, Path]) -> None:
     names = {path.name for path in whole["null"].iterdir()}
     assert names == {"config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints", "record"}
-    assert [path.name for path in checkpoints(whole["null"] / "checkpoints")] == [
+    assert [path.stem for path in checkpoints(whole["null"] / "checkpoints")] == [
         "round-00003",
         "round-00002",
         "round-00001",
@@ -112,7 +112,10 @@ def test_an_interruption_in_the_last_step_of_a_round_ends_it_after_the_update(
     path = tmp_path / "run"
     with interrupted_at(2, 8):
         assert train(path) == 130
-    assert [path.name for path in checkpoints(path / "checkpoints")] == ["round-00002", "round-00001"]
+    assert [path.stem for path in checkpoints(path / "checkpoints")] == [
+        "round-00002",
+        "round-00001",
+    ]
     assert resume(path) == 0
     assert_same_run(path, whole["null"])
 
@@ -121,7 +124,7 @@ def test_an_interruption_in_the_very_last_step_changes_nothing(whole: dict[str, 
     with interrupted_at(3, 8):
         assert train(tmp_path / "run") == 0
     assert_same_run(tmp_path / "run", whole["null"])
-    assert checkpoints(tmp_path / "run/checkpoints")[0].name == "round-00003"
+    assert checkpoints(tmp_path / "run/checkpoints")[0].stem == "round-00003"
 
 
 @pytest.mark.parametrize("kind", ["null", pytest.param("tiny", marks=pytest.mark.slow)])
@@ -143,7 +146,7 @@ def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_remains(
     out, err = capfd.readouterr()
     assert "again to stop at once" in err
     assert "stopped; continue with: esper train --resume" in out
-    assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00001"]
+    assert [found.stem for found in checkpoints(path / "checkpoints")] == ["round-00001"]
     assert resume(path) == 0
     assert_same_run(path, whole["null"])
 
@@ -166,15 +169,15 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     path = tmp_path / "run"
     with interrupted_at(3, 5):
         assert train(path) == 130
-    damaged(checkpoints(path / "checkpoints")[0] / "state.safetensors")
+    damaged(checkpoints(path / "checkpoints")[0])
     with interrupted_at(3, 1):
         assert resume(path) == 130
     out, err = capfd.readouterr()
-    assert "round-00002-step-0006/state.safetensors does not match its checksum" in err
-    assert "Using round-00002 instead" in err
+    assert "round-00002-step-0006.safetensors does not match its checksum" in err
+    assert "Using round-00002.safetensors instead" in err
     assert "continuing after 2 rounds (of 3)\n" in out
     assert max(event["t"] for event in records(path)["events.jsonl"] if event["round"] == 3) <= 2  # the rest was cut
-    assert checkpoints(path / "checkpoints")[0].name == "round-00002-step-0002"
+    assert checkpoints(path / "checkpoints")[0].stem == "round-00002-step-0002"
     assert resume(path) == 0
     assert "checksum" not in capfd.readouterr().err
     assert_same_run(path, whole["null"])
@@ -186,7 +189,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_left_as_it_is
     path = tmp_path / "run"
     shutil.copytree(whole["null"], path)
     for checkpoint in checkpoints(path / "checkpoints"):
-        damaged(checkpoint / "state.safetensors")
+        damaged(checkpoint)
     before = contents(path)
     assert resume(path, "--rounds", "4") == 2
     assert "no checkpoint in" in capfd.readouterr().err
@@ -241,7 +244,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     path = tmp_path / "run"
     assert train(path, "null", 1, "--num-envs", "4") == 0
     for checkpoint in checkpoints(whole["null"] / "checkpoints"):
-        shutil.copytree(checkpoint, path / "checkpoints" / checkpoint.name, dirs_exist_ok=True)
+        shutil.copy(checkpoint, path / "checkpoints")
     before = contents(path)
     assert resume(path, "--rounds", "9") == 2
     assert "num_envs is 4" in capfd.readouterr().err
@@ -274,7 +277,10 @@ def test_settings_that_were_changed_in_the_run_directory_are_refused(
 def test_checkpoints_come_as_often_as_they_are_asked_for(whole: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert train(path, "null", 3, "--checkpoint-every", "2") == 0
-    assert [found.name for found in checkpoints(path / "checkpoints")] == ["round-00003", "round-00002"]
+    assert [found.stem for found in checkpoints(path / "checkpoints")] == [
+        "round-00003",
+        "round-00002",
+    ]
     assert_same_run(path, whole["null"])
 
 

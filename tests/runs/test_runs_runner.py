@@ -258,9 +258,9 @@ def test_state_of_another_shape_under_a_fitting_header_is_refused(whole: dict[st
     parts = assemble(config, device_of(config))
     checkpoint = load(checkpoints(whole["null"] / "checkpoints")[0])
     with pytest.raises(CheckpointError, match="num_envs = 3, but this run has 4"):
-        runner_module.restore(parts.engine, parts.client, checkpoint, parts.shape)
+        runner_module.restore(parts, checkpoint)
     with pytest.raises(CheckpointError):
-        runner_module.restore(parts.engine, parts.client, checkpoint, checkpoint.header.shape)
+        runner_module.restore(replace(parts, shape=checkpoint.header.shape), checkpoint)
 
 
 def test_settings_that_were_changed_in_the_run_directory_are_refused(

@@ -13,7 +13,7 @@ from esper.api.task import Task
 from esper.leyline.errors import ConfigError, RegistryError, Stopped, nearest
 from esper.runs.assembly.plugins import names_task, not_among, task_in_file
 from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
-from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.run_config import RunConfig, free_folder
 from esper.runs.assembly.values import Values, nested, read_toml
 from esper.runs.comparison import Comparison, compare
 from esper.runs.controllers import known_names
@@ -224,7 +224,7 @@ def train(
     values["task"] = task if isinstance(task, str) else spec.name
     with in_process(None if isinstance(task, str) else spec):
         config = resolve(values)
-        path = runner.free_name(config) if out is None else folder(out)
+        path = free_folder(config, config.preset) if out is None else folder(out)
         summary = runner.start(config, path, console(progress))
     require_finished(summary, path, task=not isinstance(task, str))
     return Run(path, None if isinstance(task, str) else spec, trust=True)

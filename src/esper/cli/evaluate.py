@@ -157,6 +157,7 @@ def search(command: Search) -> int:
     from esper.runs import search as searching
     from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
     from esper.runs.assembly.presets import resolve
+    from esper.runs.assembly.run_config import free_folder
     from esper.runs.heuristic_search import tune
     from esper.runs.search_tables import show, show_heuristic
     from esper.telemetry.progress import PassProgress
@@ -168,7 +169,7 @@ def search(command: Search) -> int:
     num_envs = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
     config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
     passes = searching.passes_of(budget, num_envs, config.episode_length)
-    folder = searching.free_name(config) if command.out is None else command.out
+    folder = free_folder(config, "search") if command.out is None else command.out
     console = RunConsole()
     console.say(
         f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} passes of {num_envs} hosts x "

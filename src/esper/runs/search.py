@@ -11,7 +11,6 @@ The budget counts every env-step, also those of candidates that lose.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from esper.leyline.random import Stream, local_generator
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.rule_search import PlannedRule, best_rules, observed
 from esper.runs.search_hosts import Result, TrainingHosts, ranked, standard_error
-from esper.runs.training.runner import RUNS
 from esper.tamiyo.plans import Plan, grid, neighbours
 from esper.tamiyo.policy_files import script_of, write_policy
 from esper.tasks.registry import task_by_name
@@ -150,13 +148,6 @@ def default_num_envs(config: RunConfig, budget: int) -> int:
     if task_by_name(config.task).script is None:
         return config.num_envs
     return min(max(budget // (_PLENTY * config.episode_length), config.num_envs), _MOST_SCRIPTED)
-
-
-def free_name(config: RunConfig) -> Path:
-    """The first free name of runs/<task>-search-s<seed>, ...-2, ...-3."""
-    name = f"{config.task}-search-s{config.seed}"
-    candidates = (RUNS / (name if i == 1 else f"{name}-{i}") for i in count(1))
-    return next(path for path in candidates if not path.exists())
 
 
 def passes_of(budget: int, num_envs: int, episode_length: int) -> int:

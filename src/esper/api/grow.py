@@ -2,11 +2,11 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, final, overload
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 from torch import nn
@@ -31,6 +31,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.events import Event, step_events
 from esper.runs.live import LiveHosts
 from esper.runs.report import RoundSoFar
+from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.runner import stop_signals
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
@@ -62,11 +63,16 @@ class Row(NamedTuple):
 
 
 @final
-class Timeline(Sequence[Row]):
+class Timeline(tuple[Row, ...]):
     """Rows in order; prints as a table."""
 
-    def __init__(self, rows: Sequence[Row], unit: str) -> None:
-        self.rows, self.unit = tuple(rows), unit
+    unit: str
+
+    def __new__(cls, rows: Iterable[Row], unit: str) -> "Timeline":
+        """The rows, whose points have this unit."""
+        found = super().__new__(cls, rows)
+        found.unit = unit
+        return found
 
     @classmethod
     def of(cls, reports: Sequence[StepReport], spec: EngineSpec, host: int, points: float, unit: str) -> "Timeline":
@@ -106,26 +112,13 @@ class Timeline(Sequence[Row]):
 
     def text(self) -> str:
         """The JSON document."""
-        return json.dumps([row._asdict() for row in self.rows], indent=1, allow_nan=False) + "\n"
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
-        return self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
+        return json.dumps([row._asdict() for row in self], indent=1, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
         page = tables.plain_table("step", "slot", "event", "blueprint", "alpha", self.unit)
         for column in page.columns[1:4]:
             column.justify = "left"
-        for row in self.rows:
+        for row in self:
             alpha, points = (
                 "" if value is None else f"{value:.2f}" for value in (row.alpha if row.slot else None, row.points)
             )
@@ -226,7 +219,7 @@ class Grown:
             ExportError: the folder exists or cannot be written, a format is unknown, or what was written has other
                 figures than the network that was measured.
         """
-        texts = {FILE: self.timeline.text()}
+        texts = {FILE: self.timeline.text()} if self.timeline else {}
         saved = self.network.save(folder, formats=formats, overwrite=overwrite, texts=texts)
         warn(saved.notes)
         return saved
@@ -419,3 +412,14 @@ def load(path: Path | str, *, task: AnyTask | None = None, trust: bool = False) 
     raise RunDirectoryError(
         f"{place} holds neither a run ({CONFIG}) nor a network ({network.DESCRIPTION}); name the folder of one."
     )
+
+
+def grown_of(run: Run, *, host: int | None = None, live: bool = False, last: bool = False, **settings: Any) -> Grown:  # noqa: ANN401
+    """A host of a run, with its timeline if its round is complete; see `best_host.grown_of_run`."""
+    with in_process(run.task):
+        config = run.resolved({"device": "cpu", "amp": "off", **settings})
+        network = grown_of_run(run.directory, config, host=host, live=live, last=last)
+    found, timeline = network.description, Timeline((), network.description.unit)
+    if found.origin is not None and found.val is not None and found.test is not None:
+        timeline = Timeline.of_run(run.directory, found.origin, config.episode_length, found.val, found.unit)
+    return Grown(network, timeline)

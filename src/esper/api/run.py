@@ -169,6 +169,7 @@ class Run:
         """The validated configuration with changes (`config_of_run`); imports the plugins that may be."""
         plugins = plugin_names(self.config)
         allowed = [name for name in self._allowed if not not_among([name], plugins)]
+        allowed += changes.get("plugins", [])
         return config_of_run(self.directory, {**changes, "plugins": allowed}, trust=self._trust)
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ def test_the_published_values():
 def test_schedules_do_not_depend_on_how_many_rounds_are_asked_for(preset):
     """Else a run that is extended later would differ from one that was that long from the start."""
     short, long = resolve({"preset": preset, "rounds": 2}), resolve({"preset": preset, "rounds": 4})
-    assert short.schedule_rounds == long.schedule_rounds == PRESETS[preset]()["rounds"]
+    assert short.schedule_rounds == long.schedule_rounds == PRESETS[preset]["rounds"]
 
 
 def test_a_task_decides_what_belongs_to_it():

@@ -153,10 +153,10 @@ def _clean(row: Row) -> Row:
 
 @final
 class Grown:
-    """A network with what grew in it, and how it came to it.
+    """A grown network and the timeline of its growth.
 
     Attributes:
-        network: the same with its description (`esper.export`). timeline: what happened.
+        network: the module and its description (`esper.export`). timeline: what happened in each step.
     """
 
     def __init__(self, network: GrownNetwork, timeline: Timeline) -> None:
@@ -166,8 +166,8 @@ class Grown:
     def module(self) -> nn.Module:
         """A plain module, inputs [B, ...] -> outputs [B, ...], in eval mode on the CPU; every weight is trainable.
 
-        Where the task has `inputs`, it takes what they give. `module.network` is the user's own network, whose weights
-        have their own names; hooks apply what grew, `module.grown`.
+        If the task has `inputs`, the module expects what they return. `module.network` is the user's network with
+        its own parameter names; the seeds, `module.grown`, are applied by hooks.
         """
         return self.network.module
 
@@ -183,7 +183,7 @@ class Grown:
 
     @property
     def perplexity(self) -> float | None:
-        """Exponential of the loss per token on the validation examples; None for what is no text."""
+        """Exponential of the loss per token on the validation examples; None unless the task is a text."""
         return self.network.description.perplexity
 
     @property
@@ -205,7 +205,7 @@ class Grown:
     def save(self, folder: Path | str, *, formats: Collection[str] = (), overwrite: bool = False) -> Saved:
         """Write the files of `esper export` and the timeline; `esper.load` reads them.
 
-        Prints a sentence for each thing that is not as usual, e.g. why there is no model.py.
+        Warns about each file that could not be written, such as model.py, and says why.
 
         Args:
             folder: must not exist, unless `overwrite` and it was made by this method.
@@ -216,8 +216,8 @@ class Grown:
             The files, and how the network is loaded from them without esper.
 
         Raises:
-            ExportError: the folder exists or cannot be written, a format is unknown, or what was written has other
-                figures than the network that was measured.
+            ExportError: the folder exists or cannot be written, a format is unknown, or the saved network does not
+                reproduce the measured figures.
         """
         texts = {FILE: self.timeline.text()} if self.timeline else {}
         saved = self.network.save(folder, formats=formats, overwrite=overwrite, texts=texts)
@@ -261,7 +261,7 @@ def grow(
         settings: any key of the configuration, such as workers=1.
 
     Raises:
-        ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and the way out.
+        ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and how to continue.
         KeyboardInterrupt: Ctrl-C was pressed before the first step or a second time.
     """
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())

@@ -217,7 +217,7 @@ def train(
         settings: any key of the configuration, such as workers=1, ppo={"lr": 1e-3} or **{"ppo.lr": 1e-3}.
 
     Raises:
-        ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and the way out.
+        ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and how to continue.
         KeyboardInterrupt: the run was stopped; its text says how it goes on.
     """
     spec, named = spec_of(task), {"rounds": rounds, "num_envs": num_envs, "preset": preset, "reward": reward}
@@ -265,7 +265,7 @@ def evaluate(
         The comparison, which prints as a table; `rows` has the numbers, `verdict` a sentence.
 
     Raises:
-        ConfigError, RegistryError, CheckpointError: what cannot be compared, and the way out.
+        ConfigError, RegistryError, CheckpointError: what cannot be compared, and how to continue.
     """
     runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
     if not runs:

@@ -195,7 +195,7 @@ def search(command: Search) -> int:
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """The folder, made before the search is paid for, and removed again if nothing was written."""
+    """Create the folder before the search begins; remove it if nothing was written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -89,8 +89,8 @@ _FORMATS: dict[Choice, "tuple[Format, ...]"] = {
 class Export:
     """Write a grown network as files that need no esper.
 
-    model.py is source that needs torch alone, model.safetensors has the weights, model.json the description. Where the
-    source is not to be had, model.pt2 or model.pkl holds the whole network.
+    model.py is source code that needs only torch; model.safetensors has the weights, model.json the description. If the
+    source cannot be written, model.pt2 or model.pkl holds the whole network.
 
     The files are run without esper, and compared with the network, before the folder appears.
     """

@@ -287,10 +287,10 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
     require_installed(config.sinks)
     # checks everything before it changes anything
     with suppress(KeyboardInterrupt), RunDirectory.reopen(path) as directory:
-        checkpoint, damaged, complaints = load_newest(directory.checkpoints)
+        checkpoint, damaged, problems = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
         if checkpoint and start:
-            warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
+            warn(f"{problem} Using {checkpoint.path.name} instead." for problem in problems)
             require_same_config(start.config, config)
             _require_something_to_do(path, checkpoint, config)
             warn(missing_records(path, start.cursor))

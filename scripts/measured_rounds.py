@@ -166,7 +166,7 @@ class Subject:
             self._records = Records(self._directory, self._listeners, spec, config.reward, record=record)
             self._open.callback(record.close)
             self._record = record
-            self.engine.on_step = self._records.step
+            self.engine.listeners.append(self._records.step)
 
     def __enter__(self) -> "Subject":
         return self

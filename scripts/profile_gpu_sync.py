@@ -142,7 +142,7 @@ def count(options: Options) -> list[Scope]:
         for _ in events.step_events([step], engine.spec):
             pass
 
-    engine.on_step = note_step
+    engine.listeners.append(note_step)
     steps = Scope(name="control step", budget=options.step_budget)
     updates = Scope(name="update", budget=options.update_budget)
     rest = Scope(name="round, besides these", budget=options.round_budget)

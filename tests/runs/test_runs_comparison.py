@@ -20,7 +20,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.controllers import Controller, all_baselines, baseline, derived, trained
 from esper.runs.evaluation.outcomes import Outcome, run_controller
 from esper.runs.training import best_host
-from esper.runs.training.checkpoint import checkpoints, load, state_digest
+from esper.runs.training.checkpoint import BEST, checkpoints, load, state_digest
 from esper.tamiyo.baselines import BASELINES
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.null import best_schedule_value
@@ -113,9 +113,9 @@ def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evalu
 def test_a_damaged_newest_checkpoint_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     assert small_runs.train(path, "null", 2) == 0
-    (path / "checkpoints/round-00002/state.safetensors").write_bytes(b"")
+    (path / "checkpoints/round-00002.safetensors").write_bytes(b"")
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1"]) == 0
-    assert "round-00002/state.safetensors does not match its checksum" in capfd.readouterr().err
+    assert "round-00002.safetensors cannot be read" in capfd.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1", "--best"]) == 2
     assert "has no best checkpoint" in capfd.readouterr().err
     assert small_runs.resume(path, "--rounds", "14") == 0
-    best = load(path / "checkpoints" / "best")
+    best = load(path / "checkpoints" / BEST)
     lines = small_runs.records(path)["metrics.jsonl"]
     means = {n: np.mean([line["objective_mean"] for line in lines[n - 10 : n]]) for n in range(10, 15)}
     assert best.header.rounds_done == max(means, key=lambda n: (means[n], -n))
@@ -221,16 +221,16 @@ def test_the_best_policy_stays_and_can_be_evaluated(tmp_path: Path, capfd: pytes
     assert compared([str(path), "wait_only", "--num-envs", "2"], tmp_path / "b.json")["trained"] == "after 14 rounds"
     # the same run without an interruption has the same best policy
     assert small_runs.train(whole, "null", 14) == 0
-    assert load(whole / "checkpoints" / "best").header.trend == best.header.trend
-    assert state_digest(load(whole / "checkpoints" / "best").state) == state_digest(best.state)
+    assert load(whole / "checkpoints" / BEST).header.trend == best.header.trend
+    assert state_digest(load(whole / "checkpoints" / BEST).state) == state_digest(best.state)
     # it is as guarded as the others, and stands in for them
     for other in checkpoints(path / "checkpoints"):
-        (other / "state.safetensors").write_bytes(b"")
+        other.write_bytes(b"")
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1"]) == 0
     assert f"Using the one after {best.header.rounds_done} rounds instead." in capfd.readouterr().err
-    (path / "checkpoints" / "best" / "header.json").write_text("{}")
+    (path / "checkpoints" / BEST).write_text("{}")
     assert main(["evaluate", str(path), "wait_only", "--num-envs", "1", "--best"]) == 2
-    assert "best/header.json does not match its checksum" in capfd.readouterr().err
+    assert "best.safetensors cannot be read" in capfd.readouterr().err
 
 
 # -- several runs, other tasks, derived baselines ----------------------------------------------------------------------

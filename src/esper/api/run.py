@@ -13,7 +13,7 @@ from esper.api.task import Task
 from esper.leyline.errors import ConfigError, RegistryError, Stopped, nearest
 from esper.runs.assembly.plugins import names_task, not_among, task_in_file
 from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
-from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.run_config import RunConfig, free_folder
 from esper.runs.assembly.values import Values, nested, read_toml
 from esper.runs.evaluation.comparison import Comparison, compare
 from esper.runs.evaluation.controllers import known_names
@@ -169,6 +169,7 @@ class Run:
         """The validated configuration with changes (`config_of_run`); imports the plugins that may be."""
         plugins = plugin_names(self.config)
         allowed = [name for name in self._allowed if not not_among([name], plugins)]
+        allowed += changes.get("plugins", [])
         return config_of_run(self.directory, {**changes, "plugins": allowed}, trust=self._trust)
 
     def __repr__(self) -> str:
@@ -216,7 +217,7 @@ def train(
         settings: any key of the configuration, such as workers=1, ppo={"lr": 1e-3} or **{"ppo.lr": 1e-3}.
 
     Raises:
-        ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and the way out.
+        ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and how to continue.
         KeyboardInterrupt: the run was stopped; its text says how it goes on.
     """
     spec, named = spec_of(task), {"rounds": rounds, "num_envs": num_envs, "preset": preset, "reward": reward}
@@ -224,7 +225,7 @@ def train(
     values["task"] = task if isinstance(task, str) else spec.name
     with in_process(None if isinstance(task, str) else spec):
         config = resolve(values)
-        path = runner.free_name(config) if out is None else folder(out)
+        path = free_folder(config, config.preset) if out is None else folder(out)
         summary = runner.start(config, path, console(progress))
     require_finished(summary, path, task=not isinstance(task, str))
     return Run(path, None if isinstance(task, str) else spec, trust=True)
@@ -264,7 +265,7 @@ def evaluate(
         The comparison, which prints as a table; `rows` has the numbers, `verdict` a sentence.
 
     Raises:
-        ConfigError, RegistryError, CheckpointError: what cannot be compared, and the way out.
+        ConfigError, RegistryError, CheckpointError: what cannot be compared, and how to continue.
     """
     runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
     if not runs:

@@ -156,6 +156,7 @@ def search(command: Search) -> int:
     """Search, write the files and print what was found."""
     from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
     from esper.runs.assembly.presets import resolve
+    from esper.runs.assembly.run_config import free_folder
     from esper.runs.evaluation import search as searching
     from esper.telemetry.progress import PassProgress
 
@@ -166,7 +167,7 @@ def search(command: Search) -> int:
     num_envs = searching.default_num_envs(config, budget) if command.num_envs is None else command.num_envs
     config.engine(num_envs=num_envs)  # refuses an impossible number of hosts
     passes = searching.passes_of(budget, num_envs, config.episode_length)
-    folder = searching.free_name(config) if command.out is None else command.out
+    folder = free_folder(config, "search") if command.out is None else command.out
     console = RunConsole()
     console.say(
         f"esper: search on {config.task}, budget {budget:,} env-steps = {passes} passes of {num_envs} hosts x "
@@ -185,7 +186,7 @@ def search(command: Search) -> int:
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """The folder, made before the search is paid for, and removed again if nothing was written."""
+    """Create the folder before the search begins; remove it if nothing was written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

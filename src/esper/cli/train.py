@@ -91,6 +91,7 @@ NEW_HOSTS = 32
 def train(command: Train) -> int:
     """Start or resume a run."""
     from esper.runs.assembly.presets import resolve
+    from esper.runs.assembly.run_config import free_folder
     from esper.runs.training import runner
 
     console = RunConsole()
@@ -102,7 +103,7 @@ def train(command: Train) -> int:
         if command.topology is not None:
             given.setdefault("rounds", 1)
         config = resolve(given, command.config, trust=command.trust)
-        path = command.out or runner.free_name(config)
+        path = command.out or free_folder(config, config.preset)
         summary = runner.start(config, path, console)
     if summary is None:
         console.say(runner.stopped(path))

@@ -60,6 +60,7 @@ def first_problem(error: ValidationError, table: str = "") -> str:
 _SHORT = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above",
           "less than": "below", "Tuple should have": "a list of"}  # fmt: skip
 _KINDS = {
+    "dataclass_type": "a table",
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",

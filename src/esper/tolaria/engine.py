@@ -45,8 +45,8 @@ class VectorizedEngine:
         config: number of hosts, episode length, rules.
         executor: runs the hosts.
         spec: the description of this engine for controllers.
-        on_step: called with the report of each step in order, when `apply_structure` has read it. Its exceptions are
-            raised after the structure was applied, so that the engine can continue.
+        on_step: the first of `listeners`, which get the report of each step in order, when `apply_structure` has read
+            it. Their exceptions are raised after the structure was applied, so that the engine can continue.
         form: eager or compiled phases, see `phases`.
         properties: of the instances in a task whose hosts differ. They are recorded; no client sees them.
     """
@@ -62,7 +62,8 @@ class VectorizedEngine:
         properties: Properties | None = None,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
-        self.on_step, self._properties = on_step, properties
+        self.listeners: list[StepListener] = [] if on_step is None else [on_step]
+        self._properties = properties
         self.planted: Sequence[GrowthManifest] = ()
         """Structure that each host has from the first step of every episode."""
         self.timer = PhaseTimer(spec.device, enabled=False)
@@ -213,8 +214,10 @@ class VectorizedEngine:
         arrays, self._pending = self._pending.wait(), None
         with self.timer.span("apply_structure"):
             self.executor.apply_structure(reading.structure(self.t, arrays))
-        if self.on_step is not None:
-            self.on_step(reading.step_report(self.episode, self.t, arrays))
+        if self.listeners:
+            report = reading.step_report(self.episode, self.t, arrays)
+            for listen in self.listeners:
+                listen(report)
 
     def outcome(self) -> RolloutStats:
         """The statistics of a finished episode that a checkpoint restored."""

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -178,6 +179,13 @@ class RunConfig:
             batch_val=self.batch_val,
             enabled=self.slots,
         )
+
+
+def free_folder(config: RunConfig, kind: str) -> Path:
+    """The first free name of runs/<task>-<kind>-s<seed>, ...-2, ...-3."""
+    name = f"{config.task}-{kind}-s{config.seed}"
+    candidates = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in count(1))
+    return next(path for path in candidates if not path.exists())
 
 
 def task_values(task: TaskSpec, reward: str) -> Values:

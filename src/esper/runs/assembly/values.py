@@ -3,7 +3,6 @@
 Validation is strict: `rounds = "3"` and `rounds = true` are refused; only `lr = 1` is accepted as a float.
 """
 
-import dataclasses
 import difflib
 import json
 import tomllib
@@ -86,12 +85,19 @@ def parse(cls: type[C], values: Mapping[str, Any]) -> C:
     Raises:
         ConfigError: the first wrong key, with the nearest valid name or the expected type.
     """
-    _refuse_unknown(values, cls, "", _leaves(cls))
     try:
         # strict JSON mode: lists become tuples and tables dataclasses, but strings never become numbers
-        return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
+        return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True, extra="forbid")
     except ValidationError as error:
-        raise ConfigError(first_problem(error)) from None
+        unknown = [problem["loc"] for problem in error.errors() if problem["type"] == "unexpected_keyword_argument"]
+        if not unknown:
+            raise ConfigError(first_problem(error)) from None
+        *path, key = map(str, unknown[0])
+        leaves = [name.split(".") for name in _leaves(cls)]
+        elsewhere = [".".join(name) for name in leaves if name[-1] == key]
+        known = {name[len(path)] for name in leaves if name[: len(path)] == path}
+        hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else suggest(key, known)
+        raise ConfigError(f"unknown key {'.'.join([*path, key])}; {hint}") from None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -104,36 +110,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"{hint}{'All' if close else 'all'} {len(names)} names are in the config.toml of any run."
 
 
-def _refuse_unknown(values: Mapping[str, Any], cls: type, path: str, everywhere: Iterable[str]) -> None:
-    known = {f.name: f for f in fields(cls)}
-    for key, value in values.items():
-        if key not in known:
-            elsewhere = [name for name in everywhere if name.rpartition(".")[2] == key]
-            hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else suggest(key, known)
-            raise ConfigError(f"unknown key {path}{key}; {hint}")
-        nested = _nested_type(known[key])
-        if nested is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{path}{key} is {json.dumps(value, default=str)}, but it is a table; "
-                    f"set its keys, such as {path}{key}.{_example_key(nested)}."
-                )
-            _refuse_unknown(value, nested, f"{path}{key}.", everywhere)
-
-
 def _leaves(cls: type, path: str = "") -> list[str]:
-    """Dotted names of all leaves."""
+    """Dotted names of all settings."""
     names: list[str] = []
     for f in fields(cls):
-        nested = _nested_type(f)
-        names += _leaves(nested, f"{path}{f.name}.") if nested else [path + f.name]
+        inner = isinstance(f.type, type) and is_dataclass(f.type)
+        names += _leaves(f.type, f"{path}{f.name}.") if inner else [path + f.name]  # type: ignore[arg-type]
     return names
-
-
-def _example_key(cls: type) -> str:
-    names = [f.name for f in fields(cls)]
-    return "mode" if "mode" in names else names[0]
-
-
-def _nested_type(f: "dataclasses.Field[Any]") -> type | None:
-    return f.type if isinstance(f.type, type) and is_dataclass(f.type) else None

@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
@@ -42,7 +41,6 @@ from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, rewar
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.tables import plain_table
 from esper.runs.report import objective_of
-from esper.runs.training.runner import RUNS
 from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import WaitOnly
 from esper.tamiyo.heuristic import DEFAULT_RULES, Heuristic, HeuristicRules
@@ -229,13 +227,6 @@ def default_num_envs(config: RunConfig, budget: int) -> int:
     if task_by_name(config.task).script is None:
         return config.num_envs
     return min(max(budget // (_PLENTY * config.episode_length), config.num_envs), _MOST_SCRIPTED)
-
-
-def free_name(config: RunConfig) -> Path:
-    """The first free name of runs/<task>-search-s<seed>, ...-2, ...-3."""
-    name = f"{config.task}-search-s{config.seed}"
-    candidates = (RUNS / (name if i == 1 else f"{name}-{i}") for i in count(1))
-    return next(path for path in candidates if not path.exists())
 
 
 def passes_of(budget: int, num_envs: int, episode_length: int) -> int:

@@ -5,27 +5,23 @@
 The best host has the highest J of all hosts of the complete rounds. The test split is not read before it is chosen.
 """
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialized
 
 from esper.export.description import Origin
 from esper.export.network import GrownNetwork
 from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ExportError
-from esper.leyline.files import replace_file
 from esper.leyline.manifest import manifests
 from esper.leyline.protocols import StateTree
 from esper.runs.assembly.assemble import baseline_of, dataset_of, device_of, engine_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.report import objective_of
-from esper.runs.training.checkpoint import load_newest, state_digest
+from esper.runs.training.checkpoint import load_newest, read_state, write_state
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.datasets import Dataset
 from esper.telemetry.run_directory import CHECKPOINTS, continuing
@@ -34,7 +30,6 @@ from esper.tolaria.runtime import host_read
 from esper.tolaria.state import RolloutStats
 
 FILE = "best-host.safetensors"
-FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,16 +121,7 @@ def with_test(config: RunConfig, dataset: Dataset, device: torch.device, best: B
 
 def save(folder: Path, best: BestHost) -> None:
     """Replace the file in the folder of checkpoints; raises CheckpointError if it cannot be written."""
-    path, state = folder / FILE, {name: x.contiguous() for name, x in best.state.items()}
-    about = json.dumps(best.about | {"format": FORMAT}, allow_nan=False)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, serialized(state, metadata={"about": about, "sha256": state_digest(state)}))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the best host {path} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then "
-            f"continue with {continuing(folder.parent)}."
-        ) from error
+    write_state(folder / FILE, best.about, best.state)
 
 
 def read(folder: Path) -> BestHost | None:
@@ -143,19 +129,13 @@ def read(folder: Path) -> BestHost | None:
     path = folder / FILE
     if not path.exists():
         return None
-    out = "move the file away to go on without the best host of the rounds so far"
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
-        fields = json.loads(metadata["about"])
-        if (found := fields.pop("format")) != FORMAT:
-            raise CheckpointError(f"{path} has format {found!r}, but this version reads format {FORMAT}; {out}.")
-        if state_digest(state) != metadata["sha256"]:
-            raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited; {out}.")
-        return BestHost(**fields | {"topology": tuple(fields["topology"])}, state=state)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {out}.") from error
+        about, state = read_state(path)
+        return BestHost(**about | {"topology": tuple(about["topology"])}, state=state)
+    except (TypeError, KeyError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{error} Move {path} away to go on without the best host of the rounds so far."
+        ) from error
 
 
 def grown_of_run(
@@ -192,10 +172,10 @@ def _best(config: RunConfig, dataset: Dataset, device: torch.device, best: BestH
 def _of_checkpoint(
     run: Path, config: RunConfig, dataset: Dataset, device: torch.device, host: int | None, live: bool
 ) -> GrownNetwork:
-    checkpoint, _, complaints = load_newest(run / CHECKPOINTS)
+    checkpoint, _, problems = load_newest(run / CHECKPOINTS)
     state = below("engine", checkpoint.state) if checkpoint else {}
-    if checkpoint is None or not state or complaints:
-        found = " ".join(complaints) or (
+    if checkpoint is None or not state or problems:
+        found = " ".join(problems) or (
             f"the newest is after {checkpoint.header.place}" if checkpoint else "there is none"
         )
         raise CheckpointError(

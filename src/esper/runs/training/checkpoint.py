@@ -1,14 +1,12 @@
-"""Checkpoints: one folder each, written atomically.
+"""Checkpoints: one file each, written atomically.
 
-    checkpoints/round-00003/            after three rounds
-    checkpoints/round-00003-step-0017/  in the middle of the fourth round
-    checkpoints/best/                   after the ten rounds with the highest mean J; never deleted
-        state.safetensors               every tensor, by dotted name
-        header.json                     format, position in the run, sizes of the record files, cost, shape, config
-        checksums.json                  SHA-256 of both
-    checkpoints/best-host.safetensors   see best_host.py
+    checkpoints/round-00003.safetensors            after three rounds
+    checkpoints/round-00003-step-0017.safetensors  in the middle of the fourth round
+    checkpoints/best.safetensors                   after the ten rounds with the highest mean J; never deleted
+    checkpoints/best-host.safetensors              see best_host.py
 
-A folder is written under a temporary name and renamed once it is on disk. Nothing is ever unpickled.
+A file holds every tensor by dotted name; its metadata hold the header as JSON, and the SHA-256 of both. Nothing is ever
+unpickled.
 """
 
 import hashlib
@@ -21,21 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError
-from esper.leyline.files import is_draft, remove, replacing_folder
+from esper.leyline.files import draft_of, is_draft, remove, sync
 from esper.runs.report import Cost
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.run_directory import continuing
 
-FORMAT = 5
+FORMAT = 6
+"""Of checkpoints and the best host."""
 KEEP = 3
-BEST = "best"
-_STATE, _HEADER, _CHECKSUMS = "state.safetensors", "header.json", "checksums.json"
-_NAME = re.compile(r"round-(\d{5,})(?:-step-(\d{4}))?")
+BEST = "best.safetensors"
+_NAME = re.compile(r"round-(\d{5,})(?:-step-(\d{4}))?\.safetensors")
 _ASIDE = "damaged-"
 
 
@@ -60,7 +58,6 @@ class Header:
     shape: dict[str, Any]
     config: dict[str, Any]
     trend: Trend = field(default_factory=Trend)
-    format: int = FORMAT
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Header":
@@ -84,38 +81,60 @@ class Checkpoint:
     state: dict[str, Tensor]
 
 
+def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Write tensors, and JSON values about them, to a file as a whole.
+
+    Raises:
+        CheckpointError: it cannot be written; a file of this name is untouched.
+    """
+    tensors = {name: x.detach().cpu().contiguous().clone() for name, x in state.items()}
+    text, draft = json.dumps({"format": FORMAT, **about}), draft_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, draft, {"about": text, "sha256": _digest(text, tensors)})
+        sync(draft)
+        draft.rename(path)
+        sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        draft.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then continue with "
+            f"{continuing(path.parent.parent)}."
+        ) from error
+
+
+def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write_state` wrote; raises CheckpointError that says what is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
+        text = metadata["about"]
+        about = json.loads(text)
+        if (found := about.pop("format")) != FORMAT:
+            raise CheckpointError(f"{path} has format {found!r}, but this version reads format {FORMAT}.")
+        if _digest(text, state) != metadata["sha256"]:
+            raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited.")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    return about, state
+
+
 def save(folder: Path, header: Header, state: Mapping[str, Tensor], *, best: bool = False) -> Path:
     """Write a checkpoint under `folder`, remove all but the newest three, and return its path.
 
-    With `best` it replaces the best checkpoint, which does not count among the three.
-
-    Raises:
-        CheckpointError: it cannot be written; older checkpoints are untouched.
+    With `best` it replaces the best checkpoint, which does not count among the three. Raises CheckpointError.
     """
     place = f"round-{header.rounds_done:05d}" + (f"-step-{header.step:04d}" if header.step else "")
-    target = folder / (BEST if best else place)
-    try:
-        _write(target, header, state)
-        for old in (*checkpoints(folder)[KEEP:], *filter(is_draft, folder.iterdir())):
-            remove(old)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}); fix that, then "
-            f"continue with {continuing(folder.parent)}."
-        ) from error
-    return target
-
-
-def _write(target: Path, header: Header, state: Mapping[str, Tensor]) -> None:
-    with replacing_folder(target) as draft:  # a resumed run may reach the same position again
-        save_file({k: v.detach().cpu().contiguous().clone() for k, v in state.items()}, draft / _STATE)
-        (draft / _HEADER).write_text(json.dumps(asdict(header), indent=1))
-        sums = {name: _digest(draft / name) for name in (_STATE, _HEADER)}
-        (draft / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
+    path = folder / (BEST if best else f"{place}.safetensors")
+    write_state(path, asdict(header), state)
+    for old in (*checkpoints(folder)[KEEP:], *filter(is_draft, folder.iterdir())):
+        remove(old)
+    return path
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoint folders, newest first."""
+    """All checkpoint files, newest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
     found.sort(key=lambda item: (int(item[0][1]), int(item[0][2] or 0)), reverse=True)
@@ -123,19 +142,11 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint; raises CheckpointError that names what is damaged."""
+    """Read a checkpoint; raises CheckpointError that says what is damaged."""
+    fields, state = read_state(path)
     try:
-        sums = json.loads((path / _CHECKSUMS).read_text())
-        for name in (_STATE, _HEADER):
-            if _digest(path / name) != sums.get(name):
-                raise CheckpointError(f"{path / name} does not match its checksum: the file was damaged or edited.")
-        fields = json.loads((path / _HEADER).read_text())
-        if fields.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {fields.get('format')}, but this version reads format {FORMAT}.")
-        return Checkpoint(path, Header.of(fields), load_file(path / _STATE))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not complete: {Path(error.filename or path).name} is missing.") from error
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
+        return Checkpoint(path, Header.of(fields), state)
+    except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
@@ -149,17 +160,18 @@ def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]
         CheckpointError: all checkpoints are damaged.
     """
     damaged: list[Path] = []
-    complaints: list[str] = []
-    best = folder / BEST
-    for path in (*checkpoints(folder), *([best] if best.is_dir() else ())):
+    problems: list[str] = []
+    if any(path.is_dir() and path.name.startswith("round-") for path in folder.glob("*")):
+        raise CheckpointError(f"{folder} was written by another version of esper; continue the run with that version.")
+    for path in (*checkpoints(folder), *folder.glob(BEST)):
         try:
-            return load(path), damaged, complaints
+            return load(path), damaged, problems
         except CheckpointError as error:
             damaged.append(path)
-            complaints.append(str(error))
+            problems.append(str(error))
     if damaged:
         raise CheckpointError(
-            f"no checkpoint in {folder} can be used: {' '.join(complaints)} Start the run again in a new directory."
+            f"no checkpoint in {folder} can be used: {' '.join(problems)} Start the run again in a new directory."
         )
     return None, [], []
 
@@ -194,6 +206,5 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(text: str, state: Mapping[str, Tensor]) -> str:
+    return hashlib.sha256(f"{text}|{state_digest(state)}".encode()).hexdigest()

@@ -1,6 +1,6 @@
 """The loop of a run: rounds, records, checkpoints, and a clean stop on signals.
 
-engine --on_step--> records: events.jsonl, listeners
+engine --steps----> records: events.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
 """
 
@@ -10,20 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from itertools import count
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from esper.cpp.build import compiler
 from esper.leyline.actions import TEMPO_TICKS
 from esper.leyline.checkpoint_tree import below, with_prefix
 from esper.leyline.errors import ConfigError
-from esper.leyline.protocols import ClientProtocol, StateTree
+from esper.leyline.protocols import StateTree
 from esper.leyline.wording import option
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
@@ -47,7 +45,6 @@ from esper.runs.training.checkpoint import (
     state_digest,
 )
 from esper.simic.compilation import is_compiled
-from esper.tasks.datasets import Dataset
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
@@ -64,7 +61,6 @@ from esper.telemetry.run_directory import (
     require_nothing_to_lose,
 )
 from esper.telemetry.sinks import SINKS, require_installed
-from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.sharded.executor import ShardedExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
@@ -73,14 +69,12 @@ from esper.tolaria.state import RolloutStats
 _STOPPING = b"\nesper: stopping after this step; press Ctrl-C again to stop at once\n"
 
 
-def restore(
-    engine: VectorizedEngine, client: ClientProtocol, checkpoint: Checkpoint, shape: Mapping[str, object]
-) -> None:
+def restore(parts: Parts, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into engine and client; raises CheckpointError if its shape differs."""
-    require_same_shape(checkpoint.header.shape, shape, checkpoint.path)
+    require_same_shape(checkpoint.header.shape, parts.shape, checkpoint.path)
     if state := below("engine", checkpoint.state):
-        engine.load_state_dict(state, client)  # resets the client, which is loaded next
-    client.load_state_dict(below("policy", checkpoint.state))
+        parts.engine.load_state_dict(state, parts.client)  # resets the client, which is loaded next
+    parts.client.load_state_dict(below("policy", checkpoint.state))
 
 
 @final
@@ -88,48 +82,41 @@ class Runner:
     """Runs all rounds and writes records, checkpoints and the summary.
 
     Args:
-        config, engine, client: the run, its hosts and its learner. dataset: of the hosts, None for scripted ones.
-        directory: receives records and checkpoints.
-        listeners: receive steps, rounds and events. shape: of the run (`identity.run_shape`).
+        parts: of the run. directory: receives records and checkpoints. listeners: receive steps, rounds and events.
         start: header of the checkpoint that engine and client were restored from, None for a new run.
         best: the best host of the rounds before, if there is one.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        engine: VectorizedEngine,
-        client: ClientProtocol,
+        parts: Parts,
         directory: RunDirectory,
         listeners: Hub,
-        shape: Mapping[str, object],
         start: Header | None = None,
-        *,
-        dataset: Dataset | None,
         best: BestHost | None = None,
     ) -> None:
-        self.config, self.engine, self.client, self.dataset = config, engine, client, dataset
-        self.directory, self.listeners, self.shape = directory, listeners, dict(shape)
-        self.new = start is None
+        self.config, self.engine, self.client = parts.config, parts.engine, parts.client
+        self.dataset, self.shape = parts.dataset, parts.shape
+        self.directory, self.listeners = directory, listeners
         self.rounds_done = start.rounds_done if start else 0
         self.total, self.begun = (start.total, start.begun) if start else (Cost(), Cost())
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         self.best = self._best_saved = best
-        self.record = record_writer(directory.path, engine.spec, client.terms)
-        self.records = Records(directory, listeners, engine.spec, config.reward, record=self.record)
-        self._saved_at = (start.rounds_done, start.step) if start else (-1, 0)
+        self.record = record_writer(directory.path, self.engine.spec, self.client.terms)
+        self.records = Records(directory, listeners, self.engine.spec, self.config.reward, record=self.record)
+        self._saved_at = (start.rounds_done, start.step) if start else None
         self._stop = False
-        engine.timer.enabled = True
-        self._mark()
-        engine.on_step = self.records.step
+        self.engine.timer.enabled = True
+        self.engine.listeners.append(self.records.step)
 
     def run(self) -> dict[str, object] | None:
         """Run to the end. Returns the summary, or None if a signal stopped the run after writing a checkpoint."""
         remaining = range(self.rounds_done, self.config.rounds)
         with stop_signals(self._request_stop):
-            if self.new:
-                self.records.write_events([self._started()])
+            if self._saved_at is None:
+                params, device = self.engine.executor.host_params, self.engine.spec.device
+                self.records.write_events([events.run_started(self.shape, fingerprint(self.config), params, device)])
             self._mark()
             try:
                 complete = self.engine.train(
@@ -147,22 +134,15 @@ class Runner:
         self._stop = True
 
     def _on_round(self, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
-        cost = Cost(
-            env_steps=stats.cost.env_steps,
-            steps=stats.cost.steps,
-            reads=stats.cost.reads,
-            seconds=stats.cost.seconds,
-            update_seconds=time.monotonic() - self._began - stats.cost.seconds,
-        )
-        cost, self.begun = self.begun + cost, Cost()
+        update = time.monotonic() - self._began - stats.cost.seconds
+        cost, self.begun = self.begun + Cost(**asdict(stats.cost), update_seconds=update), Cost()
         self.total += cost
         self.last, self.rounds_done = stats, stats.episode + 1
         self.trend, is_best = self.trend.after(float(report.objective_of(stats, self.config.reward).mean()))
         self.records.write_events(events.round_events(stats, metrics, self.engine.spec, self.trend, self.config.reward))
-        phases, memory = self.engine.timer.read(), memory_bytes(self.engine.spec.device)
         line = report.round_line(stats, cost, metrics, self.config.reward) | {
-            "phase_milliseconds": phases,
-            "memory_bytes": memory,
+            "phase_milliseconds": self.engine.timer.read(),
+            "memory_bytes": memory_bytes(self.engine.spec.device),
         }
         self.directory.write_metrics(line)
         self.listeners.write("round", line)
@@ -174,11 +154,6 @@ class Runner:
         if self.rounds_done % self.config.checkpoint_every == 0 or self._all_done:
             self._save()
         self._mark()
-
-    def _started(self) -> events.Event:
-        return events.run_started(
-            self.shape, fingerprint(self.config), self.engine.executor.host_params, self.engine.spec.device
-        )
 
     def _mark(self) -> None:
         """Start the clocks of a round, or of the rest of one."""
@@ -194,18 +169,19 @@ class Runner:
         if self.last is None:
             self.last = self.engine.outcome()  # resumed at the end of the last episode
         (test_acc,) = host_read(self.engine.test())
-        digest = state_digest(self._final_state())
+        population = with_prefix("population", self.engine.executor.state_dict())
+        digest = state_digest(with_prefix("policy", self.client.state_dict()) | population)
+        device, about = self.engine.spec.device, None
         if self.best is not None and self.dataset is not None:
-            self.best = best_host.with_test(self.config, self.dataset, self.engine.spec.device, self.best)
+            self.best = best_host.with_test(self.config, self.dataset, device, self.best)
             self._save_best()
-        result = report.summary(self.config, self.engine.spec.device, self.last, test_acc, self.total, digest)
-        result["best_host"] = None
-        if self.best is not None:
-            found = perplexity(self.config.task_spec().objective, self.best.loss)
-            result["best_host"] = self.best.about | {"perplexity": found}
-        result["data"] = data_of(self.shape)
-        result["dropped_records"] = self.listeners.num_lost + self.record.dropped
-        result["memory_bytes"] = memory_bytes(self.engine.spec.device)
+            about = self.best.about | {"perplexity": perplexity(self.config.task_spec().objective, self.best.loss)}
+        result = report.summary(self.config, device, self.last, test_acc, self.total, digest) | {
+            "best_host": about,
+            "data": data_of(self.shape),
+            "dropped_records": self.listeners.num_lost + self.record.dropped,
+            "memory_bytes": memory_bytes(device),
+        }
         head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
         self.records.write_events([head | result])
         self.directory.write_summary(result)
@@ -234,35 +210,26 @@ class Runner:
         state: StateTree = with_prefix("policy", self.client.state_dict())
         if inside or self._all_done:
             state |= with_prefix("engine", self.engine.state_dict())
+        begun = Cost()
+        if inside:
+            begun = replace(
+                self.begun,
+                steps=inside,
+                env_steps=inside * self.config.num_envs,
+                reads=self.begun.reads + reads_so_far() - self._reads_before,
+                seconds=self.begun.seconds + time.monotonic() - self._began,
+            )
         header = Header(
             rounds_done=self.rounds_done,
             step=inside,
             cursor=self.directory.cursor(),
             total=self.total,
-            begun=self._begun_so_far() if inside else Cost(),
+            begun=begun,
             shape=self.shape,
             config=plain(self.config),
             trend=self.trend,
         )
         return header, state
-
-    def _begun_so_far(self) -> Cost:
-        """Cost of the unfinished episode."""
-        steps = self.engine.t
-        return replace(
-            self.begun,
-            steps=steps,
-            env_steps=steps * self.config.num_envs,
-            reads=self.begun.reads + reads_so_far() - self._reads_before,
-            seconds=self.begun.seconds + time.monotonic() - self._began,
-        )
-
-    def _final_state(self) -> dict[str, Tensor]:
-        """Policy, optimizer, statistics and population at the end of a run."""
-        return {
-            **with_prefix("policy", self.client.state_dict()),
-            **with_prefix("population", self.engine.executor.state_dict()),
-        }
 
 
 @contextmanager
@@ -292,9 +259,6 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-RUNS = Path("runs")
-
-
 def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] | None:
     """Train a new run in the directory `path`. Returns its summary, or None if it was stopped.
 
@@ -306,7 +270,7 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
         with RunDirectory.create(path, plain(parts.config)) as directory:
-            return _run(parts.config, parts, directory, None, console, asked=config.executor)
+            return _run(parts, directory, console, asked=config.executor)
     return None
 
 
@@ -314,7 +278,7 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
     """Continue the run in the directory `path`. Returns its summary, or None if it was stopped.
 
     Args:
-        config: that of the run, with changes of what may be changed (`identity.CHANGEABLE`).
+        config: that of the run, with changes of what may be changed (`run_config.CHANGEABLE`).
         path: the run directory.
         console: receives the lines.
 
@@ -324,10 +288,10 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
     require_installed(config.sinks)
     # checks everything before it changes anything
     with suppress(KeyboardInterrupt), RunDirectory.reopen(path) as directory:
-        checkpoint, damaged, complaints = load_newest(directory.checkpoints)
+        checkpoint, damaged, problems = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
         if checkpoint and start:
-            warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
+            warn(f"{problem} Using {checkpoint.path.name} instead." for problem in problems)
             require_same_config(start.config, config)
             _require_something_to_do(path, checkpoint, config)
             warn(missing_records(path, start.cursor))
@@ -336,19 +300,12 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
         best = best_host.read(directory.checkpoints)
         parts = _assembled(config, console, start.rounds_done if start else 0)
         if checkpoint:
-            restore(parts.engine, parts.client, checkpoint, parts.shape)
+            restore(parts, checkpoint)
         directory.rewind(start.cursor if start else {}, plain(config))
         rewind_record(path, start.rounds_done if start else 0, start.step if start else 0)
         set_aside(damaged)
-        return _run(config, parts, directory, start, console, asked=config.executor, best=best)
+        return _run(replace(parts, config=config), directory, console, start, best, asked=config.executor)
     return None
-
-
-def free_name(config: RunConfig) -> Path:
-    """The first free name of runs/<task>-<preset>-s<seed>, ...-2, ...-3."""
-    name = f"{config.task}-{config.preset}-s{config.seed}"
-    candidates = (RUNS / (name if i == 1 else f"{name}-{i}") for i in count(1))
-    return next(path for path in candidates if not path.exists())
 
 
 def _require_something_to_do(path: Path, checkpoint: Checkpoint, config: RunConfig) -> None:
@@ -393,7 +350,7 @@ def why_chosen(executor: str, device: torch.device) -> str:
     return " (chosen by the size of activations)"
 
 
-def _executor_lines(config: RunConfig, parts: Parts, asked: str) -> Iterator[str]:
+def _executor_lines(parts: Parts, asked: str) -> Iterator[str]:
     """What a run says about how its hosts are run; nothing for a task without networks."""
     engine = parts.engine
     if engine.config.executor != "auto":
@@ -407,19 +364,20 @@ def _executor_lines(config: RunConfig, parts: Parts, asked: str) -> Iterator[str
 
 
 def _run(
-    config: RunConfig,
     parts: Parts,
     directory: RunDirectory,
-    start: Header | None,
     console: RunConsole,
+    start: Header | None = None,
+    best: BestHost | None = None,
     *,
     asked: str,
-    best: BestHost | None = None,
 ) -> dict[str, Any] | None:
+    """Run the parts to the end, with everything that is printed; `asked` is the executor that the user wanted."""
+    config = parts.config
     console.say(f"run directory: {directory.path}, device: {parts.engine.spec.device}")
     if (data := data_of(parts.shape)) not in ("none", config.task):
         console.say(f"data: {data}")
-    for line in _executor_lines(config, parts, asked):
+    for line in _executor_lines(parts, asked):
         console.say(line)
     if start is not None:
         console.say(f"continuing after {start.place} (of {config.rounds})")
@@ -434,17 +392,18 @@ def _run(
         where = SINKS[name].where.format(directory.path)
         console.say(f"sink: {name}{f' ({where})' * bool(where)}")
     listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
-    runner = Runner(
-        config, parts.engine, parts.client, directory, listeners, parts.shape, start, dataset=parts.dataset, best=best
-    )
-    if progress.is_live and parts.engine.on_step is not None:
-        parts.engine.on_step = hosts.before(parts.engine.on_step)
+    if progress.is_live:
+        parts.engine.listeners.append(hosts.add)  # before the records, whose lines redraw the page
+    runner = Runner(parts, directory, listeners, start, best)
     with listeners, progress:
         summary = runner.run()
     warn([*listeners.complaints(), *runner.record.complaints()])
     if summary is not None:
         console.say(tables.done(summary))
-        _say_anomalies(directory.path, console)
+        with open_record([directory.path]) as record:
+            warn(record.complaints)
+            for line in record.anomaly_lines():
+                console.say(f"look at {line}")
     return summary
 
 
@@ -453,11 +412,3 @@ def stopped(path: Path, *, task: bool = False) -> str:
     if not checkpoints(path / CHECKPOINTS):
         return "stopped before the first checkpoint; nothing was kept"
     return f"stopped; continue with: {continuing(path, task=task)}"
-
-
-def _say_anomalies(path: Path, console: RunConsole) -> None:
-    """What looks wrong in a complete run, and what of its record cannot be read."""
-    with open_record([path]) as record:
-        warn(record.complaints)
-        for line in record.anomaly_lines():
-            console.say(f"look at {line}")

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.kasmina.hosts.host import Apply, Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, Surface, enabled_points
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.objectives import PADDING, NextToken

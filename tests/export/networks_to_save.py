@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.export.description import Description
-from esper.export.grown import GrownSeed
+from esper.export.grown import Description, GrownSeed, plain
 from esper.export.network import GrownNetwork
-from esper.export.plain_hosts import plain
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 

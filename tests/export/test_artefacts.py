@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tiny
-from esper.export import artefacts, checking
-from esper.export.copied_code import Code
+from esper.export import checking
 from esper.export.grown import GrownModule, load_state, state_of
-from esper.export.network import load
-from esper.export.source import written
+from esper.export.network import HOW_TO_LOAD, load
+from esper.export.source import Code, written
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ExportError
 
@@ -131,7 +130,7 @@ def test_where_the_source_is_not_to_be_had_a_program_or_a_pickle_takes_its_place
     ):
         assert {path.name for path in (tmp_path / name).iterdir()} == {"model.json", "model.safetensors", file}
         (note,) = notes[name]
-        assert artefacts.HOW_TO_LOAD[file] in note
+        assert HOW_TO_LOAD[file] in note
         assert why in note
     run_alone(tmp_path, torch.load(tmp_path / "calls.pt"))
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from esper.export.description import Origin
-from esper.export.grown import GrownSeed, state_of
+from esper.export.grown import GrownSeed, Origin, state_of
 from esper.export.network import GrownNetwork, load
 from esper.leyline.errors import DataError, ExportError
 from esper.tasks.datasets import Tokenizer

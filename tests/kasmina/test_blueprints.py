@@ -22,8 +22,8 @@ from esper.kasmina.blueprints import (
 )
 from esper.kasmina.blueprints.cnn import num_groups
 from esper.kasmina.blueprints.layers import LayerScale, causal_attention
-from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
+from esper.kasmina.parameters.layout import Template
 from esper.leyline.errors import RegistryError
 from esper.leyline.random import Stream
 from esper.leyline.stages import HostFamily

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError
 

@@ -19,10 +19,9 @@ from esper.kasmina.blueprints import (
     unregister,
 )
 from esper.kasmina.blueprints.layers import BIRTH_SCALE, LayerScale, chain
-from esper.kasmina.parameters.flat_layout import Template
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
-from esper.kasmina.parameters.stacked_layers import stack_layers
-from esper.kasmina.parameters.stacking_trial import way_to_stack
+from esper.kasmina.parameters.layout import Template
+from esper.kasmina.parameters.stacking import stack_layers, way_to_stack
 from esper.leyline.actions import STYLE_ALGORITHM
 from esper.leyline.random import Stream
 from esper.leyline.stages import Algorithm, HostFamily

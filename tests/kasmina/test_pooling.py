@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from esper.kasmina.hosts.pooling import max_pool_2x2
+from esper.kasmina.hosts.cnn import max_pool_2x2
 
 
 def test_a_window_gives_its_largest_and_the_gradient_goes_there():

@@ -7,7 +7,7 @@ from esper.api.run import Run
 from esper.api.session import AnyTask, folder, spec_of
 from esper.api.timeline import Timeline
 from esper.export import network
-from esper.export.description import read_description
+from esper.export.grown import read_description
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import RunDirectoryError

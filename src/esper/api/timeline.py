@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final, overload
 
-from esper.export.description import Origin
+from esper.export.grown import Origin
 from esper.leyline.errors import ExportError
 from esper.leyline.protocols import EngineSpec
 from esper.leyline.stages import COOLDOWN, SeedStage

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import HostSpec
-from esper.kasmina.hosts.slots import enabled_points
+from esper.kasmina.hosts.host import HostSpec, enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.objective import Objective

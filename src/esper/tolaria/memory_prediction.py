@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, Working
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, SeedStage

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.parameters.flat_layout import Template, buffer_layout, drop_batch_counters, parameter_layout
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.layout import Template, buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.errors import ConfigError
 
 DIGITS = CNNHostSpec(in_channels=1, base=8, blocks=2, kernel=1, pools=1, classes=10)

@@ -11,7 +11,6 @@ from torch import nn
 from esper.kasmina.blueprints.registry import FunctionBlueprint
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
 from esper.kasmina.parameters import initialization
-from esper.kasmina.parameters.flat_layout import parameter_layout
 from esper.kasmina.parameters.initialization import (
     InitTable,
     build_twice,
@@ -20,7 +19,8 @@ from esper.kasmina.parameters.initialization import (
     fresh_rows,
     init_table,
 )
-from esper.kasmina.parameters.kinds import seed_kind
+from esper.kasmina.parameters.layout import parameter_layout
+from esper.kasmina.parameters.population import seed_kind
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
 from esper.leyline.stages import HostFamily

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.kasmina.parameters.slab import Slab
+from esper.kasmina.parameters.population import Slab
 
 CPU = torch.device("cpu")
 SGD, ADAMW = OptimizerSpec(kind="sgd"), OptimizerSpec(kind="adamw")

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention, Positions
-from esper.kasmina.hosts.host import Apply, Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily

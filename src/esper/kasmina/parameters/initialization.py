@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.parameters.layout import FlatLayout
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.random import generator_states, seeded_generators, to_uniform, word_rows
 from esper.leyline.tensor_dataclass import tensor_dataclass, tree_map

@@ -5,8 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, clip_factor, step_rows
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, Working
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.executors.running_seeds import TrainedRows
 

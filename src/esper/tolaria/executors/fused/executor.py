@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from esper.kasmina.parameters.slab import Working
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
+from esper.kasmina.parameters.population import Working
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Objective, Scores
 from esper.tolaria.amp import LossScaler

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from esper.kasmina.blending import seed_input
 from esper.kasmina.parameters.dropout import Draws, draw_for
-from esper.kasmina.parameters.flat_layout import StackedTemplate
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.layout import StackedTemplate
+from esper.kasmina.parameters.population import Population, Working
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.fused.blending import GroupOutputs, Piece, blend_groups
 from esper.tolaria.executors.fused.stacked_modules import StackedModules

@@ -7,13 +7,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.optimizers import SGDState
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, Working
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.native.assembler import Program

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.parameters.dropout import Draws
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, Working
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tolaria.batches import SharedBatchIterator

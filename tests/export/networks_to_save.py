@@ -158,4 +158,4 @@ def network_of(model, slots: list[str], x: Tensor, blueprint: str, **more: objec
         input_dtype=str(x.dtype).removeprefix("torch."), normalization=None, host_params=0, grown_params=0, flops=0,
         unit="accuracy", val=None, test=None,
     )  # fmt: skip
-    return GrownNetwork(plain=found, host=host, description=description, **more)
+    return GrownNetwork(plain=found, description=description, **more)

@@ -30,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import GateNetwork, Positions
-from esper.kasmina.blueprints.registry import FunctionBlueprint, blueprint_by_name
+from esper.kasmina.blueprints.registry import AbstractBlueprint, blueprint_by_name
 from esper.kasmina.hosts.cnn import Block, CNNHost
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.hosts.module_host import ModuleHost
@@ -312,30 +312,26 @@ class Transformer(nn.Module):
         return logits
 
 
-class PlainSeed(NamedTuple):
-    """What grew in a slot, and the function that builds it for a width; None for a blueprint that is a class.
-
-    `causal`: see `GateNetwork`.
-    """
-
-    seed: GrownSeed
-    build: Callable[[int], nn.Module] | None
-    width: int
-    causal: bool
-
-
 class Plain(NamedTuple):
     """What a grown network is built from.
 
     Attributes:
-        model: gives a new network. seeds: by the path of the submodule behind which they grew, in execution order.
-        module: the network and what grew, in eval mode on the CPU. compiled: whether `model` gives it in torch.compile.
+        host: whose network it is. model: gives a new one; `compiled` says whether it comes in torch.compile.
+        seeds: by the path of the submodule behind which they grew, in execution order.
+        module: the network and what grew, in eval mode on the CPU.
     """
 
+    host: Host
     model: Callable[[], nn.Module]
-    seeds: dict[str, PlainSeed]
+    seeds: dict[str, GrownSeed]
     module: GrownModule
     compiled: bool = False
+
+
+def blueprint_of(seed: GrownSeed, host: Host) -> tuple[AbstractBlueprint, int]:
+    """The blueprint of a seed, with PyTorch's own kernels, and the channels of its slot; raises RegistryError."""
+    channels = next(point.channels for point in host.enabled if point.slot_id == seed.slot)
+    return blueprint_by_name(_SLOWER.get(seed.blueprint, seed.blueprint), host.family), channels
 
 
 def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
@@ -348,15 +344,14 @@ def plain(host: Host, seeds: Sequence[GrownSeed]) -> Plain:
     built = deterministic_build(model)
     network = getattr(built, "_orig_mod", built)  # what torch.compile wraps
     _copy(host.network if isinstance(host, ModuleHost) else host, network)
-    channels, builders, grown = {point.slot_id: point.channels for point in host.enabled}, {}, {}
-    for seed in sorted(seeds, key=lambda seed: host.execution_order().index(seed.slot)):
-        path, width = path_of(seed.slot), channels[seed.slot]
-        blueprint = blueprint_by_name(_SLOWER.get(seed.blueprint, seed.blueprint), host.family)
-        function = blueprint.network if isinstance(blueprint, FunctionBlueprint) else None
-        builders[path] = PlainSeed(seed, function, width, host.causal)
-        gate = deterministic_build(partial(GateNetwork, width, host.causal)) if seed.algorithm == "GATE" else None
-        grown[path] = Grown(deterministic_build(partial(blueprint.build, width)), seed.algorithm, gate, seed.alpha)
-    return Plain(model, builders, GrownModule(network, grown).eval(), compiled=built is not network)
+    order, own, grown = host.execution_order().index, {}, {}
+    for seed in sorted(seeds, key=lambda seed: order(seed.slot)):
+        blueprint, channels = blueprint_of(seed, host)
+        gate = deterministic_build(partial(GateNetwork, channels, host.causal)) if seed.algorithm == "GATE" else None
+        built_seed = deterministic_build(partial(blueprint.build, channels))
+        path = path_of(seed.slot)
+        own[path], grown[path] = seed, Grown(built_seed, seed.algorithm, gate, seed.alpha)
+    return Plain(host, model, own, GrownModule(network, grown).eval(), compiled=built is not network)
 
 
 def _plain_host(host: Host) -> tuple[Callable[[], nn.Module], Callable[[str], str]]:

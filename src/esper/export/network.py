@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, Literal, final, get_args
 
 import cloudpickle
 import torch
@@ -70,113 +70,84 @@ HOW_TO_LOAD = {
 }
 Example = tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]
 """Positional and named arguments of a call, and the tensors that the network returns."""
+Tried = tuple[str | None, list[str]]
+"""Why a file is not to be had, None if it is, and sentences about what is not as usual."""
 
 
-class Artefact(NamedTuple):
-    """The file that was kept, None where none gave the same outputs, and sentences about what is not as usual."""
+def _write_runnable(
+    folder: Path, network: "GrownNetwork", examples: Sequence[Example], formats: Collection[str]
+) -> tuple[str | None, list[str]]:
+    """Write what runs into a folder that holds the weights already, and files of `formats` besides.
 
-    file: str | None
-    notes: list[str]
-
-
-class _Try(NamedTuple):
-    """A file to try; `name` is for the results, `file` the name that it gets if it is kept."""
-
-    name: str
-    file: str
-    path: Path
-
-
-class _Outcome(NamedTuple):
-    error: str | None
-    notes: list[str]
-
-
-def write(
-    folder: Path,
-    plain: Plain,
-    description: Description,
-    inputs: object,
-    examples: Sequence[Example],
-    formats: Collection[str],
-) -> Artefact:
-    """Write what runs into a folder that holds the weights already, and files of `formats` besides."""
+    The file that was kept, None where none gave the same outputs, and sentences about what is not as usual.
+    """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None] if ONNX in formats else []
     wanted = [name for name in formats if name != ONNX or not missing]
+    won, failed, said = None, dict[str, str](), list[str]()
     with tempfile.TemporaryDirectory() as place:
-        work, tries, failed, notes = Path(place), list[_Try](), dict[str, str](), dict[str, list[str]]()
-        for name, imports in ((SOURCE, False), (f"{SOURCE} with imports", True)):
+        pickled = Path(place) / PICKLE
+
+        def tried(kind: str, source: Path, target: Path | None = None, *, fixed: bool = True) -> Tried:
+            job = {"kind": kind, "source": source, "folder": folder, "examples": list(examples)}
+            return _without_esper(pickled.with_name("job"), job | {"target": target, "fixed": fixed})
+
+        def attempt(name: str) -> tuple[Path, str | None, list[str]]:
+            """The file to keep, why it is not kept, and sentences."""
+            file = Path(place) / name
+            if name in (PROGRAM, PICKLE):
+                pickled.write_bytes(_pickled(network.plain))
+                error, notes = tried(PICKLE, pickled, file, fixed=False) if name == PROGRAM else tried(PICKLE, pickled)
+                return file, error, notes
+            text, notes = written(network.plain, network.description, network.inputs, imports=name == "imported.py")
+            file.write_text(text, encoding="utf-8")
+            return file, tried(SOURCE, file)[0], notes
+
+        for name in ("copied.py", "imported.py", PROGRAM, PICKLE):
             try:
-                text, notes[name] = written(plain, description, inputs, imports=imports)
-            except Exception as error:  # whatever a class of the user's raises when it is looked at
-                failed[name] = str(error) if isinstance(error, UnwritableError) else repr(error)
-                continue
-            tries.append(_Try(name, SOURCE, work / f"source{imports}.py"))
-            tries[-1].path.write_text(text, encoding="utf-8")
-        try:
-            (work / PICKLE).write_bytes(_pickled(plain))
-            tries += [_Try(PROGRAM, PROGRAM, work / PROGRAM), _Try(PICKLE, PICKLE, work / PICKLE)]
-        except Exception as error:  # whatever a class of the user's raises
-            failed[PICKLE] = f"it cannot be pickled, {error}"
-        outcomes = _checked(work, folder, tries, wanted, examples)
-        failed |= {name: found.error for name, found in outcomes.items() if found.error is not None}
-        won = next((each for each in tries if each.name in outcomes and each.name not in failed), None)
-        said = [] if won is None else notes.get(won.name, [])
-        if won is not None:
-            (folder / won.file).write_bytes(won.path.read_bytes())
-        if won is None or won.file != SOURCE:
-            why = "; ".join(dict.fromkeys(failed[each] for each in failed if each not in wanted))
-            how = HOW_TO_LOAD[won.file] if won else "esper.load(folder, task=task), from the weights"
+                file, error, said = attempt(name)
+            except Exception as raised:  # whatever a class of the user's raises when it is looked at
+                error = str(raised) if isinstance(raised, UnwritableError) else repr(raised)
+            if error is None:
+                won = SOURCE if name.endswith(".py") else name
+                (folder / won).write_bytes(file.read_bytes())
+                break
+            failed[name], said = error, []
+        if won != SOURCE:
+            how = HOW_TO_LOAD[won] if won else "esper.load(folder, task=task), from the weights"
+            why = "; ".join(dict.fromkeys(failed.values()))
             said.append(f"there is no {SOURCE} ({why}). The network is loaded by {how}.")
-        said += [note for name in wanted if name in outcomes for note in outcomes[name].notes]
-        said += [f"there is no {name}: {failed[name]}." for name in wanted if name in failed]
+        for name in [name for name in wanted if name != won]:
+            error, notes = (
+                tried(SOURCE, folder / SOURCE, folder / name)
+                if won == SOURCE
+                else tried(PICKLE, pickled, folder / name)
+            )
+            said += notes if error is None else [f"there is no {name}: {error}."]
     if missing:
         said.append(f"there is no {ONNX}: it needs {' and '.join(missing)}; pip install 'esper-growth[onnx]' has them.")
-    return Artefact(won.file if won else None, said)
+    return won, said
 
 
-def _checked(
-    work: Path, folder: Path, tries: Sequence[_Try], formats: Sequence[str], examples: Sequence[Example]
-) -> dict[str, _Outcome]:
-    """What became of each file; those behind the first good one are not tried. A crash costs one more process."""
-    done: dict[str, _Outcome] = {}
-    while True:
-        won = [each for each in tries if each.name in done and done[each.name].error is None]
-        left = won[:1] or [each for each in tries if each.name not in done]
-        rest = [name for name in formats if name not in done]
-        if not left or (won and not rest):
-            return done
-        job = {"folder": folder, "examples": list(examples), "tries": left, "formats": rest, "pickle": work / PICKLE}
-        lines, ended = _process(work, job)
-        for line in lines:
-            if "end" in line:
-                done[line["end"]] = _Outcome(line["error"], line["notes"])
-        begun = [line["start"] for line in lines if "start" in line]
-        unfinished = [name for name in begun if name not in done] or ([] if begun else [left[0].name])
-        done |= {name: _Outcome(ended, []) for name in unfinished}
-
-
-def _process(work: Path, job: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """The results of a job in a new interpreter, and how that ended."""
-    file, results = work / "job", work / "results"
-    results.write_text("", encoding="utf-8")
-    tries = [tuple(each) for each in job["tries"]]
-    file.write_bytes(cloudpickle.dumps(job | {"tries": tries, "results": results}))
+def _without_esper(file: Path, job: dict[str, object]) -> Tried:
+    """Why a job of `checking` failed in a new interpreter, None if it did not; and its sentences."""
+    file.write_bytes(cloudpickle.dumps(job))
+    result = file.with_name("job.result")
+    result.unlink(missing_ok=True)
     code = (
         f"import runpy, sys; sys.path[:] = {sys.path!r}; sys.argv[1:] = [{str(file)!r}]; "
         f"runpy.run_path({checking.__file__!r}, run_name='__main__')"
     )
-    with (work / "output").open("wb+") as output:
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        try:
-            found = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=TIMEOUT, check=False
-            )
-            code_of = found.returncode
-            ended = f"its process was killed by signal {-code_of}" if code_of < 0 else f"its process ended ({code_of})"
-        except subprocess.TimeoutExpired:
-            ended = f"it did not end within {TIMEOUT:.0f} seconds"
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()], ended
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, timeout=TIMEOUT, check=False,
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {TIMEOUT:.0f} seconds", []
+    if not result.exists():
+        return f"its process was killed by signal {-ended}" if ended < 0 else f"its process ended ({ended})", []
+    error, notes = json.loads(result.read_text(encoding="utf-8"))
+    return error, notes
 
 
 @final
@@ -262,14 +233,13 @@ class GrownNetwork:
     """A network and what is known of it.
 
     Attributes:
-        plain: the network, and what it is built from. host: how it is called for a batch, and what its result means.
+        plain: the network, and what it is built from.
         inputs: how stored examples become inputs, None if they are stored so.
         tokenizer: content of tokenizer.json, where the description names it.
         examples: the data that its figures belong to; None if it was loaded, or if each host has data of its own.
     """
 
     plain: Plain
-    host: Host
     description: Description
     inputs: object = None
     tokenizer: bytes | None = None
@@ -279,6 +249,11 @@ class GrownNetwork:
     def module(self) -> GrownModule:
         """The network in eval mode, on the CPU."""
         return self.plain.module
+
+    @property
+    def host(self) -> Host:
+        """How the network is called for a batch, and what its result means."""
+        return self.plain.host
 
     @classmethod
     def of(
@@ -331,8 +306,7 @@ class GrownNetwork:
             for s in rows
         ]
         example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
-        network = _taken(engine, _host(task.host, spec.slot_ids, example), host, dict(zip(rows, seeds, strict=True)))
-        of_host, plain_ = network
+        plain_ = _taken(engine, _host(task.host, spec.slot_ids, example), host, dict(zip(rows, seeds, strict=True)))
         host_params, grown_params = (sum(p.numel() for p in part.parameters()) for part in plain_.module.children())
         tokenizer, content = _tokenizer(dataset)
         description = Description(
@@ -346,7 +320,7 @@ class GrownNetwork:
             normalization=fields_of(dataset.inputs),
             host_params=host_params,
             grown_params=grown_params,
-            flops=flops(plain_.module, of_host, example),
+            flops=flops(plain_.module, plain_.host, example),
             unit=task.objective.unit,
             val=None if live else float(stats.committed_acc[host]),
             test=None if live else test,
@@ -358,7 +332,6 @@ class GrownNetwork:
         examples = Examples(dataset, task.objective, task.batch_val) if task.instances is None else None
         return cls(
             plain=plain_,
-            host=of_host,
             description=description,
             inputs=dataset.inputs,
             tokenizer=content,
@@ -413,7 +386,7 @@ class GrownNetwork:
                 if self.tokenizer is not None:
                     (draft / TOKENIZER).write_bytes(self.tokenizer)
                 wanted = [f"model.{name}" for name in dict.fromkeys(formats)]
-                file, more = write(draft, self.plain, self.description, self.inputs, examples, wanted)
+                file, more = _write_runnable(draft, self, examples, wanted)
                 wrong, random = None, list[str]()
                 if file is not None:
                     loaded = deterministic_build(lambda: checking.load(file, draft, draft / file))
@@ -462,18 +435,18 @@ class GrownNetwork:
         return None, []
 
 
-def _taken(engine: VectorizedEngine, host: Host, row: int, seeds: Mapping[int, GrownSeed]) -> tuple[Host, Plain]:
+def _taken(engine: VectorizedEngine, host: Host, row: int, seeds: Mapping[int, GrownSeed]) -> Plain:
     """A host and its seeds, by slot number, with the weights of a row of an engine."""
     state = {name: x.to("cpu") for name, x in below("population", engine.executor.state_dict()).items()}
     fill(host, state["host.params"][row], state["host.buffers"][row])
     found = plain(host, tuple(seeds.values()))
     for s, seed in seeds.items():
         at = row * engine.spec.num_slots + s
-        (grown,) = (found.module.grown[slot_key(path)] for path, of in found.seeds.items() if of.seed == seed)
+        (grown,) = (found.module.grown[slot_key(path)] for path, of in found.seeds.items() if of == seed)
         fill(grown.seed, state["seeds.params"][at], state["seeds.buffers"][at])  # type: ignore[arg-type]
         if grown.gate is not None:
             fill(grown.gate, state["gates.params"][at], state["gates.buffers"][at])  # type: ignore[arg-type]
-    return host, found
+    return found
 
 
 @torch.no_grad()
@@ -525,7 +498,7 @@ def load(folder: Path | str, *, host: Host | None = None) -> GrownNetwork:
         raise ExportError(
             f"{folder / TOKENIZER} cannot be read ({error.strerror}); export the network again."
         ) from error
-    return GrownNetwork(plain=found, host=host, description=description, inputs=inputs, tokenizer=tokenizer)
+    return GrownNetwork(plain=found, description=description, inputs=inputs, tokenizer=tokenizer)
 
 
 def _tokenizer(dataset: Dataset) -> tuple[str | None, bytes | None]:

@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import nn
 
-from esper.export.grown import Description, Grown, GrownModule, Plain, PlainSeed, load_state
+from esper.export.grown import Description, Grown, GrownModule, GrownSeed, Plain, blueprint_of, load_state
 from esper.kasmina.blueprints.layers import GateNetwork
+from esper.kasmina.blueprints.registry import FunctionBlueprint
+from esper.kasmina.hosts.host import Host
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _FUTURE = "from __future__ import annotations\n"
@@ -314,15 +316,8 @@ def _free_names(text: str, *, annotations: bool = False) -> set[str]:
     return found
 
 
-class Written(NamedTuple):
-    """The text of model.py, and sentences about what is not as usual."""
-
-    text: str
-    notes: list[str]
-
-
-def written(plain: Plain, description: Description, inputs: object, *, imports: bool) -> Written:
-    """The text of model.py; `inputs` is `Dataset.inputs`.
+def written(plain: Plain, description: Description, inputs: object, *, imports: bool) -> tuple[str, list[str]]:
+    """The text of model.py, and sentences about what is not as usual; `inputs` is `Dataset.inputs`.
 
     With `imports`, classes of modules that can be imported are imported from there; else they are copied.
 
@@ -332,7 +327,9 @@ def written(plain: Plain, description: Description, inputs: object, *, imports: 
     code = Code(imports=imports)
     host = code.call(plain.model) + "._orig_mod" * plain.compiled
     names = [code.name(value, value.__name__) for value in (GrownModule, Grown, load_state)]
-    seeds = "".join(f"        {path!r}: {_seed(code, names[1], seed)},\n" for path, seed in plain.seeds.items())
+    seeds = "".join(
+        f"        {path!r}: {_seed(code, names[1], seed, plain.host)},\n" for path, seed in plain.seeds.items()
+    )
     grown = f"{{\n{seeds}    }}" if seeds else "{}"
     prepare, notes = "", []
     if inputs is not None:
@@ -357,7 +354,7 @@ def written(plain: Plain, description: Description, inputs: object, *, imports: 
             f"model.py imports {', '.join(sorted(code.needed))}, which must be importable where it is loaded; "
             "formats=['pt2'] writes a file that needs torch alone."
         )
-    return Written(text, notes)
+    return text, notes
 
 
 _PREPARE = '''def prepare(x):
@@ -390,16 +387,15 @@ def load_model(folder={path}(__file__).parent) -> {module}:
 '''
 
 
-def _seed(code: Code, grown: str, of: PlainSeed) -> str:
+def _seed(code: Code, grown: str, seed: GrownSeed, host: Host) -> str:
     """A call of `Grown`."""
-    seed = of.seed
-    if of.build is None:
+    blueprint, channels = blueprint_of(seed, host)
+    if not isinstance(blueprint, FunctionBlueprint):
         raise UnwritableError(f"the blueprint {seed.blueprint!r} is not a function")
-    parts = [code.call(partial(of.build, of.width)), repr(seed.algorithm)]
+    parts = [code.call(partial(blueprint.network, channels)), repr(seed.algorithm)]
     if seed.algorithm == "GATE":
-        parts.append(
-            f"{code.name(GateNetwork, GateNetwork.__name__)}({of.width}{'' if of.causal else ', causal=False'})"
-        )
+        causal = "" if host.causal else ", causal=False"
+        parts.append(f"{code.name(GateNetwork, GateNetwork.__name__)}({channels}{causal})")
     if seed.alpha != 1.0:
         parts.append(f"alpha={seed.alpha!r}")
     return f"{grown}({', '.join(parts)})"

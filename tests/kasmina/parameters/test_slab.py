@@ -11,9 +11,9 @@ SGD, ADAMW = OptimizerSpec(kind="sgd"), OptimizerSpec(kind="adamw")
 ROWS, PARAMS, BUFFERS = 4, 6, 3
 
 
-def filled(spec=SGD, *, trained=True):
+def filled(spec=SGD):
     """Every element holds its own number, optimizer state too."""
-    slab = Slab((ROWS, PARAMS, BUFFERS), spec, CPU, trained=trained)
+    slab = Slab((ROWS, PARAMS, BUFFERS), spec, CPU)
     for k, tensor in enumerate(slab.tensors().values(), start=1):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * k)
     return slab
@@ -48,31 +48,18 @@ def test_clearing_rows_empties_them_and_no_others(spec):
         assert torch.equal(tensor[[1, 2]], before[name][[1, 2]]), name
 
 
-def test_forgetting_the_optimizer_keeps_weights_and_buffers():
+def test_a_snapshot_brings_weights_and_buffers_back_and_empties_the_optimizer():
     slab = filled(ADAMW)
+    slab.save(rows(1, 2))
     before = copies(slab)
-    slab.forget_optimizer(rows(1))
-    assert torch.equal(slab.params, before["params"])
-    assert torch.equal(slab.buffers, before["buffers"])
-    assert {name: bool(x[1].any()) for name, x in slab.tensors().items() if name not in ("params", "buffers")} == {
-        "exp_avg": False, "exp_avg_sq": False, "steps": False,
-    }  # fmt: skip
-
-
-def test_rows_are_copied_from_another_slab_without_its_optimizer():
-    source, target = filled(), Slab((ROWS, PARAMS, BUFFERS), SGD, CPU)
-    target.copy_rows(source, rows(1, 2))
-    assert torch.equal(target.params[1:3], source.params[1:3])
-    assert torch.equal(target.buffers[1:3], source.buffers[1:3])
-    assert not target.params[[0, 3]].any()
-    assert not target.optimizer.momentum.any()
-
-
-def test_a_slab_that_is_only_kept_holds_no_optimizer_state():
-    slab = filled(ADAMW, trained=False)
-    assert {name: x.numel() for name, x in slab.tensors().items() if name.startswith("exp")} == {
-        "exp_avg": 0, "exp_avg_sq": 0,
-    }  # fmt: skip
+    for tensor in slab.tensors().values():
+        tensor.add_(1)
+    slab.restore(rows(1))
+    for name, tensor in slab.tensors().items():
+        back = before[name][1] if name in ("params", "buffers") else torch.zeros_like(tensor[1])
+        assert torch.equal(tensor[1], back), name
+        assert torch.equal(tensor[[0, 2, 3]], before[name][[0, 2, 3]] + 1), name
+    assert not slab.snapshot["params"][[0, 3]].any()
 
 
 def test_the_gradient_of_a_leaf_arrives_in_the_slab_of_gradients():

@@ -46,11 +46,7 @@ from esper.leyline.checkpoint_tree import StateTree, copy_into, with_prefix
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.leyline.tensor_dataclass import named_tensors, replace, tensor_dataclass, tree_map
-
-
-def _take(state: OptimizerState, rows: Tensor, width: int) -> OptimizerState:
-    return tree_map(lambda x: x[rows, :width] if x.dim() > 1 else x[rows], state)
+from esper.leyline.tensor_dataclass import named_tensors, tree_map
 
 
 @final
@@ -67,16 +63,15 @@ class Working:
 
 @final
 class Slab:
-    """R rows of P parameters and Q buffer values, with their optimizer state."""
+    """R rows of P parameters and Q buffer values, with their optimizer state and a snapshot without it."""
 
-    def __init__(
-        self, shape: tuple[int, int, int], spec: OptimizerSpec, device: torch.device, *, trained: bool = True
-    ) -> None:
-        """All zero. `shape` is (R, P, Q); a slab of snapshots is not `trained` and has no optimizer state."""
+    def __init__(self, shape: tuple[int, int, int], spec: OptimizerSpec, device: torch.device) -> None:
+        """All zero; `shape` is (R, P, Q)."""
         num_rows, num_params, num_buffers = shape
         self.params = torch.zeros(num_rows, num_params, device=device)
         self.buffers = torch.zeros(num_rows, num_buffers, device=device)
-        self.optimizer = init_state(spec, self.params if trained else self.params[:, :0])
+        self.snapshot = {"params": torch.zeros_like(self.params), "buffers": torch.zeros_like(self.buffers)}
+        self.optimizer = init_state(spec, self.params)
 
     def write(self, rows: Int[Tensor, " R"], params: Float[Tensor, "R W"], buffers: Float[Tensor, "R V"]) -> None:
         """New modules in these rows, with new optimizer state; unused elements are zero."""
@@ -85,33 +80,29 @@ class Slab:
         self.buffers[rows, : buffers.shape[1]] = buffers
 
     def clear(self, rows: Int[Tensor, " R"]) -> None:
-        """Set everything in these rows to zero."""
-        self.params[rows] = 0.0
-        self.buffers[rows] = 0.0
-        self.forget_optimizer(rows)
-
-    def forget_optimizer(self, rows: Int[Tensor, " R"]) -> None:
-        """Optimizer state as before the first step."""
-        for _, tensor in named_tensors(self.optimizer):
+        """Set everything in these rows to zero, but not their snapshot."""
+        for tensor in self.tensors().values():
             tensor[rows] = 0
 
-    def copy_rows(self, source: "Slab", rows: Int[Tensor, " R"]) -> None:
-        """Copy parameters and buffers of these rows from a slab of the same shape."""
-        self.params[rows] = source.params[rows]
-        self.buffers[rows] = source.buffers[rows]
+    def save(self, rows: Int[Tensor, " R"]) -> None:
+        """Copy parameters and buffers of these rows into the snapshot."""
+        self.snapshot["params"][rows], self.snapshot["buffers"][rows] = self.params[rows], self.buffers[rows]
 
-    # -- compact copies -----------------------------------------------------------------------------------------------
+    def restore(self, rows: Int[Tensor, " R"]) -> None:
+        """Copy these rows from the snapshot, with optimizer state as before the first step."""
+        self.clear(rows)
+        self.params[rows], self.buffers[rows] = self.snapshot["params"][rows], self.snapshot["buffers"][rows]
 
     def begin(self, rows: Int[Tensor, " R"], widths: Sequence[int]) -> Working:
         """A compact copy of these rows for autograd; `widths` [R] is the number of used parameters of each."""
         params = self.params[rows, : max(widths, default=0)].contiguous()
-        grad = torch.zeros_like(params)
+        grad, width = torch.zeros_like(params), params.shape[1]
         leaves = []
-        for row, row_grad, width in zip(params.unbind(0), grad.unbind(0), widths, strict=True):
-            leaf = row[:width].detach().requires_grad_()
-            leaf.grad = row_grad[:width]
+        for row, row_grad, used in zip(params.unbind(0), grad.unbind(0), widths, strict=True):
+            leaf = row[:used].detach().requires_grad_()
+            leaf.grad = row_grad[:used]
             leaves.append(leaf)
-        optimizer = _take(self.optimizer, rows, params.shape[1])
+        optimizer = tree_map(lambda x: x[rows, :width] if x.dim() > 1 else x[rows], self.optimizer)
         return Working(rows=rows, params=params, grad=grad, optimizer=optimizer, leaves=tuple(leaves))
 
     def finish(self, working: Working) -> None:
@@ -125,7 +116,7 @@ class Slab:
                 old[rows] = new
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything, by name."""
+        """Everything but the snapshot, by name."""
         return {"params": self.params, "buffers": self.buffers, **dict(named_tensors(self.optimizer))}
 
 
@@ -175,29 +166,21 @@ def prepared(module: nn.Module) -> nn.Module:
     return with_keyed_dropout(holder[0])
 
 
-@tensor_dataclass
-class Start:
-    """Initial parameters and buffers of modules of one kind.
-
-    `rebuilt`: some come from a module built for each host. `global_rng`: see `Template`.
-    """
-
-    table: InitTable
-    buffers: Float[Tensor, " Q"]
-    rebuilt: bool
-    global_rng: bool = False
-
-
 @final
 @dataclass(frozen=True)
 class Kind:
-    """Modules with the same layout: their template, initial values and builder; `source` is the blueprint or class."""
+    """Modules with the same layout; `source` is the blueprint or class that `build` builds.
+
+    They start as `table` and `buffers` say; `rebuilt`: some weights come from a module built for each host.
+    """
 
     name: str
     template: Template
-    start: Start
     build: Build
     source: object
+    table: InitTable
+    buffers: Float[Tensor, " Q"]
+    rebuilt: bool
 
     def rebuild(self, seeds: list[int]) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R Q"]]:
         """Parameters and buffers of modules built under these seeds of 64 bits, on the CPU.
@@ -238,8 +221,8 @@ def host_kind(host: Host, device: torch.device) -> Kind:
 
     builds = build_twice(build)
     check_shared(builds.module, builds.other)
-    start, template = _start(builds, {}, device), Template(prepared(host).to(device), global_rng=host.global_rng)
-    return Kind(name="host", template=template, start=start, build=build, source=type(host))
+    template = Template(prepared(host).to(device), global_rng=host.global_rng)
+    return Kind("host", template, build, type(host), *_start(builds, {}, device))
 
 
 def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
@@ -248,8 +231,8 @@ def gate_kind(channels: int, causal: bool, device: torch.device) -> Kind:
     def build() -> nn.Module:
         return GateNetwork(channels, causal)
 
-    start, template = _start(build_twice(build), {}, device), Template(deterministic_build(build).to(device))
-    return Kind(name="gate", template=template, start=start, build=build, source=GateNetwork)
+    template = Template(deterministic_build(build).to(device))
+    return Kind("gate", template, build, GateNetwork, *_start(build_twice(build), {}, device))
 
 
 def seed_kind(
@@ -266,16 +249,15 @@ def seed_kind(
     def build() -> nn.Module:
         return prepared(blueprint.build(channels))
 
-    def find() -> Start:
+    def find() -> tuple[InitTable, Tensor, bool, bool]:
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
-        start = _start(builds, blueprint.birth, torch.device("cpu"))
-        return replace(start, global_rng=_check_seed(blueprint.name, build, features, rows))
+        return *_start(builds, blueprint.birth, torch.device("cpu")), _check_seed(blueprint.name, build, features, rows)
 
-    start = once(blueprint, features, f"start {rows}", find)
-    start = replace(start, table=tree_map(lambda x: x.to(device), start.table), buffers=start.buffers.to(device))
-    template = Template(deterministic_build(build).to(device), global_rng=start.global_rng)
-    return Kind(name=blueprint.name, template=template, start=start, build=build, source=blueprint)
+    table, buffers, rebuilt, global_rng = once(blueprint, features, f"start {rows}", find)
+    template = Template(deterministic_build(build).to(device), global_rng=global_rng)
+    table = tree_map(lambda x: x.to(device), table)
+    return Kind(blueprint.name, template, build, blueprint, table, buffers.to(device), rebuilt)
 
 
 def _check_seed(name: str, build: Build, features: Features, rows: int) -> bool:
@@ -347,14 +329,12 @@ def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
         return outputs, used()
 
 
-def _start(builds: Builds, birth: Mapping[str, float], device: torch.device) -> Start:
+def _start(builds: Builds, birth: Mapping[str, float], device: torch.device) -> tuple[InitTable, Tensor, bool]:
+    """Initial weights and buffers of a kind, and whether some come from a module built for each host."""
     table = init_table(builds, parameter_layout(builds.module), birth)
     buffers, drawn = _buffers(builds.module, builds.other)
-    return Start(
-        table=tree_map(lambda x: x.to(device), table),
-        buffers=buffers.to(device),
-        rebuilt=drawn or builds.hidden or bool(table.rebuilt.any()),
-    )
+    rebuilt = drawn or builds.hidden or bool(table.rebuilt.any())
+    return tree_map(lambda x: x.to(device), table), buffers.to(device), rebuilt
 
 
 def _buffers(module: nn.Module, other: nn.Module) -> tuple[Tensor, bool]:
@@ -426,9 +406,9 @@ class Population:
         self.left_out: dict[int, str] = {}
         self.seed_kinds = self._seed_kinds(shapes, min(smallest_batch, 2))
         slots = num_envs * self.num_slots
-        self.host, self.host_snapshot = self._slabs(num_envs, [self.host_kind])
-        self.seeds, self.seeds_snapshot = self._slabs(slots, self.seed_kinds.values())
-        self.gates, self.gates_snapshot = self._slabs(slots, self.gate_kinds.values())
+        self.host = self._slab(num_envs, [self.host_kind])
+        self.seeds = self._slab(slots, self.seed_kinds.values())
+        self.gates = self._slab(slots, self.gate_kinds.values())
 
     def _seed_kinds(self, shapes: dict[str, Features], rows: int) -> dict[tuple[int, int], Kind]:
         """The kinds by channels and blueprint; one that fits some slots but not all of them is left out."""
@@ -453,12 +433,11 @@ class Population:
             )
         return {key: found[key] for key in sorted(found, key=lambda key: (list(self.features).index(key[0]), key[1]))}
 
-    def _slabs(self, rows: int, kinds: Iterable[Kind]) -> tuple[Slab, Slab]:
-        """A slab whose rows can hold any of these kinds, and one for its snapshot."""
+    def _slab(self, rows: int, kinds: Iterable[Kind]) -> Slab:
+        """A slab whose rows can hold any of these kinds."""
         totals = [(kind.template.parameters.total, kind.template.buffers.total) for kind in kinds]
         params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
-        spec, shape = self.optimizer_spec, (rows, params, buffers)
-        return Slab(shape, spec, self.device), Slab(shape, spec, self.device, trained=False)
+        return Slab((rows, params, buffers), self.optimizer_spec, self.device)
 
     def costs(self) -> SeedCosts:
         """Parameters of each seed and gate by slot, and the selectable blueprints."""
@@ -494,38 +473,35 @@ class Population:
         self.host.write(
             everyone, *self._drawn(self.host_kind, Stream.HOST_INIT, np.arange(self.num_envs), episode=episode)
         )
+        self.host.save(everyone)
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
-        for slab in (self.seeds, self.gates, self.seeds_snapshot, self.gates_snapshot):
+        for slab in (self.seeds, self.gates):
             slab.clear(slots)
-        self.host_snapshot.copy_rows(self.host, everyone)
+            slab.save(slots)
 
     def germinate(self, born: np.ndarray, blueprint: np.ndarray, has_gate: np.ndarray, episode: int, t: int) -> None:
         """Draw the seeds marked in `born` [N, S] in step `t`, with their `blueprint` and `has_gate` [N, S]."""
         for s, index, hosts in _groups(born, blueprint):
             channels = self.points[s].channels
-            kind = self.seed_kinds[channels, index]
-            self._plant(self.seeds, kind, hosts, s, episode, t, first_block=0)
             gated = hosts[has_gate[hosts, s]]
-            if gated.size:
-                self._plant(self.gates, self.gate_kinds[channels], gated, s, episode, t, first_block=GATE_BLOCK)
-
-    def _plant(
-        self, slab: Slab, kind: Kind, hosts: np.ndarray, s: int, episode: int, t: int, *, first_block: int
-    ) -> None:
-        drawn = self._drawn(kind, Stream.SEED_INIT, hosts, first_block=first_block, episode=episode, t=t, slot=s)
-        slab.write(self.index(hosts) * self.num_slots + s, *drawn)
+            seed = (self.seeds, self.seed_kinds[channels, index], hosts, 0)
+            for slab, kind, some, block in (seed, (self.gates, self.gate_kinds[channels], gated, GATE_BLOCK)):
+                if some.size:
+                    key = {"episode": episode, "t": t, "slot": s}
+                    drawn = self._drawn(kind, Stream.SEED_INIT, some, first_block=block, **key)
+                    slab.write(self.index(some) * self.num_slots + s, *drawn)
 
     def _drawn(
         self, kind: Kind, stream: Stream, hosts: np.ndarray, *, first_block: int = 0, **key: int
     ) -> tuple[Tensor, Tensor]:
         """Parameters and buffers of new modules of some hosts (row numbers)."""
         numbers = self.host_ids[self.index(hosts)]
-        params = fresh_rows(kind.start.table, self.run_seed, stream, numbers, **key, first_block=first_block)
-        buffers = kind.start.buffers.expand(len(hosts), -1)
-        if kind.start.rebuilt:
+        params = fresh_rows(kind.table, self.run_seed, stream, numbers, **key, first_block=first_block)
+        buffers = kind.buffers.expand(len(hosts), -1)
+        if kind.rebuilt:
             on_cpu = self._numbers[torch.from_numpy(hosts)]
             built, buffers = kind.rebuild(generator_seeds(self.run_seed, stream, on_cpu, **key, block=REBUILD_BLOCK))
-            params = torch.where(kind.start.table.rebuilt, built.to(self.device), params)
+            params = torch.where(kind.table.rebuilt, built.to(self.device), params)
         return params, buffers.to(self.device)
 
     def release(self, gone: np.ndarray) -> None:
@@ -540,39 +516,34 @@ class Population:
     def snapshot_hosts(self, hosts: np.ndarray) -> None:
         """Snapshot of the marked hosts [N] with all their seeds."""
         if hosts.any():
-            self.host_snapshot.copy_rows(self.host, self.index(np.flatnonzero(hosts)))
+            self.host.save(self.index(np.flatnonzero(hosts)))
             self.snapshot_seeds(np.repeat(hosts[:, None], self.num_slots, axis=1))
 
     def snapshot_seeds(self, seeds: np.ndarray) -> None:
         """Add the marked seeds [N, S] to the snapshots of their hosts."""
         if seeds.any():
             rows = self.index(np.flatnonzero(seeds))
-            self.seeds_snapshot.copy_rows(self.seeds, rows)
-            self.gates_snapshot.copy_rows(self.gates, rows)
+            self.seeds.save(rows)
+            self.gates.save(rows)
 
     def restore(self, hosts: np.ndarray, stage: np.ndarray) -> None:
         """Restore the marked hosts [N] and their fossilized seeds from the snapshot, without optimizer state."""
         if not hosts.any():
             return
-        rows = self.index(np.flatnonzero(hosts))
-        self.host.copy_rows(self.host_snapshot, rows)
-        self.host.forget_optimizer(rows)
+        self.host.restore(self.index(np.flatnonzero(hosts)))
         fossils = hosts[:, None] & (stage == SeedStage.FOSSILIZED)
         if fossils.any():
             rows = self.index(np.flatnonzero(fossils))
-            for slab, snapshot in ((self.seeds, self.seeds_snapshot), (self.gates, self.gates_snapshot)):
-                slab.copy_rows(snapshot, rows)
-                slab.forget_optimizer(rows)
+            self.seeds.restore(rows)
+            self.gates.restore(rows)
 
     # -- persistence --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
         """All slabs and snapshots, and a digest of the frozen parameters that hosts share."""
         tree: StateTree = {} if self._frozen is None else {"frozen": self._frozen.clone()}
-        for name in ("host", "seeds", "gates"):
-            tree |= with_prefix(name, getattr(self, name).tensors())
-            snapshot: Slab = getattr(self, f"{name}_snapshot")
-            tree |= with_prefix(f"{name}_snapshot", {"params": snapshot.params, "buffers": snapshot.buffers})
+        for name, slab in (("host", self.host), ("seeds", self.seeds), ("gates", self.gates)):
+            tree |= with_prefix(name, slab.tensors()) | with_prefix(f"{name}_snapshot", slab.snapshot)
         return tree
 
     def load_state_dict(self, state: StateTree) -> None:

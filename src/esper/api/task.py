@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from esper.api.arguments import checked
 from esper.api.optimizer import AnyOptimizer, optimizer_of
-from esper.kasmina.hosts.host import Interface, as_floats
-from esper.kasmina.hosts.module_host import Model, ModuleHost, ModuleHostSpec, near
+from esper.kasmina.hosts.host import Interface, as_floats, near
+from esper.kasmina.hosts.module_host import Model, ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.population import check_smallest_batch
 from esper.leyline.errors import ConfigError, DataError

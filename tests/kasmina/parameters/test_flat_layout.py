@@ -59,10 +59,10 @@ class Tied(nn.Module):
 
 def test_a_layout_is_what_one_would_write_down_by_hand():
     layout = parameter_layout(Odd())
-    assert [(s.name, s.shape, s.offset, s.numel, s.padding) for s in layout.tensors] == [
-        ("scale", (), 0, 1, 15),
-        ("shift", (17,), 16, 17, 15),
-        ("matrix", (4, 4), 48, 16, 0),
+    assert [(s.name, s.shape, s.offset, s.numel, s.part) for s in layout.tensors] == [
+        ("scale", (), 0, 1, 0),
+        ("shift", (17,), 16, 17, 2),
+        ("matrix", (4, 4), 48, 16, 4),
     ]
     assert (layout.total, layout.num_params, layout.num_tensors) == (64, 34, 3)
     expected = [0] + [3] * 15 + [1] * 17 + [3] * 15 + [2] * 16

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, final, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError, nearest
@@ -244,3 +245,11 @@ class HostSpec(Protocol):
         Raises:
             ConfigError: a slot that does not exist, or inputs that the host cannot process.
         """
+
+
+def near(got: Tensor, want: Tensor) -> bool:
+    """Equal shapes, and values up to the rounding of the largest one; NaN equals NaN."""
+    if got.shape != want.shape or not want.numel():
+        return got.shape == want.shape
+    largest = max(1.0, float(want.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
+    return torch.allclose(got, want, rtol=0.0, atol=1e-4 * largest, equal_nan=True)

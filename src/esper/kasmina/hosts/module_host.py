@@ -41,6 +41,7 @@ from esper.kasmina.hosts.host import (
     Surface,
     enabled_points,
     inputs_in_words,
+    near,
 )
 from esper.kasmina.parameters.dropout import Draws, Dropout, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -166,14 +167,6 @@ def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever t
             "x = x.clone()."
         )
     return output
-
-
-def near(got: Tensor, want: Tensor) -> bool:
-    """Equal shapes, and values up to the rounding of the largest one; NaN equals NaN."""
-    if got.shape != want.shape or not want.numel():
-        return got.shape == want.shape
-    largest = max(1.0, float(want.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
-    return torch.allclose(got, want, rtol=0.0, atol=1e-4 * largest, equal_nan=True)
 
 
 def check_weights(network: nn.Module, again: nn.Module) -> None:

@@ -14,7 +14,6 @@ kernels see aligned memory. Frozen parameters (`requires_grad=False`) of a host 
 Shape legend: N = rows of a slab, P = padded length of a row of parameters, Q = the same for buffers.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -39,7 +38,7 @@ class TensorSpec:
 
     Attributes:
         name: dotted path in the module, e.g. "conv.weight". aliases: further paths of the same (tied) tensor.
-        offset, numel: the slice [offset, offset + numel) of the row. padding: unused floats after it.
+        offset, numel: the slice [offset, offset + numel) of the row; unused floats may follow. part: index in `sizes`.
     """
 
     name: str
@@ -47,18 +46,20 @@ class TensorSpec:
     shape: tuple[int, ...]
     offset: int
     numel: int
-    padding: int
+    part: int
 
 
 @tensor_dataclass
 class FlatLayout:
     """All tensors of one kind (parameters or buffers) of a module, in the order of the module.
 
-    `total` counts padding, `num_params` does not. `segment_ids` holds the index of each element's tensor (`num_tensors`
-    for padding); `matrix_mask` marks elements of tensors with two or more axes, which decoupled decay applies to.
+    `sizes` are those of the tensors and of the padding between them. `total` counts padding, `num_params` does not.
+    `segment_ids` holds the index of each element's tensor (`num_tensors` for padding); `matrix_mask` marks elements of
+    tensors with two or more axes, which decoupled decay applies to.
     """
 
     tensors: tuple[TensorSpec, ...]
+    sizes: tuple[int, ...]
     total: int
     num_params: int
     segment_ids: Int[Tensor, " P"]
@@ -81,6 +82,17 @@ class FlatLayout:
         for name, view in self.unpack(flat).items():
             view.copy_(tensors[name])
         return flat
+
+    def split(self, flat: Float[Tensor, "*R P"]) -> tuple[Tensor, ...]:
+        """The same views in the order of the layout, by one split, whose backward pass is one concatenation.
+
+        Those of one row share their version counter: what writes into them in place uses their `data`, or it would
+        spoil what autograd has saved of the others.
+        """
+        if not self.tensors:
+            return ()
+        lead, parts = flat.shape[:-1], flat.split_with_sizes(self.sizes, dim=-1)
+        return tuple(parts[s.part] if len(s.shape) == 1 else parts[s.part].view(lead + s.shape) for s in self.tensors)
 
     def unpack(self, flat: Float[Tensor, "*R P"]) -> dict[str, Tensor]:
         """Views [*rows, *shape] into a slab [*rows, P], by name."""
@@ -125,14 +137,15 @@ def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
     for name, tensor in named:
         tensors.setdefault(id(tensor), tensor)
         paths.setdefault(id(tensor), []).append(name)
-    specs, offset = [], 0
+    specs, sizes, offset = list[TensorSpec](), list[int](), 0
     for key, tensor in tensors.items():
         numel, (name, *aliases) = tensor.numel(), paths[key]
-        padding = -numel % ALIGNMENT
-        shape = tuple(tensor.shape)
-        specs.append(
-            TensorSpec(name=name, aliases=tuple(aliases), shape=shape, offset=offset, numel=numel, padding=padding)
+        spec = TensorSpec(
+            name=name, aliases=tuple(aliases), shape=tuple(tensor.shape), offset=offset, numel=numel, part=len(sizes)
         )
+        specs.append(spec)
+        padding = -numel % ALIGNMENT
+        sizes += [numel, padding] if padding else [numel]
         offset += numel + padding
     segment_ids = torch.full((offset,), len(specs), dtype=torch.int64)
     matrix_mask = torch.zeros(offset, dtype=torch.bool)
@@ -141,6 +154,7 @@ def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
         matrix_mask[spec.offset : spec.offset + spec.numel] = len(spec.shape) >= 2
     return FlatLayout(
         tensors=tuple(specs),
+        sizes=tuple(sizes),
         total=offset,
         num_params=sum(spec.numel for spec in specs),
         segment_ids=segment_ids,
@@ -165,15 +179,6 @@ def drop_batch_counters(module: nn.Module) -> None:
         layer._buffers["num_batches_tracked"] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Site:
-    """One tensor of a row: the index of its piece, its shape (None for a vector), and the tables that hold it."""
-
-    piece: int
-    shape: tuple[int, ...] | None
-    owners: tuple[tuple[dict[str, Any], str], ...]
-
-
 class _BoundModule:
     """A module that runs on tensors of a slab, and the places of its own tensors in a row."""
 
@@ -183,8 +188,15 @@ class _BoundModule:
         self.shared = frozen_parameters(module)
         """Frozen parameters, which all rows share, by path."""
         self.parameters, self.buffers = parameters, buffers
-        self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
-        self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
+        self._parameter_places = _places(module, parameters, "_parameters")
+        self._buffer_places = _places(module, buffers, "_buffers")
+
+    def _assign(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        """Put tensors into the places of those of the module."""
+        for tensors, places in ((parameters, self._parameter_places), (buffers, self._buffer_places)):
+            for tensor, own in zip(tensors, places, strict=True):
+                for table, leaf in own:
+                    table[leaf] = tensor
 
     def train(self, mode: bool) -> None:
         """Set train or eval mode, unless it is set already."""
@@ -236,8 +248,7 @@ class Template(_BoundModule):
         """
         self._draws, self._device = draws, flat_row.device
         draw_for(self.dropouts, draws)
-        _assign(flat_row, self._parameter_sizes, self._parameter_sites)
-        _assign(buffer_row, self._buffer_sizes, self._buffer_sites, written=True)
+        self._assign(self.parameters.split(flat_row), (x.data for x in self.buffers.split(buffer_row)))
 
 
 @final
@@ -256,63 +267,29 @@ class StackedTemplate(_BoundModule):
 
     def views(self, rows: Float[Tensor, "G P"]) -> tuple[Tensor, ...]:
         """The parameters [G, *shape] in these rows, in the order of the layout; views without gradient history."""
-        return _row_views(rows.detach(), self._parameter_sizes, self._parameter_sites)
+        return self.parameters.split(rows.detach())
 
     def buffer_views(self, rows: Float[Tensor, "G Q"]) -> tuple[Tensor, ...]:
         """The same for buffers, which a pass may write in place."""
-        return tuple(x.data for x in _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites))
+        return tuple(x.data for x in self.buffers.split(rows.detach()))
 
     def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
         """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
 
         Nothing is computed here: the views are made once per pass, and are leaves where they are trainable.
         """
-        for tensors, sites in ((parameters, self._parameter_sites), (buffers, self._buffer_sites)):
-            for tensor, site in zip(tensors, sites, strict=True):
-                for table, leaf in site.owners:
-                    table[leaf] = tensor
+        self._assign(parameters, buffers)
 
 
-def _row_views(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> tuple[Tensor, ...]:
-    if not sites:
-        return ()
-    pieces = rows.split_with_sizes(sizes, dim=1)
-    return tuple(
-        pieces[site.piece] if site.shape is None else pieces[site.piece].view(rows.shape[0], *site.shape)
-        for site in sites
-    )
-
-
-def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...], *, written: bool = False) -> None:
-    """Put the pieces of a row into their places; those that are `written` in place count versions of their own.
-
-    Views share the counter of their row, so that one buffer that is written would spoil what autograd saved of all.
-    `data` has the same memory and its own counter.
-    """
-    if not sites:
-        return
-    pieces = row.split_with_sizes(sizes)
-    for site in sites:
-        piece = pieces[site.piece] if site.shape is None else pieces[site.piece].view(site.shape)
-        piece = piece.data if written else piece
-        for table, leaf in site.owners:
-            table[leaf] = piece
-
-
-def _sites(module: nn.Module, layout: FlatLayout, kind: str) -> tuple[list[int], tuple[_Site, ...]]:
-    """Sizes of the pieces of a row (tensors and padding), and the site of each tensor."""
-    sizes: list[int] = []
-    sites: list[_Site] = []
-    for spec in layout.tensors:
-        shape = None if len(spec.shape) == 1 else spec.shape
-        paths = (name.rpartition(".") for name in (spec.name, *spec.aliases))
-        owners = tuple((getattr(module.get_submodule(path), kind), leaf) for path, _, leaf in paths)
-        sites.append(_Site(piece=len(sizes), shape=shape, owners=owners))
-        sizes.append(spec.numel)
-        if spec.padding:
-            sizes.append(spec.padding)
-    assert sum(sizes) == layout.total == sum(math.prod(s.shape) + s.padding for s in layout.tensors)
-    return sizes, tuple(sites)
+def _places(module: nn.Module, layout: FlatLayout, kind: str) -> list[list[tuple[dict[str, Any], str]]]:
+    """The tables and keys that hold each tensor of a layout."""
+    return [
+        [
+            (getattr(module.get_submodule(path), kind), leaf)
+            for path, _, leaf in (name.rpartition(".") for name in (spec.name, *spec.aliases))
+        ]
+        for spec in layout.tensors
+    ]
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -342,16 +319,11 @@ def _has_rows(layer: nn.Module) -> bool:
 
 def as_buffers(module: nn.Module, paths: Iterable[str]) -> None:
     """Make these parameters buffers, in place."""
-    for layer, leaf in _places(module, paths):
-        value = layer._parameters.pop(leaf)
-        assert value is not None
-        layer._buffers[leaf] = value.detach()
-
-
-def _places(module: nn.Module, paths: Iterable[str]) -> Iterable[tuple[nn.Module, str]]:
     for path in paths:
         owner, _, leaf = path.rpartition(".")
-        yield module.get_submodule(owner), leaf
+        layer = module.get_submodule(owner)
+        layer._buffers[leaf] = layer.get_parameter(leaf).detach()
+        del layer._parameters[leaf]
 
 
 def count_params(module: nn.Module, paths: Iterable[str]) -> int:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from esper.kasmina.blueprints.layers import LayerScale, Positions, TanhScale
-from esper.kasmina.hosts.host import Apply
+from esper.kasmina.hosts.host import Apply, near
 from esper.kasmina.parameters.dropout import Draws, KeyedAttention, Moment, can_be_keyed, draw_for, dropout_layers
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, drop_batch_counters, parameter_layout
@@ -522,9 +522,9 @@ def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
     state = torch.rand(_HOSTS, buffer_layout(module).total, generator=generator) + 0.5
     trial = _Trial(torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator), rows, state)
     for way in ways:
-        if _reproduces(way(module), module, trial):
+        if (problem := _problem(way(module), module, trial)) is None:
             return way
-    raise StackingError(f"blueprint {name!r} {_problem(ways[-1](module), module, trial)}; use executor 'streamed'.")
+    raise StackingError(f"blueprint {name!r} {problem}; use executor 'streamed'.")
 
 
 def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
@@ -550,13 +550,15 @@ def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
         state=state + 0.1 * torch.rand(state.shape, generator=generator),
         arguments=lambda rows: (_unchanged(rows),),
     )
-    ways = [way(builds[0]) for way in (stack_layers, vmapped)]
-    for stacked in ways:
+    problems = []
+    for way in (stack_layers, vmapped):
+        stacked = way(builds[0])
         # a ReLU of a large network may get inputs so close to zero that float32 rounds them to either side
-        if any(_reproduces(stacked, builds[0], trial, dtype) for dtype in (torch.float32, torch.float64)):
+        problem = _problem(stacked, builds[0], trial)
+        if problem is None or _problem(stacked, builds[0], trial, torch.float64) is None:
             return stacked
-    first, second = (_problem(stacked, builds[0], trial) for stacked in ways)
-    raise StackingError(f"the host {first}; with torch.vmap it {second}; use executor 'streamed'.")
+        problems.append(problem)
+    raise StackingError(f"the host {problems[0]}; with torch.vmap it {problems[1]}; use executor 'streamed'.")
 
 
 def _unchanged(rows: int) -> Apply:
@@ -570,50 +572,35 @@ def _unchanged(rows: int) -> Apply:
     return apply
 
 
-def _reproduces(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the stacked module gives each of three hosts the results of the module alone, in this precision."""
+def _problem(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why the stacked module does not give each of three hosts the results of the module alone; None if it does.
+
+    It is the error and its layer, or the first layer whose outputs differ, in this precision.
+    """
     layout, buffers = parameter_layout(module), buffer_layout(module)
     stacked, alone = StackedTemplate(copy.deepcopy(stack).to(dtype), layout, buffers), copy.deepcopy(module).to(dtype)
     x = trial.x.to(dtype) if trial.x.is_floating_point() else trial.x
     trial = trial._replace(x=x, rows=trial.rows.to(dtype), state=trial.state.to(dtype))
-    for training in (False, True):
-        alone.train(training)
-        try:
-            together, pull = _trial_of_all(stacked, trial, training)
-        except Exception:  # `_problem` says what a forward pass raises that needs one host, or more than vmap supports
-            return False
-        for g in range(_HOSTS):
-            state = {name: buffer.clone() for name, buffer in buffers.unpack(trial.state[g]).items()}
-            single = _trial_of_one(alone, g, layout.unpack(trial.rows[g]), state, trial, pull)
-            if not all(_near(ours[g], theirs) for ours, theirs in zip(together, single, strict=True)):
-                return False
-    return True
-
-
-def _problem(stack: nn.Module, module: nn.Module, trial: _Trial) -> str:
-    """Why `_reproduces` is False: the error and its layer, or the first layer whose outputs differ."""
-    layout, buffers, alone = parameter_layout(module), buffer_layout(module), copy.deepcopy(module)
-    stacked = StackedTemplate(copy.deepcopy(stack), layout, buffers)
     for training in (True, False):
         with _watched(stacked.module) as (running, together):
             try:
-                _, pull = _trial_of_all(stacked, trial, training)
-            except Exception as error:  # see `_reproduces`
+                results, pull = _trial_of_all(stacked, trial, training)
+            except Exception as error:  # what a forward pass raises that needs one host, or more than vmap supports
                 where = f" in layer {running[-1]!r}" if running and running[-1] else ""
                 said = str(error).strip().split("\n")[0].rstrip(".")
                 return f"fails for many hosts at once ({type(error).__name__}{where}: {said})"
         for g in range(_HOSTS):
             params, state = layout.unpack(trial.rows[g]), buffers.unpack(trial.state[g].clone())
             with _watched(alone.train(training)) as (_, single):
-                _trial_of_one(alone, g, params, state, trial, pull)
-            for path, want in single.items():
-                if path and path in together and not _near(together[path][g::_HOSTS], want):
-                    kind = type(module.get_submodule(path)).__name__
-                    return f"gives other results for many hosts at once than for one, first in layer {path!r} ({kind})"
-    return (
-        f"gives other results for many hosts at once than for one, in {type(module).__name__} itself (an operation "
-        "across examples, or weights used outside of a layer)"
-    )
+                expected = _trial_of_one(alone, g, params, state, trial, pull)
+            if not all(near(ours[g], theirs) for ours, theirs in zip(results, expected, strict=True)):
+                other = "gives other results for many hosts at once than for one,"
+                for path, want in single.items():
+                    if path and path in together and not near(together[path][g::_HOSTS], want):
+                        return f"{other} first in layer {path!r} ({type(module.get_submodule(path)).__name__})"
+                return (f"{other} in {type(module).__name__} itself (an operation across examples, or weights used "
+                        "outside of a layer)")  # fmt: skip
+    return None
 
 
 @contextmanager
@@ -688,11 +675,3 @@ def _gradients(y: Tensor, pull: Tensor, x: Tensor, leaves: tuple[Tensor, ...]) -
     inputs = (x,) if x.requires_grad else ()
     found = torch.autograd.grad((y * pull).sum(), (*inputs, *leaves), materialize_grads=True)
     return list(found[: len(inputs)]), list(found[len(inputs) :])
-
-
-def _near(got: Tensor, want: Tensor) -> bool:
-    """Equal up to the rounding of the largest element; NaN equals NaN."""
-    if got.shape != want.shape or not want.numel():
-        return got.shape == want.shape
-    largest = max(1.0, float(want.abs().nan_to_num(0.0, 0.0, 0.0).max()))
-    return torch.allclose(got, want, rtol=0.0, atol=1e-4 * largest, equal_nan=True)

@@ -162,8 +162,7 @@ def test_a_rebuilt_host_has_the_same_architecture_and_other_weights():
 
 
 @pytest.mark.parametrize(
-    ("changes", "largest"),
-    [({}, 7 * 32), ({"vocabulary": 100}, 7 * 100), ({"width": 8, "heads": 8}, 8 * 7 * 7)],
+    ("changes", "largest"), [({}, 7 * 32), ({"vocabulary": 100}, 7 * 100), ({"width": 8, "heads": 8}, 8 * 7 * 7)]
 )
 def test_the_largest_activation_is_that_of_the_mlp_the_logits_or_the_attention(changes, largest):
     built = host(**changes)

@@ -330,13 +330,7 @@ class GrownNetwork:
             origin=origin,
         )
         examples = Examples(dataset, task.objective, task.batch_val) if task.instances is None else None
-        return cls(
-            plain=plain_,
-            description=description,
-            inputs=dataset.inputs,
-            tokenizer=content,
-            examples=examples,
-        )
+        return cls(plain=plain_, description=description, inputs=dataset.inputs, tokenizer=content, examples=examples)
 
     @property
     def summary(self) -> str:

@@ -24,7 +24,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -68,16 +67,15 @@ def replaced_outputs(network: nn.Module, replace: Callable[[str, Any], Any], pat
 
     The hooks run after those that the user has registered, and are gone when the context ends.
     """
-    handles = [network.get_submodule(path).register_forward_hook(partial(_hook, replace, path)) for path in paths]
+    handles = [
+        network.get_submodule(path).register_forward_hook(lambda layer, args, output, path=path: replace(path, output))
+        for path in paths
+    ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _hook(replace: Callable[[str, Any], Any], path: str, module: nn.Module, args: object, output: object) -> object:
-    return replace(path, output)
 
 
 class Call(NamedTuple):
@@ -107,66 +105,49 @@ class Pass(NamedTuple):
         return [call for call in self.calls if call.path == path]
 
 
-def recorded_pass(network: nn.Module, x: Tensor, *, differentiable: Collection[str] = (), seed: int = 0) -> Pass:
+def run_once(network: nn.Module, x: Tensor, *, differentiable: Collection[str] = (), seed: int = 0) -> Pass:
     """A forward pass that records every call; the outputs of `differentiable` submodules require a gradient.
 
     It starts with global generators from `seed`.
 
     Raises:
-        ConfigError: the forward pass fails, or a differentiable output lies within `torch.inference_mode()`.
+        ConfigError: the forward pass fails or edits its inputs, or a differentiable output lies within
+            `torch.inference_mode()`.
     """
-    calls: list[Call] = []
+    calls, name = list[Call](), type(network).__name__
+    before, version = x.clone(), x._version
 
     def record(path: str, output: object) -> object:
         if path in differentiable and isinstance(output, Tensor) and not output.requires_grad:
             if output.is_inference():
                 raise ConfigError(
-                    f"slot {path!r} lies within torch.inference_mode() of {type(network).__name__}, in which nothing "
+                    f"slot {path!r} lies within torch.inference_mode() of {name}, in which nothing "
                     "can learn; use torch.no_grad() there, or choose a slot behind it."
                 )
             with torch.enable_grad():  # a leaf could not be edited in place
                 output = output.detach().requires_grad_().clone()
-        version = output._version if isinstance(output, Tensor) and not output.is_inference() else 0
-        calls.append(Call(path, output, version, torch.is_grad_enabled()))
+        edits = output._version if isinstance(output, Tensor) and not output.is_inference() else 0
+        calls.append(Call(path, output, edits, torch.is_grad_enabled()))
         return output
 
-    paths = [name for name, _ in network.named_modules(remove_duplicate=False)]
+    paths = [path for path, _ in network.named_modules(remove_duplicate=False)]
     with replaced_outputs(network, record, paths), seeded_generators(seed) as used:
-        output = _output(network, x)
+        try:
+            output = network(x)
+        except ConfigError:
+            raise  # says already what the network returns
+        except Exception as error:  # any error of the user's code
+            last = x.dim() == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] > 4
+            hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
+            raise ConfigError(
+                f"{name} cannot process inputs {inputs_in_words(network, x)}, which are like the example: "
+                f"{str(error).rstrip('.')}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the "
+                "network or the example."
+            ) from error
+        if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
+            raise ConfigError(f"{name} edits its inputs in place, which all hosts read; let it work on a copy, e.g. "
+                              "x = x.clone().")  # fmt: skip
         return Pass(output, tuple(calls), used())
-
-
-def plain_pass(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
-    """The output of the network, which starts with the same global generators in every call.
-
-    Raises:
-        ConfigError: the forward pass fails, or edits its inputs.
-    """
-    with seeded_generators(0):
-        return _output(network, x)
-
-
-def _output(network: nn.Module, x: Tensor) -> Any:  # noqa: ANN401 -- whatever the user returns
-    """The output of the network, which finds the global generators as they are; raises as `plain_pass` does."""
-    before, version = x.clone(), x._version
-    try:
-        output = network(x)
-    except ConfigError:
-        raise  # says already what the network returns
-    except Exception as error:  # any error of the user's code
-        last = x.dim() == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] > 4
-        hint = "images have channels first, [B, C, H, W]: x.permute(0, 3, 1, 2); " * last
-        raise ConfigError(
-            f"{type(network).__name__} cannot process inputs {inputs_in_words(network, x)}, which are like the "
-            f"example: {str(error).rstrip('.')}. Inputs come as [B, ...] with any B, as in the data; {hint}correct the "
-            "network or the example."
-        ) from error
-    if x._version != version or not torch.allclose(x, before, rtol=0.0, atol=0.0, equal_nan=True):
-        raise ConfigError(
-            f"{type(network).__name__} edits its inputs in place, which all hosts read; let it work on a copy, e.g. "
-            "x = x.clone()."
-        )
-    return output
 
 
 def check_weights(network: nn.Module, again: nn.Module) -> None:
@@ -258,8 +239,8 @@ def check_examples(network: nn.Module, slots: Sequence[str], x: Tensor, others: 
     Where random numbers are drawn, the shapes alone are compared.
     """
     mixed = torch.cat((others[:2], x[1:2], others[3:]))  # x[1] in third place
-    full, fewer, changed = (recorded_pass(network, inputs) for inputs in (x, x[:-1], mixed))
-    check_repeats(network, full.output, plain_pass(network, x))
+    full, fewer, changed = (run_once(network, inputs) for inputs in (x, x[:-1], mixed))
+    check_repeats(network, full.output, run_once(network, x).output)
     for slot in (*slots, None):
         of = f"slot {slot!r}" if slot else f"the output of {type(network).__name__}"
         h, fewer_h, changed_h = (
@@ -276,7 +257,7 @@ def check_examples(network: nn.Module, slots: Sequence[str], x: Tensor, others: 
                 f"{of} for one example depends on the other examples in evaluation mode, so that measurements would "
                 "depend on the batches; examples can be mixed in training alone, as nn.BatchNorm2d does."
             )
-    check_output(network, recorded_pass(network, x[:1]), 1)
+    check_output(network, run_once(network, x[:1]), 1)
 
 
 def check_repeats(network: nn.Module, first: object, second: object) -> None:
@@ -303,7 +284,7 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
         with torch.no_grad():
             for buffer, value in buffers.values():
                 buffer.copy_(value)
-        return recorded_pass(network, x, differentiable=slots, seed=seed)
+        return run_once(network, x, differentiable=slots, seed=seed)
 
     network.train()
     for seed in range(_TRIES):
@@ -332,7 +313,7 @@ def check_training(network: nn.Module, slots: Sequence[str], x: Tensor) -> Pass:
                               f"not learn: {found}.")  # fmt: skip
     check_repeats(network, run.output, run_with(seed).output)  # last, because it writes into the buffers
     with torch.no_grad():
-        evaluated = plain_pass(network.eval(), x)
+        evaluated = run_once(network.eval(), x).output
     if out.shape != evaluated.shape:
         raise ConfigError(
             f"{name} gives outputs {list(out.shape)} in training and {list(evaluated.shape)} in evaluation for "
@@ -383,7 +364,7 @@ def check_binding(network: nn.Module, again: nn.Module, x: Tensor) -> None:
         with seeded_generators(0), torch.set_grad_enabled(training):
             return template(x)
 
-    if not near(run(training=False), plain_pass(network, x)):
+    if not near(run(training=False), run_once(network, x).output):
         raise ConfigError(
             f"{name} keeps references to its weights beside its parameters (e.g. in a list), so that it cannot run "
             "with the weights of another host; read them from their modules in forward."
@@ -513,7 +494,7 @@ def _is_built_by_pass(network: nn.Module, again: nn.Module, x: Tensor) -> bool:
         return True
     check_weights(network, again)
     with torch.no_grad():
-        plain_pass(again.eval(), x)
+        run_once(again.eval(), x)
     names, more = ({name for name, _ in (*of.named_parameters(), *of.named_buffers())} for of in (network, again))
     return names != more
 
@@ -534,7 +515,7 @@ def _check_model(model: Model) -> None:
 
 
 def _facts(network: nn.Module, slots: Sequence[str], x: Tensor, interface: Interface) -> ModuleFacts:
-    run = recorded_pass(network, x)
+    run = run_once(network, x)
     order = [call.path for call in run.calls]
     shapes = [tuple(run.of(slot)[0].output.shape[1:]) for slot in slots]
     points = tuple(
@@ -577,7 +558,7 @@ def _shares_prefix(network: nn.Module, slot: str, x: Tensor) -> bool:
 
     def run(change: Callable[[Tensor], Tensor]) -> Tensor:
         with replaced_outputs(network, lambda _, h: change(h), [slot]):
-            out: Tensor = plain_pass(network, x)
+            out: Tensor = run_once(network, x).output
         return out
 
     def changed(h: Tensor) -> Tensor:
@@ -605,7 +586,7 @@ def _is_causal(network: nn.Module, x: Tensor, outputs: Tensor, interface: Interf
         ],
     )
     batch = changed if interface.inputs is None else interface.inputs.pack(changed)
-    return near(plain_pass(network, batch)[:, :half], outputs[:, :half])
+    return near(run_once(network, batch).output[:, :half], outputs[:, :half])
 
 
 def _inputs(example: Tensor, interface: Interface) -> Tensor:

@@ -123,7 +123,6 @@ def _without_source(body: str) -> type[nn.Module]:
 
 
 NO_SOURCE = _without_source("return self.o(self.a(x))")
-NO_SOURCE_AND_NO_PROGRAM = _without_source("return self.o(self.a(x if len(x) % 2 else x + 0.0 * float(len(x))))")
 CRASHES = _without_source(
     "import os, signal\n  if torch.compiler.is_exporting(): os.kill(os.getpid(), signal.SIGSEGV)\n"
     "  return self.o(self.a(x))"

@@ -45,7 +45,9 @@ def test_every_blueprint_and_algorithm_runs_where_there_is_no_esper(network_of, 
     x, calls = tiny.dataset().val.x, []
     for n, network in enumerate((network_of(0), network_of(1), network_of(2), unshuffled)):
         saved = network.save(tmp_path / f"grown{n}")
-        assert (saved.notes, saved.loading) == ((), "load_model() of model.py")
+        assert saved.notes == ()
+        assert str(saved) == (f"{saved.folder}: model.json, model.py, model.safetensors\n"
+                              "load it without esper: load_model() of model.py")  # fmt: skip
         with torch.no_grad():
             calls.append((f"grown{n}", x, network.module(x)))
     text = (tmp_path / "grown0" / "model.py").read_text()
@@ -107,7 +109,7 @@ import json, sys
 import torch
 import networks_to_save as nets
 notes, calls = {}, []
-for name in ("NO_SOURCE", "NO_SOURCE_AND_NO_PROGRAM", "CRASHES"):
+for name in ("NO_SOURCE", "CRASHES"):
     network = nets.network_of(getattr(nets, name), ["a"], nets.VECTORS, "mlp")
     notes[name] = network.save(name).notes
     with torch.no_grad():
@@ -125,7 +127,6 @@ def test_where_the_source_is_not_to_be_had_a_program_or_a_pickle_takes_its_place
     notes = json.loads((tmp_path / "notes.json").read_text())
     for name, file, why in (
         ("NO_SOURCE", "model.pt2", "no source file"),
-        ("NO_SOURCE_AND_NO_PROGRAM", "model.pkl", "Error: "),
         ("CRASHES", "model.pkl", "killed by signal 11"),
     ):
         assert {path.name for path in (tmp_path / name).iterdir()} == {"model.json", "model.safetensors", file}
@@ -182,7 +183,7 @@ def test_dropout_is_pytorchs_own_again():
 # -- formats that are asked for ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["plain", "unshuffled"])
+@pytest.mark.parametrize("which", [pytest.param("plain", marks=pytest.mark.slow), "unshuffled"])
 def test_a_program_and_an_onnx_file_take_batches_of_any_size(network_of, unshuffled, which, tmp_path):
     network, x = unshuffled if which == "unshuffled" else network_of(2), tiny.dataset().val.x
     formats = ("pt2", "onnx") if HAS_ONNX else ("pt2",)
@@ -282,12 +283,3 @@ def test_two_things_of_one_name_get_two_names():
     code = Code(imports=False)
     assert [code.name(nn, "F"), code.name(nn, "F"), code.name(math, "F")] == ["F", "F", "F_"]
     assert code.import_lines == "import math as F_\nfrom torch import nn as F"
-
-
-def test_the_record_of_a_save_reads_well(network_of, tmp_path):
-    saved = network_of(0).save(tmp_path / "grown")
-    assert str(saved) == (
-        f"{tmp_path / 'grown'}: model.json, model.py, model.safetensors\n"
-        "load it without esper: load_model() of model.py"
-    )
-    assert json.loads((tmp_path / "grown" / "model.json").read_text())["format"] == 3

@@ -361,12 +361,6 @@ def test_a_slot_that_was_not_probed_is_refused():
         resnet().build(["layer3"], IMAGES)
 
 
-def test_outputs_that_do_not_fit_the_task_are_refused():
-    with pytest.raises(ConfigError, match=r"outputs \[10\] for one example, but the task needs \[100\]"):
-        ModuleHostSpec.of(ResNet8, SLOTS, IMAGES, outputs=(100,))
-    assert ModuleHostSpec.of(ResNet8, SLOTS, IMAGES, outputs=(10,)) == resnet()
-
-
 @pytest.mark.parametrize(
     ("model", "slot", "example", "causal"),
     [

@@ -641,7 +641,6 @@ class ModuleHostSpec:
         slots: Sequence[str],
         example: Tensor,
         *,
-        outputs: tuple[int, ...] | None = None,
         interface: Interface = ONE_TENSOR,
     ) -> "ModuleHostSpec":
         """Probe a network.
@@ -651,7 +650,6 @@ class ModuleHostSpec:
             slots: paths of submodules, in action order.
             example: a batch [B, ...] as the interface takes it; eight or more, or else the probe makes some up from
                 their values.
-            outputs: expected shape of the output for one example, e.g. (10,) for ten classes; None for any.
             interface: how the network is called, and what its result becomes.
 
         Raises:
@@ -659,13 +657,7 @@ class ModuleHostSpec:
         """
         if isinstance(slots, str) or not slots or len(set(slots)) < len(slots):
             raise ConfigError(f"slots is {slots!r}; it must be a list of different paths of submodules, at least one.")
-        facts = probe(model, slots, example, interface)
-        if outputs is not None and facts.outputs != outputs:
-            raise ConfigError(
-                f"the network gives outputs {list(facts.outputs)} for one example, but the task needs "
-                f"{list(outputs)}; change its last layer."
-            )
-        return cls(model=model, facts=facts, interface=interface)
+        return cls(model=model, facts=probe(model, slots, example, interface), interface=interface)
 
     @property
     def family(self) -> HostFamily:

@@ -156,13 +156,13 @@ def test_a_copied_network_keeps_its_wiring(network_of):
     from copy import deepcopy
 
     network, x = network_of(0), tiny.dataset().val.x
-    twin = deepcopy(network.module)
+    copied = deepcopy(network.module)
     with torch.no_grad():
         before = network.module(x)
-        for parameter in twin.grown.parameters():
+        for parameter in copied.grown.parameters():
             parameter.zero_()
         assert torch.equal(network.module(x), before)
-        assert not torch.allclose(twin(x), before)
+        assert not torch.allclose(copied(x), before)
 
 
 def test_dropout_is_pytorchs_own_again():

@@ -293,7 +293,7 @@ def test_unknown_blueprints_are_answered_with_the_nearest():
 def test_a_users_batch_norm_keeps_one_set_of_statistics_per_host(doubling):
     template = Template(deterministic_build(lambda: doubling.build(2)))
     rows = fresh_rows(
-        init_table(build_twice(lambda: doubling.build(2)), template.parameters, doubling.birth),
+        init_table(build_twice(lambda: doubling.build(2)), template.parameters, doubling.init),
         7,
         Stream.SEED_INIT,
         torch.arange(2),

@@ -180,11 +180,11 @@ def test_the_size_of_an_unshuffled_host_is_counted_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("unshuffle", "size", "way_out"),
+    ("unshuffle", "size", "fits"),
     [(2, (7, 8), "set it to 1,"), (4, (8, 6), "set it to 1 or 2,"), (6, (12, 9), "set it to 1 or 3,")],
 )
-def test_images_that_do_not_split_into_squares_are_refused_with_the_factors_that_fit(unshuffle, size, way_out):
-    with pytest.raises(ConfigError, match=rf"host.unshuffle is {unshuffle}, but images of .* {way_out} or crop or pad"):
+def test_images_that_do_not_split_into_squares_are_refused_with_the_factors_that_fit(unshuffle, size, fits):
+    with pytest.raises(ConfigError, match=rf"host.unshuffle is {unshuffle}, but images of .* {fits} or crop or pad"):
         host(slots=["r0c0"], of=spec(unshuffle=unshuffle), size=size)
 
 

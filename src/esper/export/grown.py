@@ -125,7 +125,7 @@ def load_state(module: GrownModule, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, params: Float[Tensor, " P"], buffers: Float[Tensor, " Q"]) -> None:
-    """Copy the weights of a slab's row into a module of that layout."""
+    """Copy the weights of a row into a module of that layout."""
     parts = (
         (parameter_layout(module), params, dict(module.named_parameters())),
         (buffer_layout(module), buffers, dict(module.named_buffers())),
@@ -153,7 +153,7 @@ class Description:
 
     Attributes:
         task: its name. data: identity of the data set. host: class and fields of the host's specification, None if they
-            are no plain values. slots: those enabled in the run. seeds: what grew.
+            are not plain values. slots: those enabled in the run. seeds: what grew.
         input_shape, input_dtype: of one example as the host gets it. normalization: how stored examples become that,
             None if they are stored so.
         host_params, grown_params: numbers of parameters. flops: of one example, a multiply-add counts as two.
@@ -209,7 +209,7 @@ def read_description(path: Path) -> Description:
     except OSError as error:
         raise ExportError(f"{path} cannot be read ({error.strerror}); name a folder made by `esper export`.") from error
     except ValueError as error:
-        raise ExportError(f"{path} is no JSON ({error}): it was damaged; {again}.") from error
+        raise ExportError(f"{path} is not JSON ({error}): it was damaged; {again}.") from error
     found = tree.get("format") if isinstance(tree, dict) else None
     if found != FORMAT:
         raise ExportError(f"{path} has format {found!r}, but this version reads format {FORMAT}; {again}.")

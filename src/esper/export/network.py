@@ -372,18 +372,18 @@ class GrownNetwork:
         text = self.description.text()
         examples, notes = self._called()
         try:
-            with replacing_folder(folder) as draft:
+            with replacing_folder(folder) as target:
                 state = {name: x.detach().contiguous().clone() for name, x in state_of(self.module).items()}
-                (draft / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
+                (target / WEIGHTS).write_bytes(serialized(state, metadata={"description": text}))
                 for name, content in {DESCRIPTION: text, **texts}.items():
-                    (draft / name).write_text(content, encoding="utf-8")
+                    (target / name).write_text(content, encoding="utf-8")
                 if self.tokenizer is not None:
-                    (draft / TOKENIZER).write_bytes(self.tokenizer)
+                    (target / TOKENIZER).write_bytes(self.tokenizer)
                 wanted = [f"model.{name}" for name in dict.fromkeys(formats)]
-                file, more = _write_runnable(draft, self, examples, wanted)
+                file, more = _write_runnable(target, self, examples, wanted)
                 wrong, random = None, list[str]()
                 if file is not None:
-                    loaded = deterministic_build(lambda: checking.load(file, draft, draft / file))
+                    loaded = deterministic_build(lambda: checking.load(file, target, target / file))
                     wrong, random = self._wrong_figure(loaded, examples[0])
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{folder} cannot be written ({error}); name another folder.") from error
@@ -524,7 +524,7 @@ def flops(module: nn.Module, host: Host, example: Tensor) -> int:
 
 def _host(spec: HostSpec, slots: Collection[str], example: Tensor) -> Host:
     host = deterministic_build(lambda: spec.build(slots, example))
-    assert isinstance(host, Host), f"{type(host).__name__} is no host"
+    assert isinstance(host, Host), f"{type(host).__name__} is not a host"
     return host
 
 
@@ -548,7 +548,7 @@ def _weights(path: Path, description: Description) -> dict[str, Tensor]:
                     f"{path} belongs to another network than the {DESCRIPTION} beside it, or one of them was edited; "
                     "restore both from one export."
                 )
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{path} is missing or damaged ({error}); export the network again.") from error
 
@@ -562,4 +562,4 @@ def require_free(folder: Path, *, overwrite: bool) -> None:
             f"{folder} exists already; name a new folder, or replace it with {option('overwrite', True)}."
         )
     if not (folder / DESCRIPTION).is_file() or folder.is_symlink():
-        raise ExportError(f"{folder} is no folder of an exported network, so it is not replaced; name a new folder.")
+        raise ExportError(f"{folder} is not a folder of an exported network, so it is not replaced; name a new folder.")

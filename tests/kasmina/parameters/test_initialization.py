@@ -58,7 +58,7 @@ def host_like_kind(build):
     return seed_kind(blueprint, 2, (3, 2), torch.device("cpu"))
 
 
-BIRTH = {"out.weight": 0.0, "other": 0.25}
+GIVEN = {"out.weight": 0.0, "other": 0.25}
 INTERVALS = {  # centre and half the width
     "conv.weight": (0, 1 / 6), "conv.bias": (0, 1 / 6), "depthwise.weight": (0, 1 / 3), "linear.weight": (0, 1 / 3),
     "linear.bias": (0, 1 / 3), "out.bias": (0, 1 / math.sqrt(5)), "attention.in_proj_weight": (0, 0.5),
@@ -75,7 +75,7 @@ REBUILT = {"halved.weight", "table.weight"}
 
 def mixed_table() -> tuple[nn.Module, InitTable]:
     module = deterministic_build(Mixed)
-    return module, init_table(build_twice(Mixed), parameter_layout(module), BIRTH)
+    return module, init_table(build_twice(Mixed), parameter_layout(module), GIVEN)
 
 
 def test_a_parameter_is_drawn_as_its_author_draws_it_and_keeps_what_its_author_set():
@@ -200,7 +200,7 @@ def test_a_host_is_drawn_by_the_rule_and_its_norms_are_neutral():
 
 def test_a_birth_name_that_does_not_exist_is_refused():
     builds = build_twice(lambda: nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ConfigError, match=r"birth names '0.wieght'.*did you mean '0.weight'"):
+    with pytest.raises(ConfigError, match=r"init names '0.wieght'.*did you mean '0.weight'"):
         init_table(builds, parameter_layout(builds.module), {"0.wieght": 0.0})
 
 

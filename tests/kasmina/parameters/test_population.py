@@ -79,7 +79,7 @@ def test_a_seed_depends_on_its_host_slot_and_step_alone(hosts, blueprint):
     born(hosts, [(1, 1)], blueprint, gated=True)
     alone = (hosts.seeds.params[1 * S + 1].clone(), hosts.gates.params[1 * S + 1].clone())
     hosts.reset(EPISODE)
-    # the same birth among others: other hosts, other slots, other blueprints, another order of births
+    # the same seed among others: other hosts, other slots, other blueprints, another order
     born(hosts, [(2, 0), (0, 2)], NORM, gated=True)
     born(hosts, [(0, 1), (1, 1), (2, 1), (1, 0)], blueprint, gated=True)
     assert torch.equal(hosts.seeds.params[1 * S + 1], alone[0])
@@ -234,7 +234,7 @@ class _Shift(nn.Module):
 class _ShiftBlueprint(AbstractBlueprint):
     name = "test_shift"
     family = HostFamily.CNN
-    birth = MappingProxyType({"scale": 0.0})
+    init = MappingProxyType({"scale": 0.0})
 
     def build(self, channels: int) -> nn.Module:
         return _Shift(channels)
@@ -255,7 +255,7 @@ def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
     born(hosts, [(1, 0)], shift)
     layout = hosts.seed_kinds[4, shift].template.parameters
     grown = layout.unpack(hosts.seeds.params[S, : layout.total])
-    assert grown["scale"].tolist() == [0.0] * 4  # as `birth` says
+    assert grown["scale"].tolist() == [0.0] * 4  # as `init` says
     assert grown["shift"].tolist() == [5.0] * 4  # as the module is built
     hosts.release(mask(2, (1, 0)))
     assert not hosts.seeds.params.any()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BIRTH_SCALE = 0.01
+INITIAL_SCALE = 0.01
 """Initial value of every layer scale: small against normalized activations, but gradients pass."""
 
 
@@ -22,7 +22,7 @@ class LayerScale(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((channels,), BIRTH_SCALE))
+        self.gamma = nn.Parameter(torch.full((channels,), INITIAL_SCALE))
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, C, H, W] or [B, T, D] -> the same."""

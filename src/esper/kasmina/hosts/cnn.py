@@ -139,10 +139,10 @@ class CNNHostSpec:
         return CNNHost(self, slot_ids, image_size=(height, width))
 
     def check_image(self, height: int, width: int, points: Iterable[InjectionPoint]) -> None:
-        """Refuse images that are too small, or whose size is no multiple of `unshuffle`.
+        """Refuse images that are too small, or whose size is not a multiple of `unshuffle`.
 
         Raises:
-            ConfigError: their size is no multiple, a pooling has no input, or C*H*W = 1 at one of the `points`.
+            ConfigError: their size is not a multiple, a pooling has no input, or C*H*W = 1 at one of the `points`.
         """
         factor = self.unshuffle
         if height % factor or width % factor:

@@ -72,7 +72,7 @@ class TransformerHostSpec:
         """A host with these slots enabled, for sequences like `example` [1, T] of token numbers.
 
         Raises:
-            ConfigError: a slot that does not exist, or an example that is no sequence of at most `context` tokens.
+            ConfigError: a slot that does not exist, or an example that is not a sequence of at most `context` tokens.
         """
         if example.dim() != 2 or example.dtype not in (torch.int64, torch.int32):
             raise ConfigError(

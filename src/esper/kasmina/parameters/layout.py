@@ -1,7 +1,7 @@
-"""The tensors of a module as one flat row, so that the modules of many hosts are one slab.
+"""The tensors of a module as one flat row, so that the modules of many hosts are one matrix.
 
     layout    | conv.weight ....... | norm.weight .. pad | norm.bias .. pad |      one row = one module
-    slab      host 0  [P]
+    rows      host 0  [P]
               host 1  [P]        optimizer, clipping, initialization, snapshots: plain operations on [N, P]
 
 A `Template` is bound to a row and then called. Every tensor starts at a multiple of 16 floats (64 bytes), so that
@@ -11,7 +11,7 @@ kernels see aligned memory. Frozen parameters (`requires_grad=False`) of a host 
     drawn at random                               each host's own: registered as buffers, which have a row per host
     beside trained weights or running statistics  each host's own as well: a stacked layer has rows alone
 
-Shape legend: N = rows of a slab, P = padded length of a row of parameters, Q = the same for buffers.
+Shape legend: N = rows, P = padded length of a row of parameters, Q = the same for buffers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -73,7 +73,7 @@ class FlatLayout:
 
     @torch.no_grad()
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A new slab [*rows, P] from tensors [*rows, *shape] by name; padding is 0, and no gradient flows back."""
+        """New rows [*rows, P] from tensors [*rows, *shape] by name; padding is 0, and no gradient flows back."""
         if not self.tensors:
             return torch.zeros(0)
         first = self.tensors[0]
@@ -95,7 +95,7 @@ class FlatLayout:
         return tuple(parts[s.part] if len(s.shape) == 1 else parts[s.part].view(lead + s.shape) for s in self.tensors)
 
     def unpack(self, flat: Float[Tensor, "*R P"]) -> dict[str, Tensor]:
-        """Views [*rows, *shape] into a slab [*rows, P], by name."""
+        """Views [*rows, *shape] into rows [*rows, P], by name."""
         lead = flat.shape[:-1]
         return {s.name: flat[..., s.offset : s.offset + s.numel].view((*lead, *s.shape)) for s in self.tensors}
 
@@ -180,7 +180,7 @@ def drop_batch_counters(module: nn.Module) -> None:
 
 
 class _BoundModule:
-    """A module that runs on tensors of a slab, and the places of its own tensors in a row."""
+    """A module that runs on rows of parameters, and the places of its own tensors in a row."""
 
     def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
         module.train(module.training)  # a network may keep some of its layers in evaluation mode
@@ -211,7 +211,7 @@ class _BoundModule:
 
 @final
 class Template(_BoundModule):
-    """A module without weights of its own, which runs on one row of a slab. It owns the module.
+    """A module without weights of its own, which runs on one row of parameters. It owns the module.
 
     The rows are bound, not copied: gradients flow to the row, and buffers that a layer updates in place (running
     statistics) are updated in the row. A layer that replaces a buffer instead of writing into it is not supported.
@@ -244,7 +244,7 @@ class Template(_BoundModule):
         """Let the module use these parameters, buffers and random numbers until the next call of `bind`.
 
         One split for the whole row: its backward is one concatenation, so a row that is a leaf with a preset `.grad`
-        (a row of a slab of gradients) receives its gradient by one addition in place.
+        (a row of a matrix of gradients) receives its gradient by one addition in place.
         """
         self._draws, self._device = draws, flat_row.device
         draw_for(self.dropouts, draws)
@@ -253,7 +253,7 @@ class Template(_BoundModule):
 
 @final
 class StackedTemplate(_BoundModule):
-    """A stacked module (see `stacked_layers`), which runs on several rows of a slab at once.
+    """A stacked module (see `stacking`), which runs on several rows at once.
 
     It has the paths and the layouts of the module for one host, but its layers expect weights [G, *shape]; rows of
     examples come as [B * G, ...] with the host as the fastest index.

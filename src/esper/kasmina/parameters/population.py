@@ -5,7 +5,7 @@
     gates   [N * S, P'']   one row per slot: its gate network, if the seed has one
 
 The slot states say which blueprint a row holds; the caller passes it in. A train pass updates a compact copy of its
-rows (`Working`), so that an optimizer step costs no more than the trained rows.
+rows (`TrainingCopy`), so that an optimizer step costs no more than the trained rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,8 +51,8 @@ from esper.leyline.tensor_dataclass import named_tensors, tree_map
 
 @final
 @dataclass(frozen=True)
-class Working:
-    """Rows of a slab in training; `leaves[i]` is the used part of row i as a leaf, whose gradient is in `grad`."""
+class TrainingCopy:
+    """A compact copy of rows in training; `leaves[i]` is the used part of row i, with its gradient in `grad`."""
 
     rows: Int[Tensor, " R"]
     params: Float[Tensor, "R W"]
@@ -62,7 +62,7 @@ class Working:
 
 
 @final
-class Slab:
+class FlatParameters:
     """R rows of P parameters and Q buffer values, with their optimizer state and a snapshot without it."""
 
     def __init__(self, shape: tuple[int, int, int], spec: OptimizerSpec, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class Slab:
         self.clear(rows)
         self.params[rows], self.buffers[rows] = self.snapshot["params"][rows], self.snapshot["buffers"][rows]
 
-    def begin(self, rows: Int[Tensor, " R"], widths: Sequence[int]) -> Working:
+    def begin(self, rows: Int[Tensor, " R"], widths: Sequence[int]) -> TrainingCopy:
         """A compact copy of these rows for autograd; `widths` [R] is the number of used parameters of each."""
         params = self.params[rows, : max(widths, default=0)].contiguous()
         grad, width = torch.zeros_like(params), params.shape[1]
@@ -103,10 +103,10 @@ class Slab:
             leaf.grad = row_grad[:used]
             leaves.append(leaf)
         optimizer = tree_map(lambda x: x[rows, :width] if x.dim() > 1 else x[rows], self.optimizer)
-        return Working(rows=rows, params=params, grad=grad, optimizer=optimizer, leaves=tuple(leaves))
+        return TrainingCopy(rows=rows, params=params, grad=grad, optimizer=optimizer, leaves=tuple(leaves))
 
-    def finish(self, working: Working) -> None:
-        """Write the trained rows back into the slab."""
+    def finish(self, working: TrainingCopy) -> None:
+        """Write the trained rows back."""
         rows, width = working.rows, working.params.shape[1]
         self.params[rows, :width] = working.params
         for (_, old), (_, new) in zip(named_tensors(self.optimizer), named_tensors(working.optimizer), strict=True):
@@ -252,7 +252,7 @@ def seed_kind(
     def find() -> tuple[InitTable, Tensor, bool, bool]:
         builds = build_twice(build)
         refuse_frozen(f"blueprint {blueprint.name!r}", builds.module)
-        return *_start(builds, blueprint.birth, torch.device("cpu")), _check_seed(blueprint.name, build, features, rows)
+        return *_start(builds, blueprint.init, torch.device("cpu")), _check_seed(blueprint.name, build, features, rows)
 
     table, buffers, rebuilt, global_rng = once(blueprint, features, f"start {rows}", find)
     template = Template(deterministic_build(build).to(device), global_rng=global_rng)
@@ -329,9 +329,9 @@ def _run_once(module: nn.Module, *arguments: object) -> tuple[Tensor, bool]:
         return outputs, used()
 
 
-def _start(builds: Builds, birth: Mapping[str, float], device: torch.device) -> tuple[InitTable, Tensor, bool]:
+def _start(builds: Builds, init: Mapping[str, float], device: torch.device) -> tuple[InitTable, Tensor, bool]:
     """Initial weights and buffers of a kind, and whether some come from a module built for each host."""
-    table = init_table(builds, parameter_layout(builds.module), birth)
+    table = init_table(builds, parameter_layout(builds.module), init)
     buffers, drawn = _buffers(builds.module, builds.other)
     rebuilt = drawn or builds.hidden or bool(table.rebuilt.any())
     return tree_map(lambda x: x.to(device), table), buffers.to(device), rebuilt
@@ -406,9 +406,9 @@ class Population:
         self.left_out: dict[int, str] = {}
         self.seed_kinds = self._seed_kinds(shapes, min(smallest_batch, 2))
         slots = num_envs * self.num_slots
-        self.host = self._slab(num_envs, [self.host_kind])
-        self.seeds = self._slab(slots, self.seed_kinds.values())
-        self.gates = self._slab(slots, self.gate_kinds.values())
+        self.host = self._rows_for(num_envs, [self.host_kind])
+        self.seeds = self._rows_for(slots, self.seed_kinds.values())
+        self.gates = self._rows_for(slots, self.gate_kinds.values())
 
     def _seed_kinds(self, shapes: dict[str, Features], rows: int) -> dict[tuple[int, int], Kind]:
         """The kinds by channels and blueprint; one that fits some slots but not all of them is left out."""
@@ -433,11 +433,11 @@ class Population:
             )
         return {key: found[key] for key in sorted(found, key=lambda key: (list(self.features).index(key[0]), key[1]))}
 
-    def _slab(self, rows: int, kinds: Iterable[Kind]) -> Slab:
-        """A slab whose rows can hold any of these kinds."""
+    def _rows_for(self, rows: int, kinds: Iterable[Kind]) -> FlatParameters:
+        """Rows that can hold any of these kinds."""
         totals = [(kind.template.parameters.total, kind.template.buffers.total) for kind in kinds]
         params, buffers = (max(sizes) for sizes in zip(*totals, strict=True))
-        return Slab((rows, params, buffers), self.optimizer_spec, self.device)
+        return FlatParameters((rows, params, buffers), self.optimizer_spec, self.device)
 
     def costs(self) -> SeedCosts:
         """Parameters of each seed and gate by slot, and the selectable blueprints."""
@@ -475,9 +475,9 @@ class Population:
         )
         self.host.save(everyone)
         slots = torch.arange(self.num_envs * self.num_slots, device=self.device)
-        for slab in (self.seeds, self.gates):
-            slab.clear(slots)
-            slab.save(slots)
+        for flat in (self.seeds, self.gates):
+            flat.clear(slots)
+            flat.save(slots)
 
     def germinate(self, born: np.ndarray, blueprint: np.ndarray, has_gate: np.ndarray, episode: int, t: int) -> None:
         """Draw the seeds marked in `born` [N, S] in step `t`, with their `blueprint` and `has_gate` [N, S]."""
@@ -485,11 +485,11 @@ class Population:
             channels = self.points[s].channels
             gated = hosts[has_gate[hosts, s]]
             seed = (self.seeds, self.seed_kinds[channels, index], hosts, 0)
-            for slab, kind, some, block in (seed, (self.gates, self.gate_kinds[channels], gated, GATE_BLOCK)):
+            for flat, kind, some, block in (seed, (self.gates, self.gate_kinds[channels], gated, GATE_BLOCK)):
                 if some.size:
                     key = {"episode": episode, "t": t, "slot": s}
                     drawn = self._drawn(kind, Stream.SEED_INIT, some, first_block=block, **key)
-                    slab.write(self.index(some) * self.num_slots + s, *drawn)
+                    flat.write(self.index(some) * self.num_slots + s, *drawn)
 
     def _drawn(
         self, kind: Kind, stream: Stream, hosts: np.ndarray, *, first_block: int = 0, **key: int
@@ -540,10 +540,10 @@ class Population:
     # -- persistence --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateTree:
-        """All slabs and snapshots, and a digest of the frozen parameters that hosts share."""
+        """All rows and snapshots, and a digest of the frozen parameters that hosts share."""
         tree: StateTree = {} if self._frozen is None else {"frozen": self._frozen.clone()}
-        for name, slab in (("host", self.host), ("seeds", self.seeds), ("gates", self.gates)):
-            tree |= with_prefix(name, slab.tensors()) | with_prefix(f"{name}_snapshot", slab.snapshot)
+        for name, flat in (("host", self.host), ("seeds", self.seeds), ("gates", self.gates)):
+            tree |= with_prefix(name, flat.tensors()) | with_prefix(f"{name}_snapshot", flat.snapshot)
         return tree
 
     def load_state_dict(self, state: StateTree) -> None:

@@ -145,7 +145,7 @@ class StackedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, C, ...] -> the same; train mode updates the running statistics of each host."""
         hosts = self.weight.shape[0]
-        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # rows of a slab are not contiguous
+        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # rows are not contiguous
         batch_statistics = self.training or mean is None
         y = F.batch_norm(
             _side_by_side(x, hosts),
@@ -173,7 +173,7 @@ class StackedEmbedding(nn.Embedding):
         """[B * G, ...] -> [B * G, ..., D]."""
         hosts = self.weight.shape[0]
         numbers = torch.arange(hosts, device=x.device).view(-1, *(1,) * (x.dim() - 1))
-        # by two indices, because rows of a slab cannot be flattened into one table without a copy
+        # by two indices, because rows of weights cannot be flattened into one table without a copy
         return _padded(self.weight[numbers, _by_host(x, hosts)].flatten(0, 1), x, self.padding_idx)
 
 

@@ -73,15 +73,18 @@ class Normed(nn.Module):
         return self.norm(h.transpose(1, 2)).transpose(1, 2)
 
 
-class Scaled(Normed):
-    """The backward pass reads one buffer after the statistics beside it were written in place."""
+class Scaled(nn.Module):
+    """The backward pass reads one buffer after another was written in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.full((D,), 0.5))
+        self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h * self.scale)
+        h = h * self.scale
+        self.passes.add_(1.0)
+        return h
 
 
 class Attending(nn.Module):

@@ -83,7 +83,8 @@ class Scaled(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         h = h * self.scale
-        self.passes.add_(1.0)
+        if self.training:
+            self.passes.add_(1.0)
         return h
 
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention, Positions
-from esper.kasmina.hosts.host import Apply, Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.leyline.errors import ConfigError
 from esper.leyline.settings import AtLeast1, AtLeast2, Decay, check_fields
@@ -53,7 +52,7 @@ class TransformerHostSpec:
     def points(self) -> tuple[InjectionPoint, ...]:
         """All points in action order, which is the order of the forward pass."""
         return tuple(
-            InjectionPoint(slot_id=f"r0c{j}", channels=self.width, surface=Surface.BLOCK_END, order=j,
+            InjectionPoint(slot_id=f"r0c{j}", channels=self.width, order=j,
                            position=(j + 1) / self.segments) for j in range(self.segments))  # fmt: skip
 
     def num_params(self) -> int:
@@ -69,7 +68,7 @@ class TransformerHostSpec:
         """A host with these slots enabled, for sequences like `example` [1, T] of token numbers.
 
         Raises:
-            ConfigError: a slot that does not exist, or an example that is no sequence of at most `context` tokens.
+            ConfigError: a slot that does not exist, or an example that is not a sequence of at most `context` tokens.
         """
         if example.dim() != 2 or example.dtype not in (torch.int64, torch.int32):
             raise ConfigError(

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from esper.export.grown import GrownSeed
+from esper.export.grown import plain as as_module
 from esper.export.network import flops
-from esper.export.plain_hosts import plain as as_module
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, DataError

@@ -10,9 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import HostSpec
+from esper.kasmina.hosts.host import HostSpec, InjectionPoint
 from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.kasmina.hosts.slots import InjectionPoint
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.tasks.registry import TaskSpec
 from esper.telemetry.figures import size, with_spread

@@ -58,7 +58,7 @@ from esper.leyline.stages import HostFamily
 class Moss(AbstractBlueprint):
     name = "moss"
     family = HostFamily.CNN
-    birth = {"weight": 0.0, "bias": 0.0}
+    init = {"weight": 0.0, "bias": 0.0}
 
     def build(self, channels):
         return nn.Conv2d(channels, channels, 1)

@@ -194,7 +194,7 @@ def test_a_policy_of_the_users_grows_by_name_or_as_it_is(task):
 
 
 def test_a_blueprint_and_a_reward_of_the_users_are_used_by_name(tmp_path):
-    @esper.register_blueprint(family="cnn", birth={"weight": 0.0})
+    @esper.register_blueprint(family="cnn", init={"weight": 0.0})
     def moss(channels: int) -> nn.Module:
         return nn.Conv2d(channels, channels, 1, bias=False)
 

@@ -155,7 +155,7 @@ def test_a_task_and_a_blueprint_of_the_user_take_part_in_a_run(tmp_path):
         "from esper.leyline.stages import HostFamily\n"
         "from esper.tasks import register_task\n"
         "class Pointwise(AbstractBlueprint):\n"
-        "    name, family, birth = 'pointwise_of_a_plugin', HostFamily.CNN, {'weight': 0.0}\n"
+        "    name, family, init = 'pointwise_of_a_plugin', HostFamily.CNN, {'weight': 0.0}\n"
         "    def build(self, channels):\n"
         "        return nn.Conv2d(channels, channels, 1, bias=False)\n"
         "register(Pointwise())\n"

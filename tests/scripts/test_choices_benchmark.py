@@ -7,7 +7,7 @@ import torch
 
 import choices
 from choices import CHOICES, Options, builtin_pool, in_this_process, main
-from esper.kasmina.hosts.pooling import max_pool_2x2
+from esper.kasmina.hosts.cnn import max_pool_2x2
 from esper.tamiyo import heads
 
 TINY = {"hosts": 2, "many_hosts": 2, "examples": 16, "steps": 4, "passes": 1, "repetitions": 1, "minibatches": (2,)}

@@ -14,7 +14,7 @@ from torch import nn
 from esper.api.arguments import checked
 from esper.api.run import AnyTask, Run, console, folder, given, in_process, spec_of
 from esper.export import network
-from esper.export.description import Origin, read_description
+from esper.export.grown import Origin, read_description
 from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build

@@ -3,9 +3,8 @@
 from functools import singledispatch
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import HostSpec
+from esper.kasmina.hosts.host import HostSpec, InjectionPoint
 from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.kasmina.hosts.slots import InjectionPoint
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.tasks.registry import TaskSpec
 

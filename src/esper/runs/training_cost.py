@@ -15,9 +15,8 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from esper.export.grown import GrownSeed
+from esper.export.grown import GrownSeed, plain
 from esper.export.network import flops
-from esper.export.plain_hosts import plain
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.manifest import GrowthManifest, planting_of

@@ -9,8 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import HostSpec
-from esper.kasmina.hosts.slots import enabled_points
+from esper.kasmina.hosts.host import HostSpec, enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.objective import Objective

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tiny
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
-from esper.kasmina.parameters.stacked_layers import StackedBatchNorm, StackedConv2d
+from esper.kasmina.parameters.stacking import StackedBatchNorm, StackedConv2d
 from esper.leyline.errors import CheckpointError
 from esper.leyline.stages import SeedStage
 from esper.tolaria.executors.fused.executor import FusedExecutor

@@ -38,7 +38,7 @@ class Own(AbstractBlueprint):
     """A user's own."""
 
     family = HostFamily.CNN
-    birth = {}  # noqa: RUF012
+    init = {}  # noqa: RUF012
 
     def __init__(self, name, build):
         self.name, self.build = name, build

@@ -213,7 +213,7 @@ class Moss(AbstractBlueprint):
 
     name = "moss"
     family = HostFamily.CNN
-    birth: ClassVar = {"weight": 0.0, "bias": 0.0}
+    init: ClassVar = {"weight": 0.0, "bias": 0.0}
 
     def build(self, channels):
         return nn.Conv2d(channels, channels, 1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from esper.export.description import Origin
+from esper.export.grown import Origin
 from esper.export.network import GrownNetwork
 from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ExportError

@@ -9,8 +9,7 @@ from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import check_smallest_batch, outputs_of_host
-from esper.kasmina.parameters.population import Population
+from esper.kasmina.parameters.population import Population, check_smallest_batch, outputs_of_host
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.protocols import host_numbers
 from esper.tasks.datasets import Dataset

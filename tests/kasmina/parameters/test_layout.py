@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.parameters.flat_layout import Template, buffer_layout, drop_batch_counters, parameter_layout
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.layout import Template, buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.errors import ConfigError
 
 DIGITS = CNNHostSpec(in_channels=1, base=8, blocks=2, kernel=1, pools=1, classes=10)
@@ -59,10 +59,10 @@ class Tied(nn.Module):
 
 def test_a_layout_is_what_one_would_write_down_by_hand():
     layout = parameter_layout(Odd())
-    assert [(s.name, s.shape, s.offset, s.numel, s.padding) for s in layout.tensors] == [
-        ("scale", (), 0, 1, 15),
-        ("shift", (17,), 16, 17, 15),
-        ("matrix", (4, 4), 48, 16, 0),
+    assert [(s.name, s.shape, s.offset, s.numel, s.part) for s in layout.tensors] == [
+        ("scale", (), 0, 1, 0),
+        ("shift", (17,), 16, 17, 2),
+        ("matrix", (4, 4), 48, 16, 4),
     ]
     assert (layout.total, layout.num_params, layout.num_tensors) == (64, 34, 3)
     expected = [0] + [3] * 15 + [1] * 17 + [3] * 15 + [2] * 16
@@ -88,13 +88,13 @@ def test_unpack_undoes_pack_and_every_tensor_is_aligned(shapes, rows):
         module.register_parameter(f"p{i}", nn.Parameter(torch.zeros(shape)))
     layout = parameter_layout(module)
     tensors = {f"p{i}": torch.randn(rows, *shape) for i, shape in enumerate(shapes)}
-    slab = layout.pack(tensors)
-    assert slab.shape == (rows, layout.total)
+    rows_ = layout.pack(tensors)
+    assert rows_.shape == (rows, layout.total)
     assert all(s.offset % 16 == 0 for s in layout.tensors)
-    assert slab[:, layout.padding_mask].count_nonzero() == 0
-    for name, value in layout.unpack(slab).items():
+    assert rows_[:, layout.padding_mask].count_nonzero() == 0
+    for name, value in layout.unpack(rows_).items():
         assert torch.equal(value, tensors[name])
-        assert value.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+        assert value.untyped_storage().data_ptr() == rows_.untyped_storage().data_ptr()
 
 
 def test_a_bound_template_computes_what_the_module_computes():
@@ -115,10 +115,10 @@ def test_a_bound_template_computes_what_the_module_computes():
 def test_gradients_arrive_in_the_preset_slab_and_in_no_other_row():
     host = digits_host()
     template = Template(copy.deepcopy(host))
-    slab = template.parameters.pack({k: torch.stack([v.detach()] * 3) for k, v in host.named_parameters()})
-    gradients = torch.zeros_like(slab)
+    rows_ = template.parameters.pack({k: torch.stack([v.detach()] * 3) for k, v in host.named_parameters()})
+    gradients = torch.zeros_like(rows_)
     buffers = template.buffers.pack(dict(host.named_buffers()))
-    row = slab[1].requires_grad_()
+    row = rows_[1].requires_grad_()
     row.grad = gradients[1]
     storage = row.grad.data_ptr()
     template.bind(row, buffers)
@@ -146,13 +146,13 @@ def test_a_second_backward_adds_to_the_slab():
 def test_rebinding_switches_rows_completely():
     template = Template(Odd())
     layout = template.parameters
-    slab = layout.pack(
+    rows_ = layout.pack(
         {"scale": torch.tensor([1.0, 10.0]), "shift": torch.zeros(2, 17), "matrix": torch.zeros(2, 4, 4)}
     )
     buffers = torch.zeros(2, template.buffers.total)
     answers = []
     for row in (0, 1, 0):
-        template.bind(slab[row], buffers[row])
+        template.bind(rows_[row], buffers[row])
         answers.append(float(template(torch.tensor(5.0))))
     assert answers == [5.0, 50.0, 5.0]
     assert buffers[:, 0].tolist() == [2.0, 1.0]

@@ -13,10 +13,11 @@ whose `forward` mixes examples (`stacking_trial` finds out), runs through `torch
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from esper.kasmina.blueprints.layers import LayerScale, Positions, TanhScale
-from esper.kasmina.parameters.attention import KeyedAttention, can_be_keyed
-from esper.kasmina.parameters.dropout import draw_for, dropout_layers
+from esper.kasmina.hosts.host import Apply, near
+from esper.kasmina.parameters.dropout import Draws, KeyedAttention, Moment, can_be_keyed, draw_for, dropout_layers
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, drop_batch_counters, parameter_layout
+from esper.leyline.errors import StackingError
 
 
 def _affine(tensor: Tensor | None) -> Tensor | None:
@@ -141,7 +145,7 @@ class StackedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[B * G, C, ...] -> the same; train mode updates the running statistics of each host."""
         hosts = self.weight.shape[0]
-        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # rows of a slab are not contiguous
+        mean, var = _flat_copy(self.running_mean), _flat_copy(self.running_var)  # rows are not contiguous
         batch_statistics = self.training or mean is None
         y = F.batch_norm(
             _side_by_side(x, hosts),
@@ -169,7 +173,7 @@ class StackedEmbedding(nn.Embedding):
         """[B * G, ...] -> [B * G, ..., D]."""
         hosts = self.weight.shape[0]
         numbers = torch.arange(hosts, device=x.device).view(-1, *(1,) * (x.dim() - 1))
-        # by two indices, because rows of a slab cannot be flattened into one table without a copy
+        # by two indices, because rows of weights cannot be flattened into one table without a copy
         return _padded(self.weight[numbers, _by_host(x, hosts)].flatten(0, 1), x, self.padding_idx)
 
 
@@ -481,3 +485,193 @@ def _stack_in_place(module: nn.Module) -> None:
             module._modules[name] = Vmapped(layer)
         elif layer is not None:
             _stack_in_place(layer)
+
+
+_HOSTS, _EXAMPLES = 3, 4
+HOST_EXAMPLES = _HOSTS * _EXAMPLES
+"""How many examples the trial of a host takes."""
+Way = Callable[[nn.Module], nn.Module]
+"""A function from a module to its stacked module with the same parameter names; the module is not changed."""
+
+
+def _no_arguments(rows: int) -> tuple[Any, ...]:
+    return ()
+
+
+class _Trial(NamedTuple):
+    """Inputs [examples, hosts, ...], parameters and buffers [hosts, ...], further arguments by number of rows."""
+
+    x: Tensor
+    rows: Tensor
+    state: Tensor
+    arguments: Callable[[int], tuple[Any, ...]] = _no_arguments
+
+
+def way_to_stack(name: str, module: nn.Module, example: Tensor) -> Way:
+    """How to stack modules of the blueprint `name`: with stacked layers, or else with `torch.vmap`.
+
+    A way is used if it reproduces outputs, gradients and buffers of `module` host by host, on random examples like
+    `example` [1, ...], in train and in evaluation mode.
+
+    Raises:
+        StackingError: neither way does.
+    """
+    ways: tuple[Way, ...] = (stack_layers, vmapped) if can_stack_layers(module) else (vmapped,)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_HOSTS, parameter_layout(module).total, generator=generator)
+    state = torch.rand(_HOSTS, buffer_layout(module).total, generator=generator) + 0.5
+    trial = _Trial(torch.randn(_EXAMPLES, _HOSTS, *example.shape[1:], generator=generator), rows, state)
+    for way in ways:
+        if (problem := _problem(way(module), module, trial)) is None:
+            return way
+    raise StackingError(f"blueprint {name!r} {problem}; use executor 'streamed'.")
+
+
+def stacked_host(build: Callable[[], nn.Module], examples: Tensor) -> nn.Module:
+    """The module for many hosts, of a host from `build`: of stacked layers, or else the whole by `torch.vmap`.
+
+    It reproduces three hosts one by one on inputs like `examples` [HOST_EXAMPLES, ...], on the CPU.
+
+    Raises:
+        StackingError: it does not.
+    """
+    builds = [deterministic_build(build, seed) for seed in range(_HOSTS)]
+    for module in builds:
+        drop_batch_counters(module)
+    layout, buffers, generator = parameter_layout(builds[0]), buffer_layout(builds[0]), torch.Generator().manual_seed(0)
+    rows = torch.stack([layout.pack(dict(module.named_parameters())) for module in builds])
+    state = torch.stack([buffers.pack(dict(module.named_buffers())) for module in builds])
+    x = examples
+    if x.is_floating_point():  # normalization of constant examples has no meaningful gradient
+        x = x + torch.randn(x.shape, generator=generator)
+    trial = _Trial(
+        x=x.unflatten(0, (_EXAMPLES, _HOSTS)),
+        rows=rows + 0.02 * torch.randn(rows.shape, generator=generator),  # a weight that starts at zero hides errors
+        state=state + 0.1 * torch.rand(state.shape, generator=generator),
+        arguments=lambda rows: (_unchanged(rows),),
+    )
+    problems = []
+    for way in (stack_layers, vmapped):
+        stacked = way(builds[0])
+        # a ReLU of a large network may get inputs so close to zero that float32 rounds them to either side
+        problem = _problem(stacked, builds[0], trial)
+        if problem is None or _problem(stacked, builds[0], trial, torch.float64) is None:
+            return stacked
+        problems.append(problem)
+    raise StackingError(f"the host {problems[0]}; with torch.vmap it {problems[1]}; use executor 'streamed'.")
+
+
+def _unchanged(rows: int) -> Apply:
+    """Slots without seeds, which insist on features of all rows: inside `torch.vmap` they would see one host's."""
+
+    def apply(slot_id: str, h: Tensor) -> Tensor:
+        if h.shape[0] != rows:
+            raise StackingError(f"slot {slot_id!r} has features {tuple(h.shape)}; expected {rows} rows.")
+        return h
+
+    return apply
+
+
+def _problem(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why the stacked module does not give each of three hosts the results of the module alone; None if it does.
+
+    It is the error and its layer, or the first layer whose outputs differ, in this precision.
+    """
+    layout, buffers = parameter_layout(module), buffer_layout(module)
+    stacked, alone = StackedTemplate(copy.deepcopy(stack).to(dtype), layout, buffers), copy.deepcopy(module).to(dtype)
+    x = trial.x.to(dtype) if trial.x.is_floating_point() else trial.x
+    trial = trial._replace(x=x, rows=trial.rows.to(dtype), state=trial.state.to(dtype))
+    for training in (True, False):
+        with _watched(stacked.module) as (running, together):
+            try:
+                results, pull = _trial_of_all(stacked, trial, training)
+            except Exception as error:  # what a forward pass raises that needs one host, or more than vmap supports
+                where = f" in layer {running[-1]!r}" if running and running[-1] else ""
+                said = str(error).strip().split("\n")[0].rstrip(".")
+                return f"fails for many hosts at once ({type(error).__name__}{where}: {said})"
+        for g in range(_HOSTS):
+            params, state = layout.unpack(trial.rows[g]), buffers.unpack(trial.state[g].clone())
+            with _watched(alone.train(training)) as (_, single):
+                expected = _trial_of_one(alone, g, params, state, trial, pull)
+            if not all(near(ours[g], theirs) for ours, theirs in zip(results, expected, strict=True)):
+                other = "gives other results for many hosts at once than for one,"
+                for path, want in single.items():
+                    if path and path in together and not near(together[path][g::_HOSTS], want):
+                        return f"{other} first in layer {path!r} ({type(module.get_submodule(path)).__name__})"
+                return (f"{other} in {type(module).__name__} itself (an operation across examples, or weights used "
+                        "outside of a layer)")  # fmt: skip
+    return None
+
+
+@contextmanager
+def _watched(module: nn.Module) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
+    """The paths of the layers that run now, the innermost last, and the outputs of those that have ended."""
+    running: list[str] = []
+    outputs: dict[str, Tensor] = {}
+
+    def begin(path: str, *_: object) -> None:
+        running.append(path)
+
+    def end(path: str, layer: nn.Module, args: object, y: object) -> None:
+        running.pop()
+        if isinstance(y, Tensor) and not torch._C._functorch.is_batchedtensor(y):
+            outputs.setdefault(path, y.detach())
+
+    layers = dict(module.named_modules())
+    for at, wrapped in list(layers.items()):
+        if isinstance(wrapped, Vmapped):
+            layers |= {
+                ".".join(filter(None, (at, path))): layer for path, layer in wrapped.single.named_modules() if path
+            }
+    hooks = []
+    for path, layer in layers.items():
+        hooks += [
+            layer.register_forward_pre_hook(partial(begin, path)),
+            layer.register_forward_hook(partial(end, path)),
+        ]
+    try:
+        yield running, outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _trial_of_all(stacked: StackedTemplate, trial: _Trial, training: bool) -> tuple[list[Tensor], Tensor]:
+    """Outputs, gradients of inputs and parameters, and buffers after a pass; the host is the first axis of each.
+
+    Second, the gradient of the outputs that was used.
+    """
+    leaves = tuple(view.requires_grad_() for view in stacked.views(trial.rows))
+    moved = stacked.buffer_views(trial.state.clone())
+    stacked.train(training)
+    stacked.bind(leaves, moved)
+    draw_for(stacked.dropouts, Draws(Moment(0), torch.arange(_HOSTS), 0))
+    x = _trainable(trial.x)
+    y = stacked(x.flatten(0, 1), *trial.arguments(HOST_EXAMPLES)).unflatten(0, (_EXAMPLES, _HOSTS))
+    pull = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    of_x, of_leaves = _gradients(y, pull, x, leaves)
+    return [y.detach().transpose(0, 1), *(g.transpose(0, 1) for g in of_x), *of_leaves, *moved], pull
+
+
+def _trial_of_one(
+    alone: nn.Module, g: int, params: dict[str, Tensor], moved: dict[str, Tensor], trial: _Trial, pull: Tensor
+) -> list[Tensor]:
+    """The same for one host, by the module itself."""
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    draw_for(dropout_layers(alone), Draws(Moment(0), torch.tensor([g]), 0))
+    x = _trainable(trial.x[:, g])
+    y = torch.func.functional_call(alone, {**leaves, **moved}, (x, *trial.arguments(_EXAMPLES)))
+    of_x, of_leaves = _gradients(y, pull[:, g], x, tuple(leaves.values()))
+    return [y.detach(), *of_x, *of_leaves, *moved.values()]
+
+
+def _trainable(x: Tensor) -> Tensor:
+    """A copy that records gradients, unless it holds whole numbers (tokens)."""
+    return x.clone().requires_grad_(x.is_floating_point())
+
+
+def _gradients(y: Tensor, pull: Tensor, x: Tensor, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of the inputs (none of tokens) and of the parameters."""
+    inputs = (x,) if x.requires_grad else ()
+    found = torch.autograd.grad((y * pull).sum(), (*inputs, *leaves), materialize_grads=True)
+    return list(found[: len(inputs)]), list(found[len(inputs) :])

@@ -1,26 +1,30 @@
-"""The tensors of a module as one flat row, so that the modules of many hosts are one slab.
+"""The tensors of a module as one flat row, so that the modules of many hosts are one matrix.
 
     layout    | conv.weight ....... | norm.weight .. pad | norm.bias .. pad |      one row = one module
-    slab      host 0  [P]
+    rows      host 0  [P]
               host 1  [P]        optimizer, clipping, initialization, snapshots: plain operations on [N, P]
 
 A `Template` is bound to a row and then called. Every tensor starts at a multiple of 16 floats (64 bytes), so that
-kernels see aligned memory.
+kernels see aligned memory. Frozen parameters (`requires_grad=False`) of a host have no gradient and are in no row:
 
-Shape legend: N = rows of a slab, P = padded length of a row of parameters, Q = the same for buffers.
+    equal in builds under two seeds               shared: one tensor for all hosts, a parameter of the module that runs
+    drawn at random                               each host's own: registered as buffers, which have a row per host
+    beside trained weights or running statistics  each host's own as well: a stacked layer has rows alone
+
+Shape legend: N = rows, P = padded length of a row of parameters, Q = the same for buffers.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from esper.kasmina.parameters.dropout import Draws, draw_for, dropout_layers
-from esper.kasmina.parameters.frozen import frozen_parameters
 from esper.leyline.errors import ConfigError
 from esper.leyline.tensor_dataclass import tensor_dataclass
 
@@ -34,7 +38,7 @@ class TensorSpec:
 
     Attributes:
         name: dotted path in the module, e.g. "conv.weight". aliases: further paths of the same (tied) tensor.
-        offset, numel: the slice [offset, offset + numel) of the row. padding: unused floats after it.
+        offset, numel: the slice [offset, offset + numel) of the row; unused floats may follow. part: index in `sizes`.
     """
 
     name: str
@@ -42,18 +46,20 @@ class TensorSpec:
     shape: tuple[int, ...]
     offset: int
     numel: int
-    padding: int
+    part: int
 
 
 @tensor_dataclass
 class FlatLayout:
     """All tensors of one kind (parameters or buffers) of a module, in the order of the module.
 
-    `total` counts padding, `num_params` does not. `segment_ids` holds the index of each element's tensor (`num_tensors`
-    for padding); `matrix_mask` marks elements of tensors with two or more axes, which decoupled decay applies to.
+    `sizes` are those of the tensors and of the padding between them. `total` counts padding, `num_params` does not.
+    `segment_ids` holds the index of each element's tensor (`num_tensors` for padding); `matrix_mask` marks elements of
+    tensors with two or more axes, which decoupled decay applies to.
     """
 
     tensors: tuple[TensorSpec, ...]
+    sizes: tuple[int, ...]
     total: int
     num_params: int
     segment_ids: Int[Tensor, " P"]
@@ -67,7 +73,7 @@ class FlatLayout:
 
     @torch.no_grad()
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A new slab [*rows, P] from tensors [*rows, *shape] by name; padding is 0, and no gradient flows back."""
+        """New rows [*rows, P] from tensors [*rows, *shape] by name; padding is 0, and no gradient flows back."""
         if not self.tensors:
             return torch.zeros(0)
         first = self.tensors[0]
@@ -77,8 +83,19 @@ class FlatLayout:
             view.copy_(tensors[name])
         return flat
 
+    def split(self, flat: Float[Tensor, "*R P"]) -> tuple[Tensor, ...]:
+        """The same views in the order of the layout, by one split, whose backward pass is one concatenation.
+
+        Those of one row share their version counter: what writes into them in place uses their `data`, or it would
+        spoil what autograd has saved of the others.
+        """
+        if not self.tensors:
+            return ()
+        lead, parts = flat.shape[:-1], flat.split_with_sizes(self.sizes, dim=-1)
+        return tuple(parts[s.part] if len(s.shape) == 1 else parts[s.part].view(lead + s.shape) for s in self.tensors)
+
     def unpack(self, flat: Float[Tensor, "*R P"]) -> dict[str, Tensor]:
-        """Views [*rows, *shape] into a slab [*rows, P], by name."""
+        """Views [*rows, *shape] into rows [*rows, P], by name."""
         lead = flat.shape[:-1]
         return {s.name: flat[..., s.offset : s.offset + s.numel].view((*lead, *s.shape)) for s in self.tensors}
 
@@ -120,14 +137,15 @@ def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
     for name, tensor in named:
         tensors.setdefault(id(tensor), tensor)
         paths.setdefault(id(tensor), []).append(name)
-    specs, offset = [], 0
+    specs, sizes, offset = list[TensorSpec](), list[int](), 0
     for key, tensor in tensors.items():
         numel, (name, *aliases) = tensor.numel(), paths[key]
-        padding = -numel % ALIGNMENT
-        shape = tuple(tensor.shape)
-        specs.append(
-            TensorSpec(name=name, aliases=tuple(aliases), shape=shape, offset=offset, numel=numel, padding=padding)
+        spec = TensorSpec(
+            name=name, aliases=tuple(aliases), shape=tuple(tensor.shape), offset=offset, numel=numel, part=len(sizes)
         )
+        specs.append(spec)
+        padding = -numel % ALIGNMENT
+        sizes += [numel, padding] if padding else [numel]
         offset += numel + padding
     segment_ids = torch.full((offset,), len(specs), dtype=torch.int64)
     matrix_mask = torch.zeros(offset, dtype=torch.bool)
@@ -136,6 +154,7 @@ def _layout(named: Iterable[tuple[str, Tensor]]) -> FlatLayout:
         matrix_mask[spec.offset : spec.offset + spec.numel] = len(spec.shape) >= 2
     return FlatLayout(
         tensors=tuple(specs),
+        sizes=tuple(sizes),
         total=offset,
         num_params=sum(spec.numel for spec in specs),
         segment_ids=segment_ids,
@@ -160,17 +179,8 @@ def drop_batch_counters(module: nn.Module) -> None:
         layer._buffers["num_batches_tracked"] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Site:
-    """One tensor of a row: the index of its piece, its shape (None for a vector), and the tables that hold it."""
-
-    piece: int
-    shape: tuple[int, ...] | None
-    owners: tuple[tuple[dict[str, Any], str], ...]
-
-
 class _BoundModule:
-    """A module that runs on tensors of a slab, and the places of its own tensors in a row."""
+    """A module that runs on rows of parameters, and the places of its own tensors in a row."""
 
     def __init__(self, module: nn.Module, parameters: FlatLayout, buffers: FlatLayout) -> None:
         module.train(module.training)  # a network may keep some of its layers in evaluation mode
@@ -178,8 +188,15 @@ class _BoundModule:
         self.shared = frozen_parameters(module)
         """Frozen parameters, which all rows share, by path."""
         self.parameters, self.buffers = parameters, buffers
-        self._parameter_sizes, self._parameter_sites = _sites(module, parameters, "_parameters")
-        self._buffer_sizes, self._buffer_sites = _sites(module, buffers, "_buffers")
+        self._parameter_places = _places(module, parameters, "_parameters")
+        self._buffer_places = _places(module, buffers, "_buffers")
+
+    def _assign(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        """Put tensors into the places of those of the module."""
+        for tensors, places in ((parameters, self._parameter_places), (buffers, self._buffer_places)):
+            for tensor, own in zip(tensors, places, strict=True):
+                for table, leaf in own:
+                    table[leaf] = tensor
 
     def train(self, mode: bool) -> None:
         """Set train or eval mode, unless it is set already."""
@@ -194,7 +211,7 @@ class _BoundModule:
 
 @final
 class Template(_BoundModule):
-    """A module without weights of its own, which runs on one row of a slab. It owns the module.
+    """A module without weights of its own, which runs on one row of parameters. It owns the module.
 
     The rows are bound, not copied: gradients flow to the row, and buffers that a layer updates in place (running
     statistics) are updated in the row. A layer that replaces a buffer instead of writing into it is not supported.
@@ -227,17 +244,16 @@ class Template(_BoundModule):
         """Let the module use these parameters, buffers and random numbers until the next call of `bind`.
 
         One split for the whole row: its backward is one concatenation, so a row that is a leaf with a preset `.grad`
-        (a row of a slab of gradients) receives its gradient by one addition in place.
+        (a row of a matrix of gradients) receives its gradient by one addition in place.
         """
         self._draws, self._device = draws, flat_row.device
         draw_for(self.dropouts, draws)
-        _assign(flat_row, self._parameter_sizes, self._parameter_sites)
-        _assign(buffer_row, self._buffer_sizes, self._buffer_sites, written=True)
+        self._assign(self.parameters.split(flat_row), (x.data for x in self.buffers.split(buffer_row)))
 
 
 @final
 class StackedTemplate(_BoundModule):
-    """A stacked module (see `stacked_layers`), which runs on several rows of a slab at once.
+    """A stacked module (see `stacking`), which runs on several rows at once.
 
     It has the paths and the layouts of the module for one host, but its layers expect weights [G, *shape]; rows of
     examples come as [B * G, ...] with the host as the fastest index.
@@ -251,60 +267,95 @@ class StackedTemplate(_BoundModule):
 
     def views(self, rows: Float[Tensor, "G P"]) -> tuple[Tensor, ...]:
         """The parameters [G, *shape] in these rows, in the order of the layout; views without gradient history."""
-        return _row_views(rows.detach(), self._parameter_sizes, self._parameter_sites)
+        return self.parameters.split(rows.detach())
 
     def buffer_views(self, rows: Float[Tensor, "G Q"]) -> tuple[Tensor, ...]:
         """The same for buffers, which a pass may write in place."""
-        return tuple(x.data for x in _row_views(rows.detach(), self._buffer_sizes, self._buffer_sites))
+        return tuple(x.data for x in self.buffers.split(rows.detach()))
 
     def bind(self, parameters: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
         """Let the module use these tensors, made by `views` and `buffer_views`, until the next call of `bind`.
 
         Nothing is computed here: the views are made once per pass, and are leaves where they are trainable.
         """
-        for tensors, sites in ((parameters, self._parameter_sites), (buffers, self._buffer_sites)):
-            for tensor, site in zip(tensors, sites, strict=True):
-                for table, leaf in site.owners:
-                    table[leaf] = tensor
+        self._assign(parameters, buffers)
 
 
-def _row_views(rows: Tensor, sizes: list[int], sites: tuple[_Site, ...]) -> tuple[Tensor, ...]:
-    if not sites:
-        return ()
-    pieces = rows.split_with_sizes(sizes, dim=1)
-    return tuple(
-        pieces[site.piece] if site.shape is None else pieces[site.piece].view(rows.shape[0], *site.shape)
-        for site in sites
-    )
+def _places(module: nn.Module, layout: FlatLayout, kind: str) -> list[list[tuple[dict[str, Any], str]]]:
+    """The tables and keys that hold each tensor of a layout."""
+    return [
+        [
+            (getattr(module.get_submodule(path), kind), leaf)
+            for path, _, leaf in (name.rpartition(".") for name in (spec.name, *spec.aliases))
+        ]
+        for spec in layout.tensors
+    ]
 
 
-def _assign(row: Tensor, sizes: list[int], sites: tuple[_Site, ...], *, written: bool = False) -> None:
-    """Put the pieces of a row into their places; those that are `written` in place count versions of their own.
-
-    Views share the counter of their row, so that one buffer that is written would spoil what autograd saved of all.
-    `data` has the same memory and its own counter.
-    """
-    if not sites:
-        return
-    pieces = row.split_with_sizes(sizes)
-    for site in sites:
-        piece = pieces[site.piece] if site.shape is None else pieces[site.piece].view(site.shape)
-        piece = piece.data if written else piece
-        for table, leaf in site.owners:
-            table[leaf] = piece
+def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those of a module that is not bound to a row, by each of their paths."""
+    return {name: p for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
-def _sites(module: nn.Module, layout: FlatLayout, kind: str) -> tuple[list[int], tuple[_Site, ...]]:
-    """Sizes of the pieces of a row (tensors and padding), and the site of each tensor."""
-    sizes: list[int] = []
-    sites: list[_Site] = []
-    for spec in layout.tensors:
-        shape = None if len(spec.shape) == 1 else spec.shape
-        paths = (name.rpartition(".") for name in (spec.name, *spec.aliases))
-        owners = tuple((getattr(module.get_submodule(path), kind), leaf) for path, _, leaf in paths)
-        sites.append(_Site(piece=len(sizes), shape=shape, owners=owners))
-        sizes.append(spec.numel)
-        if spec.padding:
-            sizes.append(spec.padding)
-    assert sum(sizes) == layout.total == sum(math.prod(s.shape) + s.padding for s in layout.tensors)
-    return sizes, tuple(sites)
+def own_frozen(module: nn.Module, other: nn.Module) -> tuple[str, ...]:
+    """Paths of the frozen parameters that each host needs a copy of; `other` was built under another seed."""
+    frozen, others = frozen_parameters(module), frozen_parameters(other)
+    own = {id(p) for name, p in frozen.items() if not torch.equal(p, others[name])}
+    found = -1
+    while found != len(own):  # a tied parameter carries its kind from one layer to another
+        found = len(own)
+        for layer in module.modules():
+            weights = list(layer.parameters(recurse=False))
+            if _has_rows(layer) or any(id(p) in own for p in weights):
+                own |= {id(p) for p in weights if not p.requires_grad}
+    return tuple(name for name, p in frozen.items() if id(p) in own)
+
+
+def _has_rows(layer: nn.Module) -> bool:
+    """Whether something of a layer differs between hosts; normalization over examples does, even without weights."""
+    floats = any(b.is_floating_point() for b in layer.buffers(recurse=False))
+    return floats or isinstance(layer, _BatchNorm) or any(p.requires_grad for p in layer.parameters(recurse=False))
+
+
+def as_buffers(module: nn.Module, paths: Iterable[str]) -> None:
+    """Make these parameters buffers, in place."""
+    for path in paths:
+        owner, _, leaf = path.rpartition(".")
+        layer = module.get_submodule(owner)
+        layer._buffers[leaf] = layer.get_parameter(leaf).detach()
+        del layer._parameters[leaf]
+
+
+def count_params(module: nn.Module, paths: Iterable[str]) -> int:
+    """Number of parameters, with those that `as_buffers` has moved; tied ones count once."""
+    moved = {b.data_ptr(): b.numel() for b in map(module.get_buffer, paths)}
+    return sum(p.numel() for p in module.parameters()) + sum(moved.values())
+
+
+def digest(module: nn.Module) -> Tensor | None:
+    """A number, int64, that tells whether hosts share the same frozen parameters; None where they share none."""
+    shared = frozen_parameters(module)
+    if not shared:
+        return None
+    found = sha256()
+    for name, value in shared.items():
+        found.update(name.encode() + value.detach().numpy().tobytes())
+    return torch.tensor(int.from_bytes(found.digest()[:8], signed=True))
+
+
+def check_shared(module: nn.Module, other: nn.Module) -> None:
+    """Raise ConfigError if a frozen parameter of a host is random; `other` was built under another seed."""
+    others: dict[str, Tensor] = dict(other.named_parameters())
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad and not torch.equal(parameter, others[name]):
+            raise ConfigError(
+                f"parameter {name!r} of {type(module).__name__} is frozen and drawn at random, but all hosts share "
+                "what is frozen; register it as a buffer, which each host has its own copy of."
+            )
+
+
+def refuse_frozen(of: str, module: nn.Module) -> None:
+    """Raise ConfigError if a parameter is frozen."""
+    for name in frozen_parameters(module):
+        raise ConfigError(f"parameter {name!r} of {of} is frozen (requires_grad=False), and seeds are trained as a "
+                          "whole; register constants as buffers.")  # fmt: skip

@@ -1,20 +1,60 @@
-"""Puts this folder on the import path, samples shape checks, and watches what is synced to the disk."""
+"""Puts this folder on the import path, and what many tests need.
+
+A finished run is made once and copied: `run = finished_run("null")` is a folder of its own, which the test may change
+and continue. The kinds are those of `small_runs.OPTIONS`; rounds and further options make other runs, each once.
+
+    def test_a_report_is_written(finished_run):
+        run = finished_run("tiny", 2, "--set", "ppo.lr=1e-3")
+"""
 
 import os
+import random
+import shutil
 import stat
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
-import shape_checks
 
-shape_checks.install()
+def pytest_configure(config: pytest.Config) -> None:
+    """With `make test-shapes`: the checks choose items of a list, which must not move the global generator."""
+    if config.getoption("--jaxtyping-packages", None):
+        from beartype._check.code import codemain
+
+        codemain.getrandbits = random.Random(0).getrandbits
 
 
-def pytest_runtest_setup() -> None:
-    """Count calls from one in each test."""
-    shape_checks.begin_test()
+@pytest.fixture(scope="session")
+def _finished_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The runs of this process so far; a new one is made where it is first asked for."""
+    folder, made = tmp_path_factory.mktemp("finished"), dict[tuple[object, ...], Path]()
+
+    def run(kind: str, rounds: int, options: tuple[str, ...]) -> Path:
+        import small_runs
+
+        key = (kind, rounds, *options)
+        if key not in made:
+            path = folder / str(len(made)) / "run"
+            path.parent.mkdir()
+            with redirect_stdout(StringIO()):
+                assert small_runs.train(path, kind, rounds, *options) == 0
+            made[key] = path
+        return made[key]
+
+    return run
+
+
+@pytest.fixture
+def finished_run(_finished_runs: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """`finished_run(kind="null", rounds=3, *options, name="run")`: a copy in the folder of the test."""
+
+    def copied(kind: str = "null", rounds: int = 3, *options: str, name: str = "run") -> Path:
+        return Path(shutil.copytree(_finished_runs(kind, rounds, options), tmp_path / name))
+
+    return copied
 
 
 @pytest.fixture
@@ -48,6 +88,6 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
 @pytest.fixture(autouse=True)
 def _tasks_of_a_test_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is not listed in another."""
-    from esper.tasks import registry  # not before the checks are installed
+    from esper.tasks import registry  # not before the import hook of the shape checks
 
     monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))

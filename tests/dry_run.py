@@ -1,8 +1,8 @@
 """A run on the device "meta", whose tensors have shapes but no values: what waits for a value fails by itself.
 
-    engine, client = on_meta(engine, client)      copies of objects built on the CPU, all tensors of which are on "meta"
-    with OneDevice():                             refuses an operation on tensors of two devices
-        engine.step(client)                       a read beside `host_read` fails; `host_read` gives zeros
+engine, client = on_meta(engine, client)      copies of objects built on the CPU, all tensors of which are on "meta"
+with OneDevice():                             refuses an operation on tensors of two devices
+    engine.step(client)                       a read beside `host_read` fails; `host_read` gives zeros
 """
 
 import io

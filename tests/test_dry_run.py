@@ -32,9 +32,13 @@ SMALL = {
 assert small_runs.OPTIONS  # registers the tiny task
 register_task(
     replace(
-        task_by_name("tiny"), name="tiny_transformer", family=HostFamily.TRANSFORMER, enabled=("r0c0", "r0c1"),
+        task_by_name("tiny"),
+        name="tiny_transformer",
+        family=HostFamily.TRANSFORMER,
+        enabled=("r0c0", "r0c1"),
         host=TransformerHostSpec(vocabulary=7, width=16, heads=2, layers=2, segments=2, context=5, dropout=0.1),
-        objective=tokens.OBJECTIVE, load=lambda folder, seed: tokens.tokens(),
+        objective=tokens.OBJECTIVE,
+        load=lambda folder, seed: tokens.tokens(),
     )  # fmt: skip
 )
 

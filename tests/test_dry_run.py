@@ -39,7 +39,7 @@ register_task(
         host=TransformerHostSpec(vocabulary=7, width=16, heads=2, layers=2, segments=2, context=5, dropout=0.1),
         objective=tokens.OBJECTIVE,
         load=lambda folder, seed: tokens.tokens(),
-    )  # fmt: skip
+    )
 )
 
 

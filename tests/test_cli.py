@@ -377,6 +377,7 @@ def test_help_needs_no_learning_library() -> None:
         assert option in process.stdout
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_whoever_read_its_output_has_left(
     folder: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from esper.tolaria.runtime import reads_so_far
+
 META = torch.device("meta")
 
 
@@ -35,6 +37,17 @@ class OneDevice(TorchDispatchMode):
         devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         assert len(devices) < 2 or func is torch.ops.aten.copy_.default, f"{func} on {' and '.join(sorted(devices))}"
         return func(*args, **(kwargs or {}))
+
+
+class CountedReads:
+    """`with CountedReads() as reads: ...`, then `reads.number` calls of `host_read` and `start_read` were made."""
+
+    def __enter__(self) -> "CountedReads":
+        self._before = reads_so_far()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.number = reads_so_far() - self._before
 
 
 class _ToMeta(cloudpickle.Pickler):

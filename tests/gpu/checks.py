@@ -1,6 +1,6 @@
 """What must hold on a GPU, as functions of a device; `test_on_cuda.py` calls them there.
 
-`tests/test_gpu_rehearsal.py` calls them on the CPU, so that a mistake in a check is found without a GPU.
+
 """
 
 from collections import Counter

@@ -13,6 +13,7 @@ from esper.leyline.errors import ConfigError
 from measured_rounds import RoundCost
 
 FAST = "ppo.update_epochs=1,ppo.num_minibatches=1,ppo.feature_width=8,ppo.hidden_width=8"
+SETTINGS = (f"executor=streamed,{FAST}", f"executor=fused,{FAST}")
 RUN = {"task": "synthetic_tiny", "hosts": 2, "steps": 4, "rounds": 1, "device": "cpu"}
 BENCHMARKS = {  # module: (options, those with a limit that is missed)
     "gae": (
@@ -24,7 +25,7 @@ BENCHMARKS = {  # module: (options, those with a limit that is missed)
          "only": tuple(name for name in CHOICES if name != "threads")},  # a second thread may wait long for a core
         None,
     ),
-    "benchmark_hot_path": ({**RUN, "compare": (f"executor=streamed,{FAST}", f"executor=fused,{FAST}")}, {"min_eps": 1e9}),
+    "benchmark_hot_path": ({**RUN, "compare": SETTINGS}, {"min_eps": 1e9}),
     "profile_hot_path_operations": (
         {"hosts": (2,), "steps": 4, "repetitions": 2, "device": "cpu", "phases": True, "operators": 3, "functions": 3},
         None,

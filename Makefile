@@ -6,7 +6,7 @@
 #   make learn SEED=2                 the same with another seed
 #   make test                         the default tests
 #   make test-shapes                  tests that run everything end to end, with the shapes in all signatures checked
-#   make check                        format, lint, types, import order
+#   make check                        format, lint, types, import order and chains
 #   make bench                        run the benchmarks and write their tables into docs/benchmarks.md
 #   make PYTHON=python3.12 setup      another interpreter
 
@@ -69,6 +69,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/write_benchmarks.py $(ARGS)

@@ -20,6 +20,7 @@ from esper.runs.build import dataset_of, engine_of, learner_of
 from esper.runs.presets import resolve
 from esper.simic.rewards.config import MODES
 from esper.tasks.registry import register_task, task_by_name
+from esper.tolaria.coalitions import enumerate_coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.runtime import host_read
 
@@ -102,3 +103,17 @@ def test_host_read_gives_zeros():
 def test_a_dry_run_refuses_two_devices_and_other_reads(mistake: Callable[[Tensor], object]):
     with OneDevice(), pytest.raises((AssertionError, NotImplementedError, RuntimeError, TypeError)):
         mistake(torch.ones(2, device=META))
+
+
+@pytest.mark.parametrize("task", ["tiny", "tiny_transformer"])
+def test_hosts_one_by_one_keep_to_one_device_too(task):
+    config = resolve({**SMALL, "task": task, "executor": "streamed"})
+    engine = engine_of(config, dataset_of(config, CPU), CPU)
+    engine, client = on_meta(engine, learner_of(config, engine.spec))
+    with OneDevice():
+        engine.reset(client, 0)
+        structure = grown(engine.spec.num_slots, engine.spec.selectable)
+        engine.executor.apply_structure(structure)
+        assert engine.executor.train_epoch(1, engine.state.slots).loss.device == META
+        coalitions = enumerate_coalitions(engine.state.slots.stage, engine.state.slots.alpha > 0.0)
+        engine.executor.evaluate(1, engine.state.slots, coalitions)

@@ -1,10 +1,10 @@
 """Puts this folder on the import path, and what many tests need.
 
-A finished run is made once and copied: `run = finished_run("null")` is a folder of its own, which the test may change
-and continue. The kinds are those of `small_runs.OPTIONS`; rounds and further options make other runs, each once.
+A finished run is made once per process, and copied where a test changes or continues it. The kinds are those of
+`small_runs.OPTIONS`; rounds and further options make other runs, each once.
 
-    def test_a_report_is_written(finished_run):
-        run = finished_run("tiny", 2, "--set", "ppo.lr=1e-3")
+    run = shared_run("null", 3)                                 not to be changed; also for fixtures of modules
+    run = finished_run("tiny", 2, "--set", "ppo.lr=1e-3")       a copy in the folder of the test
 """
 
 import os
@@ -28,11 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def _finished_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The runs of this process so far; a new one is made where it is first asked for."""
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`shared_run(kind="null", rounds=3, *options)`: the one run of these settings, made where it is first asked for."""
     folder, made = tmp_path_factory.mktemp("finished"), dict[tuple[object, ...], Path]()
 
-    def run(kind: str, rounds: int, options: tuple[str, ...]) -> Path:
+    def run(kind: str = "null", rounds: int = 3, *options: str) -> Path:
         import small_runs
 
         key = (kind, rounds, *options)
@@ -48,11 +48,11 @@ def _finished_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
 
 
 @pytest.fixture
-def finished_run(_finished_runs: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+def finished_run(shared_run: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     """`finished_run(kind="null", rounds=3, *options, name="run")`: a copy in the folder of the test."""
 
     def copied(kind: str = "null", rounds: int = 3, *options: str, name: str = "run") -> Path:
-        return Path(shutil.copytree(_finished_runs(kind, rounds, options), tmp_path / name))
+        return Path(shutil.copytree(shared_run(kind, rounds, *options), tmp_path / name))
 
     return copied
 

@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`shared_run(kind="null", rounds=3, *options)`: the one run of these settings, made where it is first asked for."""
+    """`shared_run(kind="null", rounds=3, *options)`: the one run of these settings, made when first asked for."""
     folder, made = tmp_path_factory.mktemp("finished"), dict[tuple[object, ...], Path]()
 
     def run(kind: str = "null", rounds: int = 3, *options: str) -> Path:

@@ -17,14 +17,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from beartype._check.code import codemain
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    """With `make test-shapes`: the checks choose items of a list, which must not move the global generator."""
-    if config.getoption("--jaxtyping-packages", None):
-        from beartype._check.code import codemain
-
-        codemain.getrandbits = random.Random(0).getrandbits
+codemain.getrandbits = random.Random(0).getrandbits  # shape checks choose items of a list without the global generator
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ def test_tuned_rules_are_better_than_the_defaults_and_cost_no_more_than_the_budg
     np.testing.assert_allclose(again, tuned.finalists[0].objective, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_equal_seeds_tune_alike():
     found = [tune(resolve({"task": TASK}), budget=4 * 30 * 10, num_envs=4).finalists for _ in range(2)]
     assert [tried.rules for tried in found[0]] == [tried.rules for tried in found[1]]

@@ -35,8 +35,8 @@ MAY_DRAW = {
     "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {
-    "tasks/datasets/plain_pickle.py": "a damaged pickle can raise anything, and becomes an error that names the file",
-    "tasks/datasets/tokenizers.py": "the library raises plain exceptions, which become an error that names the file",
+    "tasks/datasets/cifar10.py": "a damaged pickle can raise anything, and becomes an error that names the file",
+    "tasks/datasets/text.py": "the library raises plain exceptions, which become an error that names the file",
     "export/network.py": "the source of a user's class may fail in any way; the next kind of file is tried then",
     "export/checking.py": "so may what was written, when it runs; the reason is passed on",
     "kasmina/parameters/stacking.py": "whatever a stacked module raises, its hosts run one by one instead",
@@ -44,7 +44,7 @@ MAY_CATCH_ALL = {
     "kasmina/hosts/module_host.py": "any error in building or running a user's network is raised again with the inputs",
     "tasks/datasets/__init__.py": "any error of a user's function on inputs is raised again with their shape",
     "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",
-    "tasks/objectives.py": "any error of a user's loss or metric is raised again with the shapes",
+    "tasks/losses.py": "any error of a user's loss or metric is raised again with the shapes",
     "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "telemetry/background.py": "nor does a sink",

@@ -13,7 +13,7 @@ from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, Surface, enabled_points
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import PADDING, NextToken
+from esper.tasks.losses import PADDING, NextToken
 from tiny import EXECUTION_ORDER, SLOTS
 
 VOCABULARY, TOKENS, WIDTH = 7, 5, 6

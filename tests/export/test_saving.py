@@ -16,7 +16,7 @@ from esper.export.network import GrownNetwork, load
 from esper.leyline.errors import DataError, ExportError
 from esper.tasks.datasets import Tokenizer
 from esper.tasks.datasets.images import Pixels
-from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
+from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile
 
 FILES = {"model.safetensors", "model.json", "model.py"}
 

@@ -16,7 +16,7 @@ from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, para
 from esper.kasmina.parameters.stacking import can_stack_layers, stack_layers
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream
-from esper.tasks.objectives import NextToken
+from esper.tasks.losses import NextToken
 
 SLOTS = ("r0c0", "r0c1")
 

@@ -14,9 +14,8 @@ from esper.leyline.manifest import GrowthManifest
 from esper.runs.assembly.assemble import dataset_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.controllers import baseline, derived
-from esper.runs.outcome_store import OutcomeStore, key_of
-from esper.runs.outcomes import Outcome, run_controller
+from esper.runs.evaluation.controllers import baseline, derived
+from esper.runs.evaluation.outcomes import Outcome, OutcomeStore, key_of, run_controller
 from small_runs import contents, main
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from esper.runs.training.checkpoint import (
     write_state,
 )
 from esper.tasks.datasets.arrays import from_arrays
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 
 HEADER = Header(
     rounds_done=3,

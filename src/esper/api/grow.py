@@ -22,12 +22,12 @@ from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, St
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.stages import COOLDOWN, SeedStage
-from esper.runs import controllers as known
-from esper.runs import tables
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory, reward_of
 from esper.runs.assembly.plugins import load_plugins, names_task
 from esper.runs.assembly.presets import absolute_plugins, resolve
 from esper.runs.assembly.run_config import RunConfig
+from esper.runs.evaluation import controllers as known
+from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
 from esper.runs.live import LiveHosts
 from esper.runs.report import RoundSoFar
@@ -312,7 +312,7 @@ def _client(
     """A name for messages, and what makes the client."""
     if run is not None:
         found = known.trained(run.directory, config, transfer=True)
-        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str):
         if controller == STATIC and not config.topology:

@@ -15,8 +15,8 @@ from esper.runs.assembly.plugins import names_task, not_among, task_in_file
 from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
 from esper.runs.assembly.run_config import RunConfig, free_folder
 from esper.runs.assembly.values import Values, nested, read_toml
-from esper.runs.comparison import Comparison, compare
-from esper.runs.controllers import known_names
+from esper.runs.evaluation.comparison import Comparison, compare
+from esper.runs.evaluation.controllers import known_names
 from esper.runs.training import runner
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.registry import TaskSpec, registered, task_by_name

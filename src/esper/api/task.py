@@ -28,7 +28,7 @@ from esper.leyline.structure import Structure, described
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
 from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, augmentation_of, from_arrays, stored
-from esper.tasks.objectives import (
+from esper.tasks.losses import (
     Classification,
     Custom,
     MeanSquaredError,

@@ -52,7 +52,7 @@ def grow(command: Grow) -> int:
     from esper.api.grow import grow as grown_by
     from esper.api.run import Run
     from esper.export.network import require_free
-    from esper.runs.controllers import names
+    from esper.runs.evaluation.controllers import names
 
     if command.out is not None:
         require_free(command.out, overwrite=command.overwrite)

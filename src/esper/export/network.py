@@ -54,8 +54,8 @@ from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.leyline.wording import option
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
-from esper.tasks.objectives import of_split, perplexity
+from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile
+from esper.tasks.losses import of_split, perplexity
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.state import RolloutStats

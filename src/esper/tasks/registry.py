@@ -16,11 +16,10 @@ from esper.leyline.objective import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast1, check_fields
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import Dataset, LastBatch
-from esper.tasks.datasets.source import Source
+from esper.tasks.datasets import Dataset, LastBatch, Source
 from esper.tasks.instances import InstanceDistribution
+from esper.tasks.losses import Classification
 from esper.tasks.null import NullSpec
-from esper.tasks.objectives import Classification
 
 DatasetLoader = Callable[[Path | None, int], Dataset]
 """(data folder, run seed) -> data set."""

@@ -14,7 +14,7 @@ from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.protocols import host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.amp import LossScaler, amp_dtype
 from esper.tolaria.batches import training_bounds

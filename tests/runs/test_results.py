@@ -1,4 +1,4 @@
-"""Rows, verdict and tables of a comparison, with numbers worked out by hand."""
+"""Statistics, results, verdict and tables of a comparison, with numbers worked out by hand."""
 
 import dataclasses
 import io
@@ -7,17 +7,31 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from rich.console import Console
+from scipy import stats as scipy_stats
 from test_runs_report import NAN, WEIGHTS, stats
 
 from esper.runs.assembly.presets import resolve
-from esper.runs.controllers import all_baselines, known_names
-from esper.runs.outcomes import Outcome
-from esper.runs.rows import Row, Size, table, verdict
-from esper.runs.statistics import Estimate
-from esper.runs.tables import comparison, done, legend, operations, perplexities, quality_and_cost, rollbacks, short
-from esper.runs.training_cost import TrainingCost
-from esper.tasks.objectives import Classification, NextToken
+from esper.runs.evaluation.comparison import legend, pages, rollbacks
+from esper.runs.evaluation.controllers import all_baselines, known_names
+from esper.runs.evaluation.outcomes import Outcome, TrainingCost
+from esper.runs.evaluation.results import (
+    ControllerResult,
+    Estimate,
+    Size,
+    estimate,
+    interquartile_mean,
+    mean,
+    probability_of_improvement,
+    results,
+    units_needed,
+    verdict,
+)
+from esper.runs.evaluation.tables import done, short
+from esper.tasks.losses import Classification, NextToken
 
 SIX = Size(1, 6, True)
 
@@ -39,11 +53,11 @@ def outcome(name: str, *committed: float, fossil_params: Sequence[int] = (0, 0))
     return Outcome(name=name, stats=found, test_acc=np.array(committed) - 1.0)
 
 
-def table_of(*outcomes: Outcome) -> list[Row]:
-    return table({one.name: [one] for one in outcomes}, WEIGHTS, Classification(10), by_run=True)
+def table_of(*outcomes: Outcome) -> list[ControllerResult]:
+    return results({one.name: [one] for one in outcomes}, WEIGHTS, Classification(10), by_run=True)
 
 
-def rows_of(*outcomes: Outcome) -> dict[str, Row]:
+def rows_of(*outcomes: Outcome) -> dict[str, ControllerResult]:
     return {row.name: row for row in table_of(*outcomes)}
 
 
@@ -64,13 +78,13 @@ def test_differences_in_j_are_paired_host_by_host() -> None:
 def test_with_several_runs_the_statistics_are_of_runs() -> None:
     trained = [outcome("trained", 10.0, 20.0), outcome("trained", 30.0, 50.0)]
     waits = [outcome("wait_only", 10.0, 10.0), outcome("wait_only", 20.0, 20.0)]
-    rows = table({"trained": trained, "wait_only": waits}, WEIGHTS, Classification(10), by_run=True)
+    rows = results({"trained": trained, "wait_only": waits}, WEIGHTS, Classification(10), by_run=True)
     assert rows[0].units == [15.0, 40.0]
     assert rows[0].objective == 27.5
     assert rows[0].objective_std == pytest.approx(25.0 / math.sqrt(2.0))
     assert rows[0].hosts["objective"] == [10.0, 20.0, 30.0, 50.0]
     assert rows[1].difference == Estimate(-12.5, -20.0, -5.0)  # of the runs: -5 and -20
-    by_host = table({"trained": trained, "wait_only": waits}, WEIGHTS, Classification(10), by_run=False)
+    by_host = results({"trained": trained, "wait_only": waits}, WEIGHTS, Classification(10), by_run=False)
     assert by_host[1].units == [10.0, 10.0, 20.0, 20.0]
     assert by_host[1].difference.mean == -12.5
 
@@ -81,7 +95,7 @@ def test_one_host_has_a_mean_and_no_spread() -> None:
     assert math.isnan(rows["x"].objective_std)
     assert math.isnan(rows["x"].difference.low)
     assert rows["x"].needed is None
-    lines = printed(comparison(list(rows.values()))).splitlines()
+    lines = printed(*pages(list(rows.values()))).splitlines()
     assert lines[1].split() == ["x", "14.00", "14.00", "+1.00", "100", "%"]
     assert verdict(list(rows.values()), Size(1, 1, False)) == (
         "1 host cannot show whether x differs from wait_only: +1.00 in 100·J on 1 host; +1.00 with test accuracy. "
@@ -119,7 +133,7 @@ def test_too_few_runs_that_agree_are_not_called_significant() -> None:
     def runs(name: str, *values: float) -> list[Outcome]:
         return [outcome(name, value, value) for value in values]
 
-    few = table(
+    few = results(
         {"trained": runs("trained", 2.0, 3.0, 4.0), "wait_only": runs("wait_only", 1, 1, 1)},
         WEIGHTS,
         Classification(10),
@@ -131,9 +145,9 @@ def test_too_few_runs_that_agree_are_not_called_significant() -> None:
         "hosts, better in 100 % of runs; +2.00 with test accuracy. At least 6 runs are needed. 3 runs are few; a claim "
         "needs 10."
     )
-    assert "[" not in printed(comparison(few))  # an interval of so few runs excludes 0 by chance
+    assert "[" not in printed(*pages(few))  # an interval of so few runs excludes 0 by chance
     enough = {"trained": runs("trained", *range(2, 12)), "wait_only": runs("wait_only", *[1] * 10)}
-    found = verdict(table(enough, WEIGHTS, Classification(10), by_run=True), Size(10, 2, True))
+    found = verdict(results(enough, WEIGHTS, Classification(10), by_run=True), Size(10, 2, True))
     assert found.startswith("trained is better than the best baseline, wait_only: +5.50 in 100·J on 10 runs of 2 hosts")
     assert found.endswith("with test accuracy.")
 
@@ -162,7 +176,7 @@ def test_the_tables_fit_into_eighty_columns() -> None:
     cost = TrainingCost(*(np.array([value, value]) for value in (999_499.0, 8.88e17, 999.94e12)))
     outcomes = [outcome(name, 100.0, 10.0 if name == "trained" else 99.0, fossil_params=(98_000,)) for name in names]
     rows = table_of(*(dataclasses.replace(one, cost=cost) for one in outcomes))
-    text = printed(comparison(rows), quality_and_cost(rows), operations(rows)) + legend("hosts")
+    text = printed(*pages(rows)) + legend("hosts")
     assert "…" not in text
     assert all(name in text for name in names)
     assert max(map(len, text.splitlines())) <= 80
@@ -221,9 +235,90 @@ def test_the_last_line_of_a_run_names_one_network_and_says_of_how_many_hosts() -
 def test_texts_have_a_table_of_their_perplexities() -> None:
     # losses of 1 and 2 nats per token: exp(1.5) = 4.4817
     one = {"wait_only": [outcome("wait_only", 10.0, 20.0)]}
-    (row,) = table(one, WEIGHTS, NextToken(50), by_run=False)
+    (row,) = results(one, WEIGHTS, NextToken(50), by_run=False)
     assert (row.loss, row.perplexity) == pytest.approx((1.5, 4.481689))
     assert row.hosts["loss"] == [1.0, 2.0]
-    assert printed(perplexities([row])).split() == ["controller", "loss", "perplexity", "wait_only", "1.5000", "4.48"]
-    (row,) = table(one, WEIGHTS, Classification(50), by_run=False)
+    assert "controller loss perplexity wait_only 1.5000 4.48" in " ".join(printed(*pages([row])).split())
+    (row,) = results(one, WEIGHTS, Classification(50), by_run=False)
     assert math.isnan(row.perplexity)
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+FLOATS = st.floats(-100.0, 100.0)
+
+
+def array(*values: float) -> np.ndarray:
+    return np.array(values)
+
+
+def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end():
+    # of eight units two at each end: (3 + 4 + 5 + 6) / 4
+    assert interquartile_mean(array(8.0, 1.0, -90.0, 3.0, 4.0, 5.0, 6.0, 700.0)) == 4.5
+    assert interquartile_mean(array(1.0, 2.0, 9.0)) == 4.0  # of three none
+
+
+def test_the_interval_of_two_units_has_them_as_its_ends_and_that_of_one_does_not_exist():
+    assert estimate(array(1.0, 3.0)) == Estimate(2.0, 1.0, 3.0)
+    assert math.isnan(estimate(array(1.0)).low)
+    assert -estimate(array(1.0, 3.0)) == Estimate(-2.0, -3.0, -1.0)
+    assert estimate(array(1.0, 3.0)).excludes_zero
+    assert not estimate(array(-1.0, 3.0)).excludes_zero
+
+
+@pytest.mark.parametrize("statistic", [mean, interquartile_mean])
+@pytest.mark.parametrize(
+    ("values", "inside"),
+    [
+        ((2.0,) * 6, (2.0, 2.0)),  # BCa divides by a spread of 0
+        ((0.0,) * 9 + (100.0,), (0.0, 60.0)),  # the interquartile mean is the same without any one of the units
+        ((1e-300, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 1e-300)),
+    ],
+)
+def test_units_of_which_bca_knows_no_interval_have_a_finite_one(statistic, values, inside):
+    found = estimate(array(*values), statistic)
+    assert inside[0] <= found.low <= found.mean <= found.high <= inside[1]
+
+
+def test_the_interval_of_a_skewed_sample_is_corrected_and_reproducible():
+    values = np.random.default_rng(5).exponential(10.0, 20)
+    found = estimate(values)
+    resampled = np.random.default_rng(6).choice(values, (10_000, 20)).mean(axis=1)
+    low, high = np.percentile(resampled, (2.5, 97.5))
+    assert 0.1 < found.low - low < 2.0  # BCa moves both ends towards the long tail
+    assert 0.1 < found.high - high < 3.0
+    assert estimate(values) == found
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    draws = np.random.default_rng(3).normal(0.0, 1.0, (60, 24))
+    covered = [not estimate(row).excludes_zero for row in draws]
+    assert 0.86 <= np.mean(covered) <= 0.99
+
+
+@given(hnp.arrays(np.float64, (2, 12), elements=FLOATS))
+@settings(max_examples=20)
+def test_ties_count_half_in_the_probability_of_improvement(pair):
+    one, other = (probability_of_improvement(a, b) for a, b in ((pair[0], pair[1]), (pair[1], pair[0])))
+    assert one.mean + other.mean == pytest.approx(1.0)
+    found = probability_of_improvement(array(1.0, 2.0, 3.0, 4.0), array(0.0, 2.0, 4.0, 3.0))
+    assert found.mean == 0.625  # above, equal, below, above
+
+
+def power(n: int, effect: float) -> float:
+    """Of a two-sided paired t-test at 5 %, by the noncentral t distribution."""
+    critical = scipy_stats.t.ppf(0.975, n - 1)
+    shift = effect * math.sqrt(n)
+    upper, lower = scipy_stats.nct.sf(critical, n - 1, shift), scipy_stats.nct.cdf(-critical, n - 1, shift)
+    return float(upper + lower)
+
+
+@pytest.mark.parametrize("effect", [0.1, 0.3, 0.5, 1.0])
+def test_so_many_pairs_have_a_power_of_eighty_percent(effect):
+    assert power(units_needed(2.0 / effect, 2.0), effect) == pytest.approx(0.8, abs=0.02)
+
+
+def test_the_number_of_pairs_by_hand():
+    # (1.959964 + 0.841621)^2 = 7.848880; s / d = 3: 70.64 + 1.92
+    assert units_needed(6.0) == 73
+    assert units_needed(0.0) == 6

@@ -31,7 +31,7 @@ from esper.leyline.wording import option
 from esper.runs.assembly.assemble import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.runs.assembly.values import plain
-from esper.runs.drawing import words
+from esper.runs.evaluation.tables import words
 from esper.runs.report import Cost
 from esper.runs.training.checkpoint import (
     BEST,
@@ -90,7 +90,7 @@ class Trained:
 
     controller: Controller
     place: str
-    complaints: list[str]
+    warnings: list[str]
     cost: Cost
 
 
@@ -120,15 +120,6 @@ def has_best_schedule(config: RunConfig) -> bool:
     return _is_solved(config) or (searched and config.episode_length == task.episode_length)
 
 
-def _is_solved(config: RunConfig) -> bool:
-    """Whether the best schedule is known: it is for scripted tasks with the built-in dynamics."""
-    script, known = task_by_name(config.task).script, null.NullSpec()
-    if script is None:
-        return False
-    constants = ("quality", "health", "algorithm_factor", "interaction")
-    return all(getattr(script, name) == getattr(known, name) for name in constants)
-
-
 def baseline(name: str, config: RunConfig) -> Controller:
     """A controller that needs neither a run nor another controller's outcome.
 
@@ -139,7 +130,9 @@ def baseline(name: str, config: RunConfig) -> Controller:
     if name.endswith(SUFFIX):
         return _of_file(Path(name), config)
     if name == UNTRAINED:
-        return Controller(name=name, make=partial(_untrained, config), identity={"ppo": plain(config.ppo)})
+        return Controller(
+            name=name, make=partial(learner_of, replace(config, compile="off")), identity={"ppo": plain(config.ppo)}
+        )
     if name == BEST_SCHEDULE:
         if not has_best_schedule(config):
             raise ConfigError(
@@ -154,6 +147,13 @@ def baseline(name: str, config: RunConfig) -> Controller:
     return Controller(name=name, make=partial(baseline_of, name, config))
 
 
+def _is_solved(config: RunConfig) -> bool:
+    """Whether the best schedule is worked out on paper: for scripted tasks with the built-in dynamics."""
+    script, known = task_by_name(config.task).script, null.NullSpec()
+    constants = ("quality", "health", "algorithm_factor", "interaction")
+    return script is not None and all(getattr(script, name) == getattr(known, name) for name in constants)
+
+
 def _of_file(path: Path | None, config: RunConfig) -> Controller:
     """The policy in a file, under the name of the file."""
     assert path is not None
@@ -164,10 +164,6 @@ def _of_file(path: Path | None, config: RunConfig) -> Controller:
 def _best_schedule(config: RunConfig, spec: EngineSpec) -> ClientProtocol:
     rows = null.best_schedule(spec.episode_length, spec.min_training_epochs, spec.num_slots)
     return ScriptedClient(scheduled(Schedule.from_rows(BEST_SCHEDULE, 1, rows), spec), reward_of(config, spec))
-
-
-def _untrained(config: RunConfig, spec: EngineSpec) -> ClientProtocol:
-    return learner_of(replace(config, compile="off"), spec)
 
 
 # -- derived from another controller -----------------------------------------------------------------------------------
@@ -242,34 +238,25 @@ def trained(run: Path, config: RunConfig, *, best: bool = False, transfer: bool 
 
     With `transfer` the task may be another one, as long as the network of the policy fits.
     """
-    complaints: list[str] = []
     if config.topology:
         raise CheckpointError(f"{run} trained a fixed topology and has no controller; its results are in {SUMMARY}.")
-    if best:
-        checkpoint = _best(run)
-    else:
-        newest, _, complaints = load_newest(run / CHECKPOINTS)
-        if newest is None:
-            raise CheckpointError(f"{run} has no checkpoint yet; continue it with {continuing(run)}.")
-        checkpoint = newest
+    folder = run / CHECKPOINTS
+    if best and not (folder / BEST).exists():
+        newest = f"the newest is {found[0].name}" if (found := checkpoints(folder)) else "it has no other either"
+        raise CheckpointError(
+            f"{run} has no best checkpoint ({newest}): it is chosen by a mean of ten rounds, so the first one follows "
+            f"round 10; leave {option('best')} out, or train longer."
+        )
+    checkpoint, _, warnings = (load(folder / BEST), [], []) if best else load_newest(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"{run} has no checkpoint yet; continue it with {continuing(run)}.")
     policy = {name: x for name, x in below("policy", checkpoint.state).items() if not name.startswith("rollout.")}
     controller = Controller(
         name=TRAINED,
         make=partial(_trained_client, checkpoint, config, (*_FREE, *(_OF_TASK if transfer else ()))),
         identity={"policy": state_digest(policy)},
     )
-    return Trained(controller, f"after {checkpoint.header.place}", complaints, checkpoint.header.total)
-
-
-def _best(run: Path) -> Checkpoint:
-    folder = run / CHECKPOINTS
-    if not (folder / BEST).exists():
-        newest = f"the newest is {found[0].name}" if (found := checkpoints(folder)) else "it has no other either"
-        raise CheckpointError(
-            f"{run} has no best checkpoint ({newest}): it is chosen by a mean of ten rounds, so the first one follows "
-            f"round 10; leave {option('best')} out, or train longer."
-        )
-    return load(folder / BEST)
+    return Trained(controller, f"after {checkpoint.header.place}", warnings, checkpoint.header.total)
 
 
 def _trained_client(checkpoint: Checkpoint, config: RunConfig, free: Sequence[str], spec: EngineSpec) -> ClientProtocol:

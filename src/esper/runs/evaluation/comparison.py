@@ -7,28 +7,29 @@ Every controller meets the same groups, so that all differences are paired.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
-from esper.kasmina.hosts.host import HostSpec
+from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
 from esper.leyline.wording import option
-from esper.runs import controllers as known
-from esper.runs import tables
 from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
-from esper.runs.controllers import REFERENCE, TRAINED, Controller, Trained
-from esper.runs.outcome_store import OutcomeStore, key_of
-from esper.runs.outcomes import SEED_OFFSET, Outcome, run_controller
-from esper.runs.rows import Row, Size, counted, table, verdict
+from esper.runs.evaluation import controllers as known
+from esper.runs.evaluation.controllers import DERIVED, REFERENCE, TRAINED, Controller, Trained
+from esper.runs.evaluation.outcomes import SEED_OFFSET, Outcome, OutcomeStore, key_of, run_controller
+from esper.runs.evaluation.results import LEAST_UNITS, ControllerResult, Size, results, verdict
+from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
+from esper.telemetry.figures import with_spread
 from esper.telemetry.progress import PassProgress, RunConsole, warn
 from esper.tolaria.memory_prediction import available_bytes
 
@@ -64,7 +65,7 @@ class Comparison:
     groups: Sequence[Group]
     num_envs: int
     data: str
-    rows: Sequence[Row]
+    rows: Sequence[ControllerResult]
     notes: Sequence[str] = ()
     reused: int = 0
 
@@ -118,18 +119,71 @@ class Comparison:
             console.say(", ".join([f"{named}, {hosts} of seed {seeds}", *trained]))
         else:
             console.say("\n".join([f"{named}, {hosts} of each of the seeds {seeds}", *trained]))
-        pages = [tables.comparison(self.rows), tables.quality_and_cost(self.rows), tables.operations(self.rows)]
-        if not math.isnan(self.rows[0].perplexity):
-            pages.insert(2, tables.perplexities(self.rows))
-        for page in pages:
+        for page in pages(self.rows):
             console.print("", page, sep="\n")
-        notes = (*self.notes, *tables.rollbacks(self.rows), self.verdict)
-        console.say("\n".join(("", tables.legend(self.size.units), *notes)))
+        console.say("\n".join(("", legend(self.size.units), *self.notes, *rollbacks(self.rows), self.verdict)))
 
     def __str__(self) -> str:
-        return tables.text(self.show)
+        return text(self.show)
 
     __repr__ = __str__
+
+
+def pages(rows: Sequence[ControllerResult]) -> Iterator[Table]:
+    """The tables of a comparison, one line for each controller."""
+    reference, names = TRAINED if rows[0].name == TRAINED else REFERENCE, [op.name for op in LifecycleOp]
+    tables: list[tuple[tuple[str, ...], Callable[[ControllerResult], Iterable[str]]]] = [
+        (
+            ("controller", "100·J", "IQM", f"vs {reference}", "better"),
+            lambda row: (
+                with_spread(row.objective, row.objective_std),
+                f"{row.objective_iqm.mean:.2f}",
+                *(("", "") if row.name == reference else _against_reference(row)),
+            ),
+        ),
+        (
+            ("controller", "val", "test", "J test", "growth", "FLOPs", "train", "measure"),
+            lambda row: (
+                *(f"{value:.2f}" for value in (row.committed, row.test, row.test_objective)),
+                f"{row.growth:.2f}x",
+                *(short(value) for value in (row.flops, row.training_flops, row.measuring_flops)),
+            ),
+        ),
+        (("controller", "loss", "perplexity"), lambda row: (f"{row.loss:.4f}", f"{row.perplexity:.2f}")),
+        (
+            ("ops per host", *(name.lower().removesuffix("_target") for name in names)),
+            lambda row: (f"{row.ops[name] / len(row.hosts['objective']):.1f}" for name in names),
+        ),
+    ]
+    if math.isnan(rows[0].perplexity):
+        del tables[2]
+    for columns, cells in tables:
+        page = plain_table(*columns)
+        for row in rows:
+            page.add_row(row.name, *cells(row))
+        yield page
+
+
+def _against_reference(row: ControllerResult) -> tuple[str, str]:
+    """The difference, with its interval where there are enough units for one, and how often it is above 0."""
+    difference = row.difference
+    interval = f" [{difference.low:+z.2f}, {difference.high:+z.2f}]" if len(row.units) >= LEAST_UNITS else ""
+    return f"{difference.mean:+z.2f}{interval}", f"{100.0 * row.improvement.mean:.0f} %"
+
+
+def legend(units: str) -> str:
+    """What the columns mean; `units` are hosts or runs."""
+    return f"""Means over hosts, each with its fossilized seeds only (the committed network).
+100·J: val minus the price of added parameters ± standard deviation over {units};
+IQM: interquartile mean over {units}; vs: paired difference and 95 % interval;
+better: share of {units} in which it is better; val, test: points, e.g. accuracy;
+J test: 100·J with test. FLOPs: of one example; to train and measure a host."""
+
+
+def rollbacks(rows: Sequence[ControllerResult]) -> list[str]:
+    """A sentence for each controller with rollbacks."""
+    times = {row.name: "once" if row.rollbacks == 1 else f"{row.rollbacks} times" for row in rows if row.rollbacks}
+    return [f"{name}: hosts were rolled back {number}." for name, number in times.items()]
 
 
 def named(controllers: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
@@ -186,7 +240,7 @@ def compare(
     with PassProgress(console, episodes) as progress:
         session = _Session(num_envs, episodes, store, progress, console)
         found = [session.outcomes(group, tuple(names)) for group in groups]
-    rows = table(
+    rows = results(
         {name: [outcomes[name] for outcomes in found] for name in found[0]},
         configs[0].reward,
         configs[0].task_spec().objective,
@@ -248,7 +302,7 @@ def _groups(
     groups = []
     for config, run, seed in zip(configs, runs, own, strict=True):
         found = known.trained(run, config, best=best, transfer=transfer)
-        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         groups.append(Group(config=config, seed=seed, run=run, trained=found))
     return groups
 
@@ -257,15 +311,10 @@ class _Session:
     """Runs the jobs of a comparison, or finds their outcomes."""
 
     def __init__(
-        self,
-        num_envs: int,
-        episodes: int,
-        store: OutcomeStore | None,
-        progress: PassProgress,
-        console: RunConsole,
+        self, num_envs: int, episodes: int, store: OutcomeStore | None, progress: PassProgress, console: RunConsole
     ) -> None:
-        self.episodes = episodes
-        self._num_envs, self._store, self._progress, self._console = num_envs, store, progress, console
+        self._num_envs, self._episodes, self._store = num_envs, episodes, store
+        self._progress, self._console = progress, console
         self._available: int | None = None
         self.reused, self.data = 0, "none"
 
@@ -277,54 +326,42 @@ class _Session:
         self.data = data_label(dataset.identity) if dataset else "none"
         own = [group.trained.controller] if group.trained else []
         source = known.source_of([*(c.name for c in own), *names], config)
-        own += [known.baseline(name, config) for name in names if not _is_derived(name)]
+        own += [known.baseline(name, config) for name in names if name not in DERIVED]
         own.sort(key=lambda controller: controller.name != source)
-        found: dict[str, Outcome] = {}
-        for controller in own:
-            found[controller.name] = self._outcome(group, config, dataset, device, controller)
-        for name in filter(_is_derived, names):
-            start = found[source] if source else next(iter(found.values()))
-            params = start.stats.host_params + start.stats.fossil_params
+        found = {of.name: self._outcome(group.seed, config, dataset, device, of) for of in own}
+        start = found[source] if source else next(iter(found.values()))
+        params = start.stats.host_params + start.stats.fossil_params
+        for name in (name for name in names if name in DERIVED):
             controller = known.derived(name, config, source, start.grown, params)
-            found[name] = self._outcome(group, config, dataset, device, controller)
+            found[name] = self._outcome(group.seed, config, dataset, device, controller)
         return found
 
     def _outcome(
-        self, group: Group, config: RunConfig, dataset: Dataset | None, device: torch.device, controller: Controller
+        self, seed: int, config: RunConfig, dataset: Dataset | None, device: torch.device, controller: Controller
     ) -> Outcome:
-        seed, num_envs = group.seed, self._num_envs
-        key = key_of(config, dataset, controller, run_seed=seed, num_envs=num_envs) if self._store else None
-        if self._store and key and (stored := self._store.get(key)) is not None:
+        num_envs = self._num_envs
+        key = key_of(config, dataset, controller, run_seed=seed, num_envs=num_envs) if self._store else {}
+        if self._store and (stored := self._store.get(key)) is not None:
             self.reused += 1
             self._progress.skip()
             return stored
-        self._require_memory(config, dataset, device, controller.host)
-        self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
-        advance = partial(self._progress.advance, 1.0 / config.episode_length)
-        outcome = run_controller(config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=advance)
-        if self._store and key:
-            self._store.put(key, outcome)
-        return outcome
-
-    def _require_memory(
-        self, config: RunConfig, dataset: Dataset | None, device: torch.device, wider: HostSpec | None
-    ) -> None:
-        """Refuse hosts that do not fit, before the first episode and before one of wider hosts."""
         first, task = self._available is None, config.task_spec()
         if self._available is None:
             self._available = available_bytes(device)  # memory that earlier hosts gave back stays in this process
-        if first or wider is not None:
+        if first or controller.host is not None:  # refuse hosts that do not fit, also wider ones
             require_memory(
                 config,
-                task if wider is None else replace(task, host=wider),
+                task if controller.host is None else replace(task, host=controller.host),
                 dataset,
                 device,
                 self._console.say if first else lambda line: None,
-                num_envs=self._num_envs,
-                episodes=self.episodes - self.reused,
+                num_envs=num_envs,
+                episodes=self._episodes - self.reused,
                 available=self._available,
             )
-
-
-def _is_derived(name: str) -> bool:
-    return name in known.DERIVED
+        self._progress.begin(f"{controller.name}, {counted(num_envs, 'host')} of {config.task} of seed {seed}")
+        advance = partial(self._progress.advance, 1.0 / config.episode_length)
+        outcome = run_controller(config, dataset, device, controller, run_seed=seed, num_envs=num_envs, on_step=advance)
+        if self._store:
+            self._store.put(key, outcome)
+        return outcome

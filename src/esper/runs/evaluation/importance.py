@@ -20,8 +20,8 @@ from esper.leyline.files import replacing
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.presets import config_of_run
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.controllers import Trained, trained
-from esper.runs.outcomes import SEED_OFFSET
+from esper.runs.evaluation.controllers import Trained, trained
+from esper.runs.evaluation.outcomes import SEED_OFFSET
 from esper.simic.client import SimicClient
 from esper.tamiyo.importance import MEASURES, SHIFTS, FeatureGroup, Situations, feature_groups, importance
 from esper.telemetry.figures import duration
@@ -59,8 +59,11 @@ def importance_of(
     kept = _kept(run / IMPORTANCE)
     if kept.get("policy") == policy and hosts in (None, kept.get("hosts")):
         return kept
-    if hosts is None:
-        _require_short(found, config)
+    seconds = found.cost.seconds / max(found.cost.env_steps, 1) * HOSTS * config.episode_length
+    if hosts is None and seconds > LONGEST:
+        raise ConfigError(
+            f"an episode of {HOSTS} hosts takes about {duration(seconds)}; ask for it with --num-envs {HOSTS}."
+        )
     measured = {"controller": found.place, "policy": policy, **_measured(config, found, hosts or HOSTS, on_step)}
     with replacing(run / IMPORTANCE) as file:
         json.dump(plain_json(measured), file, indent=1)
@@ -75,16 +78,8 @@ def _kept(file: Path) -> dict[str, Any]:
     return {}
 
 
-def _require_short(found: Trained, config: RunConfig) -> None:
-    seconds = found.cost.seconds / max(found.cost.env_steps, 1) * HOSTS * config.episode_length
-    if seconds > LONGEST:
-        raise ConfigError(
-            f"an episode of {HOSTS} hosts takes about {duration(seconds)}; ask for it with --num-envs {HOSTS}."
-        )
-
-
 def _measured(config: RunConfig, found: Trained, hosts: int, on_step: Callable[[int, int], None]) -> dict[str, Any]:
-    """Play an episode and compare."""
+    """Play an episode and compare its decisions with those on shuffled features."""
     device, seed = device_of(config), config.seed + SEED_OFFSET
     on_step(0, config.episode_length)
     engine = engine_of(
@@ -98,8 +93,17 @@ def _measured(config: RunConfig, found: Trained, hosts: int, on_step: Callable[[
     assert isinstance(client, SimicClient)
     engine.reset(client, episode=0)
     engine.rollout(client)
+    steps, network = client.buffer.slabs, client.agent.network
+
+    def policy(features: Tensor, blueprints: Tensor) -> tuple[Tensor, Tensor]:
+        logits, value = network.unroll(features, blueprints, steps.hidden0, steps.reset)
+        return logits[Head.OP], value
+
+    seen = Situations(
+        features=steps.states, blueprint_index=steps.blueprint_index, legal=steps.legal.any(dim=-1), valid=steps.valid
+    )
     groups = feature_groups(engine.spec.slot_ids)
-    values, valid, legal = host_read(*_compared(client, groups))
+    values, valid, legal = host_read(importance(policy, seen, groups), seen.valid, seen.legal)
     chooses = valid & legal[..., LifecycleOp.WAIT + 1 :].any(axis=-1)
     return {
         "hosts": hosts,
@@ -107,29 +111,16 @@ def _measured(config: RunConfig, found: Trained, hosts: int, on_step: Callable[[
         "steps": config.episode_length,
         "decisions": int(chooses.sum()),
         "others": min(SHIFTS, hosts - 1),
-        "groups": [_row(group, of_hosts) for group, of_hosts in zip(groups, values, strict=True)],
+        "groups": [_of_group(group, of_hosts) for group, of_hosts in zip(groups, values, strict=True)],
     }
 
 
-def _compared(client: SimicClient, groups: Sequence[FeatureGroup]) -> tuple[Tensor, Tensor, Tensor]:
-    """The importance of each group [G, N, 3]; which steps are valid [N, T], and the legal operations [N, T, 6]."""
-    rows, network = client.buffer.slabs, client.agent.network
-    legal = rows.legal.any(dim=-1)
-
-    def policy(features: Tensor, blueprints: Tensor) -> tuple[Tensor, Tensor]:
-        logits, value = network.unroll(features, blueprints, rows.hidden0, rows.reset)
-        return logits[Head.OP], value
-
-    seen = Situations(features=rows.states, blueprint_index=rows.blueprint_index, legal=legal, valid=rows.valid)
-    return importance(policy, seen, groups), rows.valid, legal
-
-
-def _row(group: FeatureGroup, of_hosts: np.ndarray) -> dict[str, Any]:
+def _of_group(group: FeatureGroup, of_hosts: np.ndarray) -> dict[str, Any]:
     """Means over the hosts with a decision, and half widths of their 95 % intervals; `of_hosts` is [N, 3]."""
     known = of_hosts[np.isfinite(of_hosts).all(axis=1)]
-    row: dict[str, Any] = {"group": group.name, "kind": group.kind, "columns": list(group.names)}
+    measured: dict[str, Any] = {"group": group.name, "kind": group.kind, "columns": list(group.names)}
     for name, values in zip(MEASURES, known.T, strict=True):
-        row[name] = float(values.mean()) if values.size else None
+        measured[name] = float(values.mean()) if values.size else None
         half = 1.96 * values.std(ddof=1) / np.sqrt(values.size) if values.size > 1 else float("nan")
-        row[f"{name}_half"] = float(half)
-    return row
+        measured[f"{name}_half"] = float(half)
+    return measured

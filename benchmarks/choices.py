@@ -36,7 +36,7 @@ import null_control_step
 from esper.kasmina.hosts.pooling import max_pool_2x2
 from esper.kasmina.parameters import stacked_layers
 from esper.tamiyo import heads
-from esper.tamiyo.recurrence import lstm_sequence
+from esper.tamiyo.network import lstm_sequence
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from esper.leyline.actions import head_sizes
 from esper.leyline.pytree import flatten, unflatten
-from esper.simic.agent.policy_step import PolicyInputs, PolicyStep, blank_inputs
+from esper.simic.client import PolicyInputs, PolicyStep, blank_inputs
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from paired import cpu_ms
 

@@ -12,7 +12,7 @@ from esper.runs.assembly.presets import resolve
 from esper.runs.rule_search import best_rules
 from esper.runs.search import default_budget, default_num_envs, halve, number_of_rungs, passes_of, search, shuffled
 from esper.runs.search_hosts import TrainingHosts, adjusted, ranked
-from esper.tamiyo.plans import Plan
+from esper.tamiyo.schedules import Plan
 from esper.tasks.null import NullSpec, best_schedule_value
 from esper.tasks.registry import register_task, task_by_name
 from small_runs import main

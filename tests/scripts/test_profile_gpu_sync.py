@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import profile_gpu_sync as script
-from esper.simic.agent import policy_step
+from esper.simic import client as learner
 from profile_gpu_sync import Options, Scope, compare_reads, complaints, main
 
 FAST = "ppo.update_epochs=1,ppo.num_minibatches=1,ppo.feature_width=8,ppo.hidden_width=8"
@@ -39,17 +39,17 @@ def test_a_budget_that_is_exceeded_fails(capsys):
 
 
 def test_a_read_at_an_unlisted_site_fails_and_is_named(monkeypatch, capsys):
-    features_of = policy_step.features_of
+    features_of = learner.features_of
 
     def curious(*state):
         found = features_of(*state)
         float(found[0].sum())
         return found
 
-    monkeypatch.setattr(policy_step, "features_of", curious)
+    monkeypatch.setattr(learner, "features_of", curious)
     assert main(Options(**TINY, task="null")) == 1
-    assert "esper/simic/agent/policy_step.py" in capsys.readouterr().err
-    assert main(Options(**TINY, task="null", allow=("^esper/simic/agent/policy_step.py",))) == 0
+    assert "esper/simic/client.py" in capsys.readouterr().err
+    assert main(Options(**TINY, task="null", allow=("^esper/simic/client.py",))) == 0
 
 
 def test_only_sites_with_a_reason_are_listed():

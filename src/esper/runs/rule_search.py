@@ -20,8 +20,7 @@ from esper.leyline.messages import Observation, StoredStep
 from esper.leyline.protocols import EngineSpec
 from esper.runs.search_hosts import TrainingHosts
 from esper.tamiyo.baselines import WaitOnly
-from esper.tamiyo.plans import Plan
-from esper.tamiyo.rules import FEATURES, ThresholdRule
+from esper.tamiyo.schedules import FEATURES, Plan, ThresholdRule
 from esper.tamiyo.scripted import NoMemory
 from esper.tolaria.runtime import host_read
 

@@ -24,8 +24,8 @@ from esper.leyline.random import Stream, local_generator
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.rule_search import PlannedRule, best_rules, observed
 from esper.runs.search_hosts import Result, TrainingHosts, ranked, standard_error
-from esper.tamiyo.plans import Plan, grid, neighbours
 from esper.tamiyo.policy_files import script_of, write_policy
+from esper.tamiyo.schedules import Plan, grid, neighbours
 from esper.tasks.registry import task_by_name
 from esper.telemetry.run_directory import plain_json
 

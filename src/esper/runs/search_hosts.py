@@ -17,9 +17,8 @@ import torch
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, reward_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.report import objective_of
-from esper.simic.scripted_client import ScriptedClient
-from esper.tamiyo.plans import Plan
-from esper.tamiyo.schedules import FixedSchedules, ScheduleTable
+from esper.simic.client import ScriptedClient
+from esper.tamiyo.schedules import FixedSchedules, Plan, ScheduleTable
 from esper.tamiyo.scripted import Script, ScriptedPolicy
 
 CONTROL_FROM = 4

@@ -1,9 +1,12 @@
-"""The client of the engine that learns: policy and reward in one object.
+"""The clients of an engine: policy and reward in one object, learning (`SimicClient`) or not (`ScriptedClient`).
 
     engine --(Observation)--> act --> store --> ... --> update       policy: features, network, heads, PPO
     engine --(RewardInputs)-> step                                   reward: forwarded to a RewardProtocol
 
-Shape legend: N = hosts, T = steps, D = features, S = slots, L = recurrent layers, H = recurrent width.
+The policy step is one decision of all hosts as a pure function of tensors. The step number is a tensor and the random
+numbers are drawn before, so one compiled graph serves a run.
+
+Shape legend: N = hosts, T = steps, D = features, S = slots, B = blueprints, L = recurrent layers, H = recurrent width.
 """
 
 from collections.abc import Callable
@@ -11,22 +14,114 @@ from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from esper.leyline.actions import NUM_HEADS
+from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
 from esper.leyline.checkpoint_tree import below, check_same_shapes, restored, tensors_by_name, with_prefix
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StoredStep
-from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
+from esper.leyline.messages import (
+    ActResult,
+    Hidden,
+    HostState,
+    KeptNetwork,
+    Observation,
+    RewardInputs,
+    RewardOutput,
+    SlotState,
+    StoredStep,
+)
+from esper.leyline.protocols import EngineSpec, EpisodeReward, PolicyProtocol, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
-from esper.leyline.tensor_dataclass import named_tensors
-from esper.simic.agent.policy_step import Decision, PolicyFunction, PolicyInputs, PolicyStep, without
+from esper.leyline.tensor_dataclass import blank, named_tensors, tensor_dataclass, tree_map
+from esper.simic.agent.advantages import Frozen, normalized
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row
-from esper.simic.telemetry.aggregation import Read
-from esper.tamiyo.features import feature_dim, observe
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
+from esper.simic.metrics import Read
+from esper.tamiyo.features import feature_dim, features_of, observe
+from esper.tamiyo.heads import forced, sample_heads
 from esper.tamiyo.network import TamiyoNetwork
+
+
+@tensor_dataclass
+class PolicyInputs:
+    """Inputs of a decision: `t` from 1, one uniform per head; `reset` marks hosts whose recurrent state is zeroed."""
+
+    t: Int[Tensor, ""]
+    slots: SlotState
+    hosts: HostState
+    legal: Bool[Tensor, "N 6 S"]
+    uniforms: Float[Tensor, "N 8"]
+    hidden: Hidden
+    reset: Bool[Tensor, " N"]
+    statistics: Frozen
+
+
+@tensor_dataclass
+class PolicyOutput:
+    """The result for the engine, and two fields for the buffer."""
+
+    act: ActResult
+    blueprint_index: Int[Tensor, "N S"]
+    forced: Bool[Tensor, " N"]
+
+
+def without(reset: Bool[Tensor, " N"], hidden: Hidden) -> Hidden:
+    """The recurrent state, which is finite, with zeros at the marked hosts."""
+    keep_N1 = (~reset).to(torch.float32)[:, None]  # three times as fast as masked_fill
+    return tree_map(lambda x: x * keep_N1, hidden)
+
+
+PolicyFunction = Callable[[PolicyInputs, bool], PolicyOutput]
+"""`PolicyStep` or a compiled form of it; the second argument is `deterministic`."""
+
+
+def blank_inputs(network: TamiyoNetwork, n: int, slots: int, device: torch.device) -> PolicyInputs:
+    """Inputs of empty slots where only WAIT is legal, to compile with."""
+    sizes, width = {"N": n, "S": slots}, feature_dim(slots)
+    legal = torch.zeros(n, NUM_OPS, slots, dtype=torch.bool, device=device)
+    legal[:, LifecycleOp.WAIT] = True
+    return PolicyInputs(
+        t=torch.ones((), dtype=torch.int64, device=device),
+        slots=blank(SlotState, sizes, device),
+        hosts=blank(HostState, sizes, device),
+        legal=legal,
+        uniforms=torch.zeros(n, NUM_HEADS, device=device),
+        hidden=network.initial_hidden(n, device),
+        reset=torch.zeros(n, dtype=torch.bool, device=device),
+        statistics=Frozen(shift=torch.zeros(width, device=device), spread=torch.ones(width, device=device)),
+    )
+
+
+@final
+class PolicyStep(nn.Module):
+    """The eager policy step, from which the other forms are made."""
+
+    def __init__(self, network: TamiyoNetwork, selectable: Bool[Tensor, " B"], episode_length: int) -> None:
+        super().__init__()
+        self.network = network
+        self.selectable = selectable
+        self.episode_length = episode_length
+
+    @torch.no_grad()
+    def forward(self, inputs: PolicyInputs, deterministic: bool = False) -> PolicyOutput:
+        """Observe, normalize with frozen statistics, one step of the network, sample all heads; nothing is read."""
+        raw, blueprint_index = features_of(inputs.slots, inputs.hosts, inputs.t, self.episode_length)
+        features = normalized(raw, inputs.statistics)
+        out = self.network.step(features, blueprint_index, without(inputs.reset, inputs.hidden))
+        heads = sample_heads(
+            out.logits, inputs.legal, inputs.slots.has_gate, self.selectable, inputs.uniforms, deterministic
+        )
+        act = ActResult(
+            actions=heads.actions,
+            log_prob=heads.log_prob,
+            op_prob=heads.op_prob,
+            constrained=heads.constrained,
+            value=out.value,
+            hidden=out.hidden,
+            raw_features=raw,
+            features=features,
+        )
+        return PolicyOutput(act=act, blueprint_index=blueprint_index, forced=forced(inputs.legal))
 
 
 def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
@@ -109,7 +204,7 @@ class SimicClient:
         self._reset_N = torch.zeros(self.spec.num_envs, dtype=torch.bool, device=self.device)
         self._episode, self._hosts = episode, hosts.to(self.device)
         self._uniforms_TNh = policy_uniforms(self.spec.run_seed, self._hosts, episode, self.spec.episode_length)
-        self._decision: tuple[int, Decision] | None = None  # of this step, until it is stored
+        self._decision: tuple[int, PolicyOutput] | None = None  # of this step, until it is stored
 
     @property
     def hidden(self) -> Hidden:
@@ -140,7 +235,7 @@ class SimicClient:
         assert self._decision is not None, "act() comes before store()"
         t, decision = self._decision
         assert t == step.t, "store() takes the step that act() just decided"
-        row = Row(
+        row = Transition(
             state=step.act.features,
             raw_state=step.act.raw_features,
             actions=step.act.actions,
@@ -296,3 +391,22 @@ def _selectable(spec: EngineSpec, device: torch.device) -> Bool[Tensor, " B"]:
     mask = torch.zeros(spec.num_blueprints, dtype=torch.bool, device=device)
     mask[list(spec.selectable)] = True
     return mask
+
+
+@final
+class ScriptedClient:
+    """Any policy and any reward behind `ClientProtocol`; every method is that of one of the two."""
+
+    def __init__(self, policy: PolicyProtocol, reward: RewardProtocol[Any]) -> None:
+        self.policy, self.reward = policy, reward
+
+        self.initial_hidden, self.begin_rollout = policy.initial_hidden, policy.begin_rollout
+        self.act, self.store, self.bootstrap = policy.act, policy.store, policy.bootstrap
+        self.rollback, self.update = policy.rollback, policy.update
+        self.state_dict, self.load_state_dict = policy.state_dict, policy.load_state_dict
+
+        self.terms, self.initial_state, self.step = reward.terms, reward.initial_state, reward.step
+        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
+
+    def finish(self, kept: KeptNetwork) -> None:
+        """Nothing: a script has no rollout to correct."""

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import DataError
-from esper.simic.rewards.compiled_rewards import RewardOutput, compute_reward_batched
+from esper.simic.rewards.modes import REWARD_INFO, REWARD_TERMS, RewardOutput, compute_reward_batched
 from esper.simic.rewards.reward_config import LossRewardConfig, RewardConfig
-from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import NAN, DripPool, HostRow, RowReward, as_kind
 

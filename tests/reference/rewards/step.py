@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, STAGE_POTENTIAL, SeedStage
+from esper.simic.rewards.reward import CONTRIBUTION_MODES, HINDSIGHT_SCALE
 from esper.simic.rewards.reward_config import RewardConfig
-from esper.simic.rewards.state import CONTRIBUTION_MODES, HINDSIGHT_SCALE
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import NAN, DripPool, HostRow, RowReward, Terms, ok
 

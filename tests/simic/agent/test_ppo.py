@@ -10,10 +10,10 @@ from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import TrainingError
 from esper.leyline.random import Stream, permutation
 from esper.simic.agent import ppo
+from esper.simic.agent.advantages import masked_moments
 from esper.simic.agent.losses import entropy_loss, policy_loss
-from esper.simic.agent.normalizers import masked_moments
 from esper.simic.agent.ppo import evaluate_minibatch, run_ppo_updates
-from esper.simic.telemetry.metrics import METRIC_NAMES
+from esper.simic.metrics import METRIC_NAMES
 
 HOSTS = [0, 1, 2, 3]
 PANICS = {1: [1], 3: [0], 4: [0, 2], 6: [3]}

@@ -17,7 +17,7 @@ from esper.leyline.errors import ConfigError
 from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import MODES, REWARD_INFO, REWARD_TERMS, RewardConfig, compute_reward_batched
-from esper.simic.rewards.compiled_rewards import check_arguments, check_static
+from esper.simic.rewards.modes import check_arguments, check_static
 from reference.rewards.golden import kernel_arguments, outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.thresholds import near_threshold

@@ -147,7 +147,7 @@ def row_of(case: Case) -> HostRow:
 
 def pay(cases: Iterable[Case], mode: str, device: torch.device, dtype: torch.dtype) -> list[float]:
     """The bonus of all cases by the kernel, in one call."""
-    config = RewardConfig(mode="escrow") if mode == "escrow" else RewardConfig()
+    config = RewardConfig(mode="escrow" if mode == "escrow" else "shaped")
     arguments = kernel_arguments([row_of(case) for case in cases], dtype)
     on_device = {name: value.to(device) for name, value in arguments.items()}
     out = compute_reward_batched(**on_device, config_weights=config.pack().to(device), mode=config.mode)
@@ -160,7 +160,7 @@ def bonuses(device: torch.device) -> list[Line]:
     lines = []
     for mode in ("shaped", "escrow"):
         cases = [case for case in CASES if case.mode == mode]
-        config = RewardConfig(mode="escrow") if mode == "escrow" else RewardConfig()
+        config = RewardConfig(mode="escrow" if mode == "escrow" else "shaped")
         double, single = (pay(cases, mode, device, dtype) for dtype in (torch.float64, torch.float32))
         for case, in_double, in_single in zip(cases, double, single, strict=True):
             scalar = reward_of_row(row_of(case), config).terms.get("synergy", 0.0)

@@ -9,7 +9,7 @@ numbers are drawn before, so one compiled graph serves a run.
 Shape legend: N = hosts, T = steps, D = features, S = slots, B = blueprints, L = recurrent layers, H = recurrent width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -127,12 +127,40 @@ class PolicyStep(nn.Module):
 def rollout_bytes(steps: int, num_slots: int, config: PPOConfig) -> int:
     """Memory of the rollout of one host: the buffer, and the copy that an update works on."""
     shape = (1, steps, feature_dim(num_slots), num_slots, config.hidden_width, config.num_layers)
-    slabs = TamiyoRolloutBuffer(*shape, device="cpu", gamma=config.gamma, gae_lambda=config.gae_lambda).slabs
+    slabs = TamiyoRolloutBuffer(*shape, device="cpu", gae_lambda=config.gae_lambda).slabs
     return 2 * sum(slab.nbytes for _, slab in named_tensors(slabs))
 
 
+class _WithReward:
+    """The reward of a client: every call goes to `reward`."""
+
+    def __init__(self, reward: RewardProtocol[Any]) -> None:
+        self.reward = reward
+
+    @property
+    def terms(self) -> Sequence[str]:
+        """Names of the columns of a breakdown."""
+        return self.reward.terms
+
+    def initial_state(self, n: int, slots: int, steps: int, device: torch.device) -> Any:  # noqa: ANN401
+        """The state of the reward at the start of an episode."""
+        return self.reward.initial_state(n, slots, steps, device)
+
+    def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
+        """Reward one step."""
+        return self.reward.step(inputs, state)
+
+    def rollback_reward(self, state: Any) -> Tensor:  # noqa: ANN401
+        """[N]: reward of the last row of a host that is rolled back now."""
+        return self.reward.rollback_reward(state)
+
+    def reset_hosts(self, state: Any, mask: Tensor) -> Any:  # noqa: ANN401
+        """The state of the reward for hosts that are rolled back."""
+        return self.reward.reset_hosts(state, mask)
+
+
 @final
-class SimicClient:
+class SimicClient(_WithReward):
     """Policy and reward behind `ClientProtocol`; owns the network, its optimizer, the buffer and the statistics.
 
     `network` is initialized and has the shape of `spec`. `read` brings the metrics of an update to the host, the only
@@ -155,9 +183,8 @@ class SimicClient:
         if total_updates < 1:
             raise ConfigError(f"total_updates is {total_updates}, expected at least 1; set the number of rounds.")
         _require_fit(network, ppo_config, spec)
-        self.spec, self.config, self.reward = spec, ppo_config, reward
-        self.terms, self.initial_state = reward.terms, reward.initial_state
-        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
+        super().__init__(reward)
+        self.spec, self.config = spec, ppo_config
         self.device = torch.device(device)
         self._read = read
         self.agent = new_agent(
@@ -183,7 +210,6 @@ class SimicClient:
             ppo_config.hidden_width,
             ppo_config.num_layers,
             device=self.device,
-            gamma=ppo_config.gamma,
             gae_lambda=ppo_config.gae_lambda,
         )
         self.updates = 0
@@ -302,7 +328,7 @@ class SimicClient:
 
     def step(self, inputs: RewardInputs, state: Any) -> tuple[RewardOutput, Any]:  # noqa: ANN401
         """Reward one step, and remember the terminal term and the sum of the others for `finish`."""
-        output, state = self.reward.step(inputs, state)
+        output, state = super().step(inputs, state)
         if self._terminal_column is not None and inputs.epoch == inputs.max_epochs:
             self._terminal_N = output.breakdown[:, self._terminal_column]
             self._others_N = output.total - self._terminal_N
@@ -394,19 +420,48 @@ def _selectable(spec: EngineSpec, device: torch.device) -> Bool[Tensor, " B"]:
 
 
 @final
-class ScriptedClient:
+class ScriptedClient(_WithReward):
     """Any policy and any reward behind `ClientProtocol`; every method is that of one of the two."""
 
     def __init__(self, policy: PolicyProtocol, reward: RewardProtocol[Any]) -> None:
-        self.policy, self.reward = policy, reward
+        super().__init__(reward)
+        self.policy = policy
 
-        self.initial_hidden, self.begin_rollout = policy.initial_hidden, policy.begin_rollout
-        self.act, self.store, self.bootstrap = policy.act, policy.store, policy.bootstrap
-        self.rollback, self.update = policy.rollback, policy.update
-        self.state_dict, self.load_state_dict = policy.state_dict, policy.load_state_dict
+    def initial_hidden(self, n: int) -> Hidden:
+        """Zeros, each [L, n, H]."""
+        return self.policy.initial_hidden(n)
 
-        self.terms, self.initial_state, self.step = reward.terms, reward.initial_state, reward.step
-        self.rollback_reward, self.reset_hosts = reward.rollback_reward, reward.reset_hosts
+    def begin_rollout(self, episode: int, hosts: Tensor) -> None:
+        """Start an episode."""
+        self.policy.begin_rollout(episode, hosts)
+
+    def act(self, obs: Observation, *, deterministic: bool = False) -> ActResult:
+        """Choose the actions of a step."""
+        return self.policy.act(obs, deterministic=deterministic)
+
+    def store(self, step: StoredStep) -> None:
+        """Store one step."""
+        self.policy.store(step)
+
+    def bootstrap(self, obs: Observation) -> Tensor:
+        """Value [N] of the state after the last step."""
+        return self.policy.bootstrap(obs)
+
+    def rollback(self, mask: Tensor, reward: Tensor) -> None:
+        """The policy's answer to a rollback."""
+        self.policy.rollback(mask, reward)
 
     def finish(self, kept: KeptNetwork) -> None:
         """Nothing: a script has no rollout to correct."""
+
+    def update(self) -> Mapping[str, float]:
+        """The policy's metrics."""
+        return self.policy.update()
+
+    def state_dict(self) -> StateTree:
+        """The policy's state."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Restore what `state_dict` gave."""
+        self.policy.load_state_dict(state)

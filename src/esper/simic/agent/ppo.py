@@ -49,6 +49,7 @@ from esper.simic.agent.ppo_config import (
 )
 from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 from esper.simic.metrics import Read, aggregate_ppo_metrics, metric_row
+from esper.simic.rewards.reward_config import GAMMA
 from esper.tamiyo.heads import check_logits, check_stored_actions, evaluate_heads, relevance
 from esper.tamiyo.network import TamiyoNetwork
 
@@ -291,7 +292,7 @@ def run_ppo_updates(
     """
     slabs = buffer.slabs
     rewards_NT = paired_rewards(slabs.rewards, slabs.valid, config.group_size)
-    accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, config.gamma)
+    accumulated_NT = discounted_returns(rewards_NT, slabs.terminal, slabs.truncated, slabs.valid, GAMMA)
     return_moments = masked_moments(accumulated_NT, slabs.valid)
     scale = agent.returns.scale_with(return_moments)
     buffer.compute_advantages_and_returns(scale_rewards(rewards_NT, scale))

@@ -25,6 +25,7 @@ from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
 from esper.leyline.tensor_dataclass import blank, lift, named_tensors, tensor_dataclass, tree_map
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
+from esper.simic.rewards.reward_config import GAMMA
 
 
 @tensor_dataclass
@@ -140,7 +141,7 @@ class TamiyoRolloutBuffer:
         hidden_dim: int,
         num_layers: int = 1,
         device: torch.device | str = "cpu",
-        gamma: float = 0.995,
+        gamma: float = GAMMA,
         gae_lambda: float = 0.95,
     ) -> None:
         self.num_envs, self.max_steps = num_envs, max_steps

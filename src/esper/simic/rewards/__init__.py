@@ -1,6 +1,5 @@
 """Rewards of a step, for all hosts at once."""
 
-from esper.simic.rewards.modes import REWARD_INFO as REWARD_INFO
 from esper.simic.rewards.modes import REWARD_TERMS as REWARD_TERMS
 from esper.simic.rewards.modes import RewardOutput as RewardOutput
 from esper.simic.rewards.modes import compute_reward_batched as compute_reward_batched

@@ -1,12 +1,25 @@
-"""The reward kernel: one control step of all hosts, one row per host, looking only at each host's target slot.
+"""The reward of a control step as plain functions, one row per host, looking only at each host's target slot.
 
-Pure tensor code without branches on data or host reads; compiles to one graph, because `mode` and `attribution` are
-static and every number is in `config_weights`. Shape legend: N = hosts, S = slots,
-M = len(REWARD_TERMS), I = len(REWARD_INFO), W = 65 numbers (11 in mode `loss`).
+    compute_reward_batched   named tensors of all hosts --> reward, in every mode but `objective`
+    credit_of                modes `shaped` and `escrow`: the measured contribution of the target seed
+
+    contribution c --(ratio penalty, discount, timing)--> attribution     rewarded at once (shaped)
+                                                     `--> escrow account  rewarded by the change of the account
+
+Tensor code without branches on data or host reads; compiles to one graph, because `mode` and `attribution` are static
+and every number is in `config_weights`. A missing number enters as NaN and is replaced by 0; where that matters, a mask
+says which numbers were given. Signs are those of the reward: costs are negative, and the total is the plain sum.
+
+Masks are numbers: float64, 1 where something holds and 0 elsewhere. A product with a mask takes a third of the time of
+`torch.where`, whose kernel on the CPU branches in each row. What is masked must be finite on all rows, because 0 * NaN
+is NaN; comparisons with NaN give 0.
+
+Shape legend: N = hosts, S = slots, M = len(REWARD_TERMS), W = packed numbers. Inside, tensors are [N] float64 unless
+said otherwise; numbers of the configuration are scalar tensors.
 """
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -24,47 +37,28 @@ from esper.simic.rewards.reward_config import (
     LOSS_FIELDS,
     MIN_CONTRIBUTION,
     MIN_PRUNE_AGE,
-    MODES,
     WEIGHT_NAMES,
     Attribution,
 )
 
-Number = Tensor | float | int
 
-
-def above(value: Tensor, limit: Number) -> Tensor:
-    """Where value > limit."""
-    return _compared(torch.gt, value, limit)
-
-
-def at_least(value: Tensor, limit: Number) -> Tensor:
-    """Where value >= limit."""
-    return _compared(torch.ge, value, limit)
-
-
-def below(value: Tensor, limit: Number) -> Tensor:
-    """Where value < limit."""
-    return _compared(torch.lt, value, limit)
-
-
-def equal(value: Tensor, other: Number) -> Tensor:
-    """Where the two are equal; `equal(x, x)` is 0 where x is NaN."""
-    return _compared(torch.eq, value, other)
-
-
-def choose(mask: Tensor, value: Tensor, other: Tensor) -> Tensor:
+def select(mask: Tensor, value: Tensor, other: Tensor) -> Tensor:
     """`value` where the mask is 1, `other` where it is 0, without rounding."""
     return torch.lerp(other, value, mask)
 
 
-def no(mask: Tensor) -> Tensor:
+def not_(mask: Tensor) -> Tensor:
     """Where the mask does not hold."""
     return torch.sub(_constant(1.0, mask.device), mask)
 
 
-def _compared(compare: Callable[..., Tensor], value: Tensor, limit: Number) -> Tensor:
+def _compared(compare: Callable[..., Tensor], value: Tensor, limit: Tensor | float | int) -> Tensor:
     limit = limit if isinstance(limit, Tensor) else _constant(float(limit), value.device)
     return compare(value, limit, out=torch.empty_like(value))
+
+
+gt, ge, lt, eq = (partial(_compared, compare) for compare in (torch.gt, torch.ge, torch.lt, torch.eq))
+"""Comparisons as masks; `eq(x, x)` is 0 where x is NaN."""
 
 
 @lru_cache(maxsize=256)
@@ -145,15 +139,15 @@ class TargetRow:
 
     def on(self, switch: str) -> Tensor:
         """1 unless the configuration sets `disable_<switch>`; a scalar."""
-        return no(self.w["disable_" + switch])
+        return not_(self.w["disable_" + switch])
 
     def is_op(self, op: LifecycleOp) -> Tensor:
         """Mask of rows whose effective operation is `op`."""
-        return equal(self.op, int(op))
+        return eq(self.op, int(op))
 
     def in_stage(self, stage: SeedStage) -> Tensor:
         """Mask of a live target seed in `stage`."""
-        return equal(self.stage, int(stage)) * self.seed
+        return eq(self.stage, int(stage)) * self.seed
 
     @computed_once
     def zero(self) -> Tensor:
@@ -204,7 +198,7 @@ class TargetRow:
     def occupancy(self) -> Tensor:
         """Seed parameters weighted by alpha; all added parameters where that is missing."""
         measured = number(self.given, "effective_seed_params")
-        return choose(equal(measured, measured), measured.nan_to_num(nan=0.0), self.added_params)
+        return select(eq(measured, measured), measured.nan_to_num(nan=0.0), self.added_params)
 
     def potential_of(self, name: str) -> Tensor:
         """Potential of the stages in argument `name`; IndexError for an unknown stage."""
@@ -230,18 +224,20 @@ class TargetRow:
     @computed_once
     def ransoming(self) -> Tensor:
         """Mask: removing this seed alone hurts, but removing all seeds would help."""
-        return self.seed * above(self.c, RANSOM_CONTRIBUTION) * below(self.g, RANSOM_GATE_SIGNAL)
+        return self.seed * gt(self.c, RANSOM_CONTRIBUTION) * lt(self.g, RANSOM_GATE_SIGNAL)
 
 
 def row_of(
     given: Mapping[str, Tensor | None],
-    w: Mapping[str, Tensor],
-    epoch: Tensor,
-    max_epochs: Tensor,
+    config_weights: Tensor,
+    epoch: int | Tensor,
+    max_epochs: int | Tensor,
     mode: str,
     attribution: str,
 ) -> TargetRow:
-    """The row of a call; `given` has the names of the kernel's arguments."""
+    """The row of a call; `given` has the names of the kernel's other arguments."""
+    w = _by_name(config_weights.to(torch.float64), mode == "loss")
+    epoch, max_epochs = (_clock(number, config_weights.device) for number in (epoch, max_epochs))
     c, g = number(given, "seed_contributions"), number(given, "counterfactual_improvements")
     return TargetRow(
         given=given,
@@ -257,9 +253,9 @@ def row_of(
         dwell=number(given, "epochs_in_stage"),
         age=number(given, "seed_ages"),
         c=c.nan_to_num(nan=0.0),
-        c_known=equal(c, c),
+        c_known=eq(c, c),
         g=g.nan_to_num(nan=0.0),
-        g_known=equal(g, g),
+        g_known=eq(g, g),
     )
 
 
@@ -292,10 +288,10 @@ def _waiting(x: TargetRow, epochs: Tensor) -> Tensor:
 
 def shaping(x: TargetRow) -> Tensor:
     """F = weight * (gamma * phi(now) - phi(before)), potential-based (Ng, Harada and Russell, ICML 1999)."""
-    entered = equal(x.dwell, 0)
-    before = choose(entered, x.potential_of("previous_stages"), x.stage_potential)
-    before = before + _waiting(x, choose(entered, x.known("previous_epochs"), x.dwell - 1))
-    return x.shaping_weight * (x.w["gamma"] * x.potential - before)
+    entered = eq(x.dwell, 0)
+    before = select(entered, x.potential_of("previous_stages"), x.stage_potential)
+    before = before + _waiting(x, select(entered, x.known("previous_epochs"), x.dwell - 1))
+    return x.shaping_weight * (GAMMA * x.potential - before)
 
 
 def legitimacy(x: TargetRow) -> Tensor:
@@ -343,16 +339,16 @@ class Credit:
 def timing(x: TargetRow, epochs: Tensor) -> Tensor:
     """Factor for a germination at step `epochs`; below 1 while the host itself is untrained."""
     warmup = x.w["germination_warmup_epochs"]
-    missing = above(warmup, 0) * x.on("timing_discount") * no(x.w["germination_discount_floor"])
-    return torch.clamp(missing / torch.clamp(warmup, min=1.0) * epochs + no(missing), max=1.0)
+    missing = gt(warmup, 0) * x.on("timing_discount") * not_(x.w["germination_discount_floor"])
+    return torch.clamp(missing / torch.clamp(warmup, min=1.0) * epochs + not_(missing), max=1.0)
 
 
 def ratio_penalty(x: TargetRow, trusted: Tensor) -> Tensor:
     """Penalty for a contribution that is large against the gate signal, or that no positive gate signal supports."""
     limit, safe = x.w["hacking_ratio_threshold"], x.w["improvement_safe_threshold"]
     excess = torch.relu(x.c / torch.maximum(x.g, safe) - limit)
-    penalty = choose(above(x.g, safe), (-RATIO_PENALTY_STEP / limit) * excess, UNSUPPORTED_PENALTY * x.c)
-    suspicious = x.seed * x.g_known * trusted * above(x.c, SUSPICIOUS_CONTRIBUTION)
+    penalty = select(gt(x.g, safe), (-RATIO_PENALTY_STEP / limit) * excess, UNSUPPORTED_PENALTY * x.c)
+    suspicious = x.seed * x.g_known * trusted * gt(x.c, SUSPICIOUS_CONTRIBUTION)
     return torch.clamp(penalty, min=-RATIO_PENALTY_CAP) * suspicious * x.on("anti_gaming")
 
 
@@ -362,18 +358,18 @@ def raw_attribution(x: TargetRow, progress: Tensor) -> Tensor:
     min(c, mean(c, p)): the mean where p < c, else c.
     """
     c, p = torch.relu(x.c), torch.relu(progress.nan_to_num(nan=0.0))
-    return choose(equal(progress, progress), torch.minimum(c, combine(x, p, c)), UNKNOWN_PROGRESS_SHARE * c)
+    return select(eq(progress, progress), torch.minimum(c, combine(x, p, c)), UNKNOWN_PROGRESS_SHARE * c)
 
 
 def credit_of(x: TargetRow) -> Credit:
     """Credit of a step in mode `x.mode`."""
-    harmful, escrow = x.seed * below(x.g, 0), x.mode == "escrow"
-    growing = no(x.fossil)
+    harmful, escrow = x.seed * lt(x.g, 0), x.mode == "escrow"
+    growing = not_(x.fossil)
     one = torch.ones_like(x.c)
     discount = one
     if not escrow:
-        discount = choose(harmful * x.c_known, torch.sigmoid(x.g * x.w["attribution_sigmoid_steepness"]), one)
-    trusted = at_least(discount, 0.5)
+        discount = select(harmful * x.c_known, torch.sigmoid(x.g * x.w["attribution_sigmoid_steepness"]), one)
+    trusted = ge(discount, 0.5)
     penalty = ratio_penalty(x, trusted)
     progress, account = number(x.given, "total_improvements"), x.known("escrow_credits")
     if escrow:  # without the unstable part of the gain
@@ -381,18 +377,18 @@ def credit_of(x: TargetRow) -> Credit:
     raw, harm, credited = (
         raw_attribution(x, progress),
         torch.clamp(x.c, max=0.0),
-        x.c_known * at_least(x.c, 0) * growing,
+        x.c_known * ge(x.c, 0) * growing,
     )
     target = change = x.zero
     factor = one
     if escrow:
         target, change = _account(x, raw, penalty, account, credited, growing)
-        earned = change + x.w["contribution_weight"] * harm * growing * no(x.prune)
-        earned = earned * no(x.fossilize * harmful)
+        earned = change + x.w["contribution_weight"] * harm * growing * not_(x.prune)
+        earned = earned * not_(x.fossilize * harmful)
     else:
-        factor = choose(credited * x.seed, timing(x, x.epoch - x.age), one)
+        factor = select(credited * x.seed, timing(x, x.epoch - x.age), one)
         earned = x.w["contribution_weight"] * (harm + raw * discount * factor + _proxy(x))
-        earned = (earned * no(x.fossilize * harmful + 2 * x.prune) + penalty) * growing
+        earned = (earned * not_(x.fossilize * harmful + 2 * x.prune) + penalty) * growing
     return Credit(
         attribution=earned, discount=discount, trusted=trusted, harmful=harmful, ratio_penalty=penalty, timing=factor,
         progress=progress, account=account, target=target, change=change,
@@ -401,7 +397,7 @@ def credit_of(x: TargetRow) -> Credit:
 
 def _proxy(x: TargetRow) -> Tensor:
     """Mode shaped: a share of the stage's gain while c is not measured."""
-    blended = x.seed * at_least(x.stage, int(SeedStage.BLENDING)) * no(x.c_known)
+    blended = x.seed * ge(x.stage, int(SeedStage.BLENDING)) * not_(x.c_known)
     return x.w["proxy_confidence_factor"] * torch.relu(x.known("stage_improvements")) * blended
 
 
@@ -410,17 +406,17 @@ def _account(
 ) -> tuple[Tensor, Tensor]:
     """Mode escrow: target balance and change; gains are bounded by the clip, losses are not."""
     clip = x.w["escrow_delta_clip"]
-    target = choose(growing, torch.relu(x.w["contribution_weight"] * raw + penalty), account) * no(x.prune)
+    target = select(growing, torch.relu(x.w["contribution_weight"] * raw + penalty), account) * not_(x.prune)
     gap, bound = target - account, torch.where(clip > 0, clip, torch.inf)
     bounded = torch.minimum(torch.maximum(gap, -bound), bound)
-    change = choose(credited, bounded, gap * below(x.c, 0) * growing)
-    return target, choose(x.prune, -account, change)
+    change = select(credited, bounded, gap * lt(x.c, 0) * growing)
+    return target, select(x.prune, -account, change)
 
 
 def contribution_terms(x: TargetRow, credit: Credit) -> dict[str, Tensor]:
     """All terms of a step."""
-    w, e, earning = x.w, x.dwell, above(credit.attribution, 0)
-    waiting = x.held * at_least(e, 2) * earning * no(x.fossilize + x.prune)
+    w, e, earning = x.w, x.dwell, gt(credit.attribution, 0)
+    waiting = x.held * ge(e, 2) * earning * not_(x.fossilize + x.prune)
     dwell_price = torch.clamp(-0.05 * e, min=-0.3)
     help_given = torch.relu(x.known("interaction_sums"))
     rent = torch.maximum(-w["rent_weight"] * torch.log1p(torch.relu(x.growth)), -w["max_rent"])
@@ -434,7 +430,7 @@ def contribution_terms(x: TargetRow, credit: Credit) -> dict[str, Tensor]:
         "holding_warning": dwell_price * waiting,
         "potential": shaping(x),
         "synergy": (0.2 * torch.sigmoid(help_given) - 0.1) * x.seed * credit.trusted * earning,
-        "rent": rent * above(x.host_params, 0),
+        "rent": rent * gt(x.host_params, 0),
         "alpha_shock": shock * x.on("anti_gaming"),
         "occupancy": -w["seed_occupancy_cost"] * crowd,
         "fossil_upkeep": -w["fossilized_maintenance_cost"] * num_fossilized,
@@ -457,9 +453,9 @@ def _action(x: TargetRow) -> Tensor:
 
 def _germination(x: TargetRow) -> Tensor:
     """GERMINATE: its cost, plus the potential of the new seed, discounted to the next observation."""
-    worth = x.w["pbrs_weight"] * x.w["gamma"] * NEW_SEED_POTENTIAL * timing(x, x.epoch)
-    worth = worth * above(x.steps_left, 0) * x.on("pbrs")
-    return x.w["germinate_cost"] + choose(x.seed, x.w["germinate_with_seed_penalty"], worth)
+    worth = x.w["pbrs_weight"] * GAMMA * NEW_SEED_POTENTIAL * timing(x, x.epoch)
+    worth = worth * gt(x.steps_left, 0) * x.on("pbrs")
+    return x.w["germinate_cost"] + select(x.seed, x.w["germinate_with_seed_penalty"], worth)
 
 
 def _fossilization(x: TargetRow) -> Tensor:
@@ -469,27 +465,27 @@ def _fossilization(x: TargetRow) -> Tensor:
     base = w["fossilize_base_bonus"] + quality * x.on("terminal_reward")
     bonus = (base + w["fossilize_contribution_scale"] * x.c) * legitimacy(x)
     harm = torch.clamp(0.2 * x.g, min=-1.0) - 0.5 - 0.3 * x.ransoming
-    value = choose(at_least(x.c, MIN_CONTRIBUTION), bonus, w["fossilize_noncontributing_penalty"])
-    value = choose(below(x.g, 0), harm, value)
-    return w["fossilize_cost"] + choose(x.held * x.g_known, value, w["invalid_fossilize_penalty"])
+    value = select(ge(x.c, MIN_CONTRIBUTION), bonus, w["fossilize_noncontributing_penalty"])
+    value = select(lt(x.g, 0), harm, value)
+    return w["fossilize_cost"] + select(x.held * x.g_known, value, w["invalid_fossilize_penalty"])
 
 
 def _pruning(x: TargetRow) -> Tensor:
     """PRUNE: minus the seed's potential; a bonus for a harmful seed, a penalty for a helpful or very young one."""
     w, c, worst = x.w, x.c, x.w["prune_good_seed_penalty"]
-    hasty = below(x.age, w["min_prune_bonus_age"])
-    hurting = w["prune_hurting_bonus"] * no(hasty) - 0.1 * hasty
-    judged = choose(below(c, w["prune_hurting_threshold"]), hurting, w["prune_acceptable_bonus"])
-    judged = choose(below(c, 0), judged, torch.maximum(worst - 0.05 * c, 3 * worst)) * x.c_known
-    judged = choose(below(x.age, MIN_PRUNE_AGE), -worst * (x.age - MIN_PRUNE_AGE), judged)
-    judged = choose(x.fossil, w["prune_fossilized_penalty"], judged)
-    return w["prune_cost"] - x.shaping_weight * x.potential + judged * x.seed - 0.2 * no(x.seed)
+    hasty = lt(x.age, w["min_prune_bonus_age"])
+    hurting = w["prune_hurting_bonus"] * not_(hasty) - 0.1 * hasty
+    judged = select(lt(c, w["prune_hurting_threshold"]), hurting, w["prune_acceptable_bonus"])
+    judged = select(lt(c, 0), judged, torch.maximum(worst - 0.05 * c, 3 * worst)) * x.c_known
+    judged = select(lt(x.age, MIN_PRUNE_AGE), -worst * (x.age - MIN_PRUNE_AGE), judged)
+    judged = select(x.fossil, w["prune_fossilized_penalty"], judged)
+    return w["prune_cost"] - x.shaping_weight * x.potential + judged * x.seed - 0.2 * not_(x.seed)
 
 
 def suspected_ratio(x: TargetRow, credit: Credit) -> Tensor:
     """The contribution is out of proportion to a positive gate signal."""
-    beyond = at_least(x.c, x.w["hacking_ratio_threshold"] * x.g)
-    return above(x.g, 0) * beyond * below(credit.ratio_penalty, 0)
+    beyond = ge(x.c, x.w["hacking_ratio_threshold"] * x.g)
+    return gt(x.g, 0) * beyond * lt(credit.ratio_penalty, 0)
 
 
 FLAGS = ("attribution_ratio", "ransomware")
@@ -504,12 +500,6 @@ REWARD_TERMS = (
 )  # fmt: skip
 """Columns of a breakdown; escrow_forfeit to rollback depend on the past and are written by `reward_step`."""
 
-REWARD_INFO = (
-    "discount", "ratio_penalty", "timing", "progress", "growth",
-    "escrow_prev", "escrow_target", "escrow_delta", "escrow_next", "objective_potential",
-)  # fmt: skip
-"""Reported quantities that are not part of the sum; progress may be NaN."""
-
 Terms = dict[str, Tensor]
 
 
@@ -521,7 +511,7 @@ def basic_terms(x: TargetRow) -> Terms:
     w = x.w
     last_gain = w["basic_acc_delta_weight"] * x.known("acc_deltas") / 100
     return {
-        "potential": choose(x.prune, -x.shaping_weight * x.potential, shaping(x)),
+        "potential": select(x.prune, -x.shaping_weight * x.potential, shaping(x)),
         "rent": -w["param_penalty_weight"] * x.occupancy / w["param_budget"],
         "action": _basic_fossilization(x),
         "terminal": at_the_end(x, last_gain),
@@ -541,7 +531,7 @@ def basic_plus_terms(x: TargetRow) -> Terms:
 
 def _earns_basic_bonus(x: TargetRow) -> Tensor:
     """Mask: FOSSILIZE of a contributing seed in HOLDING with a positive gate signal."""
-    return x.fossilize * x.held * above(x.g, 0) * at_least(x.c, MIN_CONTRIBUTION)
+    return x.fossilize * x.held * gt(x.g, 0) * ge(x.c, MIN_CONTRIBUTION)
 
 
 def _full_basic_bonus(x: TargetRow) -> Tensor:
@@ -553,9 +543,9 @@ def _full_basic_bonus(x: TargetRow) -> Tensor:
 def _basic_fossilization(x: TargetRow) -> Tensor:
     """FOSSILIZE of a live seed: the immediate part of the bonus, or a penalty."""
     w = x.w
-    valid = x.held * no(above(x.c, 0.1) * no(above(x.g, 0)))
-    wrong = choose(valid, w["basic_fossilize_noncontributing_penalty"], w["basic_fossilize_invalid_penalty"])
-    return choose(_earns_basic_bonus(x), no(w["drip_fraction"]) * _full_basic_bonus(x), wrong) * x.fossilize * x.seed
+    valid = x.held * not_(gt(x.c, 0.1) * not_(gt(x.g, 0)))
+    wrong = select(valid, w["basic_fossilize_noncontributing_penalty"], w["basic_fossilize_invalid_penalty"])
+    return select(_earns_basic_bonus(x), not_(w["drip_fraction"]) * _full_basic_bonus(x), wrong) * x.fossilize * x.seed
 
 
 def drip_opened(x: TargetRow) -> Tensor:
@@ -577,7 +567,7 @@ def sparse_terms(x: TargetRow) -> Terms:
 
 def minimal_terms(x: TargetRow) -> Terms:
     """Sparse, plus a penalty for pruning a young seed."""
-    early = x.prune * x.seed * below(x.age, x.w["early_prune_threshold"])
+    early = x.prune * x.seed * lt(x.age, x.w["early_prune_threshold"])
     return sparse_terms(x) | {"early_prune": x.w["early_prune_penalty"] * early}
 
 
@@ -585,7 +575,7 @@ def simplified_terms(x: TargetRow) -> Terms:
     """Stage potential, one cost for every operation, accuracy and contributing fossils in the last step."""
     return {
         "potential": shaping(x),
-        "action": -0.01 * no(x.is_op(LifecycleOp.WAIT)),
+        "action": -0.01 * not_(x.is_op(LifecycleOp.WAIT)),
         "terminal": at_the_end(x, 3 * x.known("val_accs") / 100 + 2 * x.known("num_contributing")),
     }
 
@@ -601,39 +591,16 @@ def loss_terms(x: TargetRow) -> Terms:
     scaled = torch.clamp(scaled, max=0.0) + w["regression_penalty_scale"] * torch.relu(scaled)
     growth = x.added_params / torch.where(host > 0, host, 1.0)
     rent = torch.maximum(-w["compute_rent_weight"] * torch.log1p(growth), -w["max_rent_penalty"])
-    young = x.seed * below(x.age, w["grace_epochs"])
+    young = x.seed * lt(x.age, w["grace_epochs"])
     span = w["baseline_loss"] - w["target_loss"]
-    share = (w["baseline_loss"] - loss.nan_to_num(nan=0.0)) / (span + equal(span, 0))
+    share = (w["baseline_loss"] - loss.nan_to_num(nan=0.0)) / (span + eq(span, 0))
     return {
         "loss_delta": -w["loss_delta_weight"] * scaled,
-        "rent": rent * above(host, 0) * no(young),
+        "rent": rent * gt(host, 0) * not_(young),
         "potential": w["stage_potential_weight"]
         * (GAMMA * x.stage_potential - x.potential_of("previous_stages"))
         * x.seed,
-        "terminal": w["terminal_loss_weight"] * torch.clamp(share, min=0.0, max=1.0) * x.last * equal(loss, loss),
-    }
-
-
-# Objective
-
-
-def _worth(x: TargetRow, accuracy: Tensor, params: Tensor) -> Tensor:
-    """`objective_value` with the weights as tensors."""
-    growth = torch.log1p(params / x.host_floor)
-    return x.w["objective_acc_weight"] * accuracy / 100 - x.w["objective_growth_weight"] * growth
-
-
-def objective_potential(x: TargetRow) -> Tensor:
-    """J of the current model; 0 in the last step, so that the shaping telescopes."""
-    return _worth(x, x.known("val_accs"), x.added_params) * no(x.last)
-
-
-def objective_terms(x: TargetRow) -> Terms:
-    """J in the last step, plus shaping that sums to zero; runs use the equivalent `ObjectiveReward`."""
-    worth = _worth(x, x.known("committed_accs"), x.known("fossilized_params"))
-    return {
-        "potential": x.w["gamma"] * objective_potential(x) - x.known("potentials_prev"),
-        "terminal": worth * x.last,
+        "terminal": w["terminal_loss_weight"] * torch.clamp(share, min=0.0, max=1.0) * x.last * eq(loss, loss),
     }
 
 
@@ -644,9 +611,8 @@ PLAIN_MODES: Mapping[str, Callable[[TargetRow], Terms]] = {
     "minimal": minimal_terms,
     "simplified": simplified_terms,
     "loss": loss_terms,
-    "objective": objective_terms,
 }
-"""Modes without credit; `credit.py` has the others."""
+"""Modes without credit."""
 
 
 FloatN = Float[Tensor, " N"]
@@ -660,6 +626,7 @@ _INTEGERS = frozenset(
 )  # fmt: skip
 _POOLS = ("drip_scales", "drip_contributions")
 CREDIT_MODES = ("shaped", "escrow")
+KERNEL_MODES = (*CREDIT_MODES, *PLAIN_MODES)
 
 
 class RewardOutput(NamedTuple):
@@ -667,7 +634,6 @@ class RewardOutput(NamedTuple):
 
     total: Float[Tensor, " N"]
     breakdown: Float[Tensor, "N M"]
-    info: Float[Tensor, "N I"]
     escrow_next: Float[Tensor, " N"]
     drip_opened: Float[Tensor, " N"]
     flags: Bool[Tensor, "N 2"]
@@ -713,9 +679,8 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     drip_contributions: Float[Tensor, "N S"] | None = None,
     val_losses: FloatN | None = None,
     loss_deltas: FloatN | None = None,
-    potentials_prev: FloatN | None = None,
 ) -> RewardOutput:
-    """Reward one step of N hosts; formulas in `credit.py` and `terms.py`.
+    """Reward one step of N hosts.
 
     Args:
         actions: effective operations (WAIT where the sampled one took no effect).
@@ -734,7 +699,6 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
         committed_accs: accuracy with every seed off that is not fossilized.
         drip_scales, drip_contributions: open pools (0 = none) and contributions of their fossils.
         val_losses, loss_deltas: mode `loss`; a positive change is a regression.
-        potentials_prev: mode `objective`; potential of the previous step, 0 at the start of a segment.
 
     Returns:
         `RewardOutput` in the dtype of `val_accs`; an argument left out counts as missing in every row.
@@ -754,83 +718,50 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
         "num_contributing": num_contributing, "committed_accs": committed_accs,
         "fossilized_params": fossilized_params, "drip_scales": drip_scales,
         "drip_contributions": drip_contributions, "val_losses": val_losses, "loss_deltas": loss_deltas,
-        "potentials_prev": potentials_prev,
     }  # fmt: skip
     check_static(mode, attribution, config_weights)
     check_arguments(given)
     for name, clock in (("epoch", epoch), ("max_epochs", max_epochs)):
         check_clock(name, clock, len(actions))
-    weights = _by_name(config_weights.to(torch.float64), mode == "loss")
-    x = row_of(given, weights, _clock(epoch, val_accs), _clock(max_epochs, val_accs), mode, attribution)
-    return _in_dtype(_with_credit(x) if mode in CREDIT_MODES else _without_credit(x), val_accs.dtype)
+    x = row_of(given, config_weights, epoch, max_epochs, mode, attribution)
+    escrow_next, opened, suspected = x.known("escrow_credits"), x.zero, x.zero
+    if mode in CREDIT_MODES:
+        credit = credit_of(x)
+        terms, suspected = contribution_terms(x, credit), suspected_ratio(x, credit)
+        escrow_next = credit.account + credit.change
+    else:
+        terms = PLAIN_MODES[mode](x)
+        opened = drip_opened(x) if mode == "basic_plus" else x.zero
+    out = RewardOutput(
+        total=reduce(add, terms.values()),
+        breakdown=torch.stack([terms.get(name, x.zero) for name in REWARD_TERMS]).T,
+        escrow_next=escrow_next,
+        drip_opened=opened,
+        flags=torch.stack((suspected, x.ransoming)).to(torch.float32).to(torch.bool).T,  # compiled: by vectors
+    )
+    return RewardOutput._make(x.to(val_accs.dtype) if x.is_floating_point() else x for x in out)
 
 
-@lru_cache(maxsize=16)  # every step of a run has the same vector, and 65 views cost as much as thirty operators
+@lru_cache(maxsize=16)  # every step of a run has the same vector, and its views cost as much as thirty operators
 def _by_name(config_weights: Tensor, loss: bool) -> Mapping[str, Tensor]:
     """Each packed number as a view of the vector."""
     return dict(zip(LOSS_FIELDS if loss else WEIGHT_NAMES, config_weights.unbind(), strict=True))
 
 
-def _with_credit(x: TargetRow) -> RewardOutput:
-    """Modes `shaped` and `escrow`."""
-    credit = credit_of(x)
-    following = credit.account + credit.change
-    info = {
-        "discount": credit.discount, "ratio_penalty": credit.ratio_penalty, "timing": credit.timing,
-        "progress": credit.progress, "growth": x.growth, "escrow_prev": credit.account,
-        "escrow_target": credit.target, "escrow_delta": credit.change, "escrow_next": following,
-    }  # fmt: skip
-    return _output(x, contribution_terms(x, credit), info, suspected_ratio(x, credit), escrow_next=following)
-
-
-def _without_credit(x: TargetRow) -> RewardOutput:
-    """All other modes; info columns without meaning hold neutral values."""
-    one, account = torch.ones_like(x.c), x.known("escrow_credits")
-    info = {"discount": one, "timing": one, "progress": number(x.given, "total_improvements")}
-    info |= {"escrow_prev": account, "escrow_next": account}
-    if x.mode != "loss":
-        info["growth"] = x.growth
-    if x.mode == "objective":
-        info["objective_potential"] = objective_potential(x)
-    opened = drip_opened(x) if x.mode == "basic_plus" else None
-    return _output(x, PLAIN_MODES[x.mode](x), info, x.zero, escrow_next=account, opened=opened)
-
-
-def _output(
-    x: TargetRow,
-    terms: Mapping[str, Tensor],
-    info: Mapping[str, Tensor],
-    suspected: Tensor,
-    *,
-    escrow_next: Tensor,
-    opened: Tensor | None = None,
-) -> RewardOutput:
-    """The output in float64; a missing column is 0."""
-    return RewardOutput(
-        total=reduce(add, terms.values()),
-        breakdown=torch.stack([terms.get(name, x.zero) for name in REWARD_TERMS]).T,
-        info=torch.stack([info.get(name, x.zero) for name in REWARD_INFO]).T,
-        escrow_next=escrow_next,
-        drip_opened=x.zero if opened is None else opened,
-        flags=torch.stack((suspected, x.ransoming)).to(torch.float32).to(torch.bool).T,  # compiled: by vectors
-    )
-
-
-def _in_dtype(out: RewardOutput, dtype: torch.dtype) -> RewardOutput:
-    return RewardOutput._make(x.to(dtype) if x.is_floating_point() else x for x in out)
-
-
-def _clock(value: int | Tensor, like: Tensor) -> Tensor:
+def _clock(value: int | Tensor, device: torch.device) -> Tensor:
     """A step number as float64 on the device; `full` does not wait as a copy would."""
     if isinstance(value, Tensor):
         return value.to(torch.float64)
-    return torch.full((), value, dtype=torch.float64, device=like.device)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def check_static(mode: str, attribution: str, config_weights: Tensor) -> None:
     """Reject an unknown mode or attribution (ConfigError) and a wrong vector of weights (ValueError)."""
-    if mode not in MODES:
-        raise ConfigError(f"reward mode {mode!r} has no formula; {nearest(mode, MODES)}")
+    if mode not in KERNEL_MODES:
+        raise ConfigError(
+            f"reward mode {mode!r} has no formula here; {nearest(mode, KERNEL_MODES)} "
+            "Mode 'objective' is `make_reward('objective')`."
+        )
     if attribution not in get_args(Attribution):
         raise ConfigError(f"attribution {attribution!r} is unknown; it must be 'harmonic' or 'minimum'.")
     expected = len(LOSS_FIELDS if mode == "loss" else WEIGHT_NAMES)

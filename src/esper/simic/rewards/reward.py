@@ -25,7 +25,7 @@ from esper.leyline.tensor_dataclass import blank, lift, replace, tensor_dataclas
 from esper.simic.rewards.modes import NEW_SEED_POTENTIAL, REWARD_TERMS, Kernel, compute_reward_batched
 from esper.simic.rewards.modes import RewardOutput as KernelOutput
 from esper.simic.rewards.objective import ObjectiveReward
-from esper.simic.rewards.reward_config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
+from esper.simic.rewards.reward_config import GAMMA, MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 
 _STAGE_SETS = (HAS_MODULE, GROWING, frozenset({SeedStage.FOSSILIZED}), BLENDED)
 
@@ -349,7 +349,7 @@ def _hindsight(
     row_NE[:, now] = at_target(helped_NS, index_N1)
     gain_N = torch.nan_to_num(at_target(measured_NS, index_N1), nan=0.0)
     ages_E = torch.arange(now, -1, -1, device=op_N.device, dtype=torch.float64)
-    credit_NE = torch.tanh(row_NE * (HINDSIGHT_SCALE * gain_N)[:, None]) * torch.pow(config.gamma, ages_E)
+    credit_NE = torch.tanh(row_NE * (HINDSIGHT_SCALE * gain_N)[:, None]) * torch.pow(GAMMA, ages_E)
     credit_N = torch.clamp(config.hindsight_weight * credit_NE.sum(-1), max=config.hindsight_cap)
     fossilized_N = (op_N == int(LifecycleOp.FOSSILIZE)) & at_target(live_NS, index_N1)
     keep_NS = live_NS & ~(_is_target(inputs) & fossilized_N[:, None])
@@ -371,7 +371,7 @@ def _at_the_end(
         pruned_N = op_N == int(LifecycleOp.PRUNE)
         gone_NS = _is_target(inputs) & pruned_N[:, None]
         potential = config.pbrs_weight * NEW_SEED_POTENTIAL
-        due_NS = potential * torch.pow(config.gamma, 1.0 - age_NS)
+        due_NS = potential * torch.pow(GAMMA, 1.0 - age_NS)
         extra["germination_clawback"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)
     return extra
 

@@ -7,8 +7,7 @@ from dry_run import CountedReads
 from esper.leyline.actions import CANONICAL_ACTION
 from esper.leyline.errors import CheckpointError
 from esper.leyline.tensor_dataclass import named_tensors
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.agent.stored_row import Row
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 from rollouts import open_ends
 
 N, T, D, S, H = 3, 5, 4, 2, 6
@@ -58,7 +57,7 @@ def same(a: TamiyoRolloutBuffer, b: TamiyoRolloutBuffer) -> bool:
 
 def put(buffer: TamiyoRolloutBuffer, t: int, **changes) -> None:
     """Write a step of all hosts as a client does."""
-    buffer.put(t, Row(**column(t, **changes)))
+    buffer.put(t, Transition(**column(t, **changes)))
     buffer.neutralize()
 
 
@@ -130,7 +129,7 @@ def test_a_row_of_scalars_is_added_without_a_single_read(given, valid):
 
 
 def test_a_rollout_its_rollbacks_and_its_advantages_cost_no_read():
-    buffer, rows = new_buffer(), [Row(**column(t, valid=~only(1), reset=only(2))) for t in range(T)]
+    buffer, rows = new_buffer(), [Transition(**column(t, valid=~only(1), reset=only(2))) for t in range(T)]
     marked, rewards = torch.rand(N, T) < 0.5, torch.zeros(N, T)
     with CountedReads() as reads:
         for t, row in enumerate(rows):
@@ -266,7 +265,7 @@ def test_sequences_are_whole_rows_of_the_chosen_hosts():
 def test_overflow_is_an_index_error():
     buffer = new_buffer()
     with pytest.raises(IndexError, match="column 5"):
-        buffer.put(T, Row(**column(0)))
+        buffer.put(T, Transition(**column(0)))
     row = {name: values[0] for name, values in column(0).items()}
     for _ in range(T):
         buffer.add(0, **row)

@@ -53,7 +53,7 @@ test: $(STAMP)
 
 test-shapes: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile --jaxtyping-packages=esper,beartype.beartype \
-		tests/test_dry_run.py tests/api tests/simic tests/tamiyo tests/tolaria $(ARGS)
+		tests/api tests/simic tests/tamiyo tests/tolaria $(ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow -n 2 $(ARGS)

@@ -23,7 +23,6 @@ from esper.leyline.protocols import RewardProtocol
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import blank, lift, replace, tensor_dataclass, tree_map
 from esper.simic.rewards.modes import NEW_SEED_POTENTIAL, REWARD_TERMS, Kernel, compute_reward_batched
-from esper.simic.rewards.modes import RewardOutput as KernelOutput
 from esper.simic.rewards.objective import ObjectiveReward
 from esper.simic.rewards.reward_config import GAMMA, MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit
 
@@ -40,19 +39,6 @@ class SlotSets:
     blended: Bool[Tensor, "N S"]
     num_growing: Int[Tensor, " N"]
     num_fossil: Int[Tensor, " N"]
-
-
-@tensor_dataclass
-class Parameters:
-    """Parameter counts and alpha movement of each host; `occupancy` weights seeds by alpha."""
-
-    host: Float[Tensor, " N"]
-    total: Float[Tensor, " N"]
-    fossilized: Float[Tensor, " N"]
-    occupancy: Float[Tensor, " N"]
-    alpha_delta_sq: Float[Tensor, " N"]
-    alpha: Float[Tensor, "N S"]
-    seeds: Float[Tensor, "N S"]
 
 
 @lru_cache
@@ -72,55 +58,39 @@ def slot_sets(stage: Int[Tensor, "N S"]) -> SlotSets:
     )
 
 
-def measured_now(inputs: RewardInputs) -> Float[Tensor, "N S"]:
-    """Contributions measured in this step, float64; NaN where the stored one is older or missing."""
-    slots = inputs.slots
-    return slots.contribution.to(torch.float64).masked_fill(slots.contribution_step != inputs.epoch, torch.nan)
-
-
 def at_target(values: Tensor, index_N1: Int[Tensor, "N 1"]) -> Tensor:
     """[N]: `values[n, target[n]]` of values [N, S]; the index is `target[:, None]`."""
     return values.gather(1, index_N1).squeeze(1)
 
 
 def parameters(
-    inputs: RewardInputs,
-    sets: SlotSets,
-    prev_alpha_NS: Tensor,
-    prev_params_NS: Tensor,
-    *,
-    slot_ratio: float,
-    host_floor: float,
-) -> Parameters:
-    """Parameter counts, occupancy and alpha movement of each host.
+    inputs: RewardInputs, sets: SlotSets, state: "RewardState", config: RewardConfig
+) -> tuple[dict[str, Float[Tensor, " N"]], Float[Tensor, "N S"], Float[Tensor, "N S"]]:
+    """Parameters, occupancy and alpha movement of each host by the kernel's names; alpha and parameters of each slot.
 
-    occupancy = sum over blended slots of slot_ratio * host + alpha * n;
+    occupancy = sum over blended slots of slot ratio * host + alpha * n;
     alpha movement = sum of (alpha - alpha')^2 * n' / max(host, floor), with (alpha', n') of the previous step.
     """
-    zero_NS = torch.zeros_like(prev_params_NS)
+    zero_NS = torch.zeros_like(state.prev_params)
     host_N = inputs.hosts.host_params.to(torch.float64)
     alpha_NS = torch.where(sets.live, inputs.slots.alpha.to(torch.float64), zero_NS)
     params_NS = torch.where(sets.live, inputs.slots.params.to(torch.float64), zero_NS)
-    occupied_NS = torch.addcmul((slot_ratio * host_N)[:, None], alpha_NS, params_NS)
-    moved_NS = (alpha_NS - prev_alpha_NS).square() * prev_params_NS
-    sums_4N = torch.stack(
-        (
-            params_NS,
-            torch.where(sets.fossil, params_NS, zero_NS),
-            torch.where(sets.blended, occupied_NS, zero_NS),
-            moved_NS,
-        )
-    ).sum(-1)
+    occupied_NS = torch.addcmul((config.base_slot_rent_ratio * host_N)[:, None], alpha_NS, params_NS)
+    moved_NS = (alpha_NS - state.prev_alpha).square() * state.prev_params
+    fossil_NS = torch.where(sets.fossil, params_NS, zero_NS)
+    sums_4N = torch.stack((params_NS, fossil_NS, torch.where(sets.blended, occupied_NS, zero_NS), moved_NS)).sum(-1)
     seeds_N, fossilized_N, occupancy_N, moved_N = sums_4N.unbind()
-    return Parameters(
-        host=host_N,
-        total=host_N + seeds_N,
-        fossilized=fossilized_N,
-        occupancy=occupancy_N,
-        alpha_delta_sq=(moved_N / torch.clamp(host_N, min=host_floor)).masked_fill(host_N <= 0, 0.0),
-        alpha=alpha_NS,
-        seeds=params_NS,
-    )
+    moved_N = moved_N / host_N.clamp(min=config.rent_host_params_floor)
+    found = {
+        "total_params": host_N + seeds_N,
+        "host_params": host_N,
+        "effective_seed_params": occupancy_N,
+        "alpha_delta_sq_sums": (moved_N / host_N.clamp(min=config.rent_host_params_floor)).masked_fill(
+            host_N <= 0, 0.0
+        ),
+        "fossilized_params": fossilized_N,
+    }
+    return found, alpha_NS, params_NS
 
 
 def stable_accuracy(hosts: HostState, window: int) -> Float[Tensor, " N"]:
@@ -217,24 +187,29 @@ def reward_step(
     op_N = inputs.ops * inputs.success
     index_N1 = inputs.target[:, None]
     sets = slot_sets(inputs.slots.stage)
-    measured_NS = measured_now(inputs)
-    params = parameters(
-        inputs, sets, state.prev_alpha, state.prev_params,
-        slot_ratio=config.base_slot_rent_ratio, host_floor=config.rent_host_params_floor,
-    )  # fmt: skip
-    output = kernel(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS, params))
-    extra: dict[str, Tensor] = {}
-    after: dict[str, Tensor] = {"prev_alpha": params.alpha, "prev_params": params.seeds}
-    if config.mode == "escrow":
-        after["escrow"] = _next_accounts(inputs, state, sets, output.escrow_next)
+    slots, dtype = inputs.slots, inputs.hosts.val_acc.dtype
+    old_NS = slots.contribution_step != inputs.epoch  # or never measured
+    measured_NS = slots.contribution.to(torch.float64).masked_fill(old_NS, torch.nan)
+    params, alpha_NS, params_NS = parameters(inputs, sets, state, config)
+    output = kernel(**_arguments(inputs, state, config, op_N, index_N1, sets, measured_NS), **params)
+    total_N, extra = output.total, dict[str, Tensor]()
+    after: dict[str, Tensor] = {"prev_alpha": alpha_NS, "prev_params": params_NS}
+    if config.mode == "escrow":  # an account lives as long as its seed
+        written_NS = torch.where(_is_target(inputs), output.escrow_next[:, None], state.escrow)
+        after["escrow"] = torch.where(sets.live, written_NS, 0.0)
     if config.mode in CONTRIBUTION_MODES:
         extra["auto_prune"] = config.auto_prune_penalty * inputs.auto_pruned.to(torch.float64)
         extra["hindsight"], after["ledger"] = _hindsight(inputs, state, config, op_N, index_N1, sets.live, measured_NS)
         if inputs.epoch == inputs.max_epochs:
             extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
-    if config.mode == "basic_plus":
-        after["drip_scale"] = _next_pools(inputs, state, index_N1, output.drip_opened)
-    return _with_terms(output, extra, inputs.hosts.val_acc.dtype), replace(state, **after)
+    if config.mode == "basic_plus":  # a pool counts from the next step to the end of the episode
+        opened_N = torch.where(output.drip_opened > 0, output.drip_opened, at_target(state.drip_scale, index_N1))
+        after["drip_scale"] = torch.where(_is_target(inputs), opened_N[:, None], state.drip_scale)
+    for name, value_N in extra.items():
+        output.breakdown[:, _COLUMN[name]] = value_N
+        total_N = total_N + value_N
+    reward = RewardOutput(total=total_N.to(dtype), breakdown=output.breakdown.to(dtype), flags=output.flags)
+    return reward, replace(state, **after)
 
 
 def _arguments(
@@ -245,7 +220,6 @@ def _arguments(
     index_N1: Tensor,
     sets: SlotSets,
     measured_NS: Tensor,
-    params: Parameters,
 ) -> dict[str, Any]:
     """Arguments of the kernel; numbers are float64 and contiguous, steps are tensors, so that one graph serves all."""
 
@@ -276,15 +250,10 @@ def _arguments(
         "interaction_sums": target(slots.interaction_sum).to(torch.float64),
         "stable_val_accs": stable_accuracy(hosts, config.escrow_stable_window) if escrow else None,
         "escrow_credits": target(state.escrow) if escrow else None,
-        "total_params": params.total,
-        "host_params": params.host,
-        "effective_seed_params": params.occupancy,
-        "alpha_delta_sq_sums": params.alpha_delta_sq,
         "num_active": sets.num_growing,
         "num_fossilized": sets.num_fossil,
         "num_contributing": hosts.n_contributing.contiguous(),
         "committed_accs": hosts.committed_acc.to(torch.float64),
-        "fossilized_params": params.fossilized,
         "drip_scales": state.drip_scale if drip else None,
         "drip_contributions": measured_NS if drip else None,
         "val_losses": hosts.val_loss.to(torch.float64) if loss else None,
@@ -296,15 +265,6 @@ def _as_tensor(clock: int | Tensor, like: Tensor) -> Tensor:
     return clock if isinstance(clock, Tensor) else like.new_full((), clock)
 
 
-def _with_terms(output: KernelOutput, extra: dict[str, Tensor], dtype: torch.dtype) -> RewardOutput:
-    """The kernel's output with the terms that depend on the past; writes into its breakdown."""
-    breakdown_NM, total_N = output.breakdown, output.total
-    for name, value_N in extra.items():
-        breakdown_NM[:, _COLUMN[name]] = value_N
-        total_N = total_N + value_N
-    return RewardOutput(total=total_N.to(dtype), breakdown=breakdown_NM.to(dtype), flags=output.flags)
-
-
 def _is_target(inputs: RewardInputs) -> Bool[Tensor, "N S"]:
     """The slot that each host's operation aims at, as a mask.
 
@@ -312,18 +272,6 @@ def _is_target(inputs: RewardInputs) -> Bool[Tensor, "N S"]:
     """
     slots = torch.arange(inputs.slots.stage.shape[1], device=inputs.target.device)
     return inputs.target[:, None] == slots
-
-
-def _next_accounts(inputs: RewardInputs, state: RewardState, sets: SlotSets, next_N: Tensor) -> Tensor:
-    """Accounts after the step; an account lives as long as its seed."""
-    written_NS = torch.where(_is_target(inputs), next_N[:, None], state.escrow)
-    return torch.where(sets.live, written_NS, 0.0)
-
-
-def _next_pools(inputs: RewardInputs, state: RewardState, index_N1: Tensor, opened_N: Tensor) -> Tensor:
-    """Pools after the step; a pool counts from the next step to the end of the episode."""
-    written_N = torch.where(opened_N > 0, opened_N, at_target(state.drip_scale, index_N1))
-    return torch.where(_is_target(inputs), written_N[:, None], state.drip_scale)
 
 
 def _hindsight(

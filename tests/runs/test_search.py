@@ -228,6 +228,7 @@ def test_tuned_rules_are_better_than_the_defaults_and_cost_no_more_than_the_budg
     np.testing.assert_allclose(again, tuned.heuristic.objective, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_equal_seeds_tune_alike():
     first, again = (tune(resolve({"task": TASK}), budget=4 * 30 * 10, num_envs=4).report() for _ in range(2))
     assert first == again

@@ -10,7 +10,7 @@ multiply-add as two. Executors that share work between coalitions do less than `
 Outcomes are kept in a folder, so that an interrupted comparison can be continued:
 
     DIR/evaluation.json                    the comparison, once it is complete
-    DIR/outcomes/heuristic-1000000-5d4f... safetensors file; its metadata hold key, structures and a digest
+    DIR/outcomes/heuristic-1000000-5d4f... npz file of the arrays, with key, structures and the rest as JSON
 
 The last part of a name is the digest of the key: everything that decides the outcome, including the source of this
 package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions.
@@ -19,15 +19,14 @@ package and of the plugins. Shape legend: N = hosts, S = slots, K = coalitions.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 from torch import Tensor
 
 from esper.export.grown import GrownSeed
@@ -243,7 +242,7 @@ def _charged(stats: RolloutStats, config: RunConfig) -> RolloutStats:
     return replace(stats, host_params=own, fossil_params=stats.fossil_params + stats.host_params - own)
 
 
-FORMAT = 2
+FORMAT = 3
 REPORT, OUTCOMES = "evaluation.json", "outcomes"
 _IRRELEVANT = frozenset(
     {"rounds", "schedule_rounds", "checkpoint_every", "num_envs", "preset", "plugins"}
@@ -315,7 +314,7 @@ class OutcomeStore:
     def path(self, key: Key) -> Path:
         """The file of the outcome with this key."""
         digest = hashlib.sha256(_canonical(key)).hexdigest()
-        return self._outcomes / f"{Path(key['controller']).stem}-{key['hosts'][0]}-{digest[:16]}.safetensors"
+        return self._outcomes / f"{Path(key['controller']).stem}-{key['hosts'][0]}-{digest[:16]}.npz"
 
     def get(self, key: Key) -> Outcome | None:
         """The stored outcome, or None; raises DataError for a file that is damaged or was not written by `put`."""
@@ -323,38 +322,47 @@ class OutcomeStore:
         if not path.exists():
             return None
         try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
-            text = metadata["outcome"]
-            if metadata["sha256"] != _digest(text, arrays):
-                raise ValueError("its content does not match its checksum")
-            tree = json.loads(text)
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                arrays = dict(file)  # their checksums are compared
+            tree = json.loads(str(arrays.pop("outcome")))
             if tree["key"] != json.loads(_canonical(key)):
                 raise ValueError("it belongs to another comparison")
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
             raise DataError(
                 f"the outcome {path} is damaged or was not written by esper ({error}); delete it, and it is "
                 "computed again."
             ) from error
-        return _outcome(tree, arrays)
+        parts: dict[str, dict[str, Any]] = {"stats": {}, "instance": {}, "cost": {}, "": {}}
+        for name, value in arrays.items():
+            part, _, field = name.rpartition(".")
+            parts[part][field] = value
+        cost, instance = RolloutCost(**tree["cost"]), parts["instance"]
+        return Outcome(
+            name=tree["name"],
+            stats=RolloutStats(**parts["stats"], episode=tree["episode"], cost=cost, instance=instance),
+            test_acc=arrays["test_acc"],
+            grown=tuple(GrowthManifest.of_lines(lines) for lines in tree["grown"]),
+            cost=TrainingCost(**parts["cost"]) if parts["cost"] else None,
+            note=tree["note"],
+        )
 
     def put(self, key: Key, outcome: Outcome) -> None:
         """Write an outcome atomically; raises ConfigError if it cannot be written."""
-        arrays, cost = dict(_arrays(outcome)), outcome.stats.cost
+        stats, path = outcome.stats, self.path(key)
         tree = {
             "key": dict(key),
             "name": outcome.name,
             "note": outcome.note,
             "grown": [manifest.lines for manifest in outcome.grown],
-            "episode": outcome.stats.episode,
-            "cost": {f.name: getattr(cost, f.name) for f in fields(RolloutCost)},
+            "episode": stats.episode,
+            "cost": vars(stats.cost),
         }
-        text = json.dumps(tree)
-        path = self.path(key)
+        arrays = {f"stats.{name}": value for name, value in vars(stats).items() if isinstance(value, np.ndarray)}
+        arrays |= {f"instance.{name}": value for name, value in stats.instance.items()}
+        arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
         try:
             with replacing(path) as file:
-                file.buffer.write(save(arrays, metadata={"outcome": text, "sha256": _digest(text, arrays)}))
+                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."
@@ -363,40 +371,3 @@ class OutcomeStore:
 
 def _canonical(key: Key) -> bytes:
     return json.dumps(key, sort_keys=True).encode()
-
-
-def _arrays(outcome: Outcome) -> dict[str, np.ndarray]:
-    stats = {f"stats.{f.name}": getattr(outcome.stats, f.name) for f in fields(RolloutStats)}
-    found = {name: value for name, value in stats.items() if isinstance(value, np.ndarray)}
-    found |= {f"instance.{name}": value for name, value in outcome.stats.instance.items()}
-    found["test_acc"] = outcome.test_acc
-    if outcome.cost is not None:
-        found |= {f"cost.{f.name}": getattr(outcome.cost, f.name) for f in fields(TrainingCost)}
-    return {name: np.ascontiguousarray(value) for name, value in found.items()}
-
-
-def _digest(text: str, arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(arrays):
-        digest.update(f"{name}|{arrays[name].dtype}|{arrays[name].shape}|".encode())
-        digest.update(arrays[name].tobytes())
-    return digest.hexdigest()
-
-
-def _outcome(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Outcome:
-    parts: dict[str, dict[str, Any]] = {"stats": {}, "instance": {}, "cost": {}}
-    for name, value in arrays.items():
-        part, _, field = name.partition(".")
-        if field:
-            parts[part][field] = value
-    stats = RolloutStats(
-        **parts["stats"], episode=tree["episode"], cost=RolloutCost(**tree["cost"]), instance=parts["instance"]
-    )
-    return Outcome(
-        name=tree["name"],
-        stats=stats,
-        test_acc=arrays["test_acc"],
-        grown=tuple(GrowthManifest.of_lines(lines) for lines in tree["grown"]),
-        cost=TrainingCost(**parts["cost"]) if parts["cost"] else None,
-        note=tree["note"],
-    )

@@ -35,7 +35,7 @@ from torch import Tensor
 import null_control_step
 from esper.kasmina.hosts.cnn import max_pool_2x2
 from esper.tamiyo import heads
-from esper.tamiyo.recurrence import lstm_sequence
+from esper.tamiyo.network import lstm_sequence
 from esper.telemetry.machine import environment
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts

@@ -110,7 +110,7 @@ def arbitrary_rows(count: int, seed: int = 1) -> list[HostRow]:
 
 def forms(count: int, options: Options) -> dict[str, Callable[[], object]]:
     """The forms by name, as functions without arguments; called once, so that they are compiled."""
-    rows, config = arbitrary_rows(count), RewardConfig()
+    rows, config = arbitrary_rows(count), RewardConfig(mode="shaped")
     given = kernel_arguments(rows) | {
         "epoch": torch.tensor(10), "max_epochs": torch.tensor(30), "config_weights": config.pack()
     }  # fmt: skip

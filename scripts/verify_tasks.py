@@ -27,8 +27,8 @@ from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.leyline.protocols import StateTree
 from esper.leyline.stages import HostFamily
+from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tamiyo.scripted import canonical_action

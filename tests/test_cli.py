@@ -326,6 +326,7 @@ def test_help_needs_no_learning_library():
         assert option in process.stdout
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_whoever_read_its_output_has_left(folder, started):
     run = folder / "run"
     arguments = list(LONG)

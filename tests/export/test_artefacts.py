@@ -41,6 +41,7 @@ for folder, x, expected in torch.load("calls.pt"):
 """
 
 
+@pytest.mark.slow
 def test_every_blueprint_and_algorithm_runs_where_there_is_no_esper(network_of, unshuffled, tmp_path):
     x, calls = tiny.dataset().val.x, []
     for n, network in enumerate((network_of(0), network_of(1), network_of(2), unshuffled)):
@@ -119,6 +120,7 @@ json.dump(notes, open("notes.json", "w"))
 """
 
 
+@pytest.mark.slow
 def test_where_the_source_is_not_to_be_had_a_program_or_a_pickle_takes_its_place(tmp_path):
     # in a process of its own, because here every function of esper is wrapped by a type checker, which has no pickle
     code = [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{SAVE}"]
@@ -183,7 +185,8 @@ def test_dropout_is_pytorchs_own_again():
 # -- formats that are asked for ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [pytest.param("plain", marks=pytest.mark.slow), "unshuffled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["plain", "unshuffled"])
 def test_a_program_and_an_onnx_file_take_batches_of_any_size(network_of, unshuffled, which, tmp_path):
     network, x = unshuffled if which == "unshuffled" else network_of(2), tiny.dataset().val.x
     formats = ("pt2", "onnx") if HAS_ONNX else ("pt2",)
@@ -227,6 +230,7 @@ class Crashing(nn.Module):
         return self.o(self.a(x))
 
 
+@pytest.mark.slow
 def test_a_format_that_fails_is_a_note(tmp_path):
     saved = nets.network_of(Sized, ["a"], nets.VECTORS, "mlp").save(tmp_path / "sized", formats=["pt2"])
     assert saved.notes[0].startswith("model.pt2 takes 5 examples at a time")

@@ -406,6 +406,7 @@ def _with_another_test_split(folder: Path | None, seed: int) -> Dataset:
 register_task(tiny.task(name="split_tiny", load=_with_another_test_split))
 
 
+@pytest.mark.slow
 def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, reports = (tmp_path / "a", tmp_path / "b"), []
     for path, changed in zip(runs, (False, True), strict=True):

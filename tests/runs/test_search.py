@@ -27,7 +27,7 @@ from esper.runs.evaluation.search import (
     tune,
 )
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
-from esper.tamiyo.plans import Plan
+from esper.tamiyo.schedules import Plan
 from esper.tasks.null import NullSpec, best_schedule_value
 from esper.tasks.registry import register_task, task_by_name
 from small_runs import main

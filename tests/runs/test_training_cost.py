@@ -9,8 +9,8 @@ from esper.kasmina.blueprints import registry
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.leyline.stages import SeedStage
 from esper.runs.evaluation.outcomes import CostMeter
+from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import scheduled
 from esper.tamiyo.schedules import fill
 

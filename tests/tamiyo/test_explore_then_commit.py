@@ -10,7 +10,7 @@ from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.stages import SeedStage
 from esper.runs.assembly.assemble import baseline_of, engine_of
 from esper.runs.assembly.presets import resolve
-from esper.tamiyo.explore_then_commit import ExploreThenCommit, Worths
+from esper.tamiyo.baselines import ExploreThenCommit, Worths
 from esper.tamiyo.scripted import ScriptedPolicy
 from tiny import CPU
 

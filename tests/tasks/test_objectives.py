@@ -36,6 +36,12 @@ def test_padding_changes_no_loss_of_a_token():
     assert perplexity(TOKENS, float(scores.loss / scores.weight)) == pytest.approx(10.0)  # all tokens equally likely
 
 
+def test_an_example_of_the_padding_class_does_not_count():
+    scores = Classification(3).scores(torch.eye(3), torch.tensor([0, -1, 2]))
+    assert scores.weight.tolist() == [1.0, 0.0, 1.0]
+    assert scores.loss[1] == scores.score[1] == 0.0
+
+
 # -- R² ---------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.simic.attribution.shapley import shapley_values
+from esper.simic.shapley import shapley_values
 from esper.tasks.null import host_accuracy
 from esper.tasks.registry import task_by_name
 from esper.tolaria.engine import VectorizedEngine

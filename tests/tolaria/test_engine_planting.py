@@ -6,7 +6,7 @@ import torch
 
 from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests
 from esper.leyline.stages import AlphaMode, SeedStage
-from esper.simic.scripted_client import ScriptedClient
+from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tasks.registry import task_by_name
 from tiny import SLOTS, engine, same_tree

@@ -33,7 +33,7 @@ from esper.runs.live import LiveHosts
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.runner import stop_signals
-from esper.simic.scripted_client import ScriptedClient
+from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
 from esper.tamiyo.schedules import Schedule
 from esper.tasks.registry import TaskSpec

@@ -17,7 +17,6 @@ from esper.simic.agent.ppo_config import (
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("gamma", 1.01),
         ("gae_lambda", -0.1),
         ("clip_coef", 0.0),
         ("update_epochs", 0),

@@ -24,7 +24,7 @@ def test_auto_compiles_on_cuda_alone(choice, device, compiled):
 
 
 def test_blank_inputs_have_the_form_of_real_ones_and_are_paid_nothing():
-    config = RewardConfig()
+    config = RewardConfig(mode="shaped")
     blank, real = _blank_inputs(3, 2, CPU), reward_inputs(random_hosts(3, 2, 1, 1, key=2), dtype=torch.float32)
     forms = [{name: (v.shape, v.dtype) for name, v in named_tensors(x)} for x in (blank, real)]
     assert forms[0] == forms[1]

@@ -147,6 +147,7 @@ def task(**settings: bool):
     return tiny.task(host=spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_checkpoint_goes_on_with_the_same_backbone_alone(workers):
     engine = tiny.engine(2, 4, of=task(), workers=workers)

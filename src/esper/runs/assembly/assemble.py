@@ -13,13 +13,11 @@ from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs.assembly.plugins import load_plugins
 from esper.runs.assembly.run_config import RunConfig, run_shape
-from esper.simic.agent.policy_step import PolicyFunction, PolicyStep, blank_inputs
-from esper.simic.client import SimicClient, rollout_bytes
+from esper.simic.client import PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs, rollout_bytes
 from esper.simic.compilation import CompiledStep, is_compiled
 from esper.simic.rewards import ContributionReward, ObjectiveReward, make_reward
-from esper.simic.rewards.compiled_rewards import Kernel, RewardOutput
+from esper.simic.rewards.modes import Kernel, RewardOutput
 from esper.simic.rewards.reward import AnyReward
-from esper.simic.scripted_client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, make_baseline
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from esper.tamiyo.policy_files import read_policy, script_of
@@ -119,8 +117,8 @@ def compiled_reward(kernel: Kernel) -> Kernel:
 
 def _transposed(output: RewardOutput) -> RewardOutput:
     """The output with a row for each column: a graph writes one contiguously, and a table only by transposing it."""
-    total, breakdown, info, escrow_next, drip_opened, flags = output
-    return RewardOutput(total, breakdown.T, info.T, escrow_next, drip_opened, flags.T)
+    total, breakdown, escrow_next, drip_opened, flags = output
+    return RewardOutput(total, breakdown.T, escrow_next, drip_opened, flags.T)
 
 
 def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:

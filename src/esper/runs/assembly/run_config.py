@@ -124,11 +124,6 @@ class RunConfig:
                 f"reward {self.reward_name!r} needs the contributions of fossilized seeds, which are not measured; "
                 "set lifecycle.fossils_as_players = true, or leave it out."
             )
-        if self.ppo.gamma != self.reward.gamma:
-            raise ConfigError(
-                f"ppo.gamma is {self.ppo.gamma} but reward.gamma is {self.reward.gamma}; they must be equal, or "
-                "shaping changes the optimal policy: leave ppo.gamma out."
-            )
         if self.num_envs % self.ppo.group_size:
             raise ConfigError(
                 f"num_envs is {self.num_envs}, which ppo.group_size = {self.ppo.group_size} does not divide; every "

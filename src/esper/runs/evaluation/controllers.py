@@ -42,7 +42,7 @@ from esper.runs.training.checkpoint import (
     require_same_shape,
     state_digest,
 )
-from esper.simic.scripted_client import ScriptedClient
+from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import BASELINES, STATIC, policy_names, scheduled
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tamiyo.schedules import Schedule

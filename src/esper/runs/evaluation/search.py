@@ -41,13 +41,11 @@ from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, rewar
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.tables import plain_table
 from esper.runs.report import objective_of
-from esper.simic.scripted_client import ScriptedClient
+from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import WaitOnly
 from esper.tamiyo.heuristic import DEFAULT_RULES, Heuristic, HeuristicRules
-from esper.tamiyo.plans import Plan, grid, neighbours
 from esper.tamiyo.policy_files import script_of, write_policy
-from esper.tamiyo.rules import FEATURES, ThresholdRule
-from esper.tamiyo.schedules import FixedSchedules, ScheduleTable
+from esper.tamiyo.schedules import FEATURES, FixedSchedules, Plan, ScheduleTable, ThresholdRule, grid, neighbours
 from esper.tamiyo.scripted import NoMemory, Script, ScriptedPolicy
 from esper.tasks.registry import task_by_name
 from esper.telemetry.progress import RunConsole

@@ -16,7 +16,7 @@ class PPOConfig:
 
     Attributes:
         feature_width, hidden_width, num_layers: size of the policy network.
-        gamma, gae_lambda: discount per control step, decay of the advantage trace.
+        gae_lambda: decay of the advantage trace; the discount is `rewards.reward_config.GAMMA`.
         clip_coef: epsilon; probability ratios are clipped to 1 +- epsilon.
         update_epochs: passes over the rollout per update. num_minibatches: per pass, at most N; each has whole rows.
         target_kl: no further pass once the approximate KL divergence exceeds 1.5 times this.
@@ -38,7 +38,6 @@ class PPOConfig:
     feature_width: _Width = 128
     hidden_width: _Width = 128
     num_layers: Annotated[int, Field(ge=1, le=16)] = 1
-    gamma: Share = 0.995
     gae_lambda: Share = 0.95
     clip_coef: Annotated[float, Field(gt=0, lt=1)] = 0.2
     update_epochs: Annotated[int, Field(ge=1, le=1000)] = 4

@@ -21,7 +21,7 @@ Attribution = Literal["harmonic", "minimum"]
 TimeLimit = Literal["truncate", "terminate"]
 
 GAMMA = 0.995
-"""Discount of all potential-based shaping; it must equal the discount of the learner."""
+"""Discount per control step, of the learner and of all potential-based shaping; two would change the optimal policy."""
 MIN_PRUNE_AGE = 5
 """Age (control steps) below which a PRUNE counts as premature."""
 LEGITIMATE_HOLD = 5
@@ -143,7 +143,6 @@ class RewardConfig:
     terminal_acc_weight: float = 0.05
     fossilize_terminal_scale: float = 3.0
     fossilize_quality_ceiling: Positive = 3.0
-    gamma: float = GAMMA
     basic_acc_delta_weight: float = 5.0
     basic_fossilize_base_bonus: float = 0.3
     basic_contribution_scale: float = 0.5
@@ -178,15 +177,13 @@ class RewardConfig:
     hindsight_weight: float = 0.1
     hindsight_cap: NotNegative = 0.2
 
-    mode: RewardMode = "shaped"
+    mode: RewardMode = "objective"
     attribution: Attribution = "harmonic"
     """How progress and contribution are combined: harmonic mean or minimum."""
     loss: LossRewardConfig = field(default_factory=LossRewardConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "reward")
-        if self.gamma != GAMMA:
-            raise ConfigError(f"reward.gamma is {self.gamma}; it must be {GAMMA}, that of the learner; leave it out.")
         if self.drip_fraction and self.mode == "basic":
             raise ConfigError(
                 f"reward.drip_fraction is {self.drip_fraction}; it must be 0 in mode 'basic': instalments need "
@@ -203,7 +200,7 @@ class RewardConfig:
         return replace(self, mode=mode)
 
     def pack(self) -> Float[Tensor, " W"]:
-        """The numbers in the order of `WEIGHT_NAMES`, float64 [65]; booleans as 0 and 1."""
+        """The numbers in the order of `WEIGHT_NAMES`, float64; booleans as 0 and 1."""
         return torch.tensor([self.resolved(name) for name in WEIGHT_NAMES], dtype=torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of an update, declared in one table, each with the reducer that `aggregation` applies to its rows.
+"""Metrics of an update, declared in one table, each with the reducer that makes one number of its rows.
 
 A row is a vector of all M metrics, NaN where missing. Rows come from minibatches, epochs and the update as a whole:
 
@@ -7,10 +7,10 @@ A row is a vector of all M metrics, NaN where missing. Rows come from minibatche
     epoch 0     | nan          nan         approx_kl        reduced    | mean      mean       last
     update      | nan          nan         nan
 
-A metric that is missing in all rows is NaN, not 0.
+Rows are reduced on the device and read once. A metric that is missing in all rows is NaN, not 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.actions import HEAD_NAMES
+from esper.leyline.tensor_dataclass import tensor_dataclass
 
 
 class Reducer(IntEnum):
@@ -81,3 +82,52 @@ def metric_row(values: Mapping[str, Tensor]) -> Float[Tensor, " M"]:
 @lru_cache
 def _missing(device: torch.device) -> Tensor:
     return torch.full((), torch.nan, dtype=torch.float64, device=device)
+
+
+Read = Callable[[Tensor], list[float]]
+"""Reads one vector to the host; the only host read of an update."""
+
+
+def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
+    """One number per metric from the rows of an update in the order of time; no host read."""
+    constants = _constants(rows.device)
+    present = ~rows.isnan()
+    known = present.any(dim=0)
+    weights = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).index_select(1, constants.weight)
+    weights = torch.where(present, weights, 0.0).nan_to_num()
+    mean = (torch.where(weights > 0, rows, 0.0) * weights).sum(0) / weights.sum(0)
+    order = torch.arange(1, rows.shape[0] + 1, device=rows.device)[:, None]
+    last = rows.gather(0, (present * order).argmax(dim=0, keepdim=True))[0]
+    by_reducer = torch.stack(
+        (
+            mean,
+            torch.where(present, rows, -torch.inf).amax(0),
+            torch.where(present, rows, torch.inf).amin(0),
+            rows.nansum(0),
+            last,
+            (present & (rows != 0)).any(0).to(rows.dtype),
+        )
+    )
+    reduced = by_reducer.gather(0, constants.reducer[None])[0]
+    return torch.where(known, reduced, torch.nan)
+
+
+def aggregate_ppo_metrics(rows: Sequence[Float[Tensor, " M"]], read: Read = Tensor.tolist) -> dict[str, float]:
+    """Metrics by name from the rows of an update; calls `read` once."""
+    return dict(zip(METRIC_NAMES, read(reduce_metrics(torch.stack(list(rows)))), strict=True))
+
+
+@tensor_dataclass
+class _Table:
+    reducer: Tensor
+    weight: Tensor
+
+
+@lru_cache
+def _constants(device: torch.device) -> _Table:
+    """The table as index tensors; an unweighted metric has the extra column of ones as its weight."""
+    weights = [METRIC_NAMES.index(m.weight) if m.weight else len(METRICS) for m in METRICS]
+    return _Table(
+        reducer=torch.tensor([int(m.reducer) for m in METRICS], device=device),
+        weight=torch.tensor(weights, device=device),
+    )

@@ -21,7 +21,7 @@ from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from esper.leyline.actions import head_sizes
-from esper.leyline.pytree import flatten, unflatten
+from esper.leyline.structure import flatten, unflatten
 from esper.simic.agent.policy_step import PolicyInputs, PolicyStep, blank_inputs
 from esper.tamiyo.network import TamiyoNetwork, initialize
 from paired import cpu_ms

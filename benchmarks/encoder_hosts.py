@@ -22,8 +22,8 @@ from esper.tasks.registry import TaskSpec
 from esper.telemetry.machine import environment
 from esper.tolaria.build import build_engine
 from esper.tolaria.config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from esper.tolaria.memory import keep_freed_memory
 from grown_hosts import CPU
 from paired import Row, compare, comparisons

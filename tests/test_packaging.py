@@ -24,13 +24,13 @@ READS = re.compile(
     )
 )
 MAY_READ = {
-    "tolaria/executors/scoring.py": "an objective is tried once, on the CPU, before the first step",
+    "tolaria/executors/network.py": "an objective is tried once, on the CPU, before the first step",
     "api/arguments.py": "numbers of NumPy among arguments",
     "api/task.py": "tries a loss of the user's, before the run",
     "tolaria/runtime.py": "the border between device and host",
     "tolaria/build.py": "properties of instances, which are drawn on the CPU to be recorded",
-    "tolaria/prefixes.py": "numpy arrays of the structure that was read",
-    "tolaria/memory_prediction.py": "makes a structure for two passes of one host, before the run",
+    "tolaria/coalitions.py": "numpy arrays of the structure that was read",
+    "tolaria/memory.py": "makes a structure for two passes of one host, before the run",
     "tolaria/executors/": "numpy arrays of the structure that was read (`tolist` alone: see ONLY)",
     "kasmina/rules/slot_fields.py": "checks a state that is loaded, before a run goes on",
     "kasmina/parameters/initialization.py": "compares two builds of a module, before the run",
@@ -41,7 +41,7 @@ MAY_READ = {
     "kasmina/hosts/module_pass.py": "tries a user's network, before the run",
     "kasmina/hosts/module_probe.py": "tries a user's network, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
-    "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
+    "tolaria/executors/native/networks.py": "tries a rule on a module, when an executor is built",
     "export/": "files of a network, outside of any run",
     "telemetry/page.py": "numpy arrays of steps that were read",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
@@ -73,7 +73,7 @@ MAY_DRAW = {
     "kasmina/hosts/module_probe.py": "tries a user's network, with a generator of its own",
     "kasmina/parameters/initialization.py": "replays the draws of a constructor, to see whether it has drawn others",
     "kasmina/parameters/stacking_trial.py": "tries a stacked module, with a generator of its own",
-    "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
+    "tolaria/executors/native/networks.py": "tries a rule on a module, with a generator of its own",
     "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {
@@ -92,7 +92,7 @@ MAY_CATCH_ALL = {
     "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "telemetry/background.py": "nor does a sink",
-    "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
+    "tolaria/executors/sharded.py": "sends the exception to the process that asked, which raises it",
 }
 FORBIDDEN = re.compile(
     "|".join(

@@ -3,7 +3,7 @@
 import pytest
 from jaxtyping import TypeCheckError
 
-from esper.leyline.checkpoint_tree import with_prefix
+from esper.leyline.tensor_dataclass import with_prefix
 from shape_checks import ALWAYS_CHECKED
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.runs.heuristic_search import neighbour, random_rules, tune
 from esper.runs.presets import resolve
 from esper.runs.search_hosts import TrainingHosts

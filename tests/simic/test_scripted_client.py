@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.leyline.protocols import ClientProtocol
+from esper.leyline.messages import ClientProtocol
 from esper.runs.build import baseline_of, engine_of
 from esper.runs.presets import resolve
 from esper.simic.rewards import RewardConfig, make_reward

@@ -16,7 +16,7 @@ from esper.api.timeline import Timeline
 from esper.export.network import GrownNetwork
 from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, Stopped, nearest
 from esper.leyline.manifest import GrowthManifest
-from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.runs import controllers as known
 from esper.runs.build import dataset_of, device_of, engine_of, require_memory, reward_of
 from esper.runs.config import RunConfig

@@ -39,7 +39,7 @@ from esper.tasks.objectives import (
 )
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.batches import training_bounds
-from esper.tolaria.executors.scoring import check_scores
+from esper.tolaria.executors.network import check_scores
 
 _EXAMPLES = 512
 """Of the training data, for the loss of a network that has learned nothing."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, final, overload
 
 from esper.export.description import Origin
 from esper.leyline.errors import ExportError
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import COOLDOWN, SeedStage
 from esper.runs import tables
 from esper.runs.events import Event, step_events

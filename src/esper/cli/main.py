@@ -24,8 +24,7 @@ from esper.cli.search import Search, search
 from esper.cli.serve import Serve, serve
 from esper.cli.tasks import Tasks, tasks
 from esper.cli.train import Train, train
-from esper.leyline.errors import EsperError, Stopped
-from esper.leyline.wording import read_in_a_shell
+from esper.leyline.errors import EsperError, Stopped, read_in_a_shell
 
 _COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),

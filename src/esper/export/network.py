@@ -19,12 +19,11 @@ from esper.export.grown import GrownModule, GrownSeed, fill, load_state, slot_ke
 from esper.export.plain_hosts import Plain, plain
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.checkpoint_tree import below
-from esper.leyline.errors import ConfigError, ExportError, nearest
+from esper.leyline.errors import ConfigError, ExportError, nearest, option
 from esper.leyline.files import mode_of, remove, replacing_folder
 from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.leyline.wording import option
+from esper.leyline.tensor_dataclass import below
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.tokenizers import ByteTokenizer, TokenizerFile
 from esper.tasks.objectives import of_split, perplexity

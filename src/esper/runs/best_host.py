@@ -18,7 +18,7 @@ from safetensors.torch import save as serialized
 from esper.leyline.errors import CheckpointError
 from esper.leyline.files import replace_file
 from esper.leyline.manifest import manifests
-from esper.leyline.protocols import StateTree
+from esper.leyline.messages import StateTree
 from esper.runs.build import baseline_of, engine_of
 from esper.runs.checkpoint import state_digest
 from esper.runs.config import RunConfig

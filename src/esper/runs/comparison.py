@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from esper.kasmina.hosts.host import HostSpec
-from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
-from esper.leyline.wording import option
+from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
 from esper.runs import controllers as known
 from esper.runs import tables
 from esper.runs.build import dataset_of, device_of, require_memory
@@ -31,7 +30,7 @@ from esper.runs.values import flat, plain
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.progress import PassProgress, RunConsole, warn
-from esper.tolaria.memory_prediction import available_bytes
+from esper.tolaria.memory import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
 """Settings in which the runs of one condition may differ."""

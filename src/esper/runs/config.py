@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.errors import ConfigError
 from esper.leyline.random import MAX_EPISODES
 from esper.runs.values import Values, plain

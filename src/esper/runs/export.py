@@ -7,8 +7,8 @@ import torch
 
 from esper.export.description import Origin
 from esper.export.network import GrownNetwork
-from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ExportError
+from esper.leyline.tensor_dataclass import below
 from esper.runs import best_host
 from esper.runs.best_host import BestHost, engine_of_host, objective_of_living, portable
 from esper.runs.build import baseline_of, dataset_of, device_of, engine_of

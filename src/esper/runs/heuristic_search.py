@@ -17,7 +17,7 @@ import torch
 
 from esper.leyline.actions import TEMPO_NAMES
 from esper.leyline.files import replacing
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.random import Stream, local_generator
 from esper.runs.config import RunConfig
 from esper.runs.search import passes_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.runs.config import RunConfig
 from esper.runs.values import flat, plain
 from esper.tasks.datasets import data_label

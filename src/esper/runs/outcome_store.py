@@ -20,10 +20,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
 from esper.leyline.manifest import GrowthManifest
-from esper.leyline.wording import option
 from esper.runs.config import RunConfig
 from esper.runs.controllers import Controller
 from esper.runs.outcomes import Outcome

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.runs.search_hosts import TrainingHosts
 from esper.tamiyo.baselines import WaitOnly
 from esper.tamiyo.plans import Plan

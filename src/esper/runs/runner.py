@@ -16,8 +16,8 @@ from typing import final
 
 from torch import Tensor
 
-from esper.leyline.checkpoint_tree import below, with_prefix
-from esper.leyline.protocols import ClientProtocol, StateTree
+from esper.leyline.messages import ClientProtocol, StateTree
+from esper.leyline.tensor_dataclass import below, with_prefix
 from esper.runs import best_host, events, report
 from esper.runs.best_host import BestHost
 from esper.runs.checkpoint import Checkpoint, Header, require_same_shape, save, state_digest

@@ -20,7 +20,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.files import replacing
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.random import Stream, local_generator
 from esper.runs.config import RunConfig
 from esper.runs.rule_search import PlannedRule, best_rules, observed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from esper.leyline.wording import command
+from esper.leyline.errors import command
 from esper.runs.config import RunConfig
 from esper.runs.heuristic_search import HEURISTIC_FILE, Tuned
 from esper.runs.heuristic_search import REPORT_FILE as HEURISTIC_REPORT

@@ -10,8 +10,7 @@ import torch
 
 from esper.cpp.build import compiler
 from esper.leyline.actions import TEMPO_TICKS
-from esper.leyline.errors import ConfigError
-from esper.leyline.wording import option
+from esper.leyline.errors import ConfigError, option
 from esper.runs import best_host, tables
 from esper.runs.best_host import BestHost
 from esper.runs.build import Parts, assemble, device_of
@@ -37,7 +36,7 @@ from esper.telemetry.run_directory import (
 )
 from esper.telemetry.sinks import SINKS, require_installed
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.sharded.executor import ShardedExecutor
+from esper.tolaria.executors.sharded import ShardedExecutor
 
 RUNS = Path("runs")
 

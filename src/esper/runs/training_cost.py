@@ -21,7 +21,7 @@ from esper.export.plain_hosts import plain
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.manifest import GrowthManifest, planting_of
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec

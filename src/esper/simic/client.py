@@ -14,12 +14,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
-from esper.leyline.checkpoint_tree import below, check_same_shapes, restored, tensors_by_name, with_prefix
 from esper.leyline.errors import ConfigError
-from esper.leyline.messages import ActResult, Hidden, KeptNetwork, Observation, RewardInputs, RewardOutput, StoredStep
-from esper.leyline.protocols import EngineSpec, EpisodeReward, RewardProtocol, StateTree
+from esper.leyline.messages import (
+    ActResult,
+    EngineSpec,
+    EpisodeReward,
+    Hidden,
+    KeptNetwork,
+    Observation,
+    RewardInputs,
+    RewardOutput,
+    RewardProtocol,
+    StateTree,
+    StoredStep,
+)
 from esper.leyline.random import Stream, uniform
-from esper.leyline.tensor_dataclass import named_tensors
+from esper.leyline.tensor_dataclass import (
+    below,
+    check_same_shapes,
+    named_tensors,
+    restored,
+    tensors_by_name,
+    with_prefix,
+)
 from esper.simic.agent.policy_step import Decision, PolicyFunction, PolicyInputs, PolicyStep, without
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer

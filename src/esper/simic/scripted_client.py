@@ -2,8 +2,7 @@
 
 from typing import Any, final
 
-from esper.leyline.messages import KeptNetwork
-from esper.leyline.protocols import PolicyProtocol, RewardProtocol
+from esper.leyline.messages import KeptNetwork, PolicyProtocol, RewardProtocol
 
 
 @final

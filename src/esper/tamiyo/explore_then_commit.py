@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import TEMPO_TICKS, Head, LifecycleOp
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.stages import GROWING, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tamiyo.scripted import canonical_actions

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 
 from esper.leyline.actions import TEMPO_NAMES, TEMPO_TICKS, LifecycleOp, Style
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.tamiyo.schedules import STANDARD, Schedule, ScheduleEntry
 from esper.tamiyo.scripted import canonical_action
 

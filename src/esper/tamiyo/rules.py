@@ -19,8 +19,7 @@ from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.tensor_dataclass import replace
 from esper.tamiyo.schedules import Remaining, Schedule, ScheduleTable
 from esper.tamiyo.scripted import canonical_actions

@@ -11,7 +11,7 @@ from scalar_rules import legal as scalar_legal
 from scalar_step import slot_dicts
 
 import esper.kasmina
-from esper.kasmina.rules.config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import advance_active_seed, legal_ops, resolve_target_slot
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import Head, LifecycleOp

@@ -11,8 +11,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.pytree import flatten, unflatten
-from esper.leyline.structure import Structure, described, selection
+from esper.leyline.structure import Structure, described, flatten, selection, unflatten
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a call."""

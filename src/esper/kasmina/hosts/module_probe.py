@@ -21,8 +21,8 @@ from esper.kasmina.parameters.frozen import count_params, frozen_parameters, own
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.kasmina.parameters.kinds import prepared
 from esper.leyline.errors import ConfigError
-from esper.leyline.pytree import flatten, unflatten
 from esper.leyline.stages import HostFamily
+from esper.leyline.structure import flatten, unflatten
 
 Model = Callable[[], nn.Module]
 """Gives a new network in every call."""

@@ -25,10 +25,10 @@ from esper.kasmina.parameters.kinds import Features, Kind, MisfitError, gate_kin
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.kasmina.parameters.slab import Slab
 from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.checkpoint_tree import StateTree, copy_into, with_prefix
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import Stream, generator_seeds
 from esper.leyline.stages import SeedStage
+from esper.leyline.tensor_dataclass import StateTree, copy_into, with_prefix
 
 GATE_BLOCK = 2**31
 """First random block of a gate, beyond those of any seed."""

@@ -17,10 +17,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from esper.leyline.checkpoint_tree import below, check_same_shapes, copy_into, tensors_by_name, with_prefix
 from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
-from esper.leyline.tensor_dataclass import blank, named_tensors, tensor_dataclass, tree_map
+from esper.leyline.tensor_dataclass import (
+    below,
+    blank,
+    check_same_shapes,
+    copy_into,
+    named_tensors,
+    tensor_dataclass,
+    tensors_by_name,
+    tree_map,
+    with_prefix,
+)
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
 from esper.simic.agent.stored_row import Row, neutral_row, neutral_unless
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, RegistryError, nearest
-from esper.leyline.messages import HostState, RewardInputs, RewardOutput, SlotState
-from esper.leyline.protocols import RewardProtocol
+from esper.leyline.messages import HostState, RewardInputs, RewardOutput, RewardProtocol, SlotState
 from esper.leyline.tensor_dataclass import blank
 from esper.simic.rewards.compiled_rewards import Kernel, compute_reward_batched
 from esper.simic.rewards.config import MODES, ModeTraits, RewardConfig, RewardMode, TimeLimit

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import final
 
-from esper.leyline.errors import DataError
-from esper.leyline.wording import option
+from esper.leyline.errors import DataError, option
 
 
 @final

@@ -13,8 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.messages import SlotState
-from esper.leyline.protocols import StateTree
+from esper.leyline.messages import SlotState, StateTree
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
 from esper.tolaria.coalitions import Coalitions

@@ -351,7 +351,7 @@ class OutcomeStore:
         arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
         try:
             with replacing(path) as file:
-                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)  # type: ignore[arg-type]
+                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."

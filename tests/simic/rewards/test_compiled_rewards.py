@@ -13,11 +13,10 @@ from reward_toys import host_row, random_rows, replace_rows, seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.actions import LifecycleOp as Op
-from esper.leyline.errors import ConfigError
 from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
-from esper.simic.rewards.modes import KERNEL_MODES, check_arguments, check_static
+from esper.simic.rewards.modes import KERNEL_MODES
 from reference.rewards.golden import info_of, kernel_arguments, outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.thresholds import near_threshold
@@ -153,36 +152,6 @@ def test_suspicions_are_flagged_and_never_paid():
     honest = dataclasses.replace(toxic, counterfactual_improvement=4.0)
     out = outputs_of([toxic, leaning, honest], RewardConfig(mode="shaped"))
     assert out.flags.tolist() == [[False, True], [True, False], [False, False]]
-
-
-def test_unknown_modes_and_foreign_weights_are_refused():
-    weights = RewardConfig(mode="shaped").pack()
-    with pytest.raises(ConfigError, match="did you mean 'shaped'"):
-        check_static("shapd", "harmonic", weights)
-    with pytest.raises(ConfigError, match="attribution"):
-        check_static("shaped", "geometric", weights)
-    with pytest.raises(ValueError, match=r"LossRewardConfig\.pack"):
-        check_static("loss", "harmonic", weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("val_accs", torch.zeros(3), ValueError),
-        ("val_accs", torch.zeros(2, 1), ValueError),
-        ("drip_scales", torch.zeros(2), ValueError),
-        ("stages", torch.zeros(2, dtype=torch.int32), TypeError),
-        ("has_seed_mask", torch.zeros(2, dtype=torch.int64), TypeError),
-        ("num_active", torch.zeros(2), TypeError),
-        ("val_losses", torch.zeros(2, dtype=torch.int64), TypeError),
-    ],
-)
-def test_arguments_of_a_wrong_shape_or_dtype_are_refused_by_name(name, value, error):
-    given = kernel_arguments(list(random_rows(2, 9)))
-    given = {key: column for key, column in given.items() if key not in ("epoch", "max_epochs")}
-    check_arguments(given)
-    with pytest.raises(error, match=name):
-        check_arguments(given | {name: value})
 
 
 class NoHostRead(TorchDispatchMode):

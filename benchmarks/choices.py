@@ -33,8 +33,7 @@ from rich.console import Console
 from torch import Tensor
 
 import null_control_step
-from esper.kasmina.hosts.pooling import max_pool_2x2
-from esper.kasmina.parameters import stacked_layers
+from esper.kasmina.hosts.cnn import max_pool_2x2
 from esper.tamiyo import heads
 from esper.tamiyo.network import lstm_sequence
 from esper.telemetry.machine import environment

@@ -23,7 +23,7 @@ from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace as changed
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import Classification, NextToken
+from esper.tasks.losses import Classification, NextToken
 from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine

@@ -35,7 +35,7 @@ from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs.assembly.assemble import baseline_of, device_of, engine_of, learner_of, reward_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.outcomes import SEED_OFFSET
+from esper.runs.evaluation.outcomes import SEED_OFFSET
 from esper.runs.report import objective_of
 from esper.simic.client import ScriptedClient, SimicClient
 from esper.simic.rewards.objective import objective_value

@@ -33,7 +33,7 @@ from esper.runs.assembly.values import plain
 from esper.runs.record_rows import record_writer
 from esper.runs.records import Records
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub

@@ -61,6 +61,7 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_the_commands_printed_after_a_run_of_a_file_work_when_they_are_pasted(folder: Path) -> None:
     trained = subprocess.run(
         [*ESPER, "train", "--task", "mine.py:task", "--num-envs", "2", "--rounds", "1", "--out", "a run", *SMALL],
@@ -150,6 +151,7 @@ def interrupted(folder: Path, call: str, waiting: str) -> tuple[int, str, str]:
     return process.returncode, "".join(begun) + out, err
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_has_grown(folder: Path) -> None:
     code, out, err = interrupted(folder, GROW, "round 1/1 step")
     assert code == 0, err
@@ -159,6 +161,7 @@ def test_ctrl_c_keeps_what_has_grown(folder: Path) -> None:
     assert (folder / "grown/model.py").is_file()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_train_says_once_how_the_run_goes_on(folder: Path) -> None:
     code, out, err = interrupted(folder, TRAIN, "round 1/3 step")
     assert code == 1

@@ -41,7 +41,7 @@ WRONG = [
     (lambda: esper.evaluate([]), "run is an empty list; name at least one run."),
     (lambda: esper.register_policy(MyNet), "esper.register_policy: name is the class MyNet; it must be str."),
     (lambda: esper.register_task(5), "esper.register_task: task is 5; it must be Task"),
-    (lambda: esper.register_blueprint(birth=3), "birth is 3; it must be Mapping"),
+    (lambda: esper.register_blueprint(init=3), "init is 3; it must be Mapping"),
 ]
 
 

@@ -96,6 +96,7 @@ def test_values_that_are_not_numbers_are_refused():
         optimizer_of("adamw", {"betas": 0.9}, None)
 
 
+@pytest.mark.slow
 def test_a_run_without_clipping_goes_on_with_the_same_optimizer(tmp_path):
     task = own_task(optimizer="adam", weight_decay=0.1, episode_length=3)
     small = {"feature_width": 8, "hidden_width": 8, "update_epochs": 1}

@@ -117,6 +117,7 @@ def test_what_is_ignored_of_loaders_is_said_once():
     assert grown(task).points == grown(towers(val=((IMAGES, META), CLASSES))).points
 
 
+@pytest.mark.slow
 def test_workers_get_the_structure_too():
     for make in (bert, detector):
         alone, shared = grown(make()), grown(make(), workers=2)

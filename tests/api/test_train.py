@@ -71,6 +71,7 @@ def test_a_run_works_in_another_thread(tmp_path):
     assert found[0].summary is not None
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_networks(tmp_path, run):
     alone = train(own_task(), tmp_path / "alone", workers=1)
     shared = train(own_task(), tmp_path / "shared", workers=2)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,8 @@ from small_runs import train
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "small"
-    assert train(path, "null", 3) == 0
-    return path
+def run(shared_run: Callable[..., Path]) -> Path:
+    return shared_run("null", 3)
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

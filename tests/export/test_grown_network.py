@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tiny
-from esper.export.description import fields_of
-from esper.export.grown import Grown, GrownSeed
+from esper.export.grown import Grown, GrownSeed, fields_of, plain
 from esper.export.network import GrownNetwork, flops
-from esper.export.plain_hosts import plain
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.leyline.errors import ExportError
 from esper.leyline.stages import SeedStage

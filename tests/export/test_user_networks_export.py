@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny
+from esper.export.grown import plain
 from esper.export.network import GrownNetwork, load
-from esper.export.plain_hosts import plain
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from hosts_to_export import TOPOLOGIES, grown, outputs
 from tiny import SLOTS

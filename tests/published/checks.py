@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import esper
 from esper.api.run import in_process
 from esper.leyline.random import Stream, permutation
-from esper.runs import controllers
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of
 from esper.runs.assembly.presets import resolve
+from esper.runs.evaluation import controllers
 from published.entry import Published
 from published.loading import call, leaves, part
 

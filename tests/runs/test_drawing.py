@@ -9,10 +9,9 @@ import torch
 
 import tiny
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface
+from esper.kasmina.hosts.host import Host, InjectionPoint, Surface
 from esper.leyline.stages import HostFamily
-from esper.runs.drawing import drawing, words
+from esper.runs.evaluation.tables import drawing, words
 from esper.tasks import task_by_name, task_names
 
 KEY = ["", "● slots of a run   ○ others: --set 'slots=[\"SLOT\", ...]'"]

@@ -35,7 +35,7 @@ class Wrapped:
         return self.inner.reset_hosts(state, mask)
 
 
-def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for() -> None:
+def test_a_reward_that_cannot_be_compiled_says_so_where_that_was_asked_for():
     name = f"wrapped-{uuid.uuid4().hex}"
     register_reward(name)(Wrapped)
     told = {"task": "null", "num_envs": 2, "reward": {"mode": name}}

@@ -2,7 +2,6 @@
 
 import pickle
 import resource
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from esper.runs.training.checkpoint import (
     write_state,
 )
 from esper.tasks.datasets.arrays import from_arrays
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 
 HEADER = Header(
     rounds_done=3,
@@ -51,21 +50,21 @@ def at(rounds: int, step: int = 0) -> Header:
     return replace(HEADER, rounds_done=rounds, step=step)
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_what_is_loaded_is_what_was_saved(tmp_path):
     found = load(save(tmp_path, HEADER, STATE))
     assert found.header == HEADER
     assert found.state.keys() == STATE.keys()
     assert state_digest(found.state) == state_digest(STATE)
 
 
-def test_views_and_tensors_that_share_memory_are_saved_whole(tmp_path: Path) -> None:
+def test_views_and_tensors_that_share_memory_are_saved_whole(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     found = load(save(tmp_path, HEADER, {"a": base.T, "b": base[1], "c": base}))
     assert torch.equal(found.state["a"], base.T)
     assert torch.equal(found.state["b"], base[1])
 
 
-def test_the_newest_three_are_kept_in_the_order_of_the_run(tmp_path: Path) -> None:
+def test_the_newest_three_are_kept_in_the_order_of_the_run(tmp_path):
     for header in (at(1), at(1, 12), at(2), at(2, 3), at(10, 4)):
         save(tmp_path, header, STATE)
     names = [path.stem for path in checkpoints(tmp_path)]
@@ -77,18 +76,18 @@ def test_the_newest_three_are_kept_in_the_order_of_the_run(tmp_path: Path) -> No
     assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(names)
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, on_disk: Callable[[Path], bool]) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, on_disk):
     save(tmp_path, HEADER, STATE)
     assert on_disk(tmp_path)
 
 
-def test_a_place_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+def test_a_place_that_is_reached_again_replaces_its_checkpoint(tmp_path):
     save(tmp_path, HEADER, STATE)
     save(tmp_path, HEADER, {"x": torch.ones(1)})
     assert load(checkpoints(tmp_path)[0]).state.keys() == {"x"}
 
 
-def test_drafts_and_strangers_are_no_checkpoints(tmp_path: Path) -> None:
+def test_drafts_and_strangers_are_no_checkpoints(tmp_path):
     for name in (".draft-round-00009.safetensors", "damaged-round-00008.safetensors", "round-7", "notes"):
         (tmp_path / name).mkdir()
     save(tmp_path, HEADER, STATE)
@@ -99,7 +98,7 @@ def test_drafts_and_strangers_are_no_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "cut", "empty", "remove"])
-def test_a_file_that_was_harmed_is_found_out(tmp_path: Path, harm: str) -> None:
+def test_a_file_that_was_harmed_is_found_out(tmp_path, harm):
     path = save(tmp_path, HEADER, STATE)
     content = path.read_bytes()
     harmed = {"flip": flipped(content, -1), "header": flipped(content, content.index(b"rounds_done") + 16),
@@ -124,7 +123,7 @@ def flipped(content: bytes, place: int) -> bytes:
         ({"total": None}, "cannot be read"),
     ],
 )
-def test_a_header_of_another_making_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+def test_a_header_of_another_making_is_refused(tmp_path, change, said):
     path = tmp_path / "round-00003.safetensors"
     write_state(path, asdict(HEADER) | change, STATE)
     with pytest.raises(CheckpointError, match=said):
@@ -138,14 +137,14 @@ class Bomb:
         return pytest.fail, ("a checkpoint was unpickled",)
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
+def test_nothing_is_unpickled(tmp_path):
     path = tmp_path / "round-00003.safetensors"
     path.write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(path)
 
 
-def test_the_newest_whole_one_is_found_and_the_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_the_newest_whole_one_is_found_and_the_damaged_ones_are_named(tmp_path):
     for header in (at(1), at(2), at(3)):
         save(tmp_path, header, STATE)
     for name in ("round-00003.safetensors", "round-00002.safetensors"):
@@ -163,20 +162,20 @@ def test_the_newest_whole_one_is_found_and_the_damaged_ones_are_named(tmp_path: 
     assert len(list(tmp_path.glob("damaged-round-00003*"))) == 2
 
 
-def test_no_checkpoint_at_all_is_told_from_none_that_is_whole(tmp_path: Path) -> None:
+def test_no_checkpoint_at_all_is_told_from_none_that_is_whole(tmp_path):
     assert load_newest(tmp_path / "nowhere") == (None, [], [])
     save(tmp_path, HEADER, STATE).write_bytes(b"{}")
     with pytest.raises(CheckpointError, match="Start the run again"):
         load_newest(tmp_path)
 
 
-def test_a_run_of_another_version_is_named(tmp_path: Path) -> None:
+def test_a_run_of_another_version_is_named(tmp_path):
     (tmp_path / "round-00003").mkdir()
     with pytest.raises(CheckpointError, match="written by another version of esper"):
         load_newest(tmp_path)
 
 
-def test_another_shape_is_named() -> None:
+def test_another_shape_is_named():
     require_same_shape({"a": 1}, {"a": 1}, Path("x"))
     with pytest.raises(CheckpointError, match="made with a = 1, but this run has 2"):
         require_same_shape({"a": 1}, {"a": 2}, Path("x"))
@@ -186,7 +185,7 @@ def test_another_shape_is_named() -> None:
         require_same_shape({}, {"b": 3}, Path("x"))
 
 
-def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_path):
     config, spec = resolve({"task": "digits"}), tiny.engine().spec
 
     def shape_of(x: torch.Tensor, folder: str) -> dict[str, object]:
@@ -201,7 +200,7 @@ def test_a_checkpoint_of_other_examples_is_refused_but_the_folder_may_move(tmp_p
         require_same_shape(shape_of(x, "here"), shape_of(changed, "here"), Path("x"))
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
     save(tmp_path, HEADER, STATE)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a disk that is full
@@ -214,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path: Path) -
     assert load(checkpoints(tmp_path)[0]).header == HEADER
 
 
-def test_links_among_the_checkpoints_are_removed_and_what_they_lead_to_is_not(tmp_path: Path) -> None:
+def test_links_among_the_checkpoints_are_removed_and_what_they_lead_to_is_not(tmp_path):
     folder, mine = tmp_path / "checkpoints", tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis").write_text("mine")
@@ -238,7 +237,7 @@ def test_links_among_the_checkpoints_are_removed_and_what_they_lead_to_is_not(tm
     assert (mine / "thesis").read_text() == "mine"
 
 
-def test_a_digest_is_of_names_types_shapes_and_values() -> None:
+def test_a_digest_is_of_names_types_shapes_and_values():
     x = torch.arange(4.0)
     base = state_digest({"a": x})
     assert state_digest({"a": x.clone()}) == base

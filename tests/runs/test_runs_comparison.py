@@ -17,8 +17,8 @@ from esper.leyline.manifest import GrowthManifest
 from esper.runs.assembly.assemble import assemble, dataset_of, engine_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig
-from esper.runs.controllers import Controller, all_baselines, baseline, derived, trained
-from esper.runs.outcomes import Outcome, run_controller
+from esper.runs.evaluation.controllers import Controller, all_baselines, baseline, derived, trained
+from esper.runs.evaluation.outcomes import Outcome, run_controller
 from esper.runs.training import best_host
 from esper.runs.training.checkpoint import BEST, checkpoints, load, state_digest
 from esper.tamiyo.baselines import BASELINES
@@ -43,10 +43,10 @@ def outcome_of(controller: Controller, config: RunConfig, hosts: int = 1, seed: 
 
 
 def compared(arguments: list[str], path: Path) -> dict[str, Any]:
-    """`esper evaluate` with its JSON."""
+    """`esper evaluate` with its JSON; "rows" are those of the controllers by name."""
     assert main(["evaluate", *arguments, "--out", str(path.with_suffix(""))]) == 0
     found: dict[str, Any] = json.loads((path.with_suffix("") / "evaluation.json").read_text())
-    return found
+    return found | {"rows": {row["name"]: row for row in found["controllers"]}}
 
 
 def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
@@ -54,14 +54,16 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
 ) -> None:
     before = contents(run)
     asked = []
-    monkeypatch.setattr("esper.runs.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more)))
+    monkeypatch.setattr(
+        "esper.runs.evaluation.comparison.require_memory", lambda *of, **more: asked.append((of[1].host, more))
+    )
     found = compared([str(run), "--num-envs", "4"], tmp_path / "report.json")
     assert contents(run) == before
     assert [more["num_envs"] for _, more in asked] == [4, 4]
     assert asked[0][1]["available"] == asked[1][1]["available"] > 0  # before any host took memory
     assert asked[0][0] == tiny.HOST
     assert asked[1][0].num_params() >= tiny.HOST.num_params()  # those of big_host
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert set(rows) == {"trained", *BASELINES, "untrained", "static_common", "big_host"}
     assert (found["seed"], found["num_envs"], found["task"], found["run"]) == (1_000_000, 4, "tiny", str(run))
     assert found["reference"] == "trained"
@@ -87,28 +89,15 @@ def test_a_run_is_compared_with_every_baseline_and_left_as_it_is(
     assert "heuristic, 4 hosts of tiny" in err
 
 
-@pytest.mark.slow
-def test_the_same_evaluation_twice_gives_the_same_numbers(run: Path, tmp_path: Path) -> None:
-    first, again = (compared([str(run), "wait_only", "--num-envs", "2"], tmp_path / name) for name in ("a", "b"))
-    for found in (first, again):
-        found["controllers"] = [without_times(row) for row in found["controllers"]]
-    assert first == again
-    other = compared([str(run), "wait_only", "--num-envs", "2", "--seed", "7"], tmp_path / "c.json")
-    assert other["controllers"] != first["controllers"]
-
-
 def test_a_baseline_does_not_depend_on_who_else_is_compared(run: Path, tmp_path: Path) -> None:
-    alone = compared(
-        ["random", "--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"], tmp_path / "a.json"
+    size, names = (
+        ["--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"],
+        {"heuristic", "random", "wait_only"},
     )
-    names = ["heuristic", "random", "wait_only"]
-    among = compared([*names, "--task", "faulty_null", "--episode-length", "8", "--num-envs", "3"], tmp_path / "b.json")
-    assert {row["name"] for row in among["controllers"]} == set(names)
-    one, other = (
-        next(without_times(row) for row in of["controllers"] if row["name"] == "random") for of in (alone, among)
-    )
-    assert one == other
-    assert {row["name"] for row in alone["controllers"]} == {"random", "wait_only"}  # the reference is always there
+    alone, among = compared(["random", *size], tmp_path / "a.json"), compared([*names, *size], tmp_path / "b.json")
+    assert without_times(alone["rows"]["random"]) == without_times(among["rows"]["random"])
+    assert among["rows"].keys() == names
+    assert alone["rows"].keys() == {"random", "wait_only"}  # the reference is always there
 
 
 def test_the_controller_of_a_run_that_was_stopped_inside_an_episode_can_be_evaluated(tmp_path: Path) -> None:
@@ -150,7 +139,7 @@ def test_an_unknown_baseline_is_refused() -> None:
 def test_the_null_task_is_compared_with_its_best_schedule_and_no_other_task_can_be(tmp_path: Path) -> None:
     size = ["--num-envs", "2", "--episode-length", "24"]
     found = compared(["best_schedule", "--task", "null", *size], tmp_path / "report.json")
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert set(rows) == {"best_schedule", "wait_only"}
     assert rows["best_schedule"]["committed"] == pytest.approx(best_schedule_value(24, 10, 3), abs=1e-4)
     assert "best_schedule" in all_baselines(resolve({"task": "null"}), with_run=False)
@@ -168,7 +157,7 @@ def test_static_final_has_the_structure_of_the_controller_it_is_named_with_from_
     names = ["static_final", "fixed_schedule_fill", "heuristic"]
     size = ["--task", "faulty_null", "--episode-length", "30", "--num-envs", "3"]
     found = compared([*names, *size], tmp_path / "report.json")
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert set(rows) == {*names, "wait_only"}
     source = rows["fixed_schedule_fill"]["structures"]
     # the second host is rolled back in step 5, and a schedule does not germinate a lost seed again
@@ -185,7 +174,7 @@ def test_with_a_run_static_final_has_the_structure_of_the_trained_controller(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = compared(["fixed_schedule", "static_final", str(run), "--num-envs", "2"], tmp_path / "report.json")
-    rows = {row["name"]: row for row in found["controllers"]}
+    rows = found["rows"]
     assert rows["static_final"]["structures"] == rows["trained"]["structures"]
     grown = any(structure["slots"] for structure in rows["trained"]["structures"])
     said = "each host has the final structure of trained" if grown else "trained ended without fossilized seeds"
@@ -265,10 +254,10 @@ def test_several_runs_are_one_controller_and_each_meets_its_own_hosts(
     assert [group["seed"] for group in together["groups"]] == [1_000_000, 1_000_001]
     assert [group["training_seed"] for group in together["groups"]] == [0, 1]
     assert together["unit"] == "run"
-    rows = {row["name"]: row for row in together["controllers"]}
+    rows = together["rows"]
     alone = [compared([run, "heuristic", "--num-envs", "3"], tmp_path / "one.json") for run in seeds]
     for name in ("trained", "heuristic"):
-        parts = [{row["name"]: row for row in one["controllers"]}[name]["hosts"]["objective"] for one in alone]
+        parts = [one["rows"][name]["hosts"]["objective"] for one in alone]
         assert rows[name]["hosts"]["objective"] == [*parts[0], *parts[1]]
         assert rows[name]["units"] == pytest.approx([np.mean(part) for part in parts])
     means = [row["units"] for row in (rows["heuristic"], rows["trained"])]
@@ -302,7 +291,7 @@ def test_baselines_can_meet_the_hosts_of_several_seeds(tmp_path: Path) -> None:
     size = ["--task", "tiny", "--episode-length", "2", "--num-envs", "3"]
     both = compared(["random", *size, "--seed", "4", "--seed", "9"], tmp_path / "a.json")
     one = compared(["random", *size, "--seed", "9"], tmp_path / "b.json")
-    rows, alone = ({row["name"]: row for row in of["controllers"]}["random"] for of in (both, one))
+    rows, alone = (of["rows"]["random"] for of in (both, one))
     assert both["unit"] == "host"
     assert rows["hosts"]["objective"][3:] == alone["hosts"]["objective"]
     assert rows["hosts"]["objective"][:3] != alone["hosts"]["objective"]
@@ -317,8 +306,11 @@ def test_a_controller_is_transferred_to_another_task_with_as_many_slots(
         tmp_path / "a.json",
     )
     assert (found["task"], found["episode_length"], found["seed"]) == ("faulty_null", 9, 1_000_000)
-    assert {row["name"] for row in found["controllers"]} == {"trained", "untrained", "wait_only"}
+    assert set(found["rows"]) == {"trained", "untrained", "wait_only"}
     assert sum(found["controllers"][0]["ops"].values()) >= 3 * 9 - 1  # one host is rolled back in one step
+    longer = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "b.json")
+    assert (longer["task"], longer["episode_length"]) == ("tiny", 7)
+    assert sum(longer["controllers"][0]["ops"].values()) == 2 * 7
     assert contents(run) == before
     with registered(tiny.task(name="two_slots", enabled=("r0c0", "r0c1"))):
         assert main(["evaluate", str(run), "--task", "two_slots"]) == 2
@@ -343,12 +335,6 @@ def test_several_tasks_give_the_comparisons_of_each_by_itself(
         assert (found["task"], found["verdict"]) == (task, alone["verdict"])
     assert main(["evaluate", "random", "--task", "tiny", "--task", "tiny"]) == 2
     assert "the tasks tiny, tiny are not all different" in capfd.readouterr().err
-
-
-def test_the_same_task_with_longer_episodes(run: Path, tmp_path: Path) -> None:
-    found = compared([str(run), "wait_only", "--episode-length", "7", "--num-envs", "2"], tmp_path / "a.json")
-    assert found["episode_length"] == 7
-    assert sum(found["controllers"][0]["ops"].values()) == 2 * 7
 
 
 def test_an_untrained_controller_is_that_of_the_run_before_its_first_update(run: Path) -> None:
@@ -420,13 +406,14 @@ def _with_another_test_split(folder: Path | None, seed: int) -> Dataset:
 register_task(tiny.task(name="split_tiny", load=_with_another_test_split))
 
 
+@pytest.mark.slow
 def test_the_test_split_decides_nothing_but_its_own_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, reports = (tmp_path / "a", tmp_path / "b"), []
     for path, changed in zip(runs, (False, True), strict=True):
         monkeypatch.setattr(sys.modules[__name__], "_other_test_split", changed)
         options = ["--task", "split_tiny", *small_runs.OPTIONS["tiny"][2:]]
         assert main(["train", "--rounds", "2", "--out", str(path), *options]) == 0
-        reports.append(compared([str(path), "--num-envs", "3"], tmp_path / "report.json"))
+        reports.append(compared([str(path), "--num-envs", "3"], tmp_path / f"report-{path.name}.json"))
     states = [contents(path / "checkpoints") for path in runs]
     bests = [best_host.read(path / "checkpoints") for path in runs]  # the file says its test accuracy too
     assert dataclasses.replace(bests[0], test=bests[1].test) == bests[1]

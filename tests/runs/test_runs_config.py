@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def refusal(told: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_configuration_is_frozen() -> None:
+def test_a_configuration_is_frozen():
     config = resolve({"task": "null"})
     with pytest.raises(FrozenInstanceError):
         config.rounds = 3  # type: ignore[misc]
@@ -30,7 +29,7 @@ def test_a_configuration_is_frozen() -> None:
 
 @pytest.mark.parametrize("task", ["null", "digits", "fashion_mnist"])
 @pytest.mark.parametrize("preset", ["quickstart", "small", "paper"])
-def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path: Path, task: str, preset: str) -> None:
+def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path, task, preset):
     config = resolve({"task": task, "preset": preset})
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(plain(config)))
@@ -92,22 +91,22 @@ def test_every_task_and_preset_survives_the_file_that_records_it(tmp_path: Path,
         ({"reward": {"loss": {"typical": 3}}}, "unknown key reward.loss.typical"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_way_out(told: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused_with_the_way_out(told, said):
     assert said in refusal(told)
 
 
 @settings(max_examples=25)
 @given(st.sampled_from(["rounds", "num_envs", "episode_length", "seed"]), st.text(max_size=5) | st.floats() | st.none())
-def test_a_whole_number_is_nothing_else(name: str, value: object) -> None:
+def test_a_whole_number_is_nothing_else(name, value):
     with pytest.raises(EsperError):
         resolve({"task": "null", name: value})
 
 
-def test_a_whole_number_stands_for_a_float() -> None:
+def test_a_whole_number_stands_for_a_float():
     assert resolve({"task": "null", "ppo": {"vf_coef": 1}}).ppo.vf_coef == 1.0
 
 
-def test_a_value_that_is_missing_is_named() -> None:
+def test_a_value_that_is_missing_is_named():
     values = plain(resolve({"task": "null"}))
     del values["num_envs"]
     with pytest.raises(ConfigError, match="num_envs is missing"):
@@ -118,7 +117,7 @@ def test_a_value_that_is_missing_is_named() -> None:
     ("content", "said"),
     [("rounds = \n", "not valid TOML"), ("\xff\xfe", "not valid TOML"), (None, "cannot be read"), ("", None)],
 )
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: str | None, said: str | None) -> None:
+def test_a_file_that_is_no_toml_is_refused(tmp_path, content, said):
     file = tmp_path / "run.toml"
     if content is not None:
         file.write_bytes(content.encode("latin-1"))
@@ -129,21 +128,21 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: str | None, 
             read_toml(file)
 
 
-def test_tables_are_merged_key_by_key() -> None:
+def test_tables_are_merged_key_by_key():
     assert merge({"a": 1, "t": {"x": 1, "y": 2}}, {"t": {"y": 3}, "b": 4}) == {"a": 1, "b": 4, "t": {"x": 1, "y": 3}}
     assert merge({"t": {"x": 1}}, {"t": 5}) == {"t": 5}
 
 
-def test_values_have_dotted_names() -> None:
+def test_values_have_dotted_names():
     assert flat({"a": 1, "t": {"x": {"y": 2}}}) == {"a": 1, "t.x.y": 2}
 
 
-def test_the_time_limit_follows_the_reward_unless_it_is_told() -> None:
+def test_the_time_limit_follows_the_reward_unless_it_is_told():
     assert resolve({"task": "null"}).engine().time_limit == "terminate"  # objective
     assert resolve({"task": "null", "reward": {"mode": "shaped"}}).engine().time_limit == "truncate"
     assert resolve({"task": "null", "time_limit": "truncate"}).engine().time_limit == "truncate"
 
 
-def test_an_evaluation_may_have_other_hosts_than_the_run() -> None:
+def test_an_evaluation_may_have_other_hosts_than_the_run():
     engine = resolve({"task": "null", "seed": 3}).engine(run_seed=1_000_003, num_envs=5)
     assert (engine.run_seed, engine.num_envs) == (1_000_003, 5)

@@ -53,6 +53,7 @@ def test_the_best_host_of_a_run_is_written_with_what_was_measured(run, tmp_path,
     assert load(tmp_path / "other").description.val == pytest.approx(episode[other]["committed_accuracy"])
 
 
+@pytest.mark.slow
 def test_a_folder_is_exported_again_in_another_format(run, tmp_path, capfd):
     assert main(["export", str(run), "--out", str(tmp_path / "a")]) == 0
     assert main(["export", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--format", "pt2"]) == 0

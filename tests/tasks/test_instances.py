@@ -6,7 +6,7 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import MixedImages
-from esper.tasks.objectives import PADDING
+from esper.tasks.losses import PADDING
 
 CLASSES, PER_CLASS = 5, 12
 HOSTS = torch.arange(40)

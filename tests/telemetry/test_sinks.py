@@ -118,6 +118,7 @@ def test_tensorboard_discards_the_rounds_that_a_resume_repeats(tmp_path: Path) -
     assert [(event.step, event.value) for event in shown.Scalars("x")] == [(1, 11.0), (2, 22.0), (3, 23.0)]
 
 
+@pytest.mark.slow
 def test_wandb_writes_an_offline_run_with_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 

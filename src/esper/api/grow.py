@@ -2,11 +2,11 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, final, overload
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from esper.api.arguments import checked
 from esper.api.run import AnyTask, Run, console, folder, given, in_process, spec_of
 from esper.export import network
-from esper.export.description import Origin, read_description
+from esper.export.grown import Origin, read_description
 from esper.export.network import GrownNetwork, Saved
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -22,15 +22,16 @@ from esper.leyline.errors import ConfigError, ExportError, RunDirectoryError, St
 from esper.leyline.manifest import GrowthManifest
 from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.leyline.stages import COOLDOWN, SeedStage
-from esper.runs import controllers as known
-from esper.runs import tables
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, require_memory, reward_of
 from esper.runs.assembly.plugins import load_plugins, names_task
 from esper.runs.assembly.presets import absolute_plugins, resolve
 from esper.runs.assembly.run_config import RunConfig
+from esper.runs.evaluation import controllers as known
+from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
 from esper.runs.live import LiveHosts
 from esper.runs.report import RoundSoFar
+from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.runner import stop_signals
 from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import STATIC, PolicyMaker, as_policy, scheduled
@@ -62,11 +63,16 @@ class Row(NamedTuple):
 
 
 @final
-class Timeline(Sequence[Row]):
+class Timeline(tuple[Row, ...]):
     """Rows in order; prints as a table."""
 
-    def __init__(self, rows: Sequence[Row], unit: str) -> None:
-        self.rows, self.unit = tuple(rows), unit
+    unit: str
+
+    def __new__(cls, rows: Iterable[Row], unit: str) -> "Timeline":
+        """The rows, whose points have this unit."""
+        found = super().__new__(cls, rows)
+        found.unit = unit
+        return found
 
     @classmethod
     def of(cls, reports: Sequence[StepReport], spec: EngineSpec, host: int, points: float, unit: str) -> "Timeline":
@@ -106,26 +112,13 @@ class Timeline(Sequence[Row]):
 
     def text(self) -> str:
         """The JSON document."""
-        return json.dumps([row._asdict() for row in self.rows], indent=1, allow_nan=False) + "\n"
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
-        return self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
+        return json.dumps([row._asdict() for row in self], indent=1, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
         page = tables.plain_table("step", "slot", "event", "blueprint", "alpha", self.unit)
         for column in page.columns[1:4]:
             column.justify = "left"
-        for row in self.rows:
+        for row in self:
             alpha, points = (
                 "" if value is None else f"{value:.2f}" for value in (row.alpha if row.slot else None, row.points)
             )
@@ -160,10 +153,10 @@ def _clean(row: Row) -> Row:
 
 @final
 class Grown:
-    """A network with what grew in it, and how it came to it.
+    """A grown network and the timeline of its growth.
 
     Attributes:
-        network: the same with its description (`esper.export`). timeline: what happened.
+        network: the module and its description (`esper.export`). timeline: what happened in each step.
     """
 
     def __init__(self, network: GrownNetwork, timeline: Timeline) -> None:
@@ -173,8 +166,8 @@ class Grown:
     def module(self) -> nn.Module:
         """A plain module, inputs [B, ...] -> outputs [B, ...], in eval mode on the CPU; every weight is trainable.
 
-        Where the task has `inputs`, it takes what they give. `module.network` is the user's own network, whose weights
-        have their own names; hooks apply what grew, `module.grown`.
+        If the task has `inputs`, the module expects what they return. `module.network` is the user's network with
+        its own parameter names; the seeds, `module.grown`, are applied by hooks.
         """
         return self.network.module
 
@@ -190,7 +183,7 @@ class Grown:
 
     @property
     def perplexity(self) -> float | None:
-        """Exponential of the loss per token on the validation examples; None for what is no text."""
+        """Exponential of the loss per token on the validation examples; None unless the task is a text."""
         return self.network.description.perplexity
 
     @property
@@ -212,7 +205,7 @@ class Grown:
     def save(self, folder: Path | str, *, formats: Collection[str] = (), overwrite: bool = False) -> Saved:
         """Write the files of `esper export` and the timeline; `esper.load` reads them.
 
-        Prints a sentence for each thing that is not as usual, e.g. why there is no model.py.
+        Warns about each file that could not be written, such as model.py, and says why.
 
         Args:
             folder: must not exist, unless `overwrite` and it was made by this method.
@@ -223,10 +216,10 @@ class Grown:
             The files, and how the network is loaded from them without esper.
 
         Raises:
-            ExportError: the folder exists or cannot be written, a format is unknown, or what was written has other
-                figures than the network that was measured.
+            ExportError: the folder exists or cannot be written, a format is unknown, or the saved network does not
+                reproduce the measured figures.
         """
-        texts = {FILE: self.timeline.text()}
+        texts = {FILE: self.timeline.text()} if self.timeline else {}
         saved = self.network.save(folder, formats=formats, overwrite=overwrite, texts=texts)
         warn(saved.notes)
         return saved
@@ -268,7 +261,7 @@ def grow(
         settings: any key of the configuration, such as workers=1.
 
     Raises:
-        ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and the way out.
+        ConfigError, RegistryError, CheckpointError, DataError, ExportError: what does not fit, and how to continue.
         KeyboardInterrupt: Ctrl-C was pressed before the first step or a second time.
     """
     plugins = absolute_plugins([*settings.pop("plugins", ()), *_file_of(task)], Path())
@@ -319,7 +312,7 @@ def _client(
     """A name for messages, and what makes the client."""
     if run is not None:
         found = known.trained(run.directory, config, transfer=True)
-        warn(f"{complaint} Using the one {found.place} instead." for complaint in found.complaints)
+        warn(f"{said} Using the one {found.place} instead." for said in found.warnings)
         return str(run.directory), found.controller.make
     if isinstance(controller, str):
         if controller == STATIC and not config.topology:
@@ -419,3 +412,14 @@ def load(path: Path | str, *, task: AnyTask | None = None, trust: bool = False) 
     raise RunDirectoryError(
         f"{place} holds neither a run ({CONFIG}) nor a network ({network.DESCRIPTION}); name the folder of one."
     )
+
+
+def grown_of(run: Run, *, host: int | None = None, live: bool = False, last: bool = False, **settings: Any) -> Grown:  # noqa: ANN401
+    """A host of a run, with its timeline if its round is complete; see `best_host.grown_of_run`."""
+    with in_process(run.task):
+        config = run.resolved({"device": "cpu", "amp": "off", **settings})
+        network = grown_of_run(run.directory, config, host=host, live=live, last=last)
+    found, timeline = network.description, Timeline((), network.description.unit)
+    if found.origin is not None and found.val is not None and found.test is not None:
+        timeline = Timeline.of_run(run.directory, found.origin, config.episode_length, found.val, found.unit)
+    return Grown(network, timeline)

@@ -15,8 +15,8 @@ from esper.runs.assembly.plugins import names_task, not_among, task_in_file
 from esper.runs.assembly.presets import config_of_run, plugin_names, resolve
 from esper.runs.assembly.run_config import RunConfig, free_folder
 from esper.runs.assembly.values import Values, nested, read_toml
-from esper.runs.comparison import Comparison, compare
-from esper.runs.controllers import known_names
+from esper.runs.evaluation.comparison import Comparison, compare
+from esper.runs.evaluation.controllers import known_names
 from esper.runs.training import runner
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.registry import TaskSpec, registered, task_by_name
@@ -169,6 +169,7 @@ class Run:
         """The validated configuration with changes (`config_of_run`); imports the plugins that may be."""
         plugins = plugin_names(self.config)
         allowed = [name for name in self._allowed if not not_among([name], plugins)]
+        allowed += changes.get("plugins", [])
         return config_of_run(self.directory, {**changes, "plugins": allowed}, trust=self._trust)
 
     def __repr__(self) -> str:
@@ -216,7 +217,7 @@ def train(
         settings: any key of the configuration, such as workers=1, ppo={"lr": 1e-3} or **{"ppo.lr": 1e-3}.
 
     Raises:
-        ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and the way out.
+        ConfigError, RegistryError, DataError, RunDirectoryError: what is wrong, and how to continue.
         KeyboardInterrupt: the run was stopped; its text says how it goes on.
     """
     spec, named = spec_of(task), {"rounds": rounds, "num_envs": num_envs, "preset": preset, "reward": reward}
@@ -264,7 +265,7 @@ def evaluate(
         The comparison, which prints as a table; `rows` has the numbers, `verdict` a sentence.
 
     Raises:
-        ConfigError, RegistryError, CheckpointError: what cannot be compared, and the way out.
+        ConfigError, RegistryError, CheckpointError: what cannot be compared, and how to continue.
     """
     runs = [_opened(one) for one in ([run] if isinstance(run, Run | Path | str) else run)]
     if not runs:

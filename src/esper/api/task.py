@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from esper.api.arguments import checked
-from esper.kasmina.hosts.interface import Interface, as_floats
-from esper.kasmina.hosts.module_checks import near
-from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
-from esper.kasmina.hosts.module_probe import Model
+from esper.kasmina.hosts.host import Interface, as_floats, near
+from esper.kasmina.hosts.module_host import Model, ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import check_smallest_batch
 from esper.kasmina.parameters.optimizers import OptimizerSpec
+from esper.kasmina.parameters.population import check_smallest_batch
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.objective import Objective
 from esper.leyline.random import seeded_generators
@@ -30,7 +28,7 @@ from esper.leyline.structure import Structure, described
 from esper.tasks import registry
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, LastBatch, applied, inputs_of
 from esper.tasks.datasets.arrays import Examples, Stored, StructuredInputs, augmentation_of, from_arrays, stored
-from esper.tasks.objectives import (
+from esper.tasks.losses import (
     Classification,
     Custom,
     MeanSquaredError,

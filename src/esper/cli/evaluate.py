@@ -62,8 +62,8 @@ class Evaluate:
 
 def evaluate(command: Evaluate) -> int:
     """Evaluate the controllers and print the comparison."""
-    from esper.runs.comparison import compare, named
-    from esper.runs.outcome_store import REPORT
+    from esper.runs.evaluation.comparison import compare, named
+    from esper.runs.evaluation.outcomes import REPORT
 
     runs, baselines = named(command.controllers)
     tasks = command.task or (None,)
@@ -154,12 +154,10 @@ class Search:
 
 def search(command: Search) -> int:
     """Search, write the files and print what was found."""
-    from esper.runs import search as searching
     from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
     from esper.runs.assembly.presets import resolve
     from esper.runs.assembly.run_config import free_folder
-    from esper.runs.heuristic_search import tune
-    from esper.runs.search_tables import show, show_heuristic
+    from esper.runs.evaluation import search as searching
     from esper.telemetry.progress import PassProgress
 
     given = overrides(command)
@@ -179,23 +177,16 @@ def search(command: Search) -> int:
     dataset = dataset_of(config, device)
     require_memory(config, config.task_spec(), dataset, device, console.say, num_envs=num_envs, episodes=passes)
     with _made(folder), PassProgress(console, passes) as progress:
-        size = {"budget": budget, "num_envs": num_envs}
-        if command.heuristic:
-            tuned = tune(config, **size, on_pass=progress.advance, on_stage=progress.stage)
-            tuned.write(folder)
-        else:
-            found = searching.search(config, **size, on_pass=progress.advance, on_stage=progress.stage)
-            found.write(folder)
-    if command.heuristic:
-        show_heuristic(tuned, folder, console)
-    else:
-        show(found, folder, console)
+        find = searching.tune if command.heuristic else searching.search
+        found = find(config, budget=budget, num_envs=num_envs, on_pass=progress.advance, on_stage=progress.stage)
+        found.write(folder)
+    found.show(folder, console)
     return 0
 
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """The folder, made before the search is paid for, and removed again if nothing was written."""
+    """Create the folder before the search begins; remove it if nothing was written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

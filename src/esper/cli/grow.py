@@ -8,11 +8,10 @@ import tyro
 
 from esper.cli.options import FilePath, Flag, Names, Number, Plugins, Text, joined, overrides, placeholder
 from esper.leyline.errors import ConfigError
-from esper.telemetry.progress import RunConsole, warn
-from esper.telemetry.run_directory import CONFIG
+from esper.telemetry.progress import RunConsole
 
 if TYPE_CHECKING:
-    from esper.export.network import Format, GrownNetwork
+    from esper.export.network import Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ def grow(command: Grow) -> int:
     from esper.api.grow import grow as grown_by
     from esper.api.run import Run
     from esper.export.network import require_free
-    from esper.runs.controllers import names
+    from esper.runs.evaluation.controllers import names
 
     if command.out is not None:
         require_free(command.out, overwrite=command.overwrite)
@@ -90,8 +89,8 @@ _FORMATS: dict[Choice, "tuple[Format, ...]"] = {
 class Export:
     """Write a grown network as files that need no esper.
 
-    model.py is source that needs torch alone, model.safetensors has the weights, model.json the description. Where the
-    source is not to be had, model.pt2 or model.pkl holds the whole network.
+    model.py is source code that needs only torch; model.safetensors has the weights, model.json the description. If the
+    source cannot be written, model.pt2 or model.pkl holds the whole network.
 
     The files are run without esper, and compared with the network, before the folder appears.
     """
@@ -122,36 +121,19 @@ class Export:
 
 def export(command: Export) -> int:
     """Write the folder and print what is in it."""
-    from esper.export.network import DESCRIPTION, load
+    from esper.api.grow import grown_of, load
+    from esper.api.run import Run
+    from esper.export.network import DESCRIPTION
 
     again = (command.source / DESCRIPTION).is_file()
     if again and (command.host is not None or command.live or command.last):
         raise ConfigError(f"{command.source} holds one network; leave --host, --last and --live out, or name its run.")
-    network = load(command.source) if again else _of_run(command)
-    texts = _timeline(command, network)
-    saved = network.save(command.out, formats=_FORMATS[command.format], overwrite=command.overwrite, texts=texts)
-    warn(saved.notes)
-    RunConsole().say(f"{saved}\n{network.summary}")
+    if again:
+        found = load(command.source)
+    else:
+        run = Run(command.source, trust=command.trust)
+        found = grown_of(run, host=command.host, live=command.live, last=command.last, **overrides(command))
+    assert not isinstance(found, Run)
+    saved = found.save(command.out, formats=_FORMATS[command.format], overwrite=command.overwrite)
+    RunConsole().say(f"{saved}\n{found.network.summary}")
     return 0
-
-
-def _of_run(command: Export) -> "GrownNetwork":
-    from esper.runs.assembly.presets import config_of_run
-    from esper.runs.training.best_host import grown_of_run
-
-    config = config_of_run(command.source, {"device": "cpu", "amp": "off"} | overrides(command), trust=command.trust)
-    return grown_of_run(command.source, config, host=command.host, live=command.live, last=command.last)
-
-
-def _timeline(command: Export, network: "GrownNetwork") -> dict[str, str]:
-    """The timeline of a host whose round is complete, or the one in the folder; as files by name."""
-    from esper.api.grow import FILE, Timeline
-    from esper.runs.assembly.values import read_toml
-
-    found, copied = network.description, command.source / FILE
-    if not (command.source / CONFIG).is_file():
-        return {FILE: copied.read_text(encoding="utf-8")} if copied.is_file() else {}
-    if found.origin is None or found.val is None or found.test is None:
-        return {}
-    steps = read_toml(command.source / CONFIG)["episode_length"]
-    return {FILE: Timeline.of_run(command.source, found.origin, steps, found.val, found.unit).text()}

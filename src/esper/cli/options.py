@@ -76,7 +76,7 @@ def overrides(command: object, assignments: Sequence[str] = ()) -> dict[str, Any
 
 def _topology(path: Path) -> list[str]:
     """The seeds that a model.json names; raises ExportError, or ConfigError if nothing grew."""
-    from esper.export.description import read_description
+    from esper.export.grown import read_description
 
     lines = list(read_description(path).topology.lines)
     if not lines:

@@ -76,7 +76,7 @@ def report(command: Report) -> int:
 
 def _measure(command: Report, on_section: Callable[[int, int, str], None]) -> dict[Path, str]:
     """Write into each run directory what its controller looks at; returns, for those where it fails, why."""
-    from esper.runs.importance import importance_of
+    from esper.runs.evaluation.importance import importance_of
 
     options: dict[str, Any] = {"allowed": joined(command.plugins), "trust": command.trust}
     unknown = {}
@@ -184,7 +184,7 @@ def _answer(rows: Sequence[Mapping[str, Any]], command: Query) -> None:
     elif rows:
         from rich.measure import Measurement
 
-        from esper.runs.tables import plain_table
+        from esper.runs.evaluation.tables import plain_table
 
         console, page = RunConsole(), plain_table(*rows[0])
         for row in rows[:SHOWN]:
@@ -208,7 +208,7 @@ def _lines(row: Mapping[str, Any]) -> str:
 
 def _overview(record: "Record") -> None:
     """The tables, and the anomalies by kind."""
-    from esper.runs.tables import plain_table
+    from esper.runs.evaluation.tables import plain_table
     from esper.telemetry.record.schema import TABLES
 
     page = plain_table("table", "rows", "content")

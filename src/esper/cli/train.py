@@ -116,8 +116,8 @@ def train(command: Train) -> int:
 
 def _say_against_best_schedule(config: "RunConfig", path: Path, console: RunConsole) -> None:
     """The last line of a run on a task whose best schedule is known: 100·J of both on new hosts."""
-    from esper.runs.comparison import compare
-    from esper.runs.controllers import BEST_SCHEDULE, has_best_schedule
+    from esper.runs.evaluation.comparison import compare
+    from esper.runs.evaluation.controllers import BEST_SCHEDULE, has_best_schedule
 
     if not has_best_schedule(config):
         return
@@ -155,9 +155,9 @@ class Tasks:
 
 def tasks(command: Tasks) -> int:
     """Print the table of tasks, or one task."""
-    from esper.runs import tables
     from esper.runs.assembly.plugins import load_plugins, names_task, task_in_file
     from esper.runs.assembly.run_config import data_folder
+    from esper.runs.evaluation import tables
     from esper.tasks import presets  # noqa: F401 -- registers the built-in tasks
     from esper.tasks.registry import task_by_name, task_names
     from esper.telemetry.progress import RunConsole

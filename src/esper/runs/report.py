@@ -14,7 +14,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.simic.rewards.objective import objective_value
 from esper.simic.rewards.reward_config import RewardConfig
 from esper.simic.shapley import shapley_values
-from esper.tasks.objectives import perplexity
+from esper.tasks.losses import perplexity
 from esper.tolaria.state import RolloutStats, StepReport
 
 

@@ -19,7 +19,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream, to_uniform, word_rows, words
 from esper.leyline.settings import AtLeast1, AtLeast2, Decay, check_fields
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import PADDING
+from esper.tasks.losses import PADDING
 
 _TRAIN_ORDER, _NOISE = 1, 2
 """Slots of the stream INSTANCE: which examples a host is given, and which of their labels are wrong."""

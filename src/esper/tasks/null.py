@@ -13,7 +13,7 @@ Shape legend: N = hosts, S = slots, K = coalitions, B = 13 blueprints, b = those
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, NamedTuple
 
@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_BUILTIN_BLUEPRINTS, TEMPO_TICKS, Head, LifecycleOp
-from esper.leyline.errors import ConfigError, nearest
+from esper.leyline.errors import ConfigError
 from esper.leyline.random import Stream, permutation, to_normal, words
 from esper.leyline.settings import NotNegative, check_fields
 from esper.leyline.stages import HAS_MODULE, AlphaMode, SeedStage, stages_mask
@@ -100,15 +100,6 @@ class NullSpec:
 
     def __post_init__(self) -> None:
         check_fields(self, "null")
-
-    def with_quality(self, **quality: float) -> "NullSpec":
-        """Other qualities by blueprint name, e.g. `NullSpec().with_quality(norm=7.0)`."""
-        values = list(self.quality)
-        for name, value in quality.items():
-            if name not in BLUEPRINTS:
-                raise ConfigError(f"the null task has no blueprint {name!r}; {nearest(name, BLUEPRINTS)}")
-            values[BLUEPRINTS[name].index] = value
-        return replace(self, quality=tuple(values))
 
 
 @tensor_dataclass

@@ -9,19 +9,17 @@ from typing import Annotated
 from pydantic import Field
 
 from esper.kasmina.hosts.cnn import CNNHostSpec
-from esper.kasmina.hosts.host import HostSpec
-from esper.kasmina.hosts.slots import enabled_points
+from esper.kasmina.hosts.host import HostSpec, enabled_points
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError, RegistryError, nearest
 from esper.leyline.objective import Objective
 from esper.leyline.random import MAX_EPISODE_LENGTH
 from esper.leyline.settings import AtLeast1, check_fields
 from esper.leyline.stages import HostFamily
-from esper.tasks.datasets import Dataset, LastBatch
-from esper.tasks.datasets.source import Source
+from esper.tasks.datasets import Dataset, LastBatch, Source
 from esper.tasks.instances import InstanceDistribution
+from esper.tasks.losses import Classification
 from esper.tasks.null import NullSpec
-from esper.tasks.objectives import Classification
 
 DatasetLoader = Callable[[Path | None, int], Dataset]
 """(data folder, run seed) -> data set."""

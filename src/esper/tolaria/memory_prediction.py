@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, SeedStage
@@ -194,7 +193,7 @@ def _host_bytes(data: HostData, structure: Structure, *, batches: bool) -> int:
     return state + sum(map(_copy_bytes, copies)) + _DRAWN * order + 2 * batch
 
 
-def _copy_bytes(working: Working) -> int:
+def _copy_bytes(working: TrainingCopy) -> int:
     """A working copy, and two of its parameters while the optimizer steps."""
     state = sum(x.nbytes for _, x in named_tensors(working.optimizer))
     return 4 * working.params.nbytes + state

@@ -104,10 +104,13 @@ class PendingRead:
 def start_read(*tensors: Tensor) -> PendingRead:
     """Begin to copy tensors of one device to the host as one transfer; counts as one read.
 
-    Later writes into the tensors do not change the result. On CUDA nothing waits until `PendingRead.wait`.
+    Later writes into the tensors do not change the result. On CUDA nothing waits until `PendingRead.wait`. On the
+    device "meta", where tensors have no values, all are 0.
     """
     packed = Packed(*tensors)
     note_reads(1)
+    if packed.bytes.is_meta:  # a dry run, in which nothing is computed
+        return PendingRead(torch.zeros(packed.bytes.shape, dtype=torch.uint8), None, packed)
     if packed.bytes.device.type != "cuda":
         return PendingRead(packed.bytes.cpu(), None, packed)
     pinned = torch.empty(packed.bytes.shape, dtype=torch.uint8, pin_memory=True)

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.kasmina.parameters.attention import KeyedAttention
-from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
-from esper.kasmina.parameters.flat_layout import StackedTemplate, buffer_layout, parameter_layout
+from esper.kasmina.parameters.dropout import Draws, KeyedAttention, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.stacked_layers import StackedAttention, stack_layers
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES, stacked_host, way_to_stack
+from esper.kasmina.parameters.layout import StackedTemplate, buffer_layout, parameter_layout
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, StackedAttention, stack_layers, stacked_host, way_to_stack
 from user_networks import Encoder
 
 ROWS, T, D, HEADS = 3, 5, 8, 2

@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints.registry import FunctionBlueprint
-from esper.kasmina.parameters.flat_layout import Template, parameter_layout
-from esper.kasmina.parameters.frozen import (
+from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.layout import (
+    Template,
     as_buffers,
     check_shared,
     count_params,
     digest,
     own_frozen,
+    parameter_layout,
 )
-from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import seed_kind
-from esper.kasmina.parameters.stacked_layers import vmapped
-from esper.kasmina.parameters.stacking_trial import way_to_stack
+from esper.kasmina.parameters.population import seed_kind
+from esper.kasmina.parameters.stacking import vmapped, way_to_stack
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
 

@@ -51,7 +51,7 @@ def test_the_weights_of_a_host_are_the_draws_of_its_own_number_and_episode(hosts
     length = kind.template.parameters.total
     drawn = words(5, Stream.HOST_INIT, torch.tensor([[2]]), episode=EPISODE, block=torch.arange(-(-length // 4))[None])
     u = to_uniform(drawn.reshape(-1)[:length])
-    assert torch.equal(hosts.host.params[2], kind.start.table.centre + kind.start.table.spread * (2.0 * u - 1.0))
+    assert torch.equal(hosts.host.params[2], kind.table.centre + kind.table.spread * (2.0 * u - 1.0))
     assert not torch.equal(hosts.host.params[0], hosts.host.params[1])
     before = hosts.host.params.clone()
     hosts.reset(EPISODE + 1)
@@ -79,7 +79,7 @@ def test_a_seed_depends_on_its_host_slot_and_step_alone(hosts, blueprint):
     born(hosts, [(1, 1)], blueprint, gated=True)
     alone = (hosts.seeds.params[1 * S + 1].clone(), hosts.gates.params[1 * S + 1].clone())
     hosts.reset(EPISODE)
-    # the same birth among others: other hosts, other slots, other blueprints, another order of births
+    # the same seed among others: other hosts, other slots, other blueprints, another order
     born(hosts, [(2, 0), (0, 2)], NORM, gated=True)
     born(hosts, [(0, 1), (1, 1), (2, 1), (1, 0)], blueprint, gated=True)
     assert torch.equal(hosts.seeds.params[1 * S + 1], alone[0])
@@ -102,7 +102,7 @@ def test_a_gate_shares_no_numbers_with_its_seed(hosts):
     kinds = (hosts.seed_kinds[CHANNELS["r0c0"], CONV_LIGHT], hosts.gate_kinds[CHANNELS["r0c0"]])
     uniforms = []
     for kind, slab in zip(kinds, (hosts.seeds, hosts.gates), strict=True):
-        row, bound = slab.params[0, : kind.template.parameters.total], kind.start.table.spread
+        row, bound = slab.params[0, : kind.template.parameters.total], kind.table.spread
         uniforms.append(((row / bound + 1.0) / 2.0)[bound > 0])
     of_seed, of_gate = uniforms
     assert len(of_gate) > 40
@@ -234,7 +234,7 @@ class _Shift(nn.Module):
 class _ShiftBlueprint(AbstractBlueprint):
     name = "test_shift"
     family = HostFamily.CNN
-    birth = MappingProxyType({"scale": 0.0})
+    init = MappingProxyType({"scale": 0.0})
 
     def build(self, channels: int) -> nn.Module:
         return _Shift(channels)
@@ -255,7 +255,7 @@ def test_a_blueprint_of_the_user_is_born_counted_and_released(shift):
     born(hosts, [(1, 0)], shift)
     layout = hosts.seed_kinds[4, shift].template.parameters
     grown = layout.unpack(hosts.seeds.params[S, : layout.total])
-    assert grown["scale"].tolist() == [0.0] * 4  # as `birth` says
+    assert grown["scale"].tolist() == [0.0] * 4  # as `init` says
     assert grown["shift"].tolist() == [5.0] * 4  # as the module is built
     hosts.release(mask(2, (1, 0)))
     assert not hosts.seeds.params.any()

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import host_kind
-from esper.kasmina.parameters.stacked_layers import Vmapped
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES, stacked_host
+from esper.kasmina.parameters.population import host_kind
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, Vmapped, stacked_host
 from esper.leyline.errors import StackingError
 
 V, T, D = 11, 5, 8

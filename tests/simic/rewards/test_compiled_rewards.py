@@ -206,6 +206,7 @@ print(len(KERNEL_MODES), "modes")
 """
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_the_kernel_as_one_graph():
     # in a process of its own, where no shape is checked: the checks cannot be traced
     done = subprocess.run(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.parameters.flat_layout import parameter_layout
+from esper.kasmina.parameters.layout import parameter_layout
 from esper.tolaria.executors.native.seed_rules import RULES
 from esper.tolaria.executors.native.trial import Outcome, by_instructions, by_torch
 

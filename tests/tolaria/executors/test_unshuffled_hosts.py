@@ -80,6 +80,7 @@ def losses(executor: str, workers: int) -> np.ndarray:
     return np.array([(report.train_loss, report.val_loss) for report in seen])
 
 
+@pytest.mark.slow
 def test_processes_that_share_the_hosts_and_compiled_code_have_the_losses_of_one_streamed_process():
     want = losses("streamed", 1)
     assert losses("streamed", 2).tobytes() == want.tobytes()

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention, Positions
-from esper.kasmina.hosts.host import Apply, Host
-from esper.kasmina.hosts.slots import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, Surface, enabled_points
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.leyline.errors import ConfigError
 from esper.leyline.settings import AtLeast1, AtLeast2, Decay, check_fields
@@ -69,7 +68,7 @@ class TransformerHostSpec:
         """A host with these slots enabled, for sequences like `example` [1, T] of token numbers.
 
         Raises:
-            ConfigError: a slot that does not exist, or an example that is no sequence of at most `context` tokens.
+            ConfigError: a slot that does not exist, or an example that is not a sequence of at most `context` tokens.
         """
         if example.dim() != 2 or example.dtype not in (torch.int64, torch.int32):
             raise ConfigError(

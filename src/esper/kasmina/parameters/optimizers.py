@@ -1,4 +1,4 @@
-"""Optimizers on slabs: one row [P] per host or seed, all rows in one step, in place and independent of each other.
+"""Optimizers on flat parameters: one row [P] per host or seed, all rows in one step, in place and independent.
 
 Shape legend: R = rows (hosts or seeds), P = padded parameters of a row.
 """

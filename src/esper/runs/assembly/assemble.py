@@ -193,10 +193,6 @@ _MEASURED_PER_TRAINED = 3
 """Examples that are measured in the time in which one is trained."""
 
 
-def _silent(line: str) -> None:
-    """Nobody listens."""
-
-
 def require_memory(
     config: RunConfig,
     task: TaskSpec,
@@ -247,7 +243,7 @@ def require_memory(
 
 
 def assemble(
-    config: RunConfig, device: torch.device, say: Callable[[str], None] = _silent, *, rounds_done: int = 0
+    config: RunConfig, device: torch.device, say: Callable[[str], None] = lambda line: None, *, rounds_done: int = 0
 ) -> Parts:
     """A new run before its first step, compiled and warmed up; `say` gets lines about its memory and its time.
 

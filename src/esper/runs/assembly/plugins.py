@@ -31,42 +31,30 @@ def load_plugins(names: Iterable[str]) -> None:
         ConfigError: a plugin is missing or fails; the message names file, line and error.
     """
     for name in names:
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.append(here)  # last, so that local files never shadow installed modules
-        if is_file(name):
-            file, task = _parts(name)
-            module = _load_file(Path(file))
-            if task:
-                _register(name, task_in(module, task, name))
+        if names_task(name):
+            task_in_file(name)
         else:
-            _load_module(name)
+            _imported(name)
 
 
 def task_in_file(name: str) -> TaskSpec:
-    """The task of FILE.py:NAME; executes the file. Raises ConfigError if there is none."""
-    load_plugins([name])
-    file, task = _parts(name)
-    return task_in(_load_file(Path(file)), task, name)
+    """The task of FILE.py:NAME, registered under its own name; executes the file.
 
-
-def task_in(module: ModuleType, variable: str, name: str) -> TaskSpec:
-    """The task in a variable of a module; `name` is that of the plugin, for messages."""
-    variables = vars(module)
+    Raises:
+        ConfigError: the file fails or has no such task, or another task has that name.
+    """
+    variable, variables = _parts(name)[1], vars(_imported(name))
     found = variables.get(variable)
-    spec = getattr(found, "spec", found)  # an esper.Task, or what it contains
-    if not isinstance(spec, TaskSpec):
+    task = getattr(found, "spec", found)  # an esper.Task, or what it contains
+    if not isinstance(task, TaskSpec):
         kind = f"is a {type(found).__name__}" if variable in variables else "does not exist"
         tasks = [key for key, value in variables.items() if isinstance(getattr(value, "spec", value), TaskSpec)]
         raise ConfigError(f"{name}: {variable!r} {kind}, expected an esper.Task; {nearest(variable, tasks)}")
-    return spec
-
-
-def _register(name: str, task: TaskSpec) -> None:
-    """Under its name, unless that was done before."""
     if task.name not in task_names():
         register_task(task)
     elif task_by_name(task.name) is not task:
         raise ConfigError(f"{name}: another task is named {task.name!r}; choose a name: esper.Task(..., name=...).")
+    return task
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -123,13 +111,29 @@ def source_of(name: str) -> Path | None:
     return Path(file) if file else None
 
 
-def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+def _imported(name: str) -> ModuleType:
+    """The module of a plugin, which is executed unless it was before."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last, so that local files never shadow installed modules
+    path = Path(_parts(name)[0]).expanduser().resolve()
+    if is_file(name) and not path.is_file():
+        raise ConfigError(f"there is no plugin {path}; correct the path in plugins, or leave it out.")
+    try:
+        return _of_file(path) if is_file(name) else importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing and not is_file(name) and f"{name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"there is no plugin module {name!r}; start esper where it can be imported, or name the file, such as "
+                "plugins/mine.py."
+            ) from error
+        raise _failed(str(path) if is_file(name) else name, error) from error
+
+
+def _of_file(path: Path) -> ModuleType:
     name = f"esper_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
-        raise ConfigError(f"there is no plugin {path}; correct the path in plugins, or leave it out.")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -137,24 +141,10 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module during import
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException:
         del sys.modules[name]
-        raise _failed(str(path), error) from error
+        raise
     return module
-
-
-def _load_module(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"there is no plugin module {name!r}; start esper where it can be imported, "
-                "or name the file, such as plugins/mine.py."
-            ) from error
-        raise _failed(name, error) from error
-    except (Exception, SystemExit) as error:
-        raise _failed(name, error) from error
 
 
 def _failed(name: str, error: BaseException) -> ConfigError:

@@ -2,12 +2,13 @@
 
 quickstart   10 rounds of 16 hosts, minutes on two CPU cores: `make train`
 small        100 rounds of 16 hosts, network of width 128
-learn        120 rounds of 128 hosts of mixed_digits, 32 instances with four hosts each: `make learn`
-paper        the published size: 200 rounds of 12 hosts, network of width 512
+learn        120 rounds of 128 hosts of mixed_digits, 32 instances with four hosts each: a controller that beats
+             the best schedule and the best rule that a search of equal cost finds (`make learn`)
+paper        the published size: 200 rounds of 12 hosts, network of width 512, one full-batch epoch per update
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,77 +28,45 @@ assert _presets
 DEFAULT_PRESET = "quickstart"
 
 
-def quickstart() -> Values:
-    """`small` in ten rounds, with schedules to match."""
-    return small() | {
-        "preset": "quickstart",
-        "rounds": 10,
-        "schedule_rounds": 10,
-        "ppo": plain(PPOConfig(vf_coef_warmup=3)),
-    }
-
-
-def small() -> Values:
-    """Sixteen hosts, a network of width 128."""
-    return {
-        "task": "digits",
-        "preset": "small",
-        "rounds": 100,
-        "schedule_rounds": 100,
-        "num_envs": 16,
-        "executor": "auto",
-        "threads": 1,
-        "workers": 2,
-        "reward": plain(RewardConfig(mode="objective")),
-        "ppo": plain(PPOConfig()),
-    }
-
-
-def learn() -> Values:
-    """A controller that beats the best schedule and the best rule that a search of equal cost finds."""
-    ppo = PPOConfig(
-        group_size=4,
-        lr=2e-3,
-        update_epochs=6,
-        num_minibatches=8,
-        target_kl=0.05,
-        gae_lambda=0.98,
-        ent_coef=0.04,
-        ent_coef_end=0.01,
-        lr_final_fraction=0.05,
-        final_inverse_temperature=5.0,
-    )
-    return small() | {
-        "task": "mixed_digits",
-        "preset": "learn",
-        "rounds": 120,
-        "schedule_rounds": 120,
-        "num_envs": 128,
-        "checkpoint_every": 10,
-        "ppo": plain(ppo),
-    }
-
-
-def paper() -> Values:
-    """Twelve hosts, a network of width 512, one full-batch epoch per update."""
-    ppo = PPOConfig(
-        feature_width=512,
-        hidden_width=512,
-        update_epochs=1,
-        num_minibatches=1,
-        gae_lambda=0.98,
-        lr=3e-4,
-        max_grad_norm=5.0,
-        ent_coef=0.05,
-    )
-    return small() | {"preset": "paper", "rounds": 200, "schedule_rounds": 200, "num_envs": 12, "ppo": plain(ppo)}
-
-
-PRESETS: Mapping[str, Callable[[], Values]] = {
-    "quickstart": quickstart,
-    "small": small,
-    "learn": learn,
-    "paper": paper,
+_SMALL: Values = {
+    "task": "digits",
+    "rounds": 100,
+    "schedule_rounds": 100,
+    "num_envs": 16,
+    "executor": "auto",
+    "threads": 1,
+    "workers": 2,
+    "reward": plain(RewardConfig(mode="objective")),
+    "ppo": plain(PPOConfig()),
+}
+_LEARN = PPOConfig(
+    group_size=4,
+    lr=2e-3,
+    update_epochs=6,
+    num_minibatches=8,
+    target_kl=0.05,
+    gae_lambda=0.98,
+    ent_coef=0.04,
+    ent_coef_end=0.01,
+    lr_final_fraction=0.05,
+    final_inverse_temperature=5.0,
+)
+_PAPER = PPOConfig(
+    feature_width=512,
+    hidden_width=512,
+    update_epochs=1,
+    num_minibatches=1,
+    gae_lambda=0.98,
+    lr=3e-4,
+    max_grad_norm=5.0,
+    ent_coef=0.05,
+)
+_LEARN_SIZE = {"rounds": 120, "schedule_rounds": 120, "num_envs": 128, "checkpoint_every": 10}
+PRESETS: Mapping[str, Values] = {
+    "quickstart": {**_SMALL, "rounds": 10, "schedule_rounds": 10, "ppo": plain(PPOConfig(vf_coef_warmup=3))},
+    "small": _SMALL,
+    "learn": {**_SMALL, **_LEARN_SIZE, "task": "mixed_digits", "ppo": plain(_LEARN)},
+    "paper": {**_SMALL, "rounds": 200, "schedule_rounds": 200, "num_envs": 12, "ppo": plain(_PAPER)},
 }
 
 
@@ -123,7 +92,7 @@ def resolve(overrides: Mapping[str, Any], file: Path | None = None, *, trust: bo
     preset = _name(given, "preset", DEFAULT_PRESET)
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
-    base = PRESETS[preset]()
+    base = PRESETS[preset] | {"preset": preset}
     task = task_by_name(_name(given, "task", base["task"]))
     mode = _name(_table(given, "reward"), "mode", base["reward"]["mode"])
     reward = _name(given, "custom_reward", "") or mode

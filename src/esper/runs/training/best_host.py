@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from esper.export.description import Origin
+from esper.export.grown import Origin
 from esper.export.network import GrownNetwork
 from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ExportError
@@ -172,10 +172,10 @@ def _best(config: RunConfig, dataset: Dataset, device: torch.device, best: BestH
 def _of_checkpoint(
     run: Path, config: RunConfig, dataset: Dataset, device: torch.device, host: int | None, live: bool
 ) -> GrownNetwork:
-    checkpoint, _, complaints = load_newest(run / CHECKPOINTS)
+    checkpoint, _, problems = load_newest(run / CHECKPOINTS)
     state = below("engine", checkpoint.state) if checkpoint else {}
-    if checkpoint is None or not state or complaints:
-        found = " ".join(complaints) or (
+    if checkpoint is None or not state or problems:
+        found = " ".join(problems) or (
             f"the newest is after {checkpoint.header.place}" if checkpoint else "there is none"
         )
         raise CheckpointError(

@@ -160,18 +160,18 @@ def load_newest(folder: Path) -> tuple[Checkpoint | None, list[Path], list[str]]
         CheckpointError: all checkpoints are damaged.
     """
     damaged: list[Path] = []
-    complaints: list[str] = []
+    problems: list[str] = []
     if any(path.is_dir() and path.name.startswith("round-") for path in folder.glob("*")):
         raise CheckpointError(f"{folder} was written by another version of esper; continue the run with that version.")
     for path in (*checkpoints(folder), *folder.glob(BEST)):
         try:
-            return load(path), damaged, complaints
+            return load(path), damaged, problems
         except CheckpointError as error:
             damaged.append(path)
-            complaints.append(str(error))
+            problems.append(str(error))
     if damaged:
         raise CheckpointError(
-            f"no checkpoint in {folder} can be used: {' '.join(complaints)} Start the run again in a new directory."
+            f"no checkpoint in {folder} can be used: {' '.join(problems)} Start the run again in a new directory."
         )
     return None, [], []
 

@@ -23,10 +23,11 @@ from esper.leyline.checkpoint_tree import below, with_prefix
 from esper.leyline.errors import ConfigError
 from esper.leyline.protocols import StateTree
 from esper.leyline.wording import option
-from esper.runs import events, report, tables
+from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import plain
+from esper.runs.evaluation import tables
 from esper.runs.live import LiveHosts
 from esper.runs.record_rows import begin_record, record_writer, rewind_record
 from esper.runs.records import Records
@@ -44,7 +45,7 @@ from esper.runs.training.checkpoint import (
     state_digest,
 )
 from esper.simic.compilation import is_compiled
-from esper.tasks.objectives import perplexity
+from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
@@ -287,10 +288,10 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
     require_installed(config.sinks)
     # checks everything before it changes anything
     with suppress(KeyboardInterrupt), RunDirectory.reopen(path) as directory:
-        checkpoint, damaged, complaints = load_newest(directory.checkpoints)
+        checkpoint, damaged, problems = load_newest(directory.checkpoints)
         start = checkpoint.header if checkpoint else None
         if checkpoint and start:
-            warn(f"{complaint} Using {checkpoint.path.name} instead." for complaint in complaints)
+            warn(f"{problem} Using {checkpoint.path.name} instead." for problem in problems)
             require_same_config(start.config, config)
             _require_something_to_do(path, checkpoint, config)
             warn(missing_records(path, start.cursor))

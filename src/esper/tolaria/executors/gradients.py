@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.parameters.layout import FlatLayout
 from esper.kasmina.parameters.population import Population
 from esper.leyline.stages import SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass

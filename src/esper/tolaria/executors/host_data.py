@@ -18,7 +18,7 @@ from esper.leyline.protocols import StateTree
 from esper.leyline.stages import SeedStage
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances
-from esper.tasks.objectives import of_split
+from esper.tasks.losses import of_split
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, empty_structure

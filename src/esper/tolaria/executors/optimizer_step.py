@@ -5,8 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec, clip_factor, step_rows
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.tolaria.amp import LossScaler
 from esper.tolaria.executors.running_seeds import TrainedRows
 
@@ -27,7 +26,7 @@ class StackedOptimizer:
     def __init__(
         self,
         population: Population,
-        hosts: Working,
+        hosts: TrainingCopy,
         rows: TrainedRows,
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
@@ -87,7 +86,7 @@ class StackedOptimizer:
         return finite
 
     def _step(
-        self, working: Working, factor_R: Tensor, lr: float | Tensor, decay: Tensor | None, active: Tensor | None
+        self, working: TrainingCopy, factor_R: Tensor, lr: float | Tensor, decay: Tensor | None, active: Tensor | None
     ) -> None:
         working.grad.mul_(factor_R[:, None])
         step_rows(self._spec, working.params, working.grad, working.optimizer, lr, decay, active)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.parameters.dropout import Draws
-from esper.kasmina.parameters.flat_layout import Template
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.layout import Template
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tolaria.executors.protocol import Structure
 
@@ -70,8 +69,8 @@ class TrainedRows:
     seed_slot: np.ndarray
     gate_of: np.ndarray
     """Row among the trained seeds of each trained gate."""
-    seeds: Working
-    gates: Working
+    seeds: TrainingCopy
+    gates: TrainingCopy
 
 
 def trained_mask(structure: Structure) -> np.ndarray:

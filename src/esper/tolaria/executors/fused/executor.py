@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from esper.kasmina.parameters.slab import Working
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
+from esper.kasmina.parameters.population import TrainingCopy
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Objective, Scores
 from esper.tolaria.amp import LossScaler
@@ -50,7 +50,7 @@ class TrainingProgram:
         step: gradients --> weights, in the working copies. Gradient statistics are computed before it.
     """
 
-    hosts: Working
+    hosts: TrainingCopy
     rows: TrainedRows
     groups: Groups
     train_batch: Callable[[Tensor, Tensor], Scores]
@@ -59,7 +59,7 @@ class TrainingProgram:
 
 def training_program(
     host: Rows,
-    hosts: Working,
+    hosts: TrainingCopy,
     rows: TrainedRows,
     groups: Groups,
     optimizer: StackedOptimizer,

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from esper.kasmina.blending import seed_input
 from esper.kasmina.parameters.dropout import Draws, draw_for
-from esper.kasmina.parameters.flat_layout import StackedTemplate
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.layout import StackedTemplate
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.fused.blending import GroupOutputs, Piece, blend_groups
 from esper.tolaria.executors.fused.stacked_modules import StackedModules
@@ -53,7 +52,7 @@ def frozen_rows(stacked: StackedTemplate, params: Tensor, buffers: Tensor) -> Ro
     return Rows(stacked, stacked.views(params), stacked.buffer_views(buffers))
 
 
-def trainable_rows(stacked: StackedTemplate, working: Working, first: int, last: int, buffers: Tensor) -> Rows:
+def trainable_rows(stacked: StackedTemplate, working: TrainingCopy, first: int, last: int, buffers: Tensor) -> Rows:
     """Rows `first` to `last` (exclusive) of a working copy, as views: they see its optimizer steps."""
     width = stacked.parameters.total
     leaves = tuple(view.requires_grad_() for view in stacked.views(working.params[first:last, :width]))

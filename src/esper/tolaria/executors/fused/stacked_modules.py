@@ -5,12 +5,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from esper.kasmina.parameters.flat_layout import StackedTemplate, drop_batch_counters
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import Features, Kind, once
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.stacked_layers import vmapped
-from esper.kasmina.parameters.stacking_trial import stacked_host, way_to_stack
+from esper.kasmina.parameters.layout import StackedTemplate, drop_batch_counters
+from esper.kasmina.parameters.population import Features, Kind, Population, once
+from esper.kasmina.parameters.stacking import stacked_host, vmapped, way_to_stack
 from esper.leyline.errors import StackingError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.parameters.layout import FlatLayout
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, Place, Rows, expect
 
 Backward = Callable[[Rows, bool], Rows | None]

@@ -13,7 +13,7 @@ from enum import IntEnum
 from torch import nn
 
 from esper.kasmina.hosts.cnn import Block, CNNHost
-from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.parameters.layout import FlatLayout
 from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.stages import Algorithm
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, Program, Rows, expect

@@ -8,8 +8,7 @@ from collections.abc import Callable, Container, Mapping
 from torch import nn
 
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
-from esper.kasmina.blueprints.gate import GateNetwork
-from esper.kasmina.blueprints.layers import LayerScale, TanhScale
+from esper.kasmina.blueprints.layers import GateNetwork, LayerScale, TanhScale
 from esper.tolaria.executors.native.assembler import Activation, Assembler, Operation, expect
 from esper.tolaria.executors.native.layer_rules import (
     Features,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.gate import GateNetwork
-from esper.kasmina.parameters.flat_layout import FlatLayout, buffer_layout, parameter_layout
+from esper.kasmina.blueprints.layers import GateNetwork
+from esper.kasmina.parameters.layout import FlatLayout, buffer_layout, parameter_layout
 from esper.tolaria.executors.native.assembler import NUM_WORKING, Assembler, Operation, Place, ShapeError
 from esper.tolaria.executors.native.kernel_library import stride_of
 from esper.tolaria.executors.native.layer_rules import Rule, Weights, images

@@ -61,10 +61,14 @@ CASES = {
     "RewardConfig(max_rent='1')": (CONFIG, 'reward.max_rent is "1"', NUMBER),
     "RewardConfig(max_rent=True)": (CONFIG, "reward.max_rent is true", NUMBER),
     "RewardConfig(max_rent=None)": (CONFIG, "reward.max_rent is null", NUMBER),
-    "RewardConfig(drip_fraction='most')": (CONFIG, 'reward.drip_fraction is "most"', NUMBER),
+    "RewardConfig(deferred_fraction='most')": (CONFIG, 'reward.deferred_fraction is "most"', NUMBER),
     "RewardConfig(rollback_penalty=float('nan'))": (CONFIG, "reward.rollback_penalty is nan", FINITE),
     "RewardConfig(free_slots=1.5)": (CONFIG, "reward.free_slots is 1.5", "it must be a whole number."),
-    "RewardConfig(min_drip_epochs=True)": (CONFIG, "reward.min_drip_epochs is true", "it must be a whole number."),
+    "RewardConfig(min_deferred_epochs=True)": (
+        CONFIG,
+        "reward.min_deferred_epochs is true",
+        "it must be a whole number.",
+    ),
     "RewardConfig(disable_pbrs=1)": (CONFIG, "reward.disable_pbrs is 1", "it must be true or false."),
     "LossRewardConfig(target_loss=float('inf'))": (CONFIG, "reward.loss.target_loss is inf", FINITE),
     "LossRewardConfig(grace_epochs=2.5)": (CONFIG, "reward.loss.grace_epochs is 2.5", "a whole number."),
@@ -76,15 +80,15 @@ CASES = {
     "settings(rent_host_params_floor=0)": (CONFIG, "reward.rent_host_params_floor is 0", "at least 1"),
     # shapes and kinds of columns
     "kernel(val_accs=torch.zeros(3))": (SHAPE, "val_accs has shape (3,)", "it must be (2,)"),
-    "kernel(drip_scales=torch.zeros(3, 2))": (SHAPE, "drip_scales has shape (3, 2)", "it must be (2, S)"),
-    "kernel(drip_scales=torch.zeros(2, 3), drip_contributions=torch.zeros(2, 2))": (
+    "kernel(deferred_scales=torch.zeros(3, 2))": (SHAPE, "deferred_scales has shape (3, 2)", "it must be (2, S)"),
+    "kernel(deferred_scales=torch.zeros(2, 3), deferred_contributions=torch.zeros(2, 2))": (
         SHAPE,
-        "drip_contributions has shape (2, 2) but drip_scales (2, 3)",
+        "deferred_contributions has shape (2, 2) but deferred_scales (2, 3)",
         "both must be (N, S)",
     ),
-    "kernel(mode='basic_plus', drip_scales=torch.zeros(2, 2), drip_contributions=torch.zeros(2, 1))": (
+    "kernel(mode='basic_plus', deferred_scales=torch.zeros(2, 2), deferred_contributions=torch.zeros(2, 1))": (
         SHAPE,
-        "drip_contributions has shape (2, 1) but drip_scales (2, 2)",
+        "deferred_contributions has shape (2, 1) but deferred_scales (2, 2)",
         "one column per slot",
     ),
     "kernel(epoch=torch.tensor([1, 2, 3]))": (SHAPE, "epoch has shape (3,)", "or one per host: (2,)"),
@@ -102,14 +106,14 @@ CASES = {
 }
 SOUND = (
     "RewardConfig(max_rent=2)",
-    "RewardConfig(loss=LossRewardConfig(target_loss=1), max_rent=2, drip_fraction=1, mode='basic_plus')",
+    "RewardConfig(loss=LossRewardConfig(target_loss=1), max_rent=2, deferred_fraction=1, mode='basic_plus')",
     "settings(rent_host_params_floor=1)",
     "settings(mode='loss', loss={'target_loss': 1})",
     "make_reward('escrow', RewardConfig(mode='escrow', rollback_penalty=None))",
     "kernel()",
     "kernel(epoch=torch.tensor(3), max_epochs=torch.tensor([9]))",
     "kernel(epoch=torch.tensor([3, 4]), max_epochs=torch.tensor([9, 9]))",
-    "kernel(drip_scales=torch.zeros(2, 3), drip_contributions=torch.zeros(2, 3))",
+    "kernel(deferred_scales=torch.zeros(2, 3), deferred_contributions=torch.zeros(2, 3))",
 )
 
 

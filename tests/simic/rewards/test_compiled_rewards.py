@@ -24,7 +24,7 @@ from reference.rewards.thresholds import near_threshold
 OTHER_NUMBERS = RewardConfig(
     attribution="minimum", contribution_weight=0.7, escrow_delta_clip=0.0, pbrs_weight=0.2, epoch_progress_bonus=0.5,
     rent_host_params_floor=1000.0, alpha_shock_coef=0.4, prune_good_seed_penalty=-0.5, free_slots=2,
-    hacking_ratio_threshold=2.0, attribution_sigmoid_steepness=1.5, germination_warmup_epochs=0, drip_fraction=0.0,
+    hacking_ratio_threshold=2.0, attribution_sigmoid_steepness=1.5, germination_warmup_epochs=0, deferred_fraction=0.0,
     fossilize_quality_ceiling=2.0, max_rent=0.3, param_budget=1000.0, sparse_reward_scale=2.0, min_prune_bonus_age=8,
 )  # fmt: skip
 SWITCHED_OFF = RewardConfig(
@@ -36,10 +36,10 @@ def assert_parity(rows, config, tolerance):
     """Every column of the kernel against the scalar reference; info that the reference leaves out is not compared."""
     out, want = outputs_of(rows, config), [reward_of_row(row, config) for row in rows]
     terms = [[output.terms.get(name, 0.0) for name in REWARD_TERMS] for output in want]
-    rest = [[output.total, output.escrow_next, output.drip_opened] for output in want]
+    rest = [[output.total, output.escrow_next, output.deferred_opened] for output in want]
     near = {"rtol": 0, "atol": tolerance, "equal_nan": True}
     torch.testing.assert_close(out.breakdown, torch.tensor(terms, dtype=torch.float64), **near)
-    got = torch.stack((out.total, out.escrow_next, out.drip_opened), dim=-1)
+    got = torch.stack((out.total, out.escrow_next, out.deferred_opened), dim=-1)
     torch.testing.assert_close(got, torch.tensor(rest, dtype=torch.float64), **near)
     assert out.flags.tolist() == [list(output.flags) for output in want]
     for name, values in info_of(rows, config).items():
@@ -78,7 +78,7 @@ def test_the_total_is_the_sum_of_finite_terms_for_every_pattern_of_missing_value
         rows += replace_rows(rows[:2], **dict.fromkeys(missing, math.nan))
     out = outputs_of(rows, RewardConfig(mode=mode))
     torch.testing.assert_close(out.breakdown.sum(-1), out.total, rtol=0, atol=1e-12)
-    for name in ("total", "breakdown", "escrow_next", "drip_opened"):
+    for name in ("total", "breakdown", "escrow_next", "deferred_opened"):
         assert torch.isfinite(getattr(out, name)).all(), name
 
 
@@ -140,7 +140,7 @@ def test_missing_arguments_mean_missing_in_every_row():
             continue
         weights = RewardConfig(mode=mode).pack()
         short = compute_reward_batched(*fourteen_arguments(rows), 4, 30, weights, mode=mode)
-        full = kernel_arguments(rows) | {"drip_scales": None, "drip_contributions": None}
+        full = kernel_arguments(rows) | {"deferred_scales": None, "deferred_contributions": None}
         long = compute_reward_batched(**full, config_weights=weights, mode=mode)
         torch.testing.assert_close(short.breakdown, long.breakdown, rtol=0, atol=0)
 

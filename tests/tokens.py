@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
-from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.leyline.stages import HostFamily
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import PADDING, NextToken
@@ -52,7 +52,7 @@ class TokenHostSpec:
 
     def points(self) -> tuple[InjectionPoint, ...]:
         return tuple(
-            InjectionPoint(slot_id=slot, channels=WIDTH, surface=Surface.PRE_POOL, order=i,
+            InjectionPoint(slot_id=slot, channels=WIDTH, order=i,
                            position=EXECUTION_ORDER.index(slot) / 3)
             for i, slot in enumerate(SLOTS)
         )  # fmt: skip

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec, max_pool_2x2
-from esper.kasmina.hosts.host import InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import InjectionPoint, enabled_points
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError
 
@@ -54,9 +54,9 @@ def test_hosts_of_the_presets_have_the_tabulated_size(of, count, offered):
 
 def test_points_are_listed_in_action_order_with_their_place():
     expected = (
-        InjectionPoint(slot_id="r0c0", channels=8, surface=Surface.PRE_POOL, order=0, position=0.25),
-        InjectionPoint(slot_id="r0c1", channels=16, surface=Surface.PRE_POOL, order=1, position=0.75),
-        InjectionPoint(slot_id="r1c0", channels=8, surface=Surface.POST_POOL, order=2, position=0.5),
+        InjectionPoint(slot_id="r0c0", channels=8, order=0, position=0.25),
+        InjectionPoint(slot_id="r0c1", channels=16, order=1, position=0.75),
+        InjectionPoint(slot_id="r1c0", channels=8, order=2, position=0.5),
     )
     assert DIGITS.points() == expected
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper.kasmina.hosts.host import Host, HostSpec, Surface
+from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers
 from esper.kasmina.parameters.initialization import deterministic_build
@@ -47,11 +47,11 @@ def test_the_probe_finds_slots_in_the_users_order_with_their_place_in_the_forwar
     spec = resnet()
     assert isinstance(spec, HostSpec)
     assert spec.family is HostFamily.CNN
-    found = [(p.slot_id, p.channels, p.surface, p.order) for p in spec.points()]
+    found = [(p.slot_id, p.channels, p.order) for p in spec.points()]
     assert found == [
-        ("layer2", 16, Surface.OUTPUT, 0),
-        ("stem", 8, Surface.OUTPUT, 1),
-        ("layer1", 8, Surface.OUTPUT, 2),
+        ("layer2", 16, 0),
+        ("stem", 8, 1),
+        ("layer1", 8, 2),
     ]
     assert host(spec).execution_order() == ("stem", "layer1", "layer2")
     assert all(0.0 < p.position < 1.0 for p in spec.points())

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention
-from esper.kasmina.hosts.host import Apply, HostSpec, InjectionPoint, Surface
+from esper.kasmina.hosts.host import Apply, HostSpec, InjectionPoint
 from esper.kasmina.hosts.transformer import TransformerHost, TransformerHostSpec
 from esper.kasmina.parameters.dropout import Draws, Moment, draw_for, dropout_layers, with_keyed_dropout
 from esper.kasmina.parameters.initialization import build_twice, deterministic_build, fresh_rows, init_table
@@ -62,8 +62,8 @@ def test_hosts_of_the_presets_have_the_tabulated_size(of, count):
 def test_points_end_the_segments_and_are_met_in_the_order_of_the_forward_pass():
     assert isinstance(spec(), HostSpec)
     assert spec().points() == (
-        InjectionPoint(slot_id="r0c0", channels=8, surface=Surface.BLOCK_END, order=0, position=0.5),
-        InjectionPoint(slot_id="r0c1", channels=8, surface=Surface.BLOCK_END, order=1, position=1.0),
+        InjectionPoint(slot_id="r0c0", channels=8, order=0, position=0.5),
+        InjectionPoint(slot_id="r0c1", channels=8, order=1, position=1.0),
     )
     met = {}
     built = host()

@@ -73,6 +73,21 @@ class Normed(nn.Module):
         return self.norm(h.transpose(1, 2)).transpose(1, 2)
 
 
+class Scaled(nn.Module):
+    """The backward pass reads one buffer after another was written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((D,), 0.5))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * self.scale
+        if self.training:
+            self.passes.add_(1.0)
+        return h
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +160,7 @@ def test_random_sequence_hosts_run_for_many_at_once():
     assert [seed for seed in range(24) if not isinstance(stacked(random_host(seed)), nn.Module)] == []
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, Scaled])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_layer_runs_for_many_hosts_beside_positions_without_an_axis_of_examples(mixer, tied):
     assert isinstance(stacked(lambda: Sequence("table of all", [mixer], tied=tied, padded=True)), Vmapped)

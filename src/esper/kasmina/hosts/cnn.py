@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.kasmina.parameters.layout import drop_batch_counters
 from esper.leyline.errors import ConfigError
 from esper.leyline.settings import AtLeast0, AtLeast1, AtLeast2, check_fields
@@ -110,9 +110,9 @@ class CNNHostSpec:
     def points(self) -> tuple[InjectionPoint, ...]:
         """All points in action order."""
         channels, n = self.channels(), self.blocks
-        pre = [InjectionPoint(slot_id=f"r0c{i}", channels=channels[i], surface=Surface.PRE_POOL, order=i,
+        pre = [InjectionPoint(slot_id=f"r0c{i}", channels=channels[i], order=i,
                               position=(2 * i + 1) / (2 * n)) for i in range(n)]  # fmt: skip
-        post = [InjectionPoint(slot_id=f"r1c{i}", channels=channels[i], surface=Surface.POST_POOL, order=n + i,
+        post = [InjectionPoint(slot_id=f"r1c{i}", channels=channels[i], order=n + i,
                                position=(2 * i + 2) / (2 * n)) for i in range(self.pools)]  # fmt: skip
         return (*pre, *post)
 
@@ -165,7 +165,7 @@ class CNNHostSpec:
     def features(self, point: InjectionPoint, image_size: tuple[int, int]) -> tuple[int, int, int]:
         """Channels, height and width of the features at a point."""
         block = int(point.slot_id.partition("c")[2])
-        halvings = min(block + (point.surface is Surface.POST_POOL), self.pools)
+        halvings = min(block + (point.order >= self.blocks), self.pools)
         height, width = image_size
         return point.channels, height // self.unshuffle >> halvings, width // self.unshuffle >> halvings
 

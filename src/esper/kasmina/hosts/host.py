@@ -10,7 +10,6 @@ An `Interface` says how a network of the user's is called, and what is taken of 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -22,31 +21,17 @@ from esper.leyline.stages import HostFamily
 from esper.leyline.structure import Structure, described, selection
 
 
-class Surface(StrEnum):
-    """Position of a slot relative to its block."""
-
-    OUTPUT = "output"
-    """The output of a submodule."""
-    PRE_POOL = "pre_pool"
-    """After the ReLU of a block, before its pooling."""
-    POST_POOL = "post_pool"
-    """After the pooling of a block."""
-    BLOCK_END = "block_end"
-    """After the last layer of a segment."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class InjectionPoint:
     """A place where a seed can grow.
 
     Attributes:
-        slot_id: e.g. "r0c1". channels: C of features [C, H, W], D of [T, D]. surface: its position in its block.
+        slot_id: e.g. "r0c1". channels: C of features [C, H, W], D of [T, D].
         order: index among all points in action order. position: place in the forward pass, in [0, 1].
     """
 
     slot_id: str
     channels: int
-    surface: Surface
     order: int
     position: float
 

@@ -37,7 +37,6 @@ from esper.kasmina.hosts.host import (
     Host,
     InjectionPoint,
     Interface,
-    Surface,
     enabled_points,
     inputs_in_words,
     near,
@@ -519,7 +518,7 @@ def _facts(network: nn.Module, slots: Sequence[str], x: Tensor, interface: Inter
     order = [call.path for call in run.calls]
     shapes = [tuple(run.of(slot)[0].output.shape[1:]) for slot in slots]
     points = tuple(
-        InjectionPoint(slot_id=slot, channels=shape[0] if len(shape) == 3 else shape[-1], surface=Surface.OUTPUT,
+        InjectionPoint(slot_id=slot, channels=shape[0] if len(shape) == 3 else shape[-1],
                        order=i, position=(order.index(slot) + 1) / len(order))
         for i, (slot, shape) in enumerate(zip(slots, shapes, strict=True))
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.layers import CausalAttention, Positions
-from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, Surface, enabled_points
+from esper.kasmina.hosts.host import Apply, Host, InjectionPoint, enabled_points
 from esper.kasmina.parameters.dropout import with_keyed_dropout
 from esper.leyline.errors import ConfigError
 from esper.leyline.settings import AtLeast1, AtLeast2, Decay, check_fields
@@ -52,7 +52,7 @@ class TransformerHostSpec:
     def points(self) -> tuple[InjectionPoint, ...]:
         """All points in action order, which is the order of the forward pass."""
         return tuple(
-            InjectionPoint(slot_id=f"r0c{j}", channels=self.width, surface=Surface.BLOCK_END, order=j,
+            InjectionPoint(slot_id=f"r0c{j}", channels=self.width, order=j,
                            position=(j + 1) / self.segments) for j in range(self.segments))  # fmt: skip
 
     def num_params(self) -> int:

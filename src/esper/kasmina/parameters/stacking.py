@@ -590,7 +590,8 @@ def _problem(stack: nn.Module, module: nn.Module, trial: _Trial, dtype: torch.dt
                 said = str(error).strip().split("\n")[0].rstrip(".")
                 return f"fails for many hosts at once ({type(error).__name__}{where}: {said})"
         for g in range(_HOSTS):
-            params, state = layout.unpack(trial.rows[g]), buffers.unpack(trial.state[g].clone())
+            params = layout.unpack(trial.rows[g])
+            state = {name: value.clone() for name, value in buffers.unpack(trial.state[g]).items()}  # each its version
             with _watched(alone.train(training)) as (_, single):
                 expected = _trial_of_one(alone, g, params, state, trial, pull)
             if not all(near(ours[g], theirs) for ours, theirs in zip(results, expected, strict=True)):

@@ -88,15 +88,10 @@ else:
         return property(found, doc=compute.__doc__)
 
 
-_POTENTIAL_TABLES: dict[torch.device, Tensor] = {}
-
-
+@lru_cache
 def potential_table(device: torch.device) -> Tensor:
-    """Stage potentials by stage value, float64 [11], cached per device."""
-    table = _POTENTIAL_TABLES.get(device)
-    if table is None:
-        table = _POTENTIAL_TABLES[device] = torch.tensor(STAGE_POTENTIAL, dtype=torch.float64, device=device)
-    return table
+    """Stage potentials by stage value, float64 [11]."""
+    return torch.tensor(STAGE_POTENTIAL, dtype=torch.float64, device=device)
 
 
 @tensor_dataclass

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esper.leyline.errors import EsperError
-from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.runs.assembly.assemble import baseline_of, device_of, engine_of, learner_of, reward_of
 from esper.runs.assembly.presets import resolve
 from esper.runs.assembly.run_config import RunConfig

@@ -35,9 +35,9 @@ from esper.simic.client import SimicClient
 from esper.telemetry.machine import environment
 from esper.tolaria import engine as engine_module
 from esper.tolaria import governor, phases
-from esper.tolaria.executors.fused import executor as fused
+from esper.tolaria.executors import fused
 from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.optimizer_step import StackedOptimizer
+from esper.tolaria.executors.training import StackedOptimizer
 from esper.tolaria.runtime import CUDATimer, choose_device
 from measured_rounds import Setting, Subject, configured, percentile
 from operator_counts import most_expensive_operators, operators_by_phase, operators_of, print_functions

@@ -21,12 +21,12 @@ import tyro
 from rich.console import Console
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import TEMPO_TICKS, LifecycleOp
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.manifest import GrownSlot, GrowthManifest
-from esper.leyline.protocols import StateTree
 from esper.leyline.stages import HostFamily
+from esper.leyline.tensor_dataclass import StateTree
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
 from esper.tamiyo.baselines import scheduled

@@ -31,7 +31,7 @@ MAY_DRAW = {
     "kasmina/hosts/module_host.py": "tries a user's network, with a generator of its own",
     "kasmina/parameters/initialization.py": "replays the draws of a constructor, to see whether it has drawn others",
     "kasmina/parameters/stacking.py": "tries a stacked module, with a generator of its own",
-    "tolaria/executors/native/trial.py": "tries a rule on a module, with a generator of its own",
+    "tolaria/executors/native/networks.py": "tries a rule on a module, with a generator of its own",
     "export/checking.py": "lets random networks draw the same numbers wherever they are compared",
 }
 MAY_CATCH_ALL = {
@@ -48,7 +48,7 @@ MAY_CATCH_ALL = {
     "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "telemetry/background.py": "nor does a sink",
-    "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
+    "tolaria/executors/sharded.py": "sends the exception to the process that asked, which raises it",
 }
 FORBIDDEN = re.compile(
     "|".join(

@@ -11,7 +11,7 @@ import pytest
 
 import small_runs
 from esper.cli import main
-from esper.leyline.wording import command, option, read_in_a_shell
+from esper.leyline.errors import command, option, read_in_a_shell
 
 ESPER = (sys.executable, "-m", "esper.cli")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}

@@ -11,7 +11,7 @@ import esper
 from esper.api.task import optimizer_of
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from plain import PlainTraining, assert_close
 from tiny import Bench

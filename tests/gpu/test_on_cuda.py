@@ -15,8 +15,8 @@ from torch import Tensor
 
 import small_runs
 from esper.kasmina.blueprints import blueprint_by_name
-from esper.leyline.pytree import flatten
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
+from esper.leyline.structure import flatten
 from esper.leyline.tensor_dataclass import named_tensors
 from esper.runs.assembly.assemble import dataset_of, engine_of, learner_of
 from esper.runs.assembly.presets import resolve
@@ -24,7 +24,7 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.simic.client import SimicClient
 from esper.simic.compilation import graphs_compiled
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.protocol import TrainPass
 from esper.tolaria.phases import ControlPlane
 from tiny import Bench

@@ -5,7 +5,7 @@ import pytest
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.manifest import GrownSlot, GrowthManifest, manifests, planting_of
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 
 SPEC = EngineSpec(

@@ -9,8 +9,8 @@ import torch
 
 import small_runs
 from esper.kasmina.rules.guards import legal_ops
-from esper.leyline.checkpoint_tree import with_prefix
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
+from esper.leyline.tensor_dataclass import with_prefix
 from esper.runs.assembly.assemble import assemble, device_of, engine_of, learner_of
 from esper.runs.assembly.presets import config_of_run, resolve
 from esper.runs.assembly.run_config import RunConfig

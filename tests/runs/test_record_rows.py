@@ -8,7 +8,7 @@ from test_runs_events import SPEC
 from test_runs_report import step
 
 from esper.leyline.actions import HEAD_NAMES, HEADS, Head, LifecycleOp
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
 from esper.runs.record_rows import RecordRows, bytes_of
 from esper.telemetry.record.parts import Rows, parts_in

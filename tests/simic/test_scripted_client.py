@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.leyline.protocols import ClientProtocol
+from esper.leyline.messages import ClientProtocol
 from esper.runs.assembly.assemble import baseline_of, engine_of
 from esper.runs.assembly.presets import resolve
 from esper.simic.client import ScriptedClient

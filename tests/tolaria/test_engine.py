@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tiny
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
-from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
 from esper.simic.shapley import shapley_values
 from esper.tasks.null import host_accuracy

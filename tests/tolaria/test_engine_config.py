@@ -12,9 +12,9 @@ from esper.tasks.datasets import Dataset, Split
 from esper.tasks.presets import NULL
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.scripted import ScriptedExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import CPU
 
 SLOTS = ("r0c0", "r0c1")

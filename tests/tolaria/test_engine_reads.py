@@ -9,7 +9,7 @@ import tiny
 from dry_run import CountedReads
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import CheckpointError
-from esper.simic.agent.ppo import PPOConfig
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.simic.rewards import make_reward
 from esper.tamiyo.network import TamiyoNetwork, initialize

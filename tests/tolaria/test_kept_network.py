@@ -15,7 +15,7 @@ from esper.simic.rewards.reward_config import RewardConfig
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.presets import NULL
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.engine_config import GovernorConfig
+from esper.tolaria.governor import GovernorConfig
 from toys import ToyClient, WithFaults, action, script
 
 Op = LifecycleOp

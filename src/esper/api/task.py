@@ -40,7 +40,7 @@ from esper.tasks.losses import (
 )
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.batches import training_bounds
-from esper.tolaria.executors.scoring import check_scores
+from esper.tolaria.executors.network import check_scores
 
 AnyOptimizer: TypeAlias = str | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
 """A name, a class of `torch.optim`, or `functools.partial` of one with some values."""

@@ -20,8 +20,7 @@ from esper.cli.options import EXIT_ERROR, EXIT_STOPPED, names_first
 from esper.cli.record import Query, Report, query, report
 from esper.cli.serve import Serve, serve
 from esper.cli.train import Tasks, Train, tasks, train
-from esper.leyline.errors import EsperError, Stopped
-from esper.leyline.wording import read_in_a_shell
+from esper.leyline.errors import EsperError, Stopped, read_in_a_shell
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (Train, train),

@@ -19,7 +19,7 @@ from esper.cli.options import (
     placeholder,
 )
 from esper.leyline.errors import ConfigError
-from esper.leyline.wording import command as command_line
+from esper.leyline.errors import command as command_line
 from esper.telemetry.progress import RunConsole
 from esper.telemetry.run_directory import plugins_of
 

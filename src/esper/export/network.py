@@ -47,12 +47,11 @@ from esper.export.grown import (
 from esper.export.source import UnwritableError, is_installed_module, written
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.checkpoint_tree import below
-from esper.leyline.errors import ConfigError, ExportError, nearest
+from esper.leyline.errors import ConfigError, ExportError, nearest, option
 from esper.leyline.files import mode_of, remove, replacing_folder
 from esper.leyline.objective import Objective
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.leyline.wording import option
+from esper.leyline.tensor_dataclass import below
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.text import ByteTokenizer, TokenizerFile
 from esper.tasks.losses import of_split, perplexity

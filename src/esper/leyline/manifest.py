@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Algorithm, SeedStage
 
 

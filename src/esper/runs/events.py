@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Cause, SeedStage
 from esper.runs.report import device_name, objective_of, shapley_of
 from esper.simic.rewards.modes import FLAGS

@@ -5,7 +5,7 @@ from typing import final
 
 import numpy as np
 
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import HAS_MODULE, NUM_STAGE_VALUES, SeedStage
 from esper.telemetry.page import HostsShown
 from esper.tolaria.state import StepReport

@@ -23,10 +23,9 @@ from esper.leyline.actions import (
     LifecycleOp,
     Style,
 )
-from esper.leyline.errors import RunDirectoryError
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.errors import RunDirectoryError, option
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import HAS_MODULE, SeedStage
-from esper.leyline.wording import option
 from esper.simic.rewards.modes import FLAGS
 from esper.telemetry.machine import environment, version
 from esper.telemetry.record.parts import RECORD, Rows, rewind, write_about

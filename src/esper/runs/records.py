@@ -13,7 +13,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import final
 
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.runs import events
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.reward_config import RewardConfig

@@ -17,24 +17,38 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from esper.leyline.actions import NUM_HEADS, NUM_OPS, LifecycleOp
-from esper.leyline.checkpoint_tree import below, check_same_shapes, restored, tensors_by_name, with_prefix
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import (
     ActResult,
+    EngineSpec,
+    EpisodeReward,
     Hidden,
     HostState,
     KeptNetwork,
     Observation,
+    PolicyProtocol,
     RewardInputs,
     RewardOutput,
+    RewardProtocol,
     SlotState,
     StoredStep,
 )
-from esper.leyline.protocols import EngineSpec, EpisodeReward, PolicyProtocol, RewardProtocol, StateTree
 from esper.leyline.random import Stream, uniform
-from esper.leyline.tensor_dataclass import blank, named_tensors, tensor_dataclass, tree_map
+from esper.leyline.tensor_dataclass import (
+    StateTree,
+    below,
+    blank,
+    check_same_shapes,
+    named_tensors,
+    restored,
+    tensor_dataclass,
+    tensors_by_name,
+    tree_map,
+    with_prefix,
+)
 from esper.simic.agent.advantages import Frozen, normalized
-from esper.simic.agent.ppo import PPOAgent, PPOConfig, new_agent, run_ppo_updates
+from esper.simic.agent.ppo import PPOAgent, new_agent, run_ppo_updates
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, Transition
 from esper.simic.metrics import Read
 from esper.tamiyo.features import feature_dim, features_of, observe

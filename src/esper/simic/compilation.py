@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.pytree import Form, flatten, unflatten
+from esper.leyline.structure import Form, flatten, unflatten
 
 CompileChoice = Literal["auto", "off", "on"]
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from esper.leyline.actions import HEADS, NUM_HEADS, TEMPO_TICKS, Head, LifecycleOp, Style
 from esper.leyline.errors import RegistryError, nearest
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec, PolicyProtocol
+from esper.leyline.messages import EngineSpec, Observation, PolicyProtocol, StoredStep
 from esper.leyline.random import Stream, uniform
 from esper.leyline.stages import GROWING, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import tensor_dataclass

@@ -38,7 +38,7 @@ from esper.leyline.actions import (
 )
 from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import replacing
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
 from esper.tamiyo.schedules import (
     FEATURES,

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from esper.leyline.actions import HEAD_NAMES, NUM_HEADS, TEMPO_NAMES, TEMPO_TICKS, Head, LifecycleOp, Style
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.stages import HostFamily
 from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tamiyo.scripted import canonical_action, canonical_actions

@@ -25,9 +25,8 @@ from typing import Any, ParamSpec, TextIO, TypeVar, final
 
 import tomli_w
 
-from esper.leyline.errors import RunDirectoryError
+from esper.leyline.errors import RunDirectoryError, command, in_shell, option
 from esper.leyline.files import draft_of, is_draft, lock, mode_of, remove, replacing, sync, sync_file
-from esper.leyline.wording import command, in_shell, option
 from esper.telemetry.record.parts import RECORD
 
 CONFIG, METRICS, EVENTS, SUMMARY, CHECKPOINTS, IMPORTANCE = (

@@ -15,23 +15,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.rules.planting import planted
-from esper.kasmina.rules.rollback import memory_of
+from esper.kasmina.rules.lifecycle import memory_of, planted
 from esper.kasmina.rules.slot_fields import require_known_stages
-from esper.leyline.checkpoint_tree import below, restored, rows_of, tensors_by_name, with_prefix
 from esper.leyline.errors import CheckpointError
 from esper.leyline.manifest import GrowthManifest, planting_of
-from esper.leyline.messages import KeptNetwork
-from esper.leyline.protocols import ClientProtocol, EngineSpec, StateTree
+from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import replace
-from esper.tolaria import governor, phases, reading
+from esper.leyline.tensor_dataclass import StateTree, below, replace, restored, rows_of, tensors_by_name, with_prefix
+from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.phases import ControlPlane, PhaseForm, eager
 from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far
-from esper.tolaria.state import ParallelEnvState, RolloutCost, RolloutStats, StepReport, initial_state
+from esper.tolaria.state import (
+    ParallelEnvState,
+    RolloutCost,
+    RolloutStats,
+    StepReport,
+    decision_of,
+    initial_state,
+    rollout_stats,
+    start_step_read,
+    step_report,
+    structure_now,
+    structure_read,
+    with_coalitions,
+)
 
 StepListener = Callable[[StepReport], None]
 Properties = Callable[[int], Mapping[str, np.ndarray]]
@@ -122,7 +132,7 @@ class VectorizedEngine:
         slots, hosts = planted(self.state.slots, self.state.hosts, blueprint, algorithm, self.executor.costs)
         self._state = replace(self.state, slots=slots, hosts=hosts, memory=memory_of(slots))
         self._coalitions = self._enumerate(self._state, 1)
-        now = reading.structure_now(0, self._state, self._coalitions)
+        now = structure_now(0, self._state, self._coalitions)
         all_hosts = np.ones(self.spec.num_envs, dtype=np.bool_)
         self.executor.apply_structure(data_replace(now, germinated=kinds[0] >= 0, snapshot=all_hosts))
 
@@ -144,7 +154,7 @@ class VectorizedEngine:
         client.finish(final)
         seconds, reads = time.perf_counter() - began, reads_so_far() - reads
         cost = RolloutCost(seconds=seconds, steps=steps, env_steps=steps * self.spec.num_envs, reads=reads)
-        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
+        return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
 
     def train(
         self,
@@ -201,11 +211,11 @@ class VectorizedEngine:
                 client, state.reward, obs, act, verdict.healthy, measured, executed, config
             )
         with self.timer.span("end_step"):
-            ended = self._plane.end_step(verdict, executed, reading.decision_of(act), reward, now)
-        outputs = reading.with_coalitions(ended.outputs, coalitions, validated.accuracy)
+            ended = self._plane.end_step(verdict, executed, decision_of(act), reward, now)
+        outputs = with_coalitions(ended.outputs, coalitions, validated.accuracy)
         self._state = replace(ended.state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
-        self._pending = reading.start(outputs, self._coalitions)
+        self._pending = start_step_read(outputs, self._coalitions)
 
     def apply_structure(self) -> None:
         """Wait for the read of the last step, apply its structure to the parameters, and report the step."""
@@ -213,9 +223,9 @@ class VectorizedEngine:
             return
         arrays, self._pending = self._pending.wait(), None
         with self.timer.span("apply_structure"):
-            self.executor.apply_structure(reading.structure(self.t, arrays))
+            self.executor.apply_structure(structure_read(self.t, arrays))
         if self.listeners:
-            report = reading.step_report(self.episode, self.t, arrays)
+            report = step_report(self.episode, self.t, arrays)
             for listen in self.listeners:
                 listen(report)
 
@@ -223,7 +233,7 @@ class VectorizedEngine:
         """The statistics of a finished episode that a checkpoint restored."""
         cost = RolloutCost(seconds=0.0, steps=0, env_steps=0, reads=0)
         final = self.kept_network()
-        return reading.rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
+        return rollout_stats(self.episode, self.state, final, self._subset_acc, cost, self._instance())
 
     def _instance(self) -> Mapping[str, np.ndarray]:
         """What is recorded of the hosts' instances in this episode."""
@@ -298,4 +308,4 @@ class VectorizedEngine:
         require_known_stages(self._state.slots)
         self.executor.load_state_dict(below("executor", state))
         self.t, self._coalitions = t, self._enumerate(self._state, t + 1)
-        self.executor.apply_structure(reading.structure_now(t, self._state, self._coalitions))
+        self.executor.apply_structure(structure_now(t, self._state, self._coalitions))

@@ -20,19 +20,25 @@ from torch import Tensor
 
 from esper.kasmina.rules import lifecycle
 from esper.kasmina.rules.guards import legal_ops
-from esper.kasmina.rules.ingest import ingest
-from esper.kasmina.rules.rollback import remember, rollback
+from esper.kasmina.rules.lifecycle import remember, rollback
+from esper.kasmina.rules.slot_fields import ingest
 from esper.leyline.actions import Head
-from esper.leyline.messages import ActResult, Measurements, Observation, RewardInputs, RewardOutput, StoredStep
-from esper.leyline.protocols import ClientProtocol
+from esper.leyline.messages import (
+    ActResult,
+    ClientProtocol,
+    Measurements,
+    Observation,
+    RewardInputs,
+    RewardOutput,
+    StoredStep,
+)
 from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
-from esper.tolaria import governor, reading
+from esper.tolaria import governor
 from esper.tolaria.coalitions import Coalitions, derive
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
-from esper.tolaria.reading import Decision
-from esper.tolaria.state import ParallelEnvState, count_rollback, count_step
+from esper.tolaria.state import Decision, FinishedStep, ParallelEnvState, count_rollback, count_step, step_outputs
 
 
 @tensor_dataclass
@@ -71,7 +77,7 @@ class ExecuteOutput:
 
 @tensor_dataclass
 class EndStepOutput:
-    """The state after the step, what is snapshotted, and the tensors of `reading.step_outputs`.
+    """The state after the step, what is snapshotted, and the tensors of `step_outputs`.
 
     `snapshot` are whole hosts; `keep` are new fossils of hosts with strikes, added to the older snapshot alone.
     """
@@ -219,7 +225,7 @@ def end_step(
         memory=remember(executed.state.memory, executed.state.slots, snapshot[:, None] | keep),
         tally=count_step(executed.state.tally, decision.actions, executed.effective_op, reward, verdict.healthy),
     )
-    finished = reading.FinishedStep(
+    finished = FinishedStep(
         state=state,
         num_coalitions=verdict.num_coalitions,
         decision=decision,
@@ -232,7 +238,7 @@ def end_step(
         snapshot=snapshot,
         keep=keep,
     )
-    return EndStepOutput(state=state, snapshot=snapshot, keep=keep, outputs=reading.step_outputs(finished))
+    return EndStepOutput(state=state, snapshot=snapshot, keep=keep, outputs=step_outputs(finished))
 
 
 PhaseForm = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from driver import random_episode, seed_costs
 
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.lifecycle import apply_ops, feedback, tick
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.leyline.tensor_dataclass import named_tensors
 
 AUTOMATIC = LifecycleConfig(min_training_epochs=2, min_prune_age=2, embargo_epochs=2, sequential=False)

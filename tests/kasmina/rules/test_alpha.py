@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scalar_rules import share_of_ramp
 
-from esper.kasmina.rules import alpha
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
+from esper.kasmina.rules import lifecycle
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import LifecycleOp, Style
 from esper.leyline.stages import AlphaCurve, AlphaMode
@@ -48,7 +48,7 @@ def column(values, dtype=torch.float32):
 def start_ramp(start, target, ticks, curve, steepness):
     """One slot per entry of the lists, in HOLD at `start`, retargeted."""
     slots = replace(empty_slots(len(start), 1, torch.device("cpu")), alpha=column(start))
-    return alpha.retarget(
+    return lifecycle.retarget(
         slots,
         torch.ones(len(start), 1, dtype=torch.bool),
         target=column(target),
@@ -60,7 +60,7 @@ def start_ramp(start, target, ticks, curve, steepness):
 
 def tick(slots):
     """One tick of whatever moves."""
-    return alpha.step(slots, slots.alpha_mode != AlphaMode.HOLD)
+    return lifecycle.step_ramps(slots, slots.alpha_mode != AlphaMode.HOLD)
 
 
 def ramp_of(slots, ticks):
@@ -117,7 +117,7 @@ def test_a_ramp_is_monotone_lands_exactly_and_takes_exactly_its_ticks(rows):
 @pytest.mark.parametrize("k", [0.1, 1.0, 6.0, 12.0, 24.0, 200.0])
 def test_a_sigmoid_runs_from_0_to_1_as_worked_out_in_double_precision(k):
     x = torch.linspace(0.0, 1.0, 41)
-    got = alpha.ramp(x, torch.full((41,), int(SIGMOID)), torch.full((41,), k))
+    got = lifecycle.ramp(x, torch.full((41,), int(SIGMOID)), torch.full((41,), k))
     want = torch.tensor([share_of_ramp(v, int(SIGMOID), k) for v in x.tolist()])
     torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5)
     assert (got[0], got[-1]) == (0.0, 1.0)
@@ -126,8 +126,8 @@ def test_a_sigmoid_runs_from_0_to_1_as_worked_out_in_double_precision(k):
 @pytest.mark.parametrize("k", [0.0, 0.05, -3.0])
 def test_a_sigmoid_is_never_flatter_than_steepness_one_tenth(k):
     x = torch.linspace(0.0, 1.0, 11)
-    got = alpha.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), k))
-    torch.testing.assert_close(got, alpha.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), 0.1)))
+    got = lifecycle.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), k))
+    torch.testing.assert_close(got, lifecycle.ramp(x, torch.full((11,), int(SIGMOID)), torch.full((11,), 0.1)))
     torch.testing.assert_close(got, x, rtol=0.0, atol=1e-3)  # at k = 0.1 a sigmoid is a straight line to 1e-4
 
 
@@ -159,8 +159,8 @@ def test_slots_that_are_not_marked_keep_every_field():
     first = torch.tensor([[True], [False]])
     still = column([0.5, 0.5])
     ints = column([3, 3], torch.int64)
-    retargeted = alpha.retarget(slots, first, target=still, ticks=ints, curve=ints, steepness=still)
-    stepped = alpha.step(slots, first)
+    retargeted = lifecycle.retarget(slots, first, target=still, ticks=ints, curve=ints, steepness=still)
+    stepped = lifecycle.step_ramps(slots, first)
     for changed in (retargeted, stepped):
         for name, value in named_tensors(changed):
             torch.testing.assert_close(value[1], getattr(slots, name)[1], rtol=0.0, atol=0.0, equal_nan=True)

@@ -5,11 +5,10 @@ from driver import CPU, HOST_PARAMS, Driver, action, everybody, random_episode, 
 from episodes import MANUAL, RULES, every_rulebook
 from test_lifecycle import PAIRS
 
-from esper.kasmina.rules import alpha
+from esper.kasmina.rules import lifecycle
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import legal_ops
-from esper.kasmina.rules.lifecycle import apply_ops, tick
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
-from esper.kasmina.rules.rollback import memory_of, rollback
+from esper.kasmina.rules.lifecycle import apply_ops, memory_of, rollback, tick
 from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import LEGAL_TRANSITIONS, AlphaMode
@@ -98,14 +97,14 @@ def test_advance_alone_leads_a_seed_towards_holding_and_nowhere_else():
 
 @every_rulebook
 def test_no_ramp_is_ever_begun_while_another_one_runs(name, monkeypatch):
-    begun, retarget = [], alpha.retarget
+    begun, retarget = [], lifecycle.retarget
 
     def watched(slots, where, *ramp):
         assert (slots.alpha_mode[where] == AlphaMode.HOLD).all()
         begun.append(int(where.sum()))
         return retarget(slots, where, *ramp)
 
-    monkeypatch.setattr(alpha, "retarget", watched)
+    monkeypatch.setattr(lifecycle, "retarget", watched)
     random_episode(21, 60, 3, 24, RULES[name])
     assert sum(begun) > 20  # of those that an operation begins; the first ramp of a seed begins from HOLD in the tick
 

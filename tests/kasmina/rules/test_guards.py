@@ -11,8 +11,8 @@ from scalar_rules import legal as scalar_legal
 from scalar_step import slot_dicts
 
 import esper.kasmina
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.guards import advance_active_seed, legal_ops, resolve_target_slot
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.errors import ConfigError

@@ -6,9 +6,8 @@ import pytest
 import torch
 from driver import CPU, HOST_PARAMS, Driver, RandomScript, action, measured, random_episode, with_slot
 
-from esper.kasmina.rules.ingest import ingest
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
-from esper.kasmina.rules.slot_fields import empty_slots, new_hosts
+from esper.kasmina.rules.gates import LifecycleConfig
+from esper.kasmina.rules.slot_fields import empty_slots, ingest, new_hosts
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.tensor_dataclass import named_tensors, row
 

@@ -8,7 +8,7 @@ from scalar_rules import gate_5, new_host, tick_slot
 from scalar_step import cost_dict, measurement_dicts, slot_dicts
 from scalar_step import step as scalar_step
 
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import Head, LifecycleOp
 from esper.leyline.stages import LEGAL_TRANSITIONS
 from esper.leyline.tensor_dataclass import named_tensors, row

@@ -12,7 +12,7 @@ from sklearn.metrics import r2_score
 import tiny
 import tokens
 from esper.kasmina.blueprints import registry
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.objective import Scores
@@ -22,8 +22,8 @@ from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextTo
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.scoring import check_scores, mean_factor
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.network import check_scores, mean_factor
 from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset, same_tree
 from tokens import TokenHostSpec, token_seeds
 from toys import ToyClient, script

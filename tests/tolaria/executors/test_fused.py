@@ -14,10 +14,9 @@ from against_streamed import (
 )
 
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.choice import prefers_fused
-from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.fused.prefixes import buckets
-from esper.tolaria.prefixes import plan_prefixes
+from esper.tolaria.executors.fused import FusedExecutor, buckets
 from tiny import Bench
 
 

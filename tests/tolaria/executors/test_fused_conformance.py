@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 import tiny
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from tiny import Bench, same_tree
 from toys import ToyClient, action, script
 

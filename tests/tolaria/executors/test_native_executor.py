@@ -24,13 +24,13 @@ from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import MeanSquaredError
-from esper.tolaria.amp import LossScaler
+from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem, prefers_native
-from esper.tolaria.executors.host_data import HostData
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.native.kernel_library import cached_library
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.native.machine import cached_library
+from esper.tolaria.executors.network import HostData
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import BATCH, CPU, HOST, OBJECTIVE, SGD, SLOTS, VAL_BATCH, Bench, adamw, dataset, engine, same_tree
 
 

@@ -12,9 +12,14 @@ from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
 from esper.kasmina.blueprints.layers import GateNetwork, LayerScale
 from esper.kasmina.parameters.layout import buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.stages import HostFamily
-from esper.tolaria.executors.native import trial
-from esper.tolaria.executors.native.assembler import Activation, Operation, Place, ShapeError
-from esper.tolaria.executors.native.layer_rules import (
+from esper.tolaria.executors.native import networks
+from esper.tolaria.executors.native.networks import by_instructions, by_torch, disagreement
+from esper.tolaria.executors.native.program import (
+    RULES,
+    Activation,
+    Operation,
+    Place,
+    ShapeError,
     activation,
     batch_norm_relu,
     convolution,
@@ -23,9 +28,8 @@ from esper.tolaria.executors.native.layer_rules import (
     linear,
     max_pool,
     mean_space,
+    problem,
 )
-from esper.tolaria.executors.native.seed_rules import RULES, problem
-from esper.tolaria.executors.native.trial import by_instructions, by_torch, disagreement
 
 BUILT_IN = [registry.blueprint_at(i, HostFamily.CNN) for i in registry.selectable(HostFamily.CNN)]
 SHAPES = [(5, 4, 4), (16, 2, 2), (37, 8, 5), (64, 1, 1)]  # lanes, height, width: full rows and ragged ones
@@ -248,7 +252,7 @@ def test_wrong_gradients_are_found_by_the_trial(monkeypatch):
         y, backward = RULES[LayerScale](a, module, weights, x)
 
         def wrong(g, input_grad):
-            a.emit(Operation.BLEND, g, g, None, Place(trial._ONES, 0), g, sizes=(g.size, 0))  # g := g + 1 g
+            a.emit(Operation.BLEND, g, g, None, Place(networks._ONES, 0), g, sizes=(g.size, 0))  # g := g + 1 g
             return backward(g, input_grad)
 
         return y, wrong

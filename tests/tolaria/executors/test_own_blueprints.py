@@ -14,9 +14,9 @@ from esper.kasmina.parameters.dropout import Moment
 from esper.kasmina.parameters.stacking import stack_layers, vmapped, way_to_stack
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.tolaria.executors.fused.executor import FusedExecutor
+from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.streamed.executor import StreamedExecutor
+from esper.tolaria.executors.streamed import StreamedExecutor
 from tiny import Bench, bit_equal, engine, same_tree
 
 TRAINING, HOLDING = SeedStage.TRAINING, SeedStage.HOLDING

@@ -24,8 +24,17 @@ from esper.leyline.errors import CheckpointError, ConfigError, WorkerError
 from esper.leyline.stages import HostFamily
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.executors.protocol import empty_structure
-from esper.tolaria.executors.sharded.executor import ShardedExecutor, bounds, concatenated, part_of
-from esper.tolaria.executors.sharded.worker import Call, ShardRunner, answered, portable, shard_of
+from esper.tolaria.executors.sharded import (
+    Call,
+    ShardedExecutor,
+    ShardRunner,
+    answered,
+    bounds,
+    concatenated,
+    part_of,
+    portable,
+    shard_of,
+)
 from esper.tolaria.runtime import host_read, reads_so_far
 from toys import ToyClient, action, script
 

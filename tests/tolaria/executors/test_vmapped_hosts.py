@@ -15,8 +15,8 @@ import tokens
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.parameters.stacking import HOST_EXAMPLES, Vmapped
 from esper.tasks.datasets import Dataset, Split
-from esper.tolaria.executors.fused.executor import FusedExecutor
-from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.executors.fused import FusedExecutor
+from esper.tolaria.executors.network import HostData
 from tiny import SLOTS
 from tokens import TOKENS, VOCABULARY, token_seeds
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.pytree import flatten, unflatten
 from esper.leyline.stages import HostFamily
-from esper.leyline.structure import Structure, described, selection
+from esper.leyline.structure import Structure, described, flatten, selection, unflatten
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,9 +55,9 @@ from esper.kasmina.parameters.layout import (
 )
 from esper.kasmina.parameters.population import OWN_STATE, prepared
 from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.pytree import flatten, unflatten
 from esper.leyline.random import seeded_generators
 from esper.leyline.stages import HostFamily
+from esper.leyline.structure import flatten, unflatten
 
 
 @contextmanager

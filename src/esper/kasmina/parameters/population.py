@@ -42,11 +42,10 @@ from esper.kasmina.parameters.layout import (
 )
 from esper.kasmina.parameters.optimizers import OptimizerSpec, OptimizerState, init_state
 from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.checkpoint_tree import StateTree, copy_into, with_prefix
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.random import Stream, generator_seeds, seeded_generators
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.leyline.tensor_dataclass import named_tensors, tree_map
+from esper.leyline.tensor_dataclass import StateTree, copy_into, named_tensors, tree_map, with_prefix
 
 
 @final

@@ -10,7 +10,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.manifest import GrowthManifest, planting_of
-from esper.leyline.protocols import ClientProtocol, EngineSpec
+from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.runs.assembly.plugins import load_plugins
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.simic.client import PolicyFunction, PolicyStep, ScriptedClient, SimicClient, blank_inputs, rollout_bytes
@@ -29,8 +29,7 @@ from esper.tolaria.batches import training_bounds
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.memory import keep_freed_memory
-from esper.tolaria.memory_prediction import available_bytes, gigabytes, predict
+from esper.tolaria.memory import available_bytes, gigabytes, keep_freed_memory, predict
 from esper.tolaria.phases import PhaseForm, eager
 from esper.tolaria.runtime import choose_device, host_read
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from esper.leyline.errors import ConfigError, nearest
-from esper.leyline.wording import in_shell
+from esper.leyline.errors import ConfigError, in_shell, nearest
 from esper.tasks.registry import TaskSpec, register_task, task_by_name, task_names
 
 

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from esper.kasmina.parameters.optimizers import OptimizerSpec
-from esper.kasmina.rules.lifecycle_config import LifecycleConfig
+from esper.kasmina.rules.gates import LifecycleConfig
 from esper.leyline.errors import ConfigError
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.random import MAX_EPISODES
 from esper.leyline.settings import AtLeast0, AtLeast1, check_fields
 from esper.runs.assembly.values import Values, flat, plain

@@ -17,8 +17,7 @@ import torch
 from rich.table import Table
 
 from esper.leyline.actions import LifecycleOp
-from esper.leyline.errors import ConfigError, RunDirectoryError, nearest
-from esper.leyline.wording import option
+from esper.leyline.errors import ConfigError, RunDirectoryError, nearest, option
 from esper.runs.assembly.assemble import dataset_of, device_of, require_memory
 from esper.runs.assembly.run_config import CHANGEABLE, RunConfig
 from esper.runs.assembly.values import flat, plain
@@ -31,7 +30,7 @@ from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
 from esper.telemetry.figures import with_spread
 from esper.telemetry.progress import PassProgress, RunConsole, warn
-from esper.tolaria.memory_prediction import available_bytes
+from esper.tolaria.memory import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})
 """Settings in which the runs of one condition may differ."""

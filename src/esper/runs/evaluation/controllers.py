@@ -23,11 +23,10 @@ import numpy as np
 from esper.kasmina.hosts.cnn import CNNHostSpec
 from esper.kasmina.hosts.host import HostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
-from esper.leyline.checkpoint_tree import below
-from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest
+from esper.leyline.errors import CheckpointError, ConfigError, RegistryError, nearest, option
 from esper.leyline.manifest import GrowthManifest
-from esper.leyline.protocols import ClientProtocol, EngineSpec
-from esper.leyline.wording import option
+from esper.leyline.messages import ClientProtocol, EngineSpec
+from esper.leyline.tensor_dataclass import below
 from esper.runs.assembly.assemble import baseline_of, learner_of, policy_file_client, reward_of
 from esper.runs.assembly.run_config import RunConfig, run_shape
 from esper.runs.assembly.values import plain

@@ -34,12 +34,11 @@ from esper.export.grown import plain as as_module
 from esper.export.network import flops
 from esper.kasmina.hosts.host import Host, HostSpec
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
 from esper.leyline.manifest import GrowthManifest, manifests, planting_of
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import Algorithm, SeedStage
-from esper.leyline.wording import option
 from esper.runs.assembly.assemble import engine_of
 from esper.runs.assembly.plugins import source_of
 from esper.runs.assembly.run_config import RunConfig
@@ -362,7 +361,7 @@ class OutcomeStore:
         arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
         try:
             with replacing(path) as file:
-                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)
+                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)  # type: ignore[arg-type]
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."

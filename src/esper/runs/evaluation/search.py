@@ -31,12 +31,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from esper.leyline.actions import TEMPO_NAMES
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, command
 from esper.leyline.files import replacing
-from esper.leyline.messages import Observation, StoredStep
-from esper.leyline.protocols import EngineSpec
+from esper.leyline.messages import EngineSpec, Observation, StoredStep
 from esper.leyline.random import Stream, local_generator
-from esper.leyline.wording import command
 from esper.runs.assembly.assemble import dataset_of, device_of, engine_of, reward_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation.tables import plain_table

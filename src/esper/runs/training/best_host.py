@@ -14,10 +14,9 @@ import torch
 
 from esper.export.grown import Origin
 from esper.export.network import GrownNetwork
-from esper.leyline.checkpoint_tree import below
 from esper.leyline.errors import CheckpointError, ExportError
 from esper.leyline.manifest import manifests
-from esper.leyline.protocols import StateTree
+from esper.leyline.tensor_dataclass import StateTree, below
 from esper.runs.assembly.assemble import baseline_of, dataset_of, device_of, engine_of
 from esper.runs.assembly.run_config import RunConfig
 from esper.runs.report import objective_of

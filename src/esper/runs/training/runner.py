@@ -19,10 +19,8 @@ import torch
 
 from esper.cpp.build import compiler
 from esper.leyline.actions import TEMPO_TICKS
-from esper.leyline.checkpoint_tree import below, with_prefix
-from esper.leyline.errors import ConfigError
-from esper.leyline.protocols import StateTree
-from esper.leyline.wording import option
+from esper.leyline.errors import ConfigError, option
+from esper.leyline.tensor_dataclass import StateTree, below, with_prefix
 from esper.runs import events, report
 from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
@@ -62,7 +60,7 @@ from esper.telemetry.run_directory import (
 )
 from esper.telemetry.sinks import SINKS, require_installed
 from esper.tolaria.executors.native.executor import NativeExecutor
-from esper.tolaria.executors.sharded.executor import ShardedExecutor
+from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
 from esper.tolaria.state import RolloutStats
 

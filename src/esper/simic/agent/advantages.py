@@ -19,9 +19,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from esper.leyline.checkpoint_tree import copy_into
 from esper.leyline.errors import ConfigError
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import copy_into, tensor_dataclass
 
 CLIP = 10.0
 VARIANCE_EPS = 1e-4

@@ -20,10 +20,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_OPS, LifecycleOp
-from esper.leyline.checkpoint_tree import below, check_same_shapes, copy_into, tensors_by_name, with_prefix
 from esper.leyline.errors import nearest
 from esper.leyline.messages import Hidden
-from esper.leyline.tensor_dataclass import blank, lift, named_tensors, tensor_dataclass, tree_map
+from esper.leyline.tensor_dataclass import (
+    below,
+    blank,
+    check_same_shapes,
+    copy_into,
+    lift,
+    named_tensors,
+    tensor_dataclass,
+    tensors_by_name,
+    tree_map,
+    with_prefix,
+)
 from esper.simic.agent.advantages import NormalizedAdvantages, compute_gae, normalize_advantages
 from esper.simic.rewards.reward_config import GAMMA
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import ConfigError, RegistryError, nearest
-from esper.leyline.messages import HostState, RewardInputs, RewardOutput, SlotState
-from esper.leyline.protocols import RewardProtocol
+from esper.leyline.messages import HostState, RewardInputs, RewardOutput, RewardProtocol, SlotState
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, SeedStage, stages_mask
 from esper.leyline.tensor_dataclass import blank, lift, replace, tensor_dataclass, tree_map
 from esper.simic.rewards.modes import NEW_SEED_POTENTIAL, REWARD_TERMS, Kernel, compute_reward_batched

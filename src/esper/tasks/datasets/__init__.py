@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from esper.leyline.errors import DataError
+from esper.leyline.errors import DataError, option
 from esper.leyline.random import Stream, permutation, seeded_generators, word_rows
 from esper.leyline.structure import Structure, described
-from esper.leyline.wording import option
 
 SplitName = Literal["train", "val", "test"]
 LastBatch = Literal["merge", "drop", "keep"]

@@ -27,9 +27,8 @@ from torch.utils.data import (
 
 from esper.leyline.errors import DataError
 from esper.leyline.objective import Objective
-from esper.leyline.pytree import Form, flatten, unflatten
 from esper.leyline.random import seeded_generators
-from esper.leyline.structure import Structure
+from esper.leyline.structure import Form, Structure, flatten, unflatten
 from esper.tasks.datasets import Augmentation, Dataset, Inputs, PlainValue, RandomFunction, Split, stratified_split
 from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from esper.leyline.errors import command
 from esper.leyline.files import absolute, mode_of
-from esper.leyline.wording import command
 from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.report import behaviour, hosts, learning
 from esper.telemetry.report.views import Payload, Record, columns_of, rounds_of

@@ -14,8 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import final
 
-from esper.leyline.errors import RunDirectoryError
-from esper.leyline.wording import command
+from esper.leyline.errors import RunDirectoryError, command
 from esper.telemetry.record import Record, open_record
 from esper.telemetry.record.lines import evaluation_files
 from esper.telemetry.record.parts import RECORD

@@ -22,23 +22,19 @@ from esper.leyline.objective import Scores
 from esper.tasks.datasets import Inputs, SplitName
 from esper.tasks.datasets.images import CropAndFlip
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.executors.epoch import train_pass
-from esper.tolaria.executors.gradients import gradient_statistics
-from esper.tolaria.executors.host_data import HostData
+from esper.tolaria.coalitions import plan_prefixes
+from esper.tolaria.executors import streamed
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload, working_numbers
-from esper.tolaria.executors.native.networks import Space
-from esper.tolaria.executors.native.structures import (
+from esper.tolaria.executors.native.networks import (
     Programs,
+    Space,
     population_spaces,
     structure_codes,
     training_spaces,
 )
-from esper.tolaria.executors.network import NetworkExecutor
+from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, train_pass
 from esper.tolaria.executors.protocol import EvaluationSplit, TrainPass, ValidationPass
-from esper.tolaria.executors.running_seeds import begin_training, finish_training
-from esper.tolaria.executors.scoring import SummedScores
-from esper.tolaria.executors.streamed import executor as streamed
-from esper.tolaria.prefixes import plan_prefixes
+from esper.tolaria.executors.training import begin_training, finish_training, gradient_statistics
 
 _EXAMPLES = 64
 """Examples that are measured at a time, so that the features of a host stay in a core's cache."""
@@ -71,7 +67,7 @@ class NativeExecutor(NetworkExecutor):
         self._decay = data.decay_mask.to(torch.float32)
 
     def working_bytes(self) -> int:
-        """Working memory of a thread that trains and measures host 0; 0 if PyTorch runs it."""
+        """TrainingCopy memory of a thread that trains and measures host 0; 0 if PyTorch runs it."""
         codes = [structure_codes(self.data.structure, training=training)[:1] for training in (True, False)]
         if not self._programs.can_run(codes[0]).all():
             return 0

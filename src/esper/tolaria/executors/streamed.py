@@ -21,21 +21,18 @@ from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tolaria.batches import SharedBatchIterator
-from esper.tolaria.executors.epoch import run_epoch
-from esper.tolaria.executors.gradients import gradient_statistics
-from esper.tolaria.executors.host_data import HostData
-from esper.tolaria.executors.network import NetworkExecutor
-from esper.tolaria.executors.optimizer_step import StackedOptimizer
+from esper.tolaria.coalitions import PrefixPlan
+from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, mean_factor, run_epoch, sums
 from esper.tolaria.executors.protocol import TrainPass
-from esper.tolaria.executors.running_seeds import (
+from esper.tolaria.executors.training import (
     SlotsOfHost,
+    StackedOptimizer,
     TrainedRows,
     begin_training,
     finish_training,
+    gradient_statistics,
     running_seeds,
 )
-from esper.tolaria.executors.scoring import SummedScores, mean_factor, sums
-from esper.tolaria.prefixes import PrefixPlan
 
 TrainBatch = Callable[[Tensor, Tensor], Scores]
 """x [N, B, ...], y [N, B, ...] --> scores of the trained hosts, summed over the batch."""

@@ -36,7 +36,7 @@ SELECT {_PLACE}, (hash(i) % 1000 / 10)::FLOAT AS val_acc, random()::FLOAT AS val
        random()::FLOAT AS train_loss, (hash(i + 1) % 1000 / 10)::FLOAT AS committed_acc, 1.1::FLOAT AS growth,
        random()::FLOAT AS reward, {_OP} AS op, 'r0c' || (hash(i) % 3) AS slot, hash(i) % 7 > 0 AS success,
        {", ".join(f"random()::FLOAT / 6 AS p_{op.lower()}" for op in OP_NAMES)}, random()::FLOAT AS value,
-       random()::FLOAT AS term_potential, random()::FLOAT AS term_terminal, false AS flag_ransomware
+       random()::FLOAT AS term_potential, random()::FLOAT AS term_terminal, false AS flag_entangled
 FROM range({{first}}, {{last}}) AS numbers(i) ORDER BY round, host, t
 """
 _SLOTS = f"""

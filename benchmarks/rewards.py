@@ -114,7 +114,7 @@ def forms(count: int, options: Options) -> dict[str, Callable[[], object]]:
     given = kernel_arguments(rows) | {
         "epoch": torch.tensor(10), "max_epochs": torch.tensor(30), "config_weights": config.pack()
     }  # fmt: skip
-    del given["drip_scales"], given["drip_contributions"]
+    del given["deferred_scales"], given["deferred_contributions"]
     found: dict[str, Callable[[], object]] = {
         "scalar": lambda: deque((reward_of_row(row, config) for row in rows), maxlen=0),  # discards the results
         "eager": lambda: compute_reward_batched(**given),

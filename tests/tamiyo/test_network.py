@@ -383,13 +383,6 @@ def test_a_blueprint_index_outside_the_table_is_an_error(index):
         network.step(rollout.features[:, 0], torch.full((1, NUM_SLOTS), index), rollout.hidden0)
 
 
-def test_the_state_starts_at_zero_with_one_row_per_layer_and_host():
-    hidden = new_network(layers=2).initial_hidden(5, CPU)
-    assert hidden.h.shape == hidden.c.shape == (2, 5, 32)
-    assert not hidden.h.any()
-    assert not hidden.c.any()
-
-
 def test_a_step_asks_the_device_nothing(monkeypatch):
     network, reads = new_network(), []
     rollout = Rollout(network)

@@ -63,7 +63,7 @@ class Written:
             "host": np.array([h for _, h in places], dtype=np.int32),
             "op": np.zeros(len(places), dtype=np.int8),
             "p_wait": np.array([self.p_wait[n - 1] for n, _ in places], dtype=np.float32),
-            "flag_ransomware": np.array([place in self.flagged for place in places]),
+            "flag_entangled": np.array([place in self.flagged for place in places]),
         }
         with duckdb.connect(":memory:") as database:
             write_part(self.path / RECORD, Rows("steps", columns, {"op": ["WAIT"]}), (1, 1), (ROUNDS, 1), database)
@@ -156,7 +156,7 @@ def test_an_objective_that_falls_or_stands_still_is_found(tmp_path: Path) -> Non
 
 def test_steps_that_game_the_reward_are_found_by_host(written: Written) -> None:
     written.flagged = [(2, 5), (4, 1)]
-    assert written.found() == [("ransomware_steps", 2, 5, 1.0), ("ransomware_steps", 4, 1, 1.0)]
+    assert written.found() == [("entangled_steps", 2, 5, 1.0), ("entangled_steps", 4, 1, 1.0)]
 
 
 def test_the_share_of_the_variance_between_two_groups() -> None:
@@ -168,7 +168,7 @@ def test_the_share_of_the_variance_between_two_groups() -> None:
 
 def test_missing_metrics_raise_nothing() -> None:
     assert list(of_update({name: math.nan for name in RULES})) == []
-    assert list(of_flags({"ransomware": 0})) == []
+    assert list(of_flags({"entangled": 0})) == []
     assert list(of_trend(20, [1.0] * 19)) == []
 
 

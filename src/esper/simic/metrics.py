@@ -20,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.actions import HEAD_NAMES
-from esper.leyline.tensor_dataclass import tensor_dataclass
 
 
 class Reducer(IntEnum):
@@ -90,10 +89,10 @@ Read = Callable[[Tensor], list[float]]
 
 def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
     """One number per metric from the rows of an update in the order of time; no host read."""
-    constants = _constants(rows.device)
+    reducer, weight = _constants(rows.device)
     present = ~rows.isnan()
     known = present.any(dim=0)
-    weights = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).index_select(1, constants.weight)
+    weights = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).index_select(1, weight)
     weights = torch.where(present, weights, 0.0).nan_to_num()
     mean = (torch.where(weights > 0, rows, 0.0) * weights).sum(0) / weights.sum(0)
     order = torch.arange(1, rows.shape[0] + 1, device=rows.device)[:, None]
@@ -108,7 +107,7 @@ def reduce_metrics(rows: Float[Tensor, "B M"]) -> Float[Tensor, " M"]:
             (present & (rows != 0)).any(0).to(rows.dtype),
         )
     )
-    reduced = by_reducer.gather(0, constants.reducer[None])[0]
+    reduced = by_reducer.gather(0, reducer[None])[0]
     return torch.where(known, reduced, torch.nan)
 
 
@@ -117,17 +116,8 @@ def aggregate_ppo_metrics(rows: Sequence[Float[Tensor, " M"]], read: Read = Tens
     return dict(zip(METRIC_NAMES, read(reduce_metrics(torch.stack(list(rows)))), strict=True))
 
 
-@tensor_dataclass
-class _Table:
-    reducer: Tensor
-    weight: Tensor
-
-
 @lru_cache
-def _constants(device: torch.device) -> _Table:
-    """The table as index tensors; an unweighted metric has the extra column of ones as its weight."""
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Reducers and weights as index tensors; an unweighted metric has the extra column of ones as its weight."""
     weights = [METRIC_NAMES.index(m.weight) if m.weight else len(METRICS) for m in METRICS]
-    return _Table(
-        reducer=torch.tensor([int(m.reducer) for m in METRICS], device=device),
-        weight=torch.tensor(weights, device=device),
-    )
+    return torch.tensor([int(m.reducer) for m in METRICS], device=device), torch.tensor(weights, device=device)

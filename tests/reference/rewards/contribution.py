@@ -16,11 +16,11 @@ from reference.rewards.row import (
     clip,
     combine,
     dwell_potential,
+    entangled,
     growth,
     legit,
     occupied,
     ok,
-    ransomware,
     shaping,
     timing,
 )
@@ -180,7 +180,7 @@ def contribution_reward(x: HostRow, w: RewardConfig) -> RowReward:
     info |= {"discount": d, "ratio_penalty": rho, "progress": progress(x, w), "growth": growth(x, w)}
     info |= {"escrow_prev": account, "escrow_next": following}
     extreme = seed and ok(c) and g > 0 and rho != 0 and c > 0 and c / g >= w.hacking_ratio_threshold
-    return RowReward(terms=terms, info=info, escrow_next=following, flags=(extreme, ransomware(x)))
+    return RowReward(terms=terms, info=info, escrow_next=following, flags=(extreme, entangled(x)))
 
 
 def costs(x: HostRow, w: RewardConfig) -> Terms:

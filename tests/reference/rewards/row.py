@@ -17,7 +17,7 @@ Terms = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DripPool:
+class DeferredPool:
     """An open pool of one slot: instalments of `scale` per point that its fossil contributes."""
 
     scale: float
@@ -55,7 +55,7 @@ class HostRow:
     num_contributing: int = 0
     committed_acc: float = NAN
     fossilized_params: float = 0.0
-    drip_pools: tuple[DripPool, ...] = ()
+    deferred_pools: tuple[DeferredPool, ...] = ()
     val_loss: float = NAN
     loss_delta: float = 0.0
     potential_prev: float = 0.0
@@ -78,7 +78,7 @@ class RowReward:
     terms: Terms
     info: Terms = field(default_factory=dict)
     escrow_next: float = 0.0
-    drip_opened: float = 0.0
+    deferred_opened: float = 0.0
     flags: tuple[bool, bool] = (False, False)
 
     @property
@@ -144,7 +144,7 @@ def growth(x: HostRow, w: RewardConfig) -> float:
     return occupied(x) / max(x.host_params, w.rent_host_params_floor)
 
 
-def ransomware(x: HostRow) -> bool:
+def entangled(x: HostRow) -> bool:
     """Removing the seed hurts although the model would be better without seeds."""
     return x.has_seed and x.seed_contribution > 0.1 and x.counterfactual_improvement < -0.2
 

@@ -143,15 +143,6 @@ def test_slabs_whose_time_axis_is_not_the_last_in_memory_give_the_same():
     assert torch.equal(compute_gae(*turned, GAMMA, LAMBDA), compute_gae(*rollout, GAMMA, LAMBDA))
 
 
-@settings(max_examples=50, deadline=None)
-@given(rollouts())
-def test_permuting_hosts_permutes_advantages(rollout):
-    tensors = tensors_of(rollout)
-    order = torch.arange(tensors[0].shape[0]).flip(0)
-    found = compute_gae(*(x[order] for x in tensors), GAMMA, LAMBDA)
-    assert torch.equal(found, compute_gae(*tensors, GAMMA, LAMBDA)[order])
-
-
 def test_return_accumulators_run_forward_in_time():
     rewards = rows([1, 0, -1, 2], [1, 2, -10, 0])
     terminal = torch.cat((flags(4), flags(4, 2)))

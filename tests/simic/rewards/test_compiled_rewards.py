@@ -13,11 +13,10 @@ from reward_toys import host_row, random_rows, replace_rows, seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.actions import LifecycleOp as Op
-from esper.leyline.errors import ConfigError
 from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import REWARD_TERMS, RewardConfig, compute_reward_batched
-from esper.simic.rewards.modes import KERNEL_MODES, check_arguments, check_static
+from esper.simic.rewards.modes import KERNEL_MODES
 from reference.rewards.golden import info_of, kernel_arguments, outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.thresholds import near_threshold
@@ -25,7 +24,7 @@ from reference.rewards.thresholds import near_threshold
 OTHER_NUMBERS = RewardConfig(
     attribution="minimum", contribution_weight=0.7, escrow_delta_clip=0.0, pbrs_weight=0.2, epoch_progress_bonus=0.5,
     rent_host_params_floor=1000.0, alpha_shock_coef=0.4, prune_good_seed_penalty=-0.5, free_slots=2,
-    hacking_ratio_threshold=2.0, attribution_sigmoid_steepness=1.5, germination_warmup_epochs=0, drip_fraction=0.0,
+    hacking_ratio_threshold=2.0, attribution_sigmoid_steepness=1.5, germination_warmup_epochs=0, deferred_fraction=0.0,
     fossilize_quality_ceiling=2.0, max_rent=0.3, param_budget=1000.0, sparse_reward_scale=2.0, min_prune_bonus_age=8,
 )  # fmt: skip
 SWITCHED_OFF = RewardConfig(
@@ -37,10 +36,10 @@ def assert_parity(rows, config, tolerance):
     """Every column of the kernel against the scalar reference; info that the reference leaves out is not compared."""
     out, want = outputs_of(rows, config), [reward_of_row(row, config) for row in rows]
     terms = [[output.terms.get(name, 0.0) for name in REWARD_TERMS] for output in want]
-    rest = [[output.total, output.escrow_next, output.drip_opened] for output in want]
+    rest = [[output.total, output.escrow_next, output.deferred_opened] for output in want]
     near = {"rtol": 0, "atol": tolerance, "equal_nan": True}
     torch.testing.assert_close(out.breakdown, torch.tensor(terms, dtype=torch.float64), **near)
-    got = torch.stack((out.total, out.escrow_next, out.drip_opened), dim=-1)
+    got = torch.stack((out.total, out.escrow_next, out.deferred_opened), dim=-1)
     torch.testing.assert_close(got, torch.tensor(rest, dtype=torch.float64), **near)
     assert out.flags.tolist() == [list(output.flags) for output in want]
     for name, values in info_of(rows, config).items():
@@ -79,7 +78,7 @@ def test_the_total_is_the_sum_of_finite_terms_for_every_pattern_of_missing_value
         rows += replace_rows(rows[:2], **dict.fromkeys(missing, math.nan))
     out = outputs_of(rows, RewardConfig(mode=mode))
     torch.testing.assert_close(out.breakdown.sum(-1), out.total, rtol=0, atol=1e-12)
-    for name in ("total", "breakdown", "escrow_next", "drip_opened"):
+    for name in ("total", "breakdown", "escrow_next", "deferred_opened"):
         assert torch.isfinite(getattr(out, name)).all(), name
 
 
@@ -141,7 +140,7 @@ def test_missing_arguments_mean_missing_in_every_row():
             continue
         weights = RewardConfig(mode=mode).pack()
         short = compute_reward_batched(*fourteen_arguments(rows), 4, 30, weights, mode=mode)
-        full = kernel_arguments(rows) | {"drip_scales": None, "drip_contributions": None}
+        full = kernel_arguments(rows) | {"deferred_scales": None, "deferred_contributions": None}
         long = compute_reward_batched(**full, config_weights=weights, mode=mode)
         torch.testing.assert_close(short.breakdown, long.breakdown, rtol=0, atol=0)
 
@@ -153,36 +152,6 @@ def test_suspicions_are_flagged_and_never_paid():
     honest = dataclasses.replace(toxic, counterfactual_improvement=4.0)
     out = outputs_of([toxic, leaning, honest], RewardConfig(mode="shaped"))
     assert out.flags.tolist() == [[False, True], [True, False], [False, False]]
-
-
-def test_unknown_modes_and_foreign_weights_are_refused():
-    weights = RewardConfig(mode="shaped").pack()
-    with pytest.raises(ConfigError, match="did you mean 'shaped'"):
-        check_static("shapd", "harmonic", weights)
-    with pytest.raises(ConfigError, match="attribution"):
-        check_static("shaped", "geometric", weights)
-    with pytest.raises(ValueError, match=r"LossRewardConfig\.pack"):
-        check_static("loss", "harmonic", weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("val_accs", torch.zeros(3), ValueError),
-        ("val_accs", torch.zeros(2, 1), ValueError),
-        ("drip_scales", torch.zeros(2), ValueError),
-        ("stages", torch.zeros(2, dtype=torch.int32), TypeError),
-        ("has_seed_mask", torch.zeros(2, dtype=torch.int64), TypeError),
-        ("num_active", torch.zeros(2), TypeError),
-        ("val_losses", torch.zeros(2, dtype=torch.int64), TypeError),
-    ],
-)
-def test_arguments_of_a_wrong_shape_or_dtype_are_refused_by_name(name, value, error):
-    given = kernel_arguments(list(random_rows(2, 9)))
-    given = {key: column for key, column in given.items() if key not in ("epoch", "max_epochs")}
-    check_arguments(given)
-    with pytest.raises(error, match=name):
-        check_arguments(given | {name: value})
 
 
 class NoHostRead(TorchDispatchMode):

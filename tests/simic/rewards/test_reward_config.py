@@ -20,7 +20,7 @@ def test_every_number_reaches_its_place_in_the_packed_vector(mode):
     default = packed(RewardConfig(mode=mode))
     assert RewardConfig(mode=mode).pack().dtype == torch.float64
     for name in WEIGHT_NAMES:
-        if (mode, name) == ("basic", "drip_fraction"):
+        if (mode, name) == ("basic", "deferred_fraction"):
             continue
         value = default[name]
         typed = getattr(RewardConfig(), name)
@@ -31,7 +31,7 @@ def test_every_number_reaches_its_place_in_the_packed_vector(mode):
 def test_a_mode_brings_its_own_rollback_penalty_and_drip():
     numbers = {mode: packed(RewardConfig(mode=mode)) for mode in MODES}
     assert {mode for mode, p in numbers.items() if p["rollback_penalty"] == 0.0} == {"objective"}
-    assert {mode for mode, p in numbers.items() if p["drip_fraction"] == 0.7} == {"basic_plus"}
+    assert {mode for mode, p in numbers.items() if p["deferred_fraction"] == 0.7} == {"basic_plus"}
     assert packed(RewardConfig(rollback_penalty=-3.0))["rollback_penalty"] == -3.0
     assert packed(RewardConfig().with_mode("shaped"))["rollback_penalty"] == -10.0
 
@@ -52,10 +52,10 @@ def test_the_loss_presets_differ_where_their_tasks_do():
         ("escrow_stable_window", 0),
         ("escrow_stable_window", 6),
         ("escrow_delta_clip", -1.0),
-        ("max_drip_per_epoch", 0.0),
-        ("min_drip_epochs", 0),
-        ("negative_drip_ratio", 1.5),
-        ("drip_fraction", 1.1),
+        ("max_deferred_per_epoch", 0.0),
+        ("min_deferred_epochs", 0),
+        ("negative_deferred_ratio", 1.5),
+        ("deferred_fraction", 1.1),
         ("rollback_penalty", math.nan),
         ("improvement_safe_threshold", 0.0),
         ("fossilize_quality_ceiling", 0.0),
@@ -76,7 +76,7 @@ def test_an_impossible_loss_number_is_refused_by_name():
 
 def test_basic_pays_its_bonus_at_once():
     with pytest.raises(ConfigError, match="basic_plus"):
-        RewardConfig(mode="basic", drip_fraction=0.5)
+        RewardConfig(mode="basic", deferred_fraction=0.5)
 
 
 def test_a_configuration_never_changes_and_can_key_a_cache():

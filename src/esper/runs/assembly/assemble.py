@@ -116,8 +116,8 @@ def compiled_reward(kernel: Kernel) -> Kernel:
 
 def _transposed(output: RewardOutput) -> RewardOutput:
     """The output with a row for each column: a graph writes one contiguously, and a table only by transposing it."""
-    total, breakdown, escrow_next, drip_opened, flags = output
-    return RewardOutput(total, breakdown.T, escrow_next, drip_opened, flags.T)
+    total, breakdown, escrow_next, deferred_opened, flags = output
+    return RewardOutput(total, breakdown.T, escrow_next, deferred_opened, flags.T)
 
 
 def policy_form(config: RunConfig, spec: EngineSpec) -> Callable[[PolicyStep], PolicyFunction]:

@@ -69,8 +69,8 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 NEW_SEED_POTENTIAL = STAGE_POTENTIAL[SeedStage.GERMINATED]
 """Potential rewarded to GERMINATE, before weight, discount and timing."""
-RANSOM_CONTRIBUTION, RANSOM_GATE_SIGNAL = 0.1, -0.2
-"""Thresholds (points) of `ransoming`: the seed's contribution is above the first, the gate signal below the second."""
+ENTANGLED_CONTRIBUTION, ENTANGLED_GATE_SIGNAL = 0.1, -0.2
+"""Thresholds (points) of `entangled`: the seed's contribution is above the first, the gate signal below the second."""
 
 if TYPE_CHECKING:
     computed_once = property
@@ -88,15 +88,10 @@ else:
         return property(found, doc=compute.__doc__)
 
 
-_POTENTIAL_TABLES: dict[torch.device, Tensor] = {}
-
-
+@lru_cache
 def potential_table(device: torch.device) -> Tensor:
-    """Stage potentials by stage value, float64 [11], cached per device."""
-    table = _POTENTIAL_TABLES.get(device)
-    if table is None:
-        table = _POTENTIAL_TABLES[device] = torch.tensor(STAGE_POTENTIAL, dtype=torch.float64, device=device)
-    return table
+    """Stage potentials by stage value, float64 [11]."""
+    return torch.tensor(STAGE_POTENTIAL, dtype=torch.float64, device=device)
 
 
 @tensor_dataclass
@@ -222,9 +217,9 @@ class TargetRow:
         return self.stage_potential + _waiting(self, self.dwell)
 
     @computed_once
-    def ransoming(self) -> Tensor:
+    def entangled(self) -> Tensor:
         """Mask: removing this seed alone hurts, but removing all seeds would help."""
-        return self.seed * gt(self.c, RANSOM_CONTRIBUTION) * lt(self.g, RANSOM_GATE_SIGNAL)
+        return self.seed * gt(self.c, ENTANGLED_CONTRIBUTION) * lt(self.g, ENTANGLED_GATE_SIGNAL)
 
 
 def row_of(
@@ -464,7 +459,7 @@ def _fossilization(x: TargetRow) -> Tensor:
     quality = w["fossilize_terminal_scale"] * torch.tanh(1 / w["fossilize_quality_ceiling"])
     base = w["fossilize_base_bonus"] + quality * x.on("terminal_reward")
     bonus = (base + w["fossilize_contribution_scale"] * x.c) * legitimacy(x)
-    harm = torch.clamp(0.2 * x.g, min=-1.0) - 0.5 - 0.3 * x.ransoming
+    harm = torch.clamp(0.2 * x.g, min=-1.0) - 0.5 - 0.3 * x.entangled
     value = select(ge(x.c, MIN_CONTRIBUTION), bonus, w["fossilize_noncontributing_penalty"])
     value = select(lt(x.g, 0), harm, value)
     return w["fossilize_cost"] + select(x.held * x.g_known, value, w["invalid_fossilize_penalty"])
@@ -488,14 +483,14 @@ def suspected_ratio(x: TargetRow, credit: Credit) -> Tensor:
     return gt(x.g, 0) * beyond * lt(credit.ratio_penalty, 0)
 
 
-FLAGS = ("attribution_ratio", "ransomware")
+FLAGS = ("attribution_ratio", "entangled")
 """Columns of `RewardOutput.flags`: suspicions for telemetry, without effect on the reward."""
 
 
 REWARD_TERMS = (
     "attribution", "blending_warning", "holding_warning", "potential", "synergy", "rent", "alpha_shock",
-    "occupancy", "fossil_upkeep", "action", "terminal", "drip", "loss_delta",
-    "escrow_forfeit", "germination_clawback", "auto_prune", "hindsight", "rollback",
+    "occupancy", "fossil_upkeep", "action", "terminal", "deferred_bonus", "loss_delta",
+    "escrow_forfeit", "germination_refund", "auto_prune", "hindsight", "rollback",
     "early_prune",
 )  # fmt: skip
 """Columns of a breakdown; escrow_forfeit to rollback depend on the past and are written by `reward_step`."""
@@ -520,12 +515,12 @@ def basic_terms(x: TargetRow) -> Terms:
 
 def basic_plus_terms(x: TargetRow) -> Terms:
     """Basic, plus bounded instalments of open pools in proportion to the current contributions of their fossils."""
-    terms, scales, contributions = basic_terms(x), x.given["drip_scales"], x.given["drip_contributions"]
-    terms["drip"] = x.zero
+    terms, scales, contributions = basic_terms(x), x.given["deferred_scales"], x.given["deferred_contributions"]
+    terms["deferred_bonus"] = x.zero
     if scales is not None and contributions is not None:
-        drip, most = scales.to(torch.float64) * contributions.to(torch.float64), x.w["max_drip_per_epoch"]
-        drip = torch.minimum(torch.maximum(drip, -x.w["negative_drip_ratio"] * most), most)
-        terms["drip"] = drip.nan_to_num(nan=0.0).sum(-1)
+        deferred, most = scales.to(torch.float64) * contributions.to(torch.float64), x.w["max_deferred_per_epoch"]
+        deferred = torch.minimum(torch.maximum(deferred, -x.w["negative_deferred_ratio"] * most), most)
+        terms["deferred_bonus"] = deferred.nan_to_num(nan=0.0).sum(-1)
     return terms
 
 
@@ -545,13 +540,15 @@ def _basic_fossilization(x: TargetRow) -> Tensor:
     w = x.w
     valid = x.held * not_(gt(x.c, 0.1) * not_(gt(x.g, 0)))
     wrong = select(valid, w["basic_fossilize_noncontributing_penalty"], w["basic_fossilize_invalid_penalty"])
-    return select(_earns_basic_bonus(x), not_(w["drip_fraction"]) * _full_basic_bonus(x), wrong) * x.fossilize * x.seed
+    return (
+        select(_earns_basic_bonus(x), not_(w["deferred_fraction"]) * _full_basic_bonus(x), wrong) * x.fossilize * x.seed
+    )
 
 
-def drip_opened(x: TargetRow) -> Tensor:
+def deferred_opened(x: TargetRow) -> Tensor:
     """Scale of the pool opened in this step, or 0."""
-    steps = torch.maximum(x.steps_left, x.w["min_drip_epochs"])
-    return x.w["drip_fraction"] * _full_basic_bonus(x) / steps * _earns_basic_bonus(x)
+    steps = torch.maximum(x.steps_left, x.w["min_deferred_epochs"])
+    return x.w["deferred_fraction"] * _full_basic_bonus(x) / steps * _earns_basic_bonus(x)
 
 
 # Sparse, minimal, simplified
@@ -624,7 +621,7 @@ _INTEGERS = frozenset(
         "num_active", "num_fossilized", "num_contributing",
     }
 )  # fmt: skip
-_POOLS = ("drip_scales", "drip_contributions")
+_POOLS = ("deferred_scales", "deferred_contributions")
 CREDIT_MODES = ("shaped", "escrow")
 KERNEL_MODES = (*CREDIT_MODES, *PLAIN_MODES)
 
@@ -635,7 +632,7 @@ class RewardOutput(NamedTuple):
     total: Float[Tensor, " N"]
     breakdown: Float[Tensor, "N M"]
     escrow_next: Float[Tensor, " N"]
-    drip_opened: Float[Tensor, " N"]
+    deferred_opened: Float[Tensor, " N"]
     flags: Bool[Tensor, "N 2"]
 
 
@@ -675,8 +672,8 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
     num_contributing: IntN | None = None,
     committed_accs: FloatN | None = None,
     fossilized_params: FloatN | None = None,
-    drip_scales: Float[Tensor, "N S"] | None = None,
-    drip_contributions: Float[Tensor, "N S"] | None = None,
+    deferred_scales: Float[Tensor, "N S"] | None = None,
+    deferred_contributions: Float[Tensor, "N S"] | None = None,
     val_losses: FloatN | None = None,
     loss_deltas: FloatN | None = None,
 ) -> RewardOutput:
@@ -697,7 +694,7 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
             alpha movement of the host.
         num_active, num_fossilized, num_contributing: seeds of the host before the op.
         committed_accs: accuracy with every seed off that is not fossilized.
-        drip_scales, drip_contributions: open pools (0 = none) and contributions of their fossils.
+        deferred_scales, deferred_contributions: open pools (0 = none) and contributions of their fossils.
         val_losses, loss_deltas: mode `loss`; a positive change is a regression.
 
     Returns:
@@ -716,8 +713,8 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
         "host_params": host_params, "effective_seed_params": effective_seed_params,
         "alpha_delta_sq_sums": alpha_delta_sq_sums, "num_active": num_active, "num_fossilized": num_fossilized,
         "num_contributing": num_contributing, "committed_accs": committed_accs,
-        "fossilized_params": fossilized_params, "drip_scales": drip_scales,
-        "drip_contributions": drip_contributions, "val_losses": val_losses, "loss_deltas": loss_deltas,
+        "fossilized_params": fossilized_params, "deferred_scales": deferred_scales,
+        "deferred_contributions": deferred_contributions, "val_losses": val_losses, "loss_deltas": loss_deltas,
     }  # fmt: skip
     check_static(mode, attribution, config_weights)
     check_arguments(given)
@@ -731,13 +728,13 @@ def compute_reward_batched(  # noqa: D417 -- arguments that belong together are 
         escrow_next = credit.account + credit.change
     else:
         terms = PLAIN_MODES[mode](x)
-        opened = drip_opened(x) if mode == "basic_plus" else x.zero
+        opened = deferred_opened(x) if mode == "basic_plus" else x.zero
     out = RewardOutput(
         total=reduce(add, terms.values()),
         breakdown=torch.stack([terms.get(name, x.zero) for name in REWARD_TERMS]).T,
         escrow_next=escrow_next,
-        drip_opened=opened,
-        flags=torch.stack((suspected, x.ransoming)).to(torch.float32).to(torch.bool).T,  # compiled: by vectors
+        deferred_opened=opened,
+        flags=torch.stack((suspected, x.entangled)).to(torch.float32).to(torch.bool).T,  # compiled: by vectors
     )
     return RewardOutput._make(x.to(val_accs.dtype) if x.is_floating_point() else x for x in out)
 
@@ -792,8 +789,8 @@ def check_arguments(given: Mapping[str, Tensor | None]) -> None:
     scales, contributions = (given.get(name) for name in _POOLS)
     if scales is not None and contributions is not None and scales.shape != contributions.shape:
         raise ValueError(
-            f"drip_contributions has shape {tuple(contributions.shape)} but drip_scales {tuple(scales.shape)}; both "
-            "must be (N, S), one column per slot."
+            f"deferred_contributions has shape {tuple(contributions.shape)} but deferred_scales {tuple(scales.shape)}; "
+            "both must be (N, S), one column per slot."
         )
 
 

@@ -84,9 +84,7 @@ def parameters(
         "total_params": host_N + seeds_N,
         "host_params": host_N,
         "effective_seed_params": occupancy_N,
-        "alpha_delta_sq_sums": (moved_N / host_N.clamp(min=config.rent_host_params_floor)).masked_fill(
-            host_N <= 0, 0.0
-        ),
+        "alpha_delta_sq_sums": moved_N.masked_fill(host_N <= 0, 0.0),
         "fossilized_params": fossilized_N,
     }
     return found, alpha_NS, params_NS
@@ -105,7 +103,7 @@ def change(now_N: Tensor, before_N: Tensor) -> Tensor:
 
 _COLUMN = {name: index for index, name in enumerate(REWARD_TERMS)}
 CONTRIBUTION_MODES = ("shaped", "escrow")
-"""Modes with clawback, automatic-prune penalty and hindsight credit."""
+"""Modes with refund, automatic-prune penalty and hindsight credit."""
 HINDSIGHT_SCALE = 0.1
 
 
@@ -116,13 +114,13 @@ class RewardState:
     Attributes:
         escrow: credit account of each slot.
         ledger: sum of a slot's positive interactions in each step so far; width 0 in modes without hindsight credit.
-        drip_scale: open pools, 0 = none.
+        deferred_scale: open pools, 0 = none.
         prev_alpha, prev_params: alpha and parameters of each slot in the previous step.
     """
 
     escrow: Float[Tensor, "N S"]
     ledger: Float[Tensor, "N S E"]
-    drip_scale: Float[Tensor, "N S"]
+    deferred_scale: Float[Tensor, "N S"]
     prev_alpha: Float[Tensor, "N S"]
     prev_params: Float[Tensor, "N S"]
 
@@ -138,7 +136,7 @@ def initial_state(n: int, slots: int, steps: int, device: torch.device, config: 
     return RewardState(
         escrow=zeros(n, slots),
         ledger=zeros(n, slots, steps if config.mode in CONTRIBUTION_MODES else 0),
-        drip_scale=zeros(n, slots),
+        deferred_scale=zeros(n, slots),
         prev_alpha=zeros(n, slots),
         prev_params=zeros(n, slots),
     )
@@ -202,8 +200,10 @@ def reward_step(
         if inputs.epoch == inputs.max_epochs:
             extra |= _at_the_end(inputs, after.get("escrow"), config, op_N, sets.growing)
     if config.mode == "basic_plus":  # a pool counts from the next step to the end of the episode
-        opened_N = torch.where(output.drip_opened > 0, output.drip_opened, at_target(state.drip_scale, index_N1))
-        after["drip_scale"] = torch.where(_is_target(inputs), opened_N[:, None], state.drip_scale)
+        opened_N = torch.where(
+            output.deferred_opened > 0, output.deferred_opened, at_target(state.deferred_scale, index_N1)
+        )
+        after["deferred_scale"] = torch.where(_is_target(inputs), opened_N[:, None], state.deferred_scale)
     for name, value_N in extra.items():
         output.breakdown[:, _COLUMN[name]] = value_N
         total_N = total_N + value_N
@@ -226,7 +226,7 @@ def _arguments(
         return at_target(values_NS, index_N1)
 
     hosts, slots, val_acc_N = inputs.hosts, inputs.slots, inputs.hosts.val_acc.to(torch.float64)
-    escrow, drip, loss = config.mode == "escrow", config.mode == "basic_plus", config.mode == "loss"
+    escrow, deferred, loss = config.mode == "escrow", config.mode == "basic_plus", config.mode == "loss"
     return {
         "actions": op_N,
         "seed_contributions": target(measured_NS),
@@ -253,8 +253,8 @@ def _arguments(
         "num_fossilized": sets.num_fossil,
         "num_contributing": hosts.n_contributing.contiguous(),
         "committed_accs": hosts.committed_acc.to(torch.float64),
-        "drip_scales": state.drip_scale if drip else None,
-        "drip_contributions": measured_NS if drip else None,
+        "deferred_scales": state.deferred_scale if deferred else None,
+        "deferred_contributions": measured_NS if deferred else None,
         "val_losses": hosts.val_loss.to(torch.float64) if loss else None,
         "loss_deltas": change(hosts.val_loss, hosts.prev_val_loss) if loss else None,
     }
@@ -319,7 +319,7 @@ def _at_the_end(
         gone_NS = _is_target(inputs) & pruned_N[:, None]
         potential = config.pbrs_weight * NEW_SEED_POTENTIAL
         due_NS = potential * torch.pow(GAMMA, 1.0 - age_NS)
-        extra["germination_clawback"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)
+        extra["germination_refund"] = -torch.where(young_NS & ~gone_NS, due_NS, 0.0).sum(-1)
     return extra
 
 

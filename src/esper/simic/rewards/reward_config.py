@@ -38,14 +38,14 @@ class ModeTraits:
         summary: one sentence for listings.
         time_limit: whether the last step of an episode bootstraps (truncate) or is a true end (terminate).
         fossils_as_players: whether contributions of fossils must be measured.
-        rollback_penalty, drip_fraction: the mode's values of these two configuration fields.
+        rollback_penalty, deferred_fraction: the mode's values of these two configuration fields.
     """
 
     summary: str
     time_limit: TimeLimit = "truncate"
     fossils_as_players: bool = False
     rollback_penalty: float = -10.0
-    drip_fraction: float = 0.0
+    deferred_fraction: float = 0.0
 
 
 MODES: Mapping[str, ModeTraits] = {
@@ -55,7 +55,7 @@ MODES: Mapping[str, ModeTraits] = {
     "basic_plus": ModeTraits(
         summary="basic, with most of the bonus in instalments that follow the fossil's later contribution",
         fossils_as_players=True,
-        drip_fraction=0.7,
+        deferred_fraction=0.7,
     ),
     "sparse": ModeTraits(summary="committed accuracy minus parameter cost, in the last step only"),
     "minimal": ModeTraits(summary="sparse, with a small price for pruning too early"),
@@ -164,11 +164,11 @@ class RewardConfig:
     germination_warmup_epochs: int = 10
     germination_discount_floor: Share = 0.4
     disable_timing_discount: bool = False
-    drip_fraction: Share | None = None
+    deferred_fraction: Share | None = None
     """Share of a fossilization bonus given in instalments; None = the mode's own value (`MODES`)."""
-    max_drip_per_epoch: Positive = 0.1
-    min_drip_epochs: AtLeast1 = 5
-    negative_drip_ratio: Share = 0.5
+    max_deferred_per_epoch: Positive = 0.1
+    min_deferred_epochs: AtLeast1 = 5
+    negative_deferred_ratio: Share = 0.5
     objective_acc_weight: float = 1.0
     objective_growth_weight: float = 0.03
     """0.03 means that doubling the parameters must buy 2.08 points of accuracy."""
@@ -184,9 +184,9 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "reward")
-        if self.drip_fraction and self.mode == "basic":
+        if self.deferred_fraction and self.mode == "basic":
             raise ConfigError(
-                f"reward.drip_fraction is {self.drip_fraction}; it must be 0 in mode 'basic': instalments need "
+                f"reward.deferred_fraction is {self.deferred_fraction}; it must be 0 in mode 'basic': instalments need "
                 "'basic_plus'."
             )
 

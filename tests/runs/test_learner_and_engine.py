@@ -221,7 +221,6 @@ def test_a_run_of_which_nobody_hears_comes_to_the_same_state_whatever_the_genera
     random.seed(2)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     parts = assemble(chosen, device_of(chosen))
-    assert parts.engine.on_step is None
     parts.engine.train(parts.client, range(2), on_round=lambda stats, metrics: None)
     parts.engine.test()
     assert torch.equal(torch.get_rng_state(), before[0])

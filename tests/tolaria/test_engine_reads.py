@@ -215,7 +215,7 @@ def test_when_the_read_of_a_step_is_waited_for_changes_no_number():
     for at_once in (False, True):
         engine = tiny.engine(3, length)
         reports = []
-        engine.on_step = reports.append
+        engine.listen(reports.append)
         client = ToyClient(engine.spec, busy(3, length))
         engine.reset(client, 0)
         for _ in range(length):

@@ -218,6 +218,7 @@ def test_nobody_looks_at_the_test_split_before_the_end(executor, monkeypatch):
     run.engine.reset(run.client, EPISODE + 1)
     run.step()
     assert data.asked == []
+    run.engine.rollout(run.client)
     run.engine.test()
     assert data.asked
 

@@ -1,6 +1,6 @@
 """The loop of a run: rounds, records, checkpoints, and a clean stop on signals.
 
-engine --on_step--> records: events.jsonl, listeners
+engine --listen--> records: events.jsonl, listeners
 engine --on_round-> metrics.jsonl, events.jsonl, listeners, best host, checkpoint
 """
 
@@ -89,7 +89,7 @@ class Runner:
         self._stop = False
         engine.timer.enabled = True
         self._mark()
-        engine.on_step = self.records.step
+        engine.listen(self.records.step)
 
     def run(self) -> dict[str, object] | None:
         """Run to the end. Returns the summary, or None if a signal stopped the run after writing a checkpoint."""

@@ -180,11 +180,11 @@ def _run(
         where = SINKS[name].where.format(directory.path)
         console.say(f"sink: {name}{f' ({where})' * bool(where)}")
     listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
+    if progress.is_live:
+        parts.engine.listen(hosts.add)  # before the records, which announce what they take
     runner = Runner(
         config, parts.engine, parts.client, directory, listeners, parts.shape, start, dataset=parts.dataset, best=best
     )
-    if progress.is_live and parts.engine.on_step is not None:
-        parts.engine.on_step = hosts.before(parts.engine.on_step)
     with listeners, progress:
         summary = runner.run()
     warn([*listeners.complaints(), *runner.record.complaints()])

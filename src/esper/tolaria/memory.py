@@ -1,9 +1,4 @@
-"""Keeping freed memory in the process.
-
-glibc returns large freed blocks to the kernel, so each step would fault in fresh pages. A run allocates the same sizes
-again and again, and is faster if it keeps them.
-
-How much memory N hosts will need, predicted before it is allocated, and how long a batch of one takes.
+"""Memory that N hosts will need, predicted before it is allocated, and how long a batch of one takes.
 
     part         what                                                             grows with
     process      interpreter, libraries and data, as much as this process holds   workers

@@ -1,49 +1,15 @@
 """The fused executor gives what the streamed one gives: losses, gradients, weights, measurements, whole runs."""
 
-import against_streamed
 import numpy as np
 import pytest
 import torch
-from against_streamed import (
-    ALGORITHMS,
-    ALL,
-    CONDITIONS,
-    compare_in_every_stage_and_blend,
-    compare_whole_runs,
-    grow_different_seeds,
-)
+from against_streamed import compare
 
-from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
+from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.choice import prefers_fused
 from esper.tolaria.executors.fused import FusedExecutor, buckets
 from tiny import Bench
-
-
-def fused(data):
-    return FusedExecutor(data, measures_together=True)
-
-
-def compare(grow, **settings):
-    """Fused against streamed."""
-    against_streamed.compare(fused, grow, **settings)
-
-
-@pytest.mark.parametrize("blueprint", ALL)
-def test_every_blueprint_in_every_stage_and_blend_trains_and_measures_as_host_by_host(blueprint):
-    compare_in_every_stage_and_blend(fused, blueprint)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("stage", "alpha"), CONDITIONS)
-@pytest.mark.parametrize("blueprint", ALL)
-def test_hosts_that_are_all_alike_train_and_measure_as_host_by_host(blueprint, stage, alpha, algorithm):
-    compare(lambda bench: bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm), epochs=1)
-
-
-def test_different_seeds_in_different_hosts_are_independent():
-    compare(grow_different_seeds, num_envs=5)
 
 
 def test_where_the_family_allows_it_active_seeds_send_gradients_into_the_host_and_hidden_ones_do_not():
@@ -60,7 +26,7 @@ def test_where_the_family_allows_it_active_seeds_send_gradients_into_the_host_an
         data.population.family = HostFamily.TRANSFORMER
         return executor
 
-    against_streamed.compare(fused, grow, num_envs=7)
+    compare(fused, grow, num_envs=7)
     below = []  # first layers of hosts with an active seed further up, in either family
     for family in (HostFamily.CNN, HostFamily.TRANSFORMER):
         bench = Bench(1)
@@ -69,14 +35,6 @@ def test_where_the_family_allows_it_active_seeds_send_gradients_into_the_host_an
         bench.train()
         below.append(bench.host_params()["blocks.0.conv.weight"])
     assert not torch.equal(*below)
-
-
-def test_a_frozen_seed_keeps_its_weights_while_the_others_of_its_kind_learn():
-    def grow(bench):
-        bench.grow("r0c0", "conv_small", SeedStage.BLENDING, alpha=0.5)
-        bench.set("r0c0", hosts=[1], alpha_mode=int(AlphaMode.DOWN))
-
-    compare(grow)
 
 
 def test_one_host_alone_is_the_same_as_among_many():
@@ -105,10 +63,6 @@ def test_hosts_that_branch_differently_share_a_bucket_and_reach_the_sets_of_thei
             states = [states[p] | {slot} if on else states[p] for p, on in pairs]
         reached = [states[s] for s in plans[host].state_of_coalition]
         assert reached == [frozenset(np.flatnonzero(row).tolist()) for row in rows]
-
-
-def test_a_whole_run_is_the_same_fused_and_streamed():
-    compare_whole_runs("fused")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 from esper.kasmina.blending import blend
 from esper.leyline.stages import Algorithm
-from esper.tolaria.executors.fused import GroupOutputs, Piece, blend_groups
+from esper.tolaria.executors.fused import BlendSlice, GroupOutputs, blend_groups
 
 BATCH, HOSTS, FEATURES = 3, 6, (2, 4, 4)
 ALPHA = torch.tensor([0.25, 0.5, 0.75, 1.0, 0.4, 0.6])
@@ -14,7 +14,7 @@ ADD, MULTIPLY, GATE = Algorithm.ADD, Algorithm.MULTIPLY, Algorithm.GATE
 
 def piece(algorithm, active, first, hosts):
     index = torch.tensor(hosts)
-    return Piece(algorithm, active, first, first + len(hosts), index, ALPHA[index].view(-1, 1, 1, 1))
+    return BlendSlice(algorithm, active, first, first + len(hosts), index, ALPHA[index].view(-1, 1, 1, 1))
 
 
 def features(seed):

@@ -5,7 +5,7 @@
     evaluate    the forward pass of all distinct states of each host, a few examples at a time
 
 Results are those of the streamed executor up to rounding, and a host gets the same bits alone as among others. Hosts
-with a blueprint without a rule (`seed_rules.py`, `trial.py`) are run as in the streamed executor.
+with a blueprint without a rule are run as in the streamed executor.
 """
 
 from collections.abc import Iterator

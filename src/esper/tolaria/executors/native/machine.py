@@ -1,7 +1,4 @@
-"""The kernels of esper/cpp/native as a loaded library, called through ctypes.
-
-Runs the programs of many hosts, each on its own memory, in one call of the library per thread.
-"""
+"""The kernels of esper/cpp/native as a loaded library; it runs the programs of many hosts, each on its own memory."""
 
 import ctypes
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ from esper.kasmina.parameters import stacked_layers
 from esper.tamiyo import heads
 from esper.tamiyo.recurrence import lstm_sequence
 from esper.telemetry.machine import environment
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 from grown_hosts import CPU, DIGITS_SHAPE, GrownHosts
 from paired import Row, compare, comparisons, cpu_ms, row_of, wall_ms
 

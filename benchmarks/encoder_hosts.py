@@ -24,7 +24,7 @@ from esper.tolaria.build import build_engine
 from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 from grown_hosts import CPU
 from paired import Row, compare, comparisons
 

@@ -9,9 +9,7 @@ The largest case counts: the blueprint with the most parameters, with a gate, in
 for the backward pass is found by two small passes of one host, because it is a constant plus a multiple of the batch.
 """
 
-import ctypes
 import os
-import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -39,23 +37,6 @@ from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.streamed import train_function
 from esper.tolaria.executors.training import begin_training
 from esper.tolaria.runtime import host_read
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
-"""Parameters of mallopt(3)."""
-_NEVER = 2**31 - 1
-_PAD = 2**26
-
-
-def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the rest of the process; returns False without glibc."""
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD))
-    return all(libc.mallopt(parameter, value) == 1 for parameter, value in settings)
-
 
 _DRAWN = 5
 """Most memory while random numbers of an order are drawn and sorted, in multiples of the order."""

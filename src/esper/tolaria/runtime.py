@@ -7,8 +7,10 @@ A *host read* makes Python wait for the contents of a tensor. Intended ones pass
     arrays    views of those bytes, in the order of the tensors
 """
 
+import ctypes
 import math
 import re
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -197,3 +199,24 @@ def choose_device(name: str) -> torch.device:
     if index >= count:
         raise ConfigError(f"device is {name!r} but this machine has cuda:0 to cuda:{count - 1}; use one of these.")
     return torch.device("cuda", index)
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+"""Parameters of mallopt(3)."""
+_NEVER = 2**31 - 1
+_PAD = 2**26
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed memory for the rest of the process; returns False without glibc.
+
+    It returns large freed blocks to the kernel, so each step would fault in fresh pages; a run allocates the same sizes
+    again and again.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD))
+    return all(libc.mallopt(parameter, value) == 1 for parameter, value in settings)

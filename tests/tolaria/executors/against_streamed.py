@@ -42,14 +42,17 @@ class Case(NamedTuple):
         return bench
 
 
-def in_every_stage_and_blend(blueprint: str) -> Case:
-    """Twelve hosts with the same seed, each in another stage or with another blend."""
+TWELVE = len(CONDITIONS) * len(ALGORITHMS)
+
+
+def in_every_stage_and_blend(blueprint: str, slot: str = "r0c1") -> Callable[[Bench], None]:
+    """Grows the same seed in twelve hosts, each in another stage or with another blend."""
 
     def grow(bench):
         for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS, ALGORITHMS)):
-            bench.grow("r0c1", blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
+            bench.grow(slot, blueprint, stage, alpha=alpha, algorithm=algorithm, hosts=[n])
 
-    return Case(grow, num_envs=len(CONDITIONS) * len(ALGORITHMS), epochs=1)
+    return grow
 
 
 def grow_different_seeds(bench):
@@ -69,7 +72,7 @@ def grow_frozen(bench):
 
 
 CASES = {
-    **{name: in_every_stage_and_blend(name) for name in ALL},
+    **{name: Case(in_every_stage_and_blend(name), TWELVE, epochs=1) for name in ALL},
     "different seeds": Case(grow_different_seeds, num_envs=5),
     "two moments": Case(grow_different_seeds, num_envs=5, settings=(("optimizer", adamw()),)),
     "a frozen seed": Case(grow_frozen),

@@ -42,8 +42,7 @@ from esper.tolaria.config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
-from esper.tolaria.memory import keep_freed_memory
-from esper.tolaria.runtime import note_reads, reads_so_far
+from esper.tolaria.runtime import keep_freed_memory, note_reads, reads_so_far
 
 CPU = torch.device("cpu")
 R = TypeVar("R")

@@ -5,7 +5,8 @@
 #   make learn                        train a controller that beats what a search finds, and compare it (18 minutes)
 #   make learn SEED=2                 the same with another seed
 #   make test                         the default tests
-#   make check                        format, lint, types, import order
+#   make test-shapes                  tests that run everything end to end, with the shapes in all signatures checked
+#   make check                        format, lint, types, import order and chains
 #   make bench                        run the benchmarks and write their tables into docs/benchmarks.md
 #   make PYTHON=python3.12 setup      another interpreter
 
@@ -16,7 +17,7 @@ STAMP := $(VENV)/.setup-stamp
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: setup train learn test test-slow test-compiled test-gpu check bench
+.PHONY: setup train learn test test-shapes test-slow test-compiled test-gpu check bench
 
 setup: $(STAMP)
 
@@ -40,7 +41,7 @@ learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-step
 	@mkdir -p runs
 	$(BIN)/esper search mixed_digits --preset learn --seed $(SEED) --num-envs 64 --out $(FOUND)-search \
 		> $(FOUND)-search.log 2>&1 & search=$$!; \
-	$(BIN)/esper train --preset learn --seed $(SEED) --run-dir $(FOUND) $(ARGS) || { kill $$search; exit 1; }; \
+	$(BIN)/esper train --preset learn --seed $(SEED) --out $(FOUND) $(ARGS) || { kill $$search; exit 1; }; \
 	wait $$search || { cat $(FOUND)-search.log >&2; exit 1; }; \
 	cat $(FOUND)-search.log
 	$(BIN)/esper evaluate $(FOUND) $(FOUND)-search/best_schedule.json $(FOUND)-search/best_rule.json \
@@ -50,11 +51,15 @@ learn: $(STAMP)  # two cores, 2 GB of memory; the search spends as many env-step
 test: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile $(ARGS)
 
+test-shapes: $(STAMP)
+	$(PYTEST) -n 2 --dist loadfile --jaxtyping-packages=esper,beartype.beartype \
+		tests/api tests/simic tests/tamiyo tests/tolaria $(ARGS)
+
 test-slow: $(STAMP)
 	$(PYTEST) -m slow -n 2 $(ARGS)
 
 test-compiled: $(STAMP)
-	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)  # it cannot trace checked annotations
+	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m compiled $(ARGS)
 
 test-gpu: $(STAMP)
 	$(PYTEST) -o addopts="--strict-markers --timeout=600" -m gpu tests/gpu $(ARGS)  # skipped where there is no GPU
@@ -64,6 +69,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/write_benchmarks.py $(ARGS)

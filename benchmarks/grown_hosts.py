@@ -22,12 +22,12 @@ from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import StateTree, tree_map
 from esper.leyline.tensor_dataclass import replace as changed
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import Classification, NextToken
+from esper.tasks.losses import Classification, NextToken
 from esper.tasks.presets import DIGITS
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig, ExecutorChoice
+from esper.tolaria.engine_config import EngineConfig, ExecutorChoice
 from esper.tolaria.executors.choice import native_problem
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor

@@ -29,7 +29,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.parameters.population import Population
 from esper.leyline.stages import Algorithm
 from esper.telemetry.machine import environment
-from esper.tolaria.config import ExecutorChoice
+from esper.tolaria.engine_config import ExecutorChoice
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.runtime import keep_freed_memory
 from grown_hosts import CPU, IMAGES, TEXT, TEXT_DROPOUT, Shape, SharedHosts, TextShape, task_of

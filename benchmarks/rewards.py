@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from esper.runs.build import compiled_reward
+from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import RewardConfig, compute_reward_batched
 from esper.telemetry.machine import environment
@@ -110,7 +110,7 @@ def arbitrary_rows(count: int, seed: int = 1) -> list[HostRow]:
 
 def forms(count: int, options: Options) -> dict[str, Callable[[], object]]:
     """The forms by name, as functions without arguments; called once, so that they are compiled."""
-    rows, config = arbitrary_rows(count), RewardConfig()
+    rows, config = arbitrary_rows(count), RewardConfig(mode="shaped")
     given = kernel_arguments(rows) | {
         "epoch": torch.tensor(10), "max_epochs": torch.tensor(30), "config_weights": config.pack()
     }  # fmt: skip

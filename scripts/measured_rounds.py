@@ -26,14 +26,14 @@ from esper.kasmina.parameters.optimizers import OptimizerSpec
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import HostFamily
 from esper.runs import events, report
-from esper.runs.build import assemble, device_of
-from esper.runs.config import RunConfig
-from esper.runs.presets import resolve
+from esper.runs.assembly.assemble import assemble, device_of
+from esper.runs.assembly.presets import resolve
+from esper.runs.assembly.run_config import RunConfig
+from esper.runs.assembly.values import plain
 from esper.runs.record_rows import record_writer
 from esper.runs.records import Records
-from esper.runs.values import plain
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
@@ -166,7 +166,7 @@ class Subject:
             self._records = Records(self._directory, self._listeners, spec, config.reward, record=record)
             self._open.callback(record.close)
             self._record = record
-            self.engine.on_step = self._records.step
+            self.engine.listeners.append(self._records.step)
 
     def __enter__(self) -> "Subject":
         return self

@@ -61,7 +61,7 @@ class Named(NamedTuple):
 
 def main(options: Options) -> int:
     """Check the networks, print a line of each, and write the page; 1 if one of them does not what it should."""
-    from published.collection import every
+    from published import every
 
     if options.one is not None:
         warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 r"""Draws the pictures and writes the tables of docs/results.md from runs and their comparison.
 
-    esper train --preset learn --seed 1 --run-dir runs/learn-1      (and 2, 3)
+    esper train --preset learn --seed 1 --out runs/learn-1      (and 2, 3)
     esper search mixed_digits --preset learn --seed 1 --out runs/search-1
     esper evaluate runs/learn-1 runs/learn-2 runs/learn-3 ... --num-envs 128 --out runs/evaluation
     python scripts/write_results.py runs/evaluation/evaluation.json runs/learn-1 runs/learn-2 runs/learn-3 \

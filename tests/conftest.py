@@ -1,20 +1,55 @@
-"""Puts this folder on the import path, samples shape checks, and watches what is synced to the disk."""
+"""Puts this folder on the import path, and what many tests need.
+
+A finished run is made once per process, and copied where a test changes or continues it. The kinds are those of
+`small_runs.OPTIONS`; rounds and further options make other runs, each once.
+
+    run = shared_run("null", 3)                                 not to be changed; also for fixtures of modules
+    run = finished_run("tiny", 2, "--set", "ppo.lr=1e-3")       a copy in the folder of the test
+"""
 
 import os
+import random
+import shutil
 import stat
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from beartype._check.code import codemain
 
-import shape_checks
-
-shape_checks.install()
+codemain.getrandbits = random.Random(0).getrandbits  # shape checks choose items of a list without the global generator
 
 
-def pytest_runtest_setup() -> None:
-    """Count calls from one in each test."""
-    shape_checks.begin_test()
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`shared_run(kind="null", rounds=3, *options)`: the one run of these settings, made when first asked for."""
+    folder, made = tmp_path_factory.mktemp("finished"), dict[tuple[object, ...], Path]()
+
+    def run(kind: str = "null", rounds: int = 3, *options: str) -> Path:
+        import small_runs
+
+        key = (kind, rounds, *options)
+        if key not in made:
+            path = folder / str(len(made)) / "run"
+            path.parent.mkdir()
+            with redirect_stdout(StringIO()):
+                assert small_runs.train(path, kind, rounds, *options) == 0
+            made[key] = path
+        return made[key]
+
+    return run
+
+
+@pytest.fixture
+def finished_run(shared_run: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """`finished_run(kind="null", rounds=3, *options, name="run")`: a copy in the folder of the test."""
+
+    def copied(kind: str = "null", rounds: int = 3, *options: str, name: str = "run") -> Path:
+        return Path(shutil.copytree(shared_run(kind, rounds, *options), tmp_path / name))
+
+    return copied
 
 
 @pytest.fixture
@@ -48,6 +83,6 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
 @pytest.fixture(autouse=True)
 def _tasks_of_a_test_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is not listed in another."""
-    from esper.tasks import registry  # not before the checks are installed
+    from esper.tasks import registry  # not before the import hook of the shape checks
 
     monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))

@@ -1,6 +1,6 @@
 """What everybody who satisfies a protocol must do: one function per protocol, for real parts and toys alike.
 
-    check_policy(make_client)     check_reward(reward)     check_executor(make_executor, N)     check_sink(sink)
+    check_policy(make_client)     check_reward(reward)     check_executor(make_executor, N)
 
 Each function raises AssertionError where the contract is broken. Write your own part, call the function in a test.
 """
@@ -24,14 +24,13 @@ from esper.leyline.messages import (
     PolicyProtocol,
     RewardInputs,
     RewardProtocol,
-    Sink,
     StoredStep,
 )
 from esper.leyline.stages import HostFamily
 from esper.leyline.tensor_dataclass import is_tensor_dataclass, named_tensors, row
 from esper.tolaria.coalitions import enumerate_coalitions
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor, empty_structure
 from tiny import CPU, bit_equal, same_tree
 from toys import ToyClient, ToyExecutor, action, script
@@ -249,16 +248,3 @@ def check_executor(make: Callable[[], Executor], num_envs: int) -> None:
     fresh = make()
     fresh.reset(1)
     assert same_tree(executor.state_dict(), fresh.state_dict()), "the last episode was not forgotten"
-
-
-# -- Sink -----------------------------------------------------------------------------------------------------------
-
-
-def check_sink(sink: Sink) -> None:
-    """A sink takes any kind of record, says nothing, and does not change what it was given."""
-    assert isinstance(sink, Sink)
-    fields = {"round": 1, "accuracy": 51.5, "name": "toy", "missing": float("nan"), "list": [1, 2]}
-    copy = dict(fields)
-    assert sink.write("update", fields) is None
-    assert sink.write("a kind of its own", {}) is None
-    assert list(fields) == list(copy)

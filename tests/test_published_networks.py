@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 import write_networks
-from published.collection import every
+from published import every
 from published.entry import Published
 
 FAST = {"in-place behind slots", "random.random()", "no_grad"}

@@ -24,12 +24,12 @@ from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import replace
 from esper.tasks.datasets import Dataset, LastBatch, Split
 from esper.tasks.instances import InstanceDistribution
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig, LossScaler
 from esper.tolaria.engine import StepListener, VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig, LossScaler
 from esper.tolaria.executors.network import HostData
 from esper.tolaria.executors.protocol import Structure, TrainPass, ValidationPass
 from esper.tolaria.executors.streamed import StreamedExecutor

@@ -3,21 +3,20 @@
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import esper
 from esper.cli import main
-from esper.cli.query import SHOWN
+from esper.cli.record import SHOWN
 from small_runs import train
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "small"
-    assert train(path, "null", 3) == 0
-    return path
+def run(shared_run: Callable[..., Path]) -> Path:
+    return shared_run("null", 3)
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from published.data import images, vectors
 from published.entry import Published
-from published.examples import images, vectors
 
 
 class ChannelsLast(nn.Module):
@@ -259,80 +259,43 @@ class SelfNormalizing(nn.Module):
 
 
 NETWORKS = [
-    Published(
-        name="channels-last host", style="vendors' guides", model=ChannelsLast, slots=["conv1", "conv2"], data=images,
-        shows="channels-last memory from the first line of forward on",
-    ),
-    Published(
-        name="counter and EMA", style="VQ-VAE, BYOL", model=Counting, slots=["bn"], data=images,
-        shows="buffers written in place beside BatchNorm",
-    ),
-    Published(
-        name="instance norm", style="style transfer", model=Style, slots=["norm1", "conv2"], data=images,
-        shows="InstanceNorm with running statistics beside BatchNorm",
-    ),
-    Published(
-        name="layer_1 and layer.1", style="tutorials", model=SimilarNames, slots=["layer_1", "layer.1"], data=vectors,
-        shows="names of slots that are equal but for a dot",
-    ),
-    Published(
-        name="keys, values, items", style="attention by hand", model=AttentionNames, slots=["items", "keys", "values"],
-        data=vectors, shows="slots with names of methods of dictionaries",
-    ),
-    Published(
-        name="in-place behind slots", style="torchvision", model=InPlaceBehindSlot, slots=["conv1", "conv2"],
-        data=images, shows="ReLU(inplace=True) and `+=` right behind a slot",
-    ),
-    Published(
-        name="compiled", style="torch.compile", model=compiled, slots=["fc1", "fc2"], data=vectors,
-        shows="torch.compile(Net())",
-    ),
-    Published(
-        name="weight_norm, old", style="WaveNet, vocoders", model=weight_normed, slots=["fc1", "fc2"], data=vectors,
-        shows="nn.utils.weight_norm with hooks",
-    ),
-    Published(
-        name="weight_norm, new", style="vocoders", model=parametrized, slots=["fc1", "fc2"], data=vectors,
-        shows="parametrizations",
-    ),
-    Published(
-        name="spectral_norm", style="SNGAN", model=Discriminator, slots=["conv1", "conv2"], data=images,
-        shows="vectors in buffers that move in training, in-place LeakyReLU behind slots",
-    ),
-    Published(
-        name="checkpointing", style="large transformers", model=Checkpointed, slots=["stem"], data=vectors,
-        shows="blocks behind the slot run again in the backward pass",
-    ),
-    Published(
-        name="checkpointing, slot inside", style="large transformers", model=Checkpointed, slots=["stem", "blocks.0"],
-        data=vectors, refused="activation checkpointing", shows="a slot whose block runs again in the backward pass",
-    ),
-    Published(
-        name="lazy layers", style="tutorials", model=Lazy, slots=["conv", "bn"], data=images,
-        shows="LazyConv2d, LazyBatchNorm2d, LazyLinear",
-    ),
-    Published(
-        name="no_grad", style="fine-tuning", model=WithoutGradients, slots=["features"], data=vectors,
-        refused="no_grad", shows="a layer that should learn is called within no_grad",
-    ),
-    Published(
-        name="random.random()", style="fairseq's LayerDrop", model=LayerDrop, slots=["stem"], data=vectors, random=True,
-        shows="Python's random numbers decide which blocks run",
-    ),
-    Published(
-        name="frozen backbone", style="fine-tuning", model=FineTuned, slots=["backbone", "neck"], data=images,
-        shows="partly frozen, with BatchNorm in both parts",
-    ),
-    Published(
-        name="rare branch", style="research code", model=RareBranch, slots=["fc1"], data=vectors,
-        shows="`if torch.rand(()) < 0.4:` in the initialization",
-    ),
-    Published(
-        name="AlphaDropout", style="SNN", model=SelfNormalizing, slots=["body"], data=vectors, random=True,
-        shows="SELU in place, AlphaDropout",
-    ),
-    Published(
-        name="partial with arguments", style="configurations", model=partial(Perceptron, dropout=0.2),
-        slots=["fc1", "drop"], data=vectors, random=True, shows="functools.partial of a class",
-    ),
+    Published(name="channels-last host", style="vendors' guides", model=ChannelsLast, slots=["conv1", "conv2"],
+              data=images, shows="channels-last memory from the first line of forward on"),
+    Published(name="counter and EMA", style="VQ-VAE, BYOL", model=Counting, slots=["bn"], data=images,
+              shows="buffers written in place beside BatchNorm"),
+    Published(name="instance norm", style="style transfer", model=Style, slots=["norm1", "conv2"], data=images,
+              shows="InstanceNorm with running statistics beside BatchNorm"),
+    Published(name="layer_1 and layer.1", style="tutorials", model=SimilarNames, slots=["layer_1", "layer.1"],
+              data=vectors, shows="names of slots that are equal but for a dot"),
+    Published(name="keys, values, items", style="attention by hand", model=AttentionNames,
+              slots=["items", "keys", "values"], data=vectors, shows="slots with names of methods of dictionaries"),
+    Published(name="in-place behind slots", style="torchvision", model=InPlaceBehindSlot, slots=["conv1", "conv2"],
+              data=images, shows="ReLU(inplace=True) and `+=` right behind a slot"),
+    Published(name="compiled", style="torch.compile", model=compiled, slots=["fc1", "fc2"], data=vectors,
+              shows="torch.compile(Net())"),
+    Published(name="weight_norm, old", style="WaveNet, vocoders", model=weight_normed, slots=["fc1", "fc2"],
+              data=vectors, shows="nn.utils.weight_norm with hooks"),
+    Published(name="weight_norm, new", style="vocoders", model=parametrized, slots=["fc1", "fc2"], data=vectors,
+              shows="parametrizations"),
+    Published(name="spectral_norm", style="SNGAN", model=Discriminator, slots=["conv1", "conv2"], data=images,
+              shows="vectors in buffers that move in training, in-place LeakyReLU behind slots"),
+    Published(name="checkpointing", style="large transformers", model=Checkpointed, slots=["stem"], data=vectors,
+              shows="blocks behind the slot run again in the backward pass"),
+    Published(name="checkpointing, slot inside", style="large transformers", model=Checkpointed,
+              slots=["stem", "blocks.0"], data=vectors, refused="activation checkpointing",
+              shows="a slot whose block runs again in the backward pass"),
+    Published(name="lazy layers", style="tutorials", model=Lazy, slots=["conv", "bn"], data=images,
+              shows="LazyConv2d, LazyBatchNorm2d, LazyLinear"),
+    Published(name="no_grad", style="fine-tuning", model=WithoutGradients, slots=["features"], data=vectors,
+              refused="no_grad", shows="a layer that should learn is called within no_grad"),
+    Published(name="random.random()", style="fairseq's LayerDrop", model=LayerDrop, slots=["stem"], data=vectors,
+              random=True, shows="Python's random numbers decide which blocks run"),
+    Published(name="frozen backbone", style="fine-tuning", model=FineTuned, slots=["backbone", "neck"], data=images,
+              shows="partly frozen, with BatchNorm in both parts"),
+    Published(name="rare branch", style="research code", model=RareBranch, slots=["fc1"], data=vectors,
+              shows="`if torch.rand(()) < 0.4:` in the initialization"),
+    Published(name="AlphaDropout", style="SNN", model=SelfNormalizing, slots=["body"], data=vectors, random=True,
+              shows="SELU in place, AlphaDropout"),
+    Published(name="partial with arguments", style="configurations", model=partial(Perceptron, dropout=0.2),
+              slots=["fc1", "drop"], data=vectors, random=True, shows="functools.partial of a class"),
 ]  # fmt: skip

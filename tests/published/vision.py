@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from published.data import images, masks
 from published.entry import Published
-from published.examples import images, masks
 
 
 class VGG(nn.Module):

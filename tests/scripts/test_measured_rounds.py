@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from esper.leyline.errors import ConfigError
-from esper.tasks.registry import task_by_name
-from measured_rounds import OUTSIDE, Setting, Subject, alternating, configured, percentile
+from measured_rounds import OUTSIDE, Setting, Subject, alternating, configured
 
 TOLD = {"task": "synthetic_tiny", "num_envs": 2, "episode_length": 5, "rounds": 3, "schedule_rounds": 3,
         "ppo": {"feature_width": 8, "hidden_width": 8, "update_epochs": 1, "num_minibatches": 1}}  # fmt: skip
@@ -29,12 +28,6 @@ def test_a_setting_that_is_no_assignment_is_refused():
         Setting.parse("fused")
     with pytest.raises(ConfigError, match="on or off"):
         Setting.parse("telemetry=sometimes")
-
-
-def test_a_percentile_is_one_of_the_values():
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.95) == 4.0
-    assert percentile([7.0], 0.5) == 7.0
 
 
 def test_the_parts_of_a_round_sum_to_the_round(tmp_path):
@@ -60,8 +53,3 @@ def test_recording_changes_what_is_written_and_no_number_that_is_learned(tmp_pat
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
     kinds = {json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()}
     assert {"stage_changed", "episode"} <= kinds
-
-
-def test_the_host_for_measuring_is_that_of_cifar_baseline():
-    host = task_by_name("synthetic_cifar").host
-    assert host.num_params() == 6418  # (216 + 16) + (1,152 + 32) + (4,608 + 64) + 330

@@ -14,7 +14,7 @@ import executors
 import paired
 import write_benchmarks as script
 from esper.leyline.errors import ConfigError
-from write_benchmarks import BEGIN, END, MEASUREMENTS, ROOT, Measurement, Options, between_markers, main, section, table
+from write_benchmarks import BEGIN, END, MEASUREMENTS, ROOT, Measurement, Options, between_markers, main, section
 
 PAGE = f"# Title\n\nby hand\n\n{BEGIN}\nold numbers\n{END}\n\nmore by hand\n"
 
@@ -37,10 +37,6 @@ def test_a_page_without_its_markers_is_refused(page):
         between_markers(page, "x")
 
 
-def test_a_table_has_its_numbers_to_the_right():
-    assert table([("a", "b"), ("x", "1")]) == "| a | b |\n| --- | ---: |\n| x | 1 |"
-
-
 def test_the_page_gets_the_table_and_the_command(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
@@ -61,15 +57,6 @@ def test_a_measurement_that_fails_leaves_the_page_as_it_was(tmp_path, monkeypatc
     assert main(Options(page=page)) == 2
     assert page.read_text() == PAGE
     assert "exit code 1" in capsys.readouterr().err
-
-
-def test_a_title_that_no_measurement_has_is_refused(capsys):
-    assert main(Options(only=("nothing",))) == 2
-    assert "GAE" in capsys.readouterr().err
-
-
-def test_the_page_of_the_repository_has_its_markers():
-    between_markers((ROOT / "docs" / "benchmarks.md").read_text(), "x")
 
 
 @pytest.mark.parametrize("path", sorted({m.command[0] for m in MEASUREMENTS}))
@@ -113,10 +100,3 @@ def test_every_table_is_made_of_what_its_script_writes(measurement):
     for lines in page.split("\n\n")[2:]:
         assert len({line.count("|") for line in lines.splitlines()}) == 1  # as many cells as headers
         assert len(lines.splitlines()) > 2
-
-
-def test_the_peak_memory_of_a_process_is_a_line_of_the_executors():
-    (found,) = [m for m in MEASUREMENTS if m.command[0] == "benchmarks/executors.py"]
-    page = section(found, report_of("benchmarks/executors.py"))
-    assert "| 0.39 GiB, 1.5 MiB of it checkpointed state |" in page
-    assert "| train | native | 2 | 1.50 | 1.50 to 1.50 |" in page

@@ -18,7 +18,7 @@ from esper.leyline.messages import (
     StoredStep,
 )
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.simic.agent.ppo import PPOConfig
+from esper.simic.agent.ppo_config import PPOConfig
 from esper.simic.client import SimicClient
 from esper.tamiyo.network import TamiyoNetwork, initialize
 

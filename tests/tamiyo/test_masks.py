@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from states import generator, random_legal
 
 from esper.leyline.actions import Head, LifecycleOp
-from esper.tamiyo.masks import choices_given_op, masks_of, tables_of
+from esper.tamiyo.heads import choices_given_op, masks_of, tables_of
 
 WAIT, GERMINATE, SET_ALPHA_TARGET, PRUNE, FOSSILIZE, ADVANCE = range(6)
 CNN, TRANSFORMER, ALL_OF_TWENTY = (1, 2, 3, 4, 5, 6, 7), (2, 3, 8, 9, 10, 11, 12), tuple(range(1, 20))

@@ -13,8 +13,7 @@ from esper.leyline.messages import Hidden
 from esper.leyline.tensor_dataclass import tree_map
 from esper.tamiyo.features import feature_dim
 from esper.tamiyo.heads import evaluate_heads, sample_heads
-from esper.tamiyo.network import RecurrentLayer, TamiyoNetwork, initialize
-from esper.tamiyo.recurrence import lstm_cell
+from esper.tamiyo.network import RecurrentLayer, TamiyoNetwork, initialize, lstm_cell
 
 CPU = torch.device("cpu")
 SELECTABLE = torch.arange(13) > 0

@@ -54,7 +54,7 @@ def example(name: str) -> Example:
 
 
 class Seed(nn.Module):
-    """A newborn with its gate network."""
+    """A new seed with its gate network."""
 
     def __init__(self, family: HostFamily, blueprint: str, channels: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_all_built_in_tasks_with_networks_are_examined_here():
 
 
 @every_case
-def test_newborns_in_all_slots_barely_change_the_features(name, blueprint):
+def test_new_seeds_in_all_slots_barely_change_the_features(name, blueprint):
     _, host, x, _ = example(name)
     grown, visited = seeds(name, blueprint), []
 

@@ -115,12 +115,6 @@ def test_parameters_are_those_of_the_formulas_at_16_channels():
     assert (null.params(SPEC, index, ~none) - null.params(SPEC, index, none)).tolist() == [16 * 8 + 2 * 8 + 1] * 9
 
 
-def test_qualities_can_be_changed_by_name():
-    assert SPEC.with_quality(norm=7.5).quality[BLUEPRINTS["norm"].index] == 7.5
-    with pytest.raises(ConfigError, match="no blueprint 'norme'; did you mean 'norm'"):
-        SPEC.with_quality(norme=1.0)
-
-
 @pytest.mark.parametrize("broken", [{"quality": (1.0,)}, {"sigma": -1.0}, {"sigma": float("nan")}])
 def test_constants_that_cannot_be_are_refused(broken):
     with pytest.raises(ConfigError, match="null"):

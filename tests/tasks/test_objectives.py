@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.metrics import r2_score
 
-from esper.tasks.objectives import (
+from esper.tasks.losses import (
     Classification,
     Custom,
     MeanSquaredError,
@@ -34,6 +34,12 @@ def test_padding_changes_no_loss_of_a_token():
     logits = torch.zeros(1, 3, 10)
     scores = TOKENS.scores(logits, torch.tensor([[4, -1, -1]]))
     assert perplexity(TOKENS, float(scores.loss / scores.weight)) == pytest.approx(10.0)  # all tokens equally likely
+
+
+def test_an_example_of_the_padding_class_does_not_count():
+    scores = Classification(3).scores(torch.eye(3), torch.tensor([0, -1, 2]))
+    assert scores.weight.tolist() == [1.0, 0.0, 1.0]
+    assert scores.loss[1] == scores.score[1] == 0.0
 
 
 # -- R² ---------------------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_a_run_without_a_checkpoint_may_only_begin_anew_where_no_round_was_compl
         directory.write_events([{"kind": "a"}])
     require_nothing_to_lose(path)  # the events of the first round will happen again
     (path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(RunDirectoryError, match=r"no checkpoint .* --config .*config\.toml --run-dir NEW"):
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint .* --config .*config\.toml --out NEW"):
         require_nothing_to_lose(path)
     (path / "metrics.jsonl").unlink()
     (path / "summary.json").write_text("{}")

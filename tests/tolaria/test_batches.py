@@ -8,7 +8,7 @@ from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.random import Stream, permutation
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.instances import HostExamples
-from esper.tasks.objectives import PADDING
+from esper.tasks.losses import PADDING
 from esper.tolaria.batches import SharedBatchIterator, batch_bounds, training_bounds
 from tiny import task
 

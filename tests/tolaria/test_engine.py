@@ -9,11 +9,11 @@ from esper.leyline.actions import CANONICAL_ACTION, Head, LifecycleOp
 from esper.leyline.errors import ConfigError
 from esper.leyline.messages import ClientProtocol, EngineSpec
 from esper.leyline.stages import HostFamily, SeedStage
-from esper.simic.attribution.shapley import shapley_values
+from esper.simic.shapley import shapley_values
 from esper.tasks.null import host_accuracy
 from esper.tasks.registry import task_by_name
-from esper.tolaria.config import EngineConfig
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig
 from toys import ToyClient, ToyExecutor, action, ops_of, script
 
 import esper.tasks.presets  # noqa: F401  isort: skip

@@ -11,7 +11,7 @@ from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
-from esper.simic.scripted_client import ScriptedClient
+from esper.simic.client import ScriptedClient
 from esper.tamiyo.baselines import make_baseline
 from esper.tasks.datasets import Dataset, Split
 from plain import PlainTraining, assert_close

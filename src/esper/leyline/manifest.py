@@ -67,12 +67,12 @@ class GrowthManifest:
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{json.dumps(tree, default=str)[:80]} is not the structure of a host ({error}); use the output of "
-                "`esper evaluate --json`."
+                "`esper evaluate --out`."
             ) from error
         if digest != manifest.sha256:
             raise ConfigError(
                 f"a structure has the sha256 {str(digest)[:12]}..., but its list has {manifest.sha256[:12]}...: it was "
-                "changed after it was written; use the original output of `esper evaluate --json`."
+                "changed after it was written; use the original output of `esper evaluate --out`."
             )
         return manifest
 

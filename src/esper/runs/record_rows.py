@@ -26,7 +26,7 @@ from esper.leyline.actions import (
 from esper.leyline.errors import RunDirectoryError, option
 from esper.leyline.messages import EngineSpec
 from esper.leyline.stages import HAS_MODULE, SeedStage
-from esper.simic.rewards.credit import FLAGS
+from esper.simic.rewards.modes import FLAGS
 from esper.telemetry.machine import environment, version
 from esper.telemetry.record.parts import RECORD, Rows, rewind, write_about
 from esper.telemetry.record.schema import FLAG, OP_NAMES, TERM

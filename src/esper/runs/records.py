@@ -16,7 +16,7 @@ from typing import final
 from esper.leyline.messages import EngineSpec
 from esper.runs import events
 from esper.runs.report import RoundSoFar
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.reward_config import RewardConfig
 from esper.telemetry.hub import Hub
 from esper.telemetry.record.writer import RecordWriter
 from esper.telemetry.run_directory import RunDirectory

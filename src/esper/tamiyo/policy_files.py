@@ -40,8 +40,15 @@ from esper.leyline.errors import ConfigError, nearest
 from esper.leyline.files import replacing
 from esper.leyline.messages import EngineSpec
 from esper.tamiyo.heuristic import Heuristic, HeuristicRules
-from esper.tamiyo.rules import FEATURES, FollowRule, ThresholdRule
-from esper.tamiyo.schedules import FixedSchedules, Schedule, ScheduleEntry, ScheduleTable
+from esper.tamiyo.schedules import (
+    FEATURES,
+    FixedSchedules,
+    FollowRule,
+    Schedule,
+    ScheduleEntry,
+    ScheduleTable,
+    ThresholdRule,
+)
 from esper.tamiyo.scripted import Script, canonical_action
 
 FORMAT = "esper policy 1"

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from esper.leyline.actions import CANONICAL_ACTION, NUM_HEADS, NUM_OPS, Head, LifecycleOp
-from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StateTree, StoredStep
-from esper.leyline.tensor_dataclass import replace, restored, tensor_dataclass, tensors_by_name
+from esper.leyline.messages import ActResult, EngineSpec, Hidden, Observation, StoredStep
+from esper.leyline.tensor_dataclass import StateTree, replace, restored, tensor_dataclass, tensors_by_name
 
 M = TypeVar("M")
 

@@ -5,7 +5,7 @@ metrics.jsonl   one line per round
 events.jsonl    one line per event of the run, a host or a seed
 record/         one row per step and host, seed and coalition, as Parquet; see record/parts.py
 summary.json    results; written when the run is complete
-checkpoints/    see runs/checkpoint.py
+checkpoints/    see runs/training/checkpoint.py
 importance.json what the controller looks at; written by `esper report`
 
 A directory is created atomically and locked by the process that writes to it. Record files that are links are refused,
@@ -274,7 +274,7 @@ def require_nothing_to_lose(path: Path) -> None:
     if (path / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size):
         raise RunDirectoryError(
             f"{path} has records but no checkpoint to continue from; restore its {CHECKPOINTS}, or start a new run: "
-            f"{command('train', '--config', path / CONFIG, '--run-dir', 'NEW', plugins=plugins_of(path))}."
+            f"{command('train', '--config', path / CONFIG, '--out', 'NEW', plugins=plugins_of(path))}."
         )
 
 

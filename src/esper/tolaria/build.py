@@ -13,8 +13,8 @@ from esper.leyline.actions import NUM_BUILTIN_BLUEPRINTS
 from esper.leyline.messages import EngineSpec, host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.tolaria.config import EngineConfig, chosen_amp
 from esper.tolaria.engine import Properties, StepListener, VectorizedEngine
+from esper.tolaria.engine_config import EngineConfig, chosen_amp
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.protocol import Executor

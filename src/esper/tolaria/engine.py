@@ -20,12 +20,12 @@ from esper.kasmina.rules.lifecycle import memory_of, planted
 from esper.kasmina.rules.slot_fields import require_known_stages
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.manifest import GrowthManifest, planting_of
-from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork, StateTree
+from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import below, replace, restored, rows_of, tensors_by_name, with_prefix
+from esper.leyline.tensor_dataclass import StateTree, below, replace, restored, rows_of, tensors_by_name, with_prefix
 from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
 from esper.tolaria.phases import PhaseForm, eager
 from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far, start_read
@@ -54,7 +54,8 @@ class VectorizedEngine:
         config: number of hosts, episode length, rules.
         executor: runs the hosts.
         spec: the description of this engine for controllers.
-        on_step: the first listener, see `listen`.
+        on_step: the first of `listeners`, which get the report of each step in order, when `apply_structure` has read
+            it. Their exceptions are raised after the structure was applied, so that the engine can continue.
         form: eager or compiled phases, see `phases`.
         properties: of the instances in a task whose hosts differ. They are recorded; no client sees them.
     """
@@ -70,8 +71,8 @@ class VectorizedEngine:
         properties: Properties | None = None,
     ) -> None:
         self.config, self.executor, self.spec = config, executor, spec
+        self.listeners: list[StepListener] = [] if on_step is None else [on_step]
         self._properties = properties
-        self._listeners: list[StepListener] = [] if on_step is None else [on_step]
         self.planted: Sequence[GrowthManifest] = ()
         """Structure that each host has from the first step of every episode."""
         self.timer = PhaseTimer(spec.device, enabled=False)
@@ -86,13 +87,6 @@ class VectorizedEngine:
         self._end_step = form(partial(phases.end_step, config=config))
         self._warmed_up = form is eager
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
-
-    def listen(self, listener: StepListener) -> None:
-        """Call `listener` with the report of each step in order, when `apply_structure` has read it.
-
-        Its exceptions are raised after the structure was applied, so that the engine can continue.
-        """
-        self._listeners.append(listener)
 
     @property
     def state(self) -> ParallelEnvState:
@@ -231,10 +225,10 @@ class VectorizedEngine:
         arrays, self._pending = self._pending.wait(), None
         with self.timer.span("apply_structure"):
             self.executor.apply_structure(structure_read(self.t, arrays))
-        if self._listeners:
+        if self.listeners:
             report = step_report(self.episode, self.t, arrays)
-            for listener in self._listeners:
-                listener(report)
+            for listen in self.listeners:
+                listen(report)
 
     def outcome(self) -> RolloutStats:
         """The statistics of a finished episode that a checkpoint restored."""

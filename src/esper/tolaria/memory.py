@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm, SeedStage
@@ -29,7 +28,7 @@ from esper.leyline.tensor_dataclass import named_tensors
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.coalitions import enumerate_coalitions
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import HostData, NetworkExecutor, examples
@@ -193,7 +192,7 @@ def _host_bytes(data: HostData, structure: Structure, *, batches: bool) -> int:
     return state + sum(map(_copy_bytes, copies)) + _DRAWN * order + 2 * batch
 
 
-def _copy_bytes(working: Working) -> int:
+def _copy_bytes(working: TrainingCopy) -> int:
     """A working copy, and two of its parameters while the optimizer steps."""
     state = sum(x.nbytes for _, x in named_tensors(working.optimizer))
     return 4 * working.params.nbytes + state

@@ -34,7 +34,7 @@ from esper.leyline.messages import (
 from esper.leyline.tensor_dataclass import blank, replace, tensor_dataclass
 from esper.tolaria import governor
 from esper.tolaria.coalitions import Coalitions, derive
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import TrainPass, ValidationPass
 from esper.tolaria.governor import GovernorVerdict
 from esper.tolaria.state import Decision, ParallelEnvState, count_rollback, count_step, step_outputs

@@ -87,7 +87,8 @@ class PendingRead:
 def start_read(*tensors: Tensor) -> PendingRead:
     """Begin to copy tensors of one device to the host as one transfer; counts as one read.
 
-    Later writes into the tensors do not change the result. On CUDA nothing waits until `PendingRead.wait`.
+    Later writes into the tensors do not change the result. On CUDA nothing waits until `PendingRead.wait`. On the
+    device "meta", where tensors have no values, all are 0.
     """
     devices = {t.device for t in tensors}
     assert len(devices) == 1, f"one read packs tensors of one device, not of {sorted(map(str, devices))}"
@@ -99,6 +100,8 @@ def start_read(*tensors: Tensor) -> PendingRead:
     ]
     # bool needs no view: `cat` promotes it to uint8, which are the same bytes
     row = torch.cat([x if x.dtype == torch.bool else x.view(torch.uint8) for x in by_type])
+    if row.is_meta:  # a dry run, in which nothing is computed
+        return PendingRead(torch.zeros(row.shape, dtype=torch.uint8), None, places)
     if row.device.type != "cuda":
         return PendingRead(row.cpu(), None, places)
     pinned = torch.empty(row.shape, dtype=torch.uint8, pin_memory=True)

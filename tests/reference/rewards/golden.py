@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import DataError
-from esper.simic.rewards.compiled_rewards import RewardOutput, compute_reward_batched
-from esper.simic.rewards.config import LossRewardConfig, RewardConfig
-from esper.simic.rewards.terms import REWARD_INFO, REWARD_TERMS
+from esper.simic.rewards.modes import (
+    CREDIT_MODES,
+    REWARD_TERMS,
+    RewardOutput,
+    compute_reward_batched,
+    credit_of,
+    row_of,
+)
+from esper.simic.rewards.reward_config import LossRewardConfig, RewardConfig
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import NAN, DripPool, HostRow, RowReward, as_kind
 
@@ -53,7 +60,6 @@ _HOST_FIELDS = {
 _PLURALS = {
     "action": "actions", "val_acc": "val_accs", "acc_delta": "acc_deltas", "has_seed": "has_seed_mask",
     "stage": "stages", "seed_age": "seed_ages", "previous_stage": "previous_stages", "val_loss": "val_losses",
-    "potential_prev": "potentials_prev",
 }  # fmt: skip
 _ALREADY_PLURAL = frozenset(
     {
@@ -100,7 +106,7 @@ def _configs(mode: str, content: Mapping[str, Any]) -> dict[str, RewardConfig]:
     if mode == "loss":
         presets = content["presets"]
         return {name: RewardConfig(mode="loss", loss=LossRewardConfig(**p)) for name, p in presets.items()}
-    named = {_RENAMED_CONFIG.get(name, name): value for name, value in content["config"].items()}
+    named = {_RENAMED_CONFIG.get(name, name): value for name, value in content["config"].items() if name != "gamma"}
     kinds = {f.name: f.type for f in fields(RewardConfig)}
     return {"": RewardConfig(**{name: as_kind(value, kinds[name]) for name, value in named.items()})}
 
@@ -140,7 +146,7 @@ def kernel_arguments(rows: Sequence[HostRow], dtype: torch.dtype = torch.float64
     """Rows side by side as the arguments of `compute_reward_batched`, without weights and mode."""
     arguments: dict[str, Tensor] = {}
     for field in fields(HostRow):
-        if field.name == "drip_pools":
+        if field.name in ("drip_pools", "potential_prev"):
             continue
         values = [getattr(row, field.name) for row in rows]
         kind = {"int": torch.int64, "bool": torch.bool}.get(getattr(field.type, "__name__", ""), dtype)
@@ -168,17 +174,36 @@ def outputs_of(rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype
     )
 
 
+def info_of(
+    rows: Sequence[HostRow], config: RewardConfig, dtype: torch.dtype = torch.float64
+) -> Mapping[str, Float[Tensor, " N"]]:
+    """Quantities of `shaped` and `escrow` that are recorded but not part of the sum; none in other modes."""
+    if config.mode not in CREDIT_MODES:
+        return {}
+    given = dict(kernel_arguments(rows, dtype))
+    clocks = given.pop("epoch"), given.pop("max_epochs")
+    x = row_of(given, config.pack(), *clocks, config.mode, config.attribution)
+    credit = credit_of(x)
+    return {
+        "discount": credit.discount, "ratio_penalty": credit.ratio_penalty, "timing": credit.timing,
+        "progress": credit.progress, "growth": x.growth, "escrow_prev": credit.account,
+        "escrow_target": credit.target, "escrow_delta": credit.change, "escrow_next": credit.account + credit.change,
+    }  # fmt: skip
+
+
 def batched_rewards(cases: Sequence[GoldenCase], dtype: torch.dtype = torch.float64) -> list[RowReward]:
     """The kernel's output of each case, in the form of the scalar reference."""
     outputs: dict[int, RowReward] = {}
     for config in {case.config for case in cases}:
         chosen = [index for index, case in enumerate(cases) if case.config == config]
-        out = outputs_of([cases[index].row for index in chosen], config, dtype)
-        for index, terms, info, opened in zip(
-            chosen, out.breakdown.tolist(), out.info.tolist(), out.drip_opened.tolist(), strict=True
-        ):
-            named = dict(zip(REWARD_TERMS, terms, strict=True))
-            outputs[index] = RowReward(terms=named, info=dict(zip(REWARD_INFO, info, strict=True)), drip_opened=opened)
+        rows = [cases[index].row for index in chosen]
+        out, info = outputs_of(rows, config, dtype), info_of(rows, config, dtype)
+        for place, index in enumerate(chosen):
+            outputs[index] = RowReward(
+                terms=dict(zip(REWARD_TERMS, out.breakdown[place].tolist(), strict=True)),
+                info={name: values[place].item() for name, values in info.items()},
+                drip_opened=out.drip_opened[place].item(),
+            )
     return [outputs[index] for index in range(len(cases))]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import STAGE_POTENTIAL, SeedStage
-from esper.simic.rewards.config import MIN_CONTRIBUTION, RewardConfig
+from esper.simic.rewards.reward_config import GAMMA, MIN_CONTRIBUTION, RewardConfig
 from reference.rewards.contribution import contribution_reward
 from reference.rewards.row import (
     HostRow,
@@ -104,7 +104,7 @@ def loss_reward(x: HostRow, config: RewardConfig) -> RowReward:
         terms["rent"] = -min(w.compute_rent_weight * math.log1p((total - host) / host), w.max_rent_penalty)
     if x.has_seed:
         now, before = STAGE_POTENTIAL[x.stage], STAGE_POTENTIAL[x.previous_stage]
-        terms["potential"] = w.stage_potential_weight * (config.gamma * now - before)
+        terms["potential"] = w.stage_potential_weight * (GAMMA * now - before)
     if x.last_step and ok(x.val_loss):
         span = (w.baseline_loss - w.target_loss) or 1.0
         terms["terminal"] = w.terminal_loss_weight * clip((w.baseline_loss - x.val_loss) / span, 0.0, 1.0)
@@ -121,7 +121,7 @@ def objective_reward(x: HostRow, w: RewardConfig) -> RowReward:
     """What a user wants of an episode, J, in its last step; before, shaping that telescopes to 0."""
     added = max(x.total_params - x.host_params, 0.0)
     potential = 0.0 if x.last_step else objective_worth(x, w, x.val_acc, added)
-    terms: Terms = {"potential": w.gamma * potential - x.potential_prev, "terminal": 0.0}
+    terms: Terms = {"potential": GAMMA * potential - x.potential_prev, "terminal": 0.0}
     if x.last_step:
         committed = x.committed_acc if ok(x.committed_acc) else 0.0
         terms["terminal"] = objective_worth(x, w, committed, x.fossilized_params)

@@ -7,10 +7,10 @@ NaN is "not measured", and comparing with it is False.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from esper.leyline.stages import STAGE_POTENTIAL
-from esper.simic.rewards.config import LEGITIMATE_HOLD, RewardConfig
+from esper.simic.rewards.reward_config import GAMMA, LEGITIMATE_HOLD, RewardConfig
 
 NAN = math.nan
 Terms = dict[str, float]
@@ -109,7 +109,7 @@ def shaping(x: HostRow, w: RewardConfig) -> float:
     """Shaping F: potential now, discounted, minus potential at the last observation."""
     s, e = x.stage, x.epochs_in_stage
     before = dwell_potential(x.previous_stage, x.previous_epochs, w) if e == 0 else dwell_potential(s, e - 1, w)
-    return w.pbrs_weight * (w.gamma * dwell_potential(s, e, w) - before)
+    return w.pbrs_weight * (GAMMA * dwell_potential(s, e, w) - before)
 
 
 def combine(p: float, c: float, w: RewardConfig) -> float:
@@ -151,4 +151,5 @@ def ransomware(x: HostRow) -> bool:
 
 def as_kind(value: Any, kind: object) -> Any:
     """The value as a field of type `kind` holds it: files may give 200 for a float."""
-    return float(value) if type(value) is int and kind in (float, float | None) else value
+    kinds = {kind, *get_args(kind)}  # of a union, or of an annotated type
+    return float(value) if type(value) is int and any(k is float or float in get_args(k) for k in kinds) else value

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.stages import BLENDED, GROWING, HAS_MODULE, STAGE_POTENTIAL, SeedStage
-from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.state import CONTRIBUTION_MODES, HINDSIGHT_SCALE
+from esper.simic.rewards.reward import CONTRIBUTION_MODES, HINDSIGHT_SCALE
+from esper.simic.rewards.reward_config import GAMMA, RewardConfig
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import NAN, DripPool, HostRow, RowReward, Terms, ok
 
@@ -173,7 +173,7 @@ def hindsight(x: HostStep, memory: HostMemory, w: RewardConfig, op: int) -> floa
     credit = 0.0
     if u > 0:
         for step, help_given in ledger.items():
-            credit += w.hindsight_weight * math.tanh(HINDSIGHT_SCALE * help_given * u) * w.gamma ** (x.epoch - step)
+            credit += w.hindsight_weight * math.tanh(HINDSIGHT_SCALE * help_given * u) * GAMMA ** (x.epoch - step)
     ledger.clear()
     return min(w.hindsight_cap, credit)
 
@@ -183,4 +183,4 @@ def clawback(x: HostStep, w: RewardConfig, op: int) -> float:
     lent = w.pbrs_weight * STAGE_POTENTIAL[SeedStage.GERMINATED]
     pruned = x.target if op == LifecycleOp.PRUNE else -1
     young = [slot for index, slot in enumerate(x.slots) if slot.stage in _YOUNG and index != pruned]
-    return sum((lent * w.gamma ** (1 - slot.age) for slot in young), start=0.0)
+    return sum((lent * GAMMA ** (1 - slot.age) for slot in young), start=0.0)

@@ -11,8 +11,8 @@ from torch import Tensor
 from esper.leyline.actions import NUM_OPS
 from esper.leyline.errors import DataError
 from esper.leyline.stages import NUM_STAGE_VALUES
-from esper.simic.rewards.compiled_rewards import check_arguments
-from esper.simic.rewards.config import RewardConfig
+from esper.simic.rewards.modes import check_arguments
+from esper.simic.rewards.reward_config import RewardConfig
 
 _UNUSED_STAGE = 5
 

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.simic.agent.advantages import discounted_returns
-from esper.simic.agent.normalizers import RunningMeanVar, masked_moments, scale_rewards
+from esper.simic.agent.advantages import RunningMeanVar, discounted_returns, masked_moments, scale_rewards
 
 ALL = torch.ones(2, 2, dtype=torch.bool)
 

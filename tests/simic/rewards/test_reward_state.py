@@ -247,6 +247,6 @@ def test_restored_fossils_move_no_alpha_after_a_reset():
 
 
 def test_named_terms_of_an_idle_host_are_empty():
-    config = RewardConfig()
+    config = RewardConfig(mode="shaped")
     out, _ = reward_step(reward_inputs([host(EMPTY)]), initial_state(1, 1, 60, CPU, config), config)
     assert named(out) == {}

@@ -8,12 +8,12 @@ from reward_toys import host_row, named, reward_inputs, seed
 
 from esper.leyline.actions import LifecycleOp as Op
 from esper.simic.rewards import LOSS_PRESETS, RewardConfig, initial_state, make_reward, reward_step
-from reference.rewards.golden import outputs_of
+from reference.rewards.golden import info_of, outputs_of
 from reference.rewards.modes import reward_of_row
 from reference.rewards.row import DripPool
 from reference.rewards.step import HostStep, SlotRow
 
-SHAPED, ESCROW = RewardConfig(), RewardConfig(mode="escrow")
+SHAPED, ESCROW = RewardConfig(mode="shaped"), RewardConfig(mode="escrow")
 BASIC, PLUS = RewardConfig(mode="basic"), RewardConfig(mode="basic_plus")
 LOSS = RewardConfig(mode="loss", loss=LOSS_PRESETS["cifar10"])
 
@@ -238,7 +238,7 @@ def test_a_worked_example_is_paid_by_kernel_and_scalar_reference(number):
 
 def test_the_discount_of_example_8_is_the_sigmoid_of_three_times_the_gate_signal():
     config, given, _, _ = EXAMPLES[8]
-    assert outputs_of([given], config).info[0, 0].item() == pytest.approx(0.2314752, abs=6e-8)
+    assert info_of([given], config)["discount"].item() == pytest.approx(0.2314752, abs=6e-8)
 
 
 def test_examples_19_to_21_leave_the_account_at_its_target_at_the_bound_and_empty():

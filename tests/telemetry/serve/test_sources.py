@@ -41,7 +41,7 @@ def test_folders_that_are_no_runs_are_left_out_and_an_empty_one_says_what_to_do(
     (tmp_path / "file.txt").touch()
     (note,) = Runs(tmp_path).notes()
     assert "holds no run yet" in note
-    assert "esper train --run-dir" in note
+    assert "esper train --out" in note
 
 
 @pytest.mark.parametrize("name", ["missing", "file.txt"])

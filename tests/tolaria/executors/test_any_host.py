@@ -24,10 +24,10 @@ from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.objective import Scores
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
+from esper.tasks.losses import PADDING, Classification, MeanSquaredError, NextToken, WithMetric
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.build import build_engine
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.network import check_scores, mean_factor
 from tiny import CLASSES, CPU, SGD, SLOTS, Bench, bit_equal, dataset, same_tree

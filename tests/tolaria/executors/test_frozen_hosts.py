@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tiny
 from esper.kasmina.hosts.module_host import ModuleHost, ModuleHostSpec
-from esper.kasmina.parameters.stacked_layers import StackedBatchNorm, StackedConv2d
+from esper.kasmina.parameters.stacking import StackedBatchNorm, StackedConv2d
 from esper.leyline.errors import CheckpointError
 from esper.leyline.stages import SeedStage
 from esper.tolaria.executors.fused import FusedExecutor
@@ -143,6 +143,7 @@ def task(**settings: bool):
     return tiny.task(host=spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_checkpoint_goes_on_with_the_same_backbone_alone(workers):
     engine = tiny.engine(2, 4, of=task(), workers=workers)

@@ -16,8 +16,8 @@ from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.stages import Algorithm, HostFamily, SeedStage
 from esper.tasks.datasets import Dataset, Split
-from esper.tasks.objectives import MeanSquaredError
-from esper.tolaria.config import LossScaler
+from esper.tasks.losses import MeanSquaredError
+from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import choice
 from esper.tolaria.executors.choice import native_problem, prefers_native
 from esper.tolaria.executors.native.executor import NativeExecutor
@@ -31,7 +31,7 @@ class Own(AbstractBlueprint):
     """A user's own."""
 
     family = HostFamily.CNN
-    birth = {}  # noqa: RUF012
+    init = {}  # noqa: RUF012
 
     def __init__(self, name, build):
         self.name, self.build = name, build

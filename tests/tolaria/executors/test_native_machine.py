@@ -1,4 +1,4 @@
-"""Working memory, threads and addresses of the native executor."""
+"""TrainingCopy memory, threads and addresses of the native executor."""
 
 import numpy as np
 import pytest

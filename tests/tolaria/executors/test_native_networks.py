@@ -13,9 +13,9 @@ from native_bench import DOUBLE, random_features
 
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.hosts.cnn import CNNHost, CNNHostSpec
-from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
+from esper.kasmina.parameters.layout import buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.stages import Algorithm, HostFamily
 from esper.tolaria.coalitions import plan_prefixes
 from esper.tolaria.executors.native.machine import Examples, Machine, Spaces, Workload

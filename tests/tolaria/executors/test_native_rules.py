@@ -9,9 +9,8 @@ from torch import nn
 
 from esper.kasmina.blueprints import registry
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
-from esper.kasmina.blueprints.gate import GateNetwork
-from esper.kasmina.blueprints.layers import LayerScale
-from esper.kasmina.parameters.flat_layout import buffer_layout, drop_batch_counters, parameter_layout
+from esper.kasmina.blueprints.layers import GateNetwork, LayerScale
+from esper.kasmina.parameters.layout import buffer_layout, drop_batch_counters, parameter_layout
 from esper.leyline.stages import HostFamily
 from esper.tolaria.executors.native import networks
 from esper.tolaria.executors.native.networks import by_instructions, by_torch, disagreement

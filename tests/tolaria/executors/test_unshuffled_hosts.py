@@ -13,7 +13,7 @@ from esper.leyline.stages import Algorithm, SeedStage
 from esper.tasks.datasets import Dataset, Split
 from esper.tasks.datasets.images import CropAndFlip
 from esper.tolaria.build import build_engine
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.streamed import StreamedExecutor
@@ -80,6 +80,7 @@ def losses(executor: str, workers: int) -> np.ndarray:
     return np.array([(report.train_loss, report.val_loss) for report in seen])
 
 
+@pytest.mark.slow
 def test_processes_that_share_the_hosts_and_compiled_code_have_the_losses_of_one_streamed_process():
     want = losses("streamed", 1)
     assert losses("streamed", 2).tobytes() == want.tobytes()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import tokens
 from esper.kasmina.hosts.module_host import ModuleHostSpec
-from esper.kasmina.parameters.stacked_layers import Vmapped
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, Vmapped
 from esper.tasks.datasets import Dataset, Split
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.network import HostData

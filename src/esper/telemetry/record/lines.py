@@ -99,7 +99,7 @@ def evaluation_files(run: Path) -> list[Path]:
 
 
 def evaluation_rows(document: object, file: str) -> Iterator[Row]:
-    """Rows of `evaluations` from a file of `esper evaluate --json`: means of all hosts, then each host.
+    """Rows of `evaluations` from a file of `esper evaluate --out`: means of all hosts, then each host.
 
     Of several tasks the file holds a list.
     """

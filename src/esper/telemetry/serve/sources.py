@@ -86,7 +86,7 @@ class Runs:
         if not found:
             notes.append(
                 f"{self.root} holds no run yet: no folder in it has a {CONFIG}. Start one with "
-                f"{command('train', '--run-dir', self.root / 'NAME')}; it appears here by itself."
+                f"{command('train', '--out', self.root / 'NAME')}; it appears here by itself."
             )
         return notes
 

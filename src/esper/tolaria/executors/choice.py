@@ -9,16 +9,15 @@ from esper.cpp.build import compiler
 from esper.kasmina.hosts.cnn import CNNHost
 from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import check_smallest_batch, outputs_of_host
-from esper.kasmina.parameters.population import Population
+from esper.kasmina.parameters.population import Population, check_smallest_batch, outputs_of_host
 from esper.leyline.errors import ConfigError, StackingError
 from esper.leyline.messages import host_numbers
 from esper.tasks.datasets import Dataset
 from esper.tasks.datasets.images import CropAndFlip, Pixels
-from esper.tasks.objectives import Classification
+from esper.tasks.losses import Classification
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.batches import training_bounds
-from esper.tolaria.config import EngineConfig, LossScaler, amp_dtype
+from esper.tolaria.engine_config import EngineConfig, LossScaler, amp_dtype
 from esper.tolaria.executors.fused import FusedExecutor
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.network import HostData, NetworkExecutor, check_scores, examples

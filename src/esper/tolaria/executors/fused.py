@@ -32,13 +32,10 @@ from torch.autograd.function import once_differentiable
 
 from esper.kasmina.blending import delta_grad, factor_grad, seed_input, signal_of, weight_of
 from esper.kasmina.parameters.dropout import Draws, draw_for
-from esper.kasmina.parameters.flat_layout import StackedTemplate, drop_batch_counters
 from esper.kasmina.parameters.initialization import deterministic_build
-from esper.kasmina.parameters.kinds import Features, Kind, once
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
-from esper.kasmina.parameters.stacked_layers import vmapped
-from esper.kasmina.parameters.stacking_trial import HOST_EXAMPLES, stacked_host, way_to_stack
+from esper.kasmina.parameters.layout import StackedTemplate, drop_batch_counters
+from esper.kasmina.parameters.population import Features, Kind, Population, TrainingCopy, once
+from esper.kasmina.parameters.stacking import HOST_EXAMPLES, stacked_host, vmapped, way_to_stack
 from esper.leyline.errors import StackingError
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Objective, Scores
@@ -364,7 +361,7 @@ def frozen_rows(stacked: StackedTemplate, params: Tensor, buffers: Tensor) -> Ro
     return Rows(stacked, stacked.views(params), stacked.buffer_views(buffers))
 
 
-def trainable_rows(stacked: StackedTemplate, working: Working, first: int, last: int, buffers: Tensor) -> Rows:
+def trainable_rows(stacked: StackedTemplate, working: TrainingCopy, first: int, last: int, buffers: Tensor) -> Rows:
     """Rows `first` to `last` (exclusive) of a working copy, as views: they see its optimizer steps."""
     width = stacked.parameters.total
     leaves = tuple(view.requires_grad_() for view in stacked.views(working.params[first:last, :width]))

@@ -20,16 +20,16 @@ from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.optimizers import host_decay_mask
 from esper.kasmina.parameters.population import Population
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.messages import SlotState, StateTree
+from esper.leyline.messages import SlotState
 from esper.leyline.objective import Objective, Scores
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import below, check_same_shapes, with_prefix
+from esper.leyline.tensor_dataclass import StateTree, below, check_same_shapes, with_prefix
 from esper.tasks.datasets import Dataset, LastBatch, SplitName
 from esper.tasks.instances import InstanceDistribution, Instances
-from esper.tasks.objectives import of_split
+from esper.tasks.losses import of_split
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import Coalitions, PrefixPlan, plan_prefixes
-from esper.tolaria.config import LossScaler
+from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass, empty_structure
 from esper.tolaria.executors.training import GradientStatistics
 

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import SeedCosts
-from esper.leyline.messages import SlotState, StateTree
+from esper.leyline.messages import SlotState
 from esper.leyline.stages import SeedStage
-from esper.leyline.tensor_dataclass import tensor_dataclass
+from esper.leyline.tensor_dataclass import StateTree, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 
 EvaluationSplit = Literal["val", "test"]

@@ -33,12 +33,12 @@ import torch
 from esper.kasmina.blueprints import AbstractBlueprint, registry
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.errors import ConfigError, WorkerError
-from esper.leyline.messages import SlotState, StateTree
-from esper.leyline.tensor_dataclass import replace, rows_of
+from esper.leyline.messages import SlotState
+from esper.leyline.tensor_dataclass import StateTree, replace, rows_of
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass

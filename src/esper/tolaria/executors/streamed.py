@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.parameters.dropout import Draws
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.leyline.messages import SlotState
 from esper.leyline.objective import Scores
 from esper.tolaria.batches import SharedBatchIterator
@@ -79,7 +78,9 @@ def train_epoch(data: HostData, t: int, slots: SlotState) -> TrainPass:
     return train_pass
 
 
-def train_function(data: HostData, some: Sequence[int], hosts: Working, rows: TrainedRows, alpha: Tensor) -> TrainBatch:
+def train_function(
+    data: HostData, some: Sequence[int], hosts: TrainingCopy, rows: TrainedRows, alpha: Tensor
+) -> TrainBatch:
     """A function that computes the gradients of some hosts on a batch, and sets those of the others to zero.
 
     `some` are their numbers; `hosts` and `rows` are the working copies of all hosts and trained seeds; `alpha` [N, S]

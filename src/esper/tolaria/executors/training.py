@@ -18,13 +18,12 @@ from torch import Tensor
 
 from esper.kasmina.blending import blend, seed_input
 from esper.kasmina.parameters.dropout import Draws
-from esper.kasmina.parameters.flat_layout import FlatLayout, Template
+from esper.kasmina.parameters.layout import FlatLayout, Template
 from esper.kasmina.parameters.optimizers import OptimizerSpec, clip_factor, step_rows
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.leyline.stages import Algorithm, AlphaMode, HostFamily, SeedStage
 from esper.leyline.tensor_dataclass import tensor_dataclass
-from esper.tolaria.config import LossScaler
+from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors.protocol import Structure
 
 
@@ -83,8 +82,8 @@ class TrainedRows:
     seed_slot: np.ndarray
     gate_of: np.ndarray
     """Row among the trained seeds of each trained gate."""
-    seeds: Working
-    gates: Working
+    seeds: TrainingCopy
+    gates: TrainingCopy
 
 
 def trained_mask(structure: Structure) -> np.ndarray:
@@ -318,7 +317,7 @@ class StackedOptimizer:
     def __init__(
         self,
         population: Population,
-        hosts: Working,
+        hosts: TrainingCopy,
         rows: TrainedRows,
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
@@ -371,7 +370,7 @@ class StackedOptimizer:
         return finite
 
     def _step(
-        self, working: Working, factor_R: Tensor, lr: float | Tensor, decay: Tensor | None, active: Tensor | None
+        self, working: TrainingCopy, factor_R: Tensor, lr: float | Tensor, decay: Tensor | None, active: Tensor | None
     ) -> None:
         working.grad.mul_(factor_R[:, None])
         step_rows(self._spec, working.params, working.grad, working.optimizer, lr, decay, active)

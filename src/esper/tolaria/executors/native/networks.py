@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import registry
-from esper.kasmina.blueprints.gate import GateNetwork
+from esper.kasmina.blueprints.layers import GateNetwork
 from esper.kasmina.blueprints.registry import AbstractBlueprint
 from esper.kasmina.hosts.cnn import Block, CNNHost
-from esper.kasmina.parameters.flat_layout import FlatLayout, buffer_layout, parameter_layout
 from esper.kasmina.parameters.initialization import deterministic_build
+from esper.kasmina.parameters.layout import FlatLayout, buffer_layout, parameter_layout
 from esper.kasmina.parameters.optimizers import OptimizerSpec, SGDState
-from esper.kasmina.parameters.population import Population
-from esper.kasmina.parameters.slab import Working
+from esper.kasmina.parameters.population import Population, TrainingCopy
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Algorithm
 from esper.tolaria.coalitions import PrefixStep
@@ -521,7 +520,7 @@ def population_spaces(population: Population, alpha: Tensor) -> Spaces:
 
 
 def training_spaces(
-    population: Population, alpha: Tensor, hosts: Working, rows: TrainedRows, decay: Tensor, lr_factor: Tensor
+    population: Population, alpha: Tensor, hosts: TrainingCopy, rows: TrainedRows, decay: Tensor, lr_factor: Tensor
 ) -> Spaces:
     """The same for a train pass, in which trained rows lie in working copies; `decay`, `lr_factor` [N] are float32."""
     spaces, everyone = population_spaces(population, alpha), np.arange(population.num_envs)
@@ -534,7 +533,7 @@ def training_spaces(
     return spaces
 
 
-def _trained(spaces: Spaces, working: Working, space: int, own: np.ndarray, of_host: np.ndarray) -> None:
+def _trained(spaces: Spaces, working: TrainingCopy, space: int, own: np.ndarray, of_host: np.ndarray) -> None:
     """The five spaces from `space` on: weights, gradients and optimizer state of rows `own` of a working copy."""
     state = working.optimizer
     moments = (state.momentum,) if isinstance(state, SGDState) else (state.exp_avg, state.exp_avg_sq, state.steps)
@@ -542,7 +541,7 @@ def _trained(spaces: Spaces, working: Working, space: int, own: np.ndarray, of_h
         spaces.rows(space + k, tensor, own, of_host)
 
 
-def _rows_of_slot(rows: TrainedRows, s: int) -> tuple[tuple[Working, SlotSpace, np.ndarray, np.ndarray], ...]:
+def _rows_of_slot(rows: TrainedRows, s: int) -> tuple[tuple[TrainingCopy, SlotSpace, np.ndarray, np.ndarray], ...]:
     """The working copy of seeds, then that of gates: which of its rows belong to slot `s`, and the host of each."""
     seeds = np.flatnonzero(rows.seed_slot == s)
     gates = np.flatnonzero(np.isin(rows.gate_of, seeds))

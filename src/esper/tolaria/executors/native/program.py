@@ -26,9 +26,8 @@ import numpy as np
 from torch import nn
 
 from esper.kasmina.blueprints.cnn import ChannelAttention, NormShift
-from esper.kasmina.blueprints.gate import GateNetwork
-from esper.kasmina.blueprints.layers import LayerScale, TanhScale
-from esper.kasmina.parameters.flat_layout import FlatLayout
+from esper.kasmina.blueprints.layers import GateNetwork, LayerScale, TanhScale
+from esper.kasmina.parameters.layout import FlatLayout
 
 LANES: Final = 16
 """Rows are padded to a multiple of this many examples."""

@@ -36,7 +36,6 @@ MAY_READ = {
     "kasmina/parameters/initialization.py": "compares two builds of a module, before the run",
     "kasmina/parameters/layout.py": "compares two builds of a module, before the run",
     "kasmina/parameters/population.py": "compares two builds of a module, before the run",
-    "kasmina/parameters/stacking.py": "tries a stacked module, before the run",
     "kasmina/hosts/module_host.py": "tries a user's network, before the run",
     "kasmina/hosts/host.py": "`near` compares what trials gave, before the run",
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",

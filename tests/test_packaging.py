@@ -91,7 +91,6 @@ MAY_CATCH_ALL = {
     "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",
     "tasks/objectives.py": "any error of a user's loss or metric is raised again with the shapes",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
-    "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "telemetry/background.py": "nor does a sink",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",

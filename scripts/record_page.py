@@ -36,7 +36,7 @@ and may use 1 GiB of memory.
 
 | file | content |
 |---|---|
-| `record/steps-NNNNNN.parquet` | one row per step and host of a round: `steps`, `decisions`, and the terms of `rewards` |
+| `record/steps-NNNNNN.parquet` | one row per step and host: `steps`, `decisions`, and the terms of `rewards` |
 | `record/slots-NNNNNN.parquet` | one row per step and seed: `slots`, and from it `seeds` |
 | `record/coalitions-NNNNNN.parquet` | one row per measured set of seeds |
 | `about.json` | format of the run, versions, machine, names, time of the start |

@@ -282,12 +282,12 @@ def require_run(path: Path) -> None:
         found = "has no config.toml" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
         raise RunDirectoryError(f"{path} is not a run directory: it {found}; give the directory of an earlier run.")
     about = about_of(path)
-    if (found := about.get("format")) != FORMAT:
-        version = about.get("version", "of another version")
+    if (number := about.get("format")) != FORMAT:
+        written = f"was written in format {number} by esper {about.get('version')}" if number else f"has no {ABOUT}"
+        again = command("train", "--config", path / CONFIG, "--out", "NEW", plugins=plugins_of(path))
         raise RunDirectoryError(
-            f"{path} was written by esper {version} in format {found}, but this version reads format {FORMAT}; install "
-            f"that version to open it, or train again: "
-            f"{command('train', '--config', path / CONFIG, '--out', 'NEW', plugins=plugins_of(path))}."
+            f"{path} {written}, but this version reads runs of format {FORMAT}; open it with the version that wrote "
+            f"it, or train again: {again}."
         )
 
 

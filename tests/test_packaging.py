@@ -90,8 +90,7 @@ MAY_CATCH_ALL = {
     "tasks/objectives.py": "any error of a user's loss or metric is raised again with the shapes",
     "kasmina/hosts/module_pass.py": "any error of a user's forward pass is raised again with the inputs",
     "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
-    "telemetry/hub.py": "whatever a listener does, it does not stop a run",
-    "telemetry/background.py": "nor does a sink",
+    "telemetry/sinks.py": "whatever a listener or a sink does, it does not stop a run",
     "tolaria/executors/sharded/worker.py": "sends the exception to the process that asked, which raises it",
 }
 FORBIDDEN = re.compile(

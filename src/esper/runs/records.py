@@ -17,9 +17,9 @@ from esper.leyline.protocols import EngineSpec
 from esper.runs import events
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.config import RewardConfig
-from esper.telemetry.hub import Hub
 from esper.telemetry.record.writer import RecordWriter
 from esper.telemetry.run_directory import RunDirectory
+from esper.telemetry.sinks import Hub
 from esper.tolaria.state import StepReport
 
 MOST_STEPS = 32

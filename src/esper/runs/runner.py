@@ -30,9 +30,9 @@ from esper.runs.values import plain
 from esper.tasks.datasets import Dataset
 from esper.tasks.objectives import perplexity
 from esper.telemetry.anomalies import Trend
-from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.run_directory import RunDirectory
+from esper.telemetry.sinks import Hub
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import host_read, reads_so_far
 from esper.tolaria.state import RolloutStats

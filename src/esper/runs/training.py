@@ -23,7 +23,6 @@ from esper.runs.record_rows import begin_record, rewind_record
 from esper.runs.runner import Runner, restore
 from esper.runs.values import plain
 from esper.simic.compilation import is_compiled
-from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress, warn
 from esper.telemetry.record import open_record
 from esper.telemetry.run_directory import (
@@ -35,7 +34,7 @@ from esper.telemetry.run_directory import (
     require_free,
     require_nothing_to_lose,
 )
-from esper.telemetry.sinks import SINKS, require_installed
+from esper.telemetry.sinks import SINKS, Hub, require_installed
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.sharded.executor import ShardedExecutor
 
@@ -180,7 +179,7 @@ def _run(
     for name in config.sinks:
         where = SINKS[name].where.format(directory.path)
         console.say(f"sink: {name}{f' ({where})' * bool(where)}")
-    listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
+    listeners.start_sinks(config.sinks, directory.path)
     runner = Runner(
         config, parts.engine, parts.client, directory, listeners, parts.shape, start, dataset=parts.dataset, best=best
     )
@@ -188,7 +187,7 @@ def _run(
         parts.engine.on_step = hosts.before(parts.engine.on_step)
     with listeners, progress:
         summary = runner.run()
-    warn([*listeners.complaints(), *runner.record.complaints()])
+    warn(runner.record.complaints())
     if summary is not None:
         console.say(tables.done(summary))
         _say_anomalies(directory.path, console)

@@ -8,9 +8,7 @@ import pytest
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record import Record
-from esper.telemetry.serve.overview import POINTS, Overview, thinned
-from esper.telemetry.serve.payloads import LIVE
-from esper.telemetry.serve.sources import OPEN, Runs, UnknownRunError, version_of
+from esper.telemetry.serve.runs import LIVE, OPEN, POINTS, Overview, Runs, UnknownRunError, thinned, version_of
 from served_runs import add_parts, add_round, write_run
 
 

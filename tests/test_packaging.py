@@ -43,7 +43,6 @@ MAY_READ = {
     "leyline/random.py": "seeds of framework generators, drawn on the CPU",
     "tolaria/executors/native/trial.py": "tries a rule on a module, when an executor is built",
     "export/": "files of a network, outside of any run",
-    "telemetry/page.py": "numpy arrays of steps that were read",
     "runs/": "checkpoints, reports and events: after the step, or from arrays that were read",
     "simic/client.py": "counters of a checkpoint",
     "simic/agent/rollout_buffer.py": "counters of a checkpoint",

@@ -20,7 +20,6 @@ from esper.leyline.protocols import ClientProtocol, EngineSpec
 from esper.runs import controllers as known
 from esper.runs.build import dataset_of, device_of, engine_of, require_memory, reward_of
 from esper.runs.config import RunConfig
-from esper.runs.live import LiveHosts
 from esper.runs.plugins import load_plugins, names_task
 from esper.runs.presets import absolute_plugins, resolve
 from esper.runs.report import RoundSoFar
@@ -164,7 +163,6 @@ def _grown(
     )
     engine.planted = (GrowthManifest.of_lines(config.topology),) * best_of if config.topology else ()
     client = make(engine.spec)
-    watch.hosts = LiveHosts(engine.spec, client.terms)
     with watch.progress, stop_signals(lambda: requests.append(True)):
         engine.reset(client, episode=0)
         stats = engine.rollout(client, should_stop=lambda: bool(requests))
@@ -185,15 +183,10 @@ class _Watch:
 
     def __init__(self, out: RunConsole, config: RunConfig) -> None:
         self.reports, self._so_far = list[StepReport](), RoundSoFar(config.reward)
-        self.hosts: LiveHosts | None = None
-        self.progress = RunProgress(
-            out, rounds=1, steps=config.episode_length, hosts=lambda: self.hosts.shown() if self.hosts else None
-        )
+        self.progress = RunProgress(out, rounds=1, steps=config.episode_length)
         self._began = time.monotonic()
 
     def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
-        if self.hosts is not None and self.progress.is_live:
-            self.hosts.add(report)
         (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
         self.progress.write("step", shown)

@@ -25,7 +25,7 @@ from esper.runs.presets import recorded
 from esper.runs.values import read_toml
 from esper.simic.client import SimicClient
 from esper.tamiyo.importance import MEASURES, SHIFTS, FeatureGroup, Situations, feature_groups, importance
-from esper.telemetry.figures import duration
+from esper.telemetry.progress import duration
 from esper.telemetry.run_directory import CONFIG, IMPORTANCE, plain_json
 from esper.tolaria.runtime import host_read
 

@@ -14,8 +14,7 @@ from esper.runs.drawing import drawing, words
 from esper.runs.rows import Row
 from esper.runs.statistics import LEAST_UNITS, Estimate
 from esper.tasks.registry import TaskSpec
-from esper.telemetry.figures import size, with_spread
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import RunConsole, size, with_spread
 
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 

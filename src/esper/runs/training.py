@@ -18,7 +18,6 @@ from esper.runs.build import Parts, assemble, device_of
 from esper.runs.checkpoint import Checkpoint, Header, checkpoints, load_newest, set_aside
 from esper.runs.config import RunConfig
 from esper.runs.identity import data_of, require_same_config
-from esper.runs.live import LiveHosts
 from esper.runs.record_rows import begin_record, rewind_record
 from esper.runs.runner import Runner, restore
 from esper.runs.values import plain
@@ -170,8 +169,7 @@ def _run(
     if start is not None:
         console.say(f"continuing after {start.place} (of {config.rounds})")
     done = start.rounds_done * config.episode_length + start.step if start else 0
-    hosts = LiveHosts(parts.engine.spec, parts.client.terms)
-    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done, hosts=hosts.shown)
+    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
     listeners = Hub({"progress": progress})
     listeners.add_registered(directory.path)
     if start is None:
@@ -183,8 +181,6 @@ def _run(
     runner = Runner(
         config, parts.engine, parts.client, directory, listeners, parts.shape, start, dataset=parts.dataset, best=best
     )
-    if progress.is_live and parts.engine.on_step is not None:
-        parts.engine.on_step = hosts.before(parts.engine.on_step)
     with listeners, progress:
         summary = runner.run()
     warn(runner.record.complaints())

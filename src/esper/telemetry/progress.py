@@ -29,7 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-REFRESH = 0.5
+REFRESH = 1.0
 """Tables per second; one takes several milliseconds, in the process of the run."""
 FIRST_INTERVAL, PLAIN_INTERVAL = 1.0, 30.0
 """Seconds until unfinished work prints a plain line: the first, and each later one."""

@@ -8,7 +8,7 @@ import pytest
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record import Record
-from esper.telemetry.serve.runs import LIVE, OPEN, POINTS, Overview, Runs, UnknownRunError, thinned, version_of
+from esper.telemetry.serve.runs import LIVE, OPEN, POINTS, Runs, UnknownRunError, thinned, version_of
 from served_runs import add_parts, add_round, write_run
 
 
@@ -74,7 +74,7 @@ def test_files_of_a_run_that_are_links_are_not_read(folder, tmp_path_factory, ru
 
 
 def test_the_overview_has_a_row_for_each_run(folder):
-    rows = {row["run"]: row for row in Overview(Runs(folder)).table()["runs"]}
+    rows = {row["run"]: row for row in Runs(folder).overview()["runs"]}
     assert (rows["a"]["objective"], rows["a"]["objective_std"], rows["a"]["best"]) == (20.0, 1.0, 20.0)
     assert rows["a"]["curve"] == [10.0, 20.0]
     assert (rows["a"]["round"], rows["a"]["rounds"], rows["a"]["finished"]) == (2, 4, True)
@@ -86,7 +86,7 @@ def test_the_overview_shows_what_is_left_of_a_damaged_run(folder):
     (folder / "a" / "config.toml").write_text("task = ")
     with (folder / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "obj')  # a round that is being written
-    row = Overview(Runs(folder)).table()["runs"][0]
+    row = Runs(folder).overview()["runs"][0]
     assert (row["task"], row["objective"]) == (None, 20.0)
     assert [text.split(" ")[1:3] for text in row["complaints"]] == [["cannot", "be"], ["has", "1"]]
 

@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from esper.leyline.errors import EsperError
 from esper.telemetry.report.page import asset as report_asset
-from esper.telemetry.serve.runs import LIVE, Overview, Runs, UnknownRunError, encoded
+from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError, encoded
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names by which every browser reaches its own machine."""
@@ -88,9 +88,8 @@ def application(
     return Starlette(
         routes=routes,
         middleware=[
-            Middleware(_SecurityHeaders),
-            Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if token else list(names), www_redirect=False),
             Middleware(_Guard, token=token),
+            Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if token else list(names), www_redirect=False),
             Middleware(GZipMiddleware, compresslevel=5),
         ],
         exception_handlers={HTTPException: _plain_error, EsperError: _explained, OSError: _explained},
@@ -98,11 +97,11 @@ def application(
 
 
 @final
-class _SecurityHeaders:
-    """ASGI middleware that adds `HEADERS` to each answer."""
+class _Guard:
+    """ASGI middleware: refuses requests of other pages, and those without the token; adds `HEADERS` to each answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -110,27 +109,15 @@ class _SecurityHeaders:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        await self._app(scope, receive, with_headers)
-
-
-@final
-class _Guard:
-    """ASGI middleware that refuses requests of other pages for data, and requests without the token."""
-
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or pass the request on."""
         request, answer = Request(scope), self._app
-        if request.scope["path"].startswith("/api/") and not _is_own_page(request):
+        if scope["path"].startswith("/api/") and not _is_own_page(request):
             answer = _refused(403, "this data is for the page of esper serve alone, not for pages of other sites.")
         elif self._token is not None and not _brings(request, self._token):
             answer = _refused(
                 401,
                 "this page needs its token; open the address with ?token= that esper serve printed when it started.",
             )
-        await answer(scope, receive, send)
+        await answer(scope, receive, with_headers)
 
 
 def _brings(request: Request, token: str) -> bool:
@@ -159,7 +146,7 @@ class _Server:
     """The answers that depend on the runs; files are read in threads, so that streams go on."""
 
     def __init__(self, runs: Runs, token: str | None, ends: Callable[[], bool]) -> None:
-        self._runs, self._overview, self._token, self._ends = runs, Overview(runs), token, ends
+        self._runs, self._token, self._ends = runs, token, ends
 
     async def view(self, request: Request) -> Response:
         answer = HTMLResponse(_page(), headers={"Cache-Control": "no-cache"})
@@ -170,7 +157,7 @@ class _Server:
 
     async def overview(self, request: Request) -> Response:
         del request
-        return _json(await run_in_threadpool(lambda: encoded(self._overview.table())))
+        return _json(await run_in_threadpool(lambda: encoded(self._runs.overview())))
 
     async def payload(self, request: Request) -> Response:
         name, query = request.path_params["name"], request.query_params

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from esper.leyline.actions import LifecycleOp
 from esper.leyline.errors import QueryError, RunDirectoryError
@@ -39,22 +39,13 @@ class UnknownRunError(RunDirectoryError):
     """A request for a run that is not there."""
 
 
-@final
 @dataclass
 class _Opened:
     """A record, the state of the files that it was read from, and what was computed from it."""
 
     version: str
     record: Record
-    lock: threading.Lock = field(default_factory=threading.Lock)
     answers: dict[str, bytes] = field(default_factory=dict)
-    closed: bool = False
-
-    def close(self) -> None:
-        """Close the record when its present reader is done."""
-        with self.lock:
-            self.closed = True
-            self.record.close()
 
 
 @final
@@ -75,8 +66,9 @@ class Runs:
             found = "is not a folder" if path.exists() else "does not exist"
             raise RunDirectoryError(f"{path} {found}; name a run directory, or a folder of run directories.")
         self.root = path.resolve()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # records are read and closed by one thread at a time
         self._opened: dict[tuple[str, ...], _Opened] = {}
+        self._rows: dict[str, tuple[str, Payload]] = {}  # of the overview, with the state of the files
 
     @property
     def is_single(self) -> bool:
@@ -127,40 +119,45 @@ class Runs:
             UnknownRunError: a name is not that of a run.
             EsperError: what `make` raises.
         """
-        while True:
+        with self._lock:
             opened = self._open(names)
-            with opened.lock:
-                if opened.closed:  # meanwhile, by another thread
-                    continue
-                if key not in opened.answers:
-                    if len(opened.answers) >= ANSWERS:
-                        opened.answers.clear()
-                    opened.answers[key] = encoded(make(opened.record))
-                return opened.answers[key]
+            if key not in opened.answers:
+                if len(opened.answers) >= ANSWERS:
+                    opened.answers.clear()
+                opened.answers[key] = encoded(make(opened.record))
+            return opened.answers[key]
 
     def _open(self, names: tuple[str, ...]) -> _Opened:
         """The record of these runs as they are now."""
         paths = [self.path_of(name) for name in names]
         version = "".join(map(version_of, paths))  # before reading: what changes meanwhile is read again
-        with self._lock:
-            kept, old = self._opened.pop(names, None), []
-            if kept is None or kept.version != version:
-                old = [kept] if kept else []
-                kept = _Opened(version, open_record(paths))
-            self._opened[names] = kept
-            while len(self._opened) > OPEN:
-                old.append(self._opened.pop(next(iter(self._opened))))
-        for one in old:
-            one.close()
+        kept = self._opened.pop(names, None)
+        if kept is None or kept.version != version:
+            if kept is not None:
+                kept.record.close()
+            kept = _Opened(version, open_record(paths))
+        self._opened[names] = kept
+        while len(self._opened) > OPEN:
+            self._opened.pop(next(iter(self._opened))).record.close()
         return kept
+
+    def overview(self) -> Payload:
+        """A row for each run, and sentences about what is missing.
+
+        A row is computed again when the files of its run have changed.
+        """
+        rows = {}
+        for name, path in self.found().items():
+            version, kept = version_of(path), self._rows.get(name)
+            rows[name] = kept if kept and kept[0] == version else (version, row_of(path))
+        self._rows = rows
+        return {"runs": [{"run": name, **row} for name, (_, row) in rows.items()], "notes": self.notes()}
 
     def close(self) -> None:
         """Close all records."""
         with self._lock:
-            old = list(self._opened.values())
-            self._opened.clear()
-        for one in old:
-            one.close()
+            while self._opened:
+                self._opened.popitem()[1].record.close()
 
     def __enter__(self) -> "Runs":
         return self
@@ -196,25 +193,6 @@ POINTS = 120
 """Most points of a curve in the table."""
 _SETTINGS = ("task", "preset", "seed", "num_envs", "episode_length")
 _RESULTS = ("round", "objective", "objective_std", "committed", "growth", "env_steps_per_s")
-
-
-@final
-class Overview:
-    """The table of all runs; a row is computed again when the files of its run have changed."""
-
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._rows: dict[str, tuple[str, Payload]] = {}
-
-    def table(self) -> Payload:
-        """The rows by name, and sentences about what is missing."""
-        rows = {}
-        for name, path in self._runs.found().items():
-            version = version_of(path)
-            kept = self._rows.get(name)
-            rows[name] = kept if kept and kept[0] == version else (version, row_of(path))
-        self._rows = rows
-        return {"runs": [{"run": name, **row} for name, (_, row) in rows.items()], "notes": self._runs.notes()}
 
 
 def row_of(run: Path) -> Payload:
@@ -267,26 +245,30 @@ def host_round(record: Record, place: Place) -> Payload:
 
     `first` and `newest` are the rounds to choose from; without any, `round` is None and `hosts` empty.
     """
-    run, first, newest = _rounds(record)
-    number = place.get("round", newest)
-    known: Payload = {"run": run["run"], "length": run["episode_length"], "slots": run["slots"] or []}
-    known |= {"first": first, "newest": newest}
+    known, number = _begin(record, place)
     if number is None:
-        return known | {"round": None, "hosts": [], "total": 0}
-    found = known | round_of(record, run["run"], number, "newest" if number == newest else "")
-    if not found["hosts"]:
-        raise QueryError(f"round {number} of {run['run']} is not there; rounds {first} to {newest} are.")
-    return found
+        return known | {"hosts": [], "total": 0}
+    found = known | round_of(record, known["run"], number, "newest" if number == known["newest"] else "")
+    return found if found["hosts"] else _missing(known)
 
 
-def _rounds(record: Record) -> tuple[Payload, int | None, int | None]:
-    """The first run, and the rounds whose hosts can be shown: those with steps, or else all that are complete."""
+def _begin(record: Record, place: Place) -> tuple[Payload, int | None]:
+    """What both payloads say of the first run, and the round that is asked for.
+
+    The rounds to choose from are those with steps, or else all that are complete.
+    """
     run = record.query("select run, episode_length, slots from runs order by run limit 1")[0]
     name = (run["run"],)
-    (found,) = record.query(_WITH_STEPS, name)
-    if found["newest"] is None:
-        (found,) = record.query("select min(round) as first, max(round) as newest from episodes where run = ?", name)
-    return run, found["first"], found["newest"]
+    (rounds,) = record.query(_WITH_STEPS, name)
+    if rounds["newest"] is None:
+        (rounds,) = record.query("select min(round) as first, max(round) as newest from episodes where run = ?", name)
+    number = place.get("round", rounds["newest"])
+    about = {"run": run["run"], "length": run["episode_length"], "slots": run["slots"] or []}
+    return {**about, **rounds, "round": number}, number
+
+
+def _missing(known: Payload) -> NoReturn:
+    raise QueryError("round {round} of {run} is not there; rounds {first} to {newest} are.".format(**known))
 
 
 _WITH_STEPS = """
@@ -300,15 +282,10 @@ def host(record: Record, place: Place) -> Payload:
 
     Without a host, the one with the highest J of the round.
     """
-    run, first, newest = _rounds(record)
-    number = place.get("round", newest)
-    known: Payload = {"run": run["run"], "length": run["episode_length"], "slots": run["slots"] or []}
-    known |= {"first": first, "newest": newest, "round": number}
+    known, number = _begin(record, place)
     if number is None:
         return known | {"hosts": [], "host": None}
-    of_round = record.query(_OF_ROUND, (run["run"], number))
-    if not of_round:
-        raise QueryError(f"round {number} of {run['run']} is not there; rounds {first} to {newest} are.")
+    of_round = record.query(_OF_ROUND, (known["run"], number)) or _missing(known)
     known["hosts"] = [row["host"] for row in of_round]
     best = max(of_round, key=lambda row: -1e9 if row["objective"] is None else row["objective"])
     chosen = place.get("host", best["host"])
@@ -317,7 +294,7 @@ def host(record: Record, place: Place) -> Payload:
         raise QueryError(
             f"round {number} has no host {chosen}; it has {of_round[0]['host']} to {of_round[-1]['host']}."
         )
-    return known | {"host": chosen, "result": result} | _episode(record, (run["run"], number, chosen))
+    return known | {"host": chosen, "result": result} | _episode(record, (known["run"], number, chosen))
 
 
 _OF_ROUND = """
@@ -366,12 +343,8 @@ select t, {", ".join(f"avg(p_{op.name.lower()}) as {op.name.lower()}" for op in 
 from decisions where run = $1 and round between $2 and $3 and p_wait is not null group by t order by t"""
 
 
-def _of_report(name: str) -> Callable[[Record, Place], object]:
-    return lambda record, place: PAYLOADS[name](record)
-
-
 LIVE: Mapping[str, Callable[[Record, Place], object]] = {
-    **{name: _of_report(name) for name in PAYLOADS},
+    **{name: lambda record, place, make=make: make(record) for name, make in PAYLOADS.items()},
     "round": host_round,
     "host": host,
     "policy": policy,

@@ -101,7 +101,7 @@ def test_a_long_round_gives_a_line_soon_and_then_now_and_then() -> None:
     assert shown == [f"round 1/4 step {t}/40  " for t in (2, 4, 6)]
 
 
-def test_short_rounds_are_told_as_wholes_alone() -> None:
+def test_short_rounds_have_one_line_each() -> None:
     console, clock = plain(), Clock()
     progress = RunProgress(console, rounds=4, steps=40, clock=clock)
     for number in (1, 2):
@@ -111,7 +111,7 @@ def test_short_rounds_are_told_as_wholes_alone() -> None:
     assert [text[:11] for text in written(console)] == ["round 1/4  ", "round 2/4  "]
 
 
-def test_other_records_are_no_concern_of_the_display() -> None:
+def test_other_records_are_not_displayed() -> None:
     console = plain()
     RunProgress(console, rounds=1, steps=1).write("stage_changed", {"host": 0})
     assert written(console) == []

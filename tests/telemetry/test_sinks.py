@@ -331,9 +331,9 @@ def test_a_failing_listener_changes_no_number_of_a_run_and_is_reported_at_its_en
     assert found.pop("dropped_records") == len(before)
     assert expected.pop("dropped_records") == 0
     assert found == expected
-    told = [fields for kind, fields in notebook.taken if kind == "stage_changed"]
+    received = [fields for kind, fields in notebook.taken if kind == "stage_changed"]
     lines = (tmp_path / "loud" / "events.jsonl").read_text().splitlines()
-    assert len(told) == sum(json.loads(line)["kind"] == "stage_changed" for line in lines)
+    assert len(received) == sum(json.loads(line)["kind"] == "stage_changed" for line in lines)
 
 
 def test_an_error_of_the_run_itself_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

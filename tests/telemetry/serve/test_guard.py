@@ -91,7 +91,7 @@ def test_our_own_page_gets_data(client):
 @pytest.mark.parametrize("path", EVERYWHERE)
 @pytest.mark.parametrize("headers", [{}, {"Host": "evil.example"}, {"Host": "[evil"}])
 @pytest.mark.parametrize("token", [None, "wrong", "pass", "pass word "])
-def test_without_the_token_nothing_is_told(guarded, path, headers, token):
+def test_without_the_token_nothing_is_shown(guarded, path, headers, token):
     answer = guarded.get(path, params=None if token is None else {"token": token}, headers=headers)
     assert answer.status_code == 401
     assert "needs its token" in answer.text

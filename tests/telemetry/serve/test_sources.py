@@ -34,7 +34,7 @@ def test_a_folder_and_a_run_directory_can_both_be_served(folder):
     assert list(Runs(folder / "a").found()) == ["a"]
 
 
-def test_folders_that_are_no_runs_are_left_out_and_an_empty_one_says_what_to_do(tmp_path):
+def test_folders_that_are_not_runs_are_left_out_and_an_empty_one_says_what_to_do(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").touch()
     (note,) = Runs(tmp_path).notes()
@@ -43,14 +43,14 @@ def test_folders_that_are_no_runs_are_left_out_and_an_empty_one_says_what_to_do(
 
 
 @pytest.mark.parametrize("name", ["missing", "file.txt"])
-def test_what_is_no_folder_is_refused(tmp_path, name):
+def test_what_is_not_a_folder_is_refused(tmp_path, name):
     (tmp_path / "file.txt").touch()
     with pytest.raises(RunDirectoryError, match="name a run directory"):
         Runs(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../b", "/etc", "", "a/record", "."])
-def test_a_path_is_no_name_of_a_run(folder, name):
+def test_a_path_is_not_a_name_of_a_run(folder, name):
     with pytest.raises(UnknownRunError):
         Runs(folder).path_of(name)
 

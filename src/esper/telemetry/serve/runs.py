@@ -58,7 +58,7 @@ class Runs:
         path: a run directory, or a folder of them.
 
     Raises:
-        RunDirectoryError: `path` is no folder.
+        RunDirectoryError: `path` is not a folder.
     """
 
     def __init__(self, path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from operator import itemgetter
@@ -343,8 +344,13 @@ select t, {", ".join(f"avg(p_{op.name.lower()}) as {op.name.lower()}" for op in 
 from decisions where run = $1 and round between $2 and $3 and p_wait is not null group by t order by t"""
 
 
+def _of_report(name: str, record: Record, place: Place) -> object:
+    del place
+    return PAYLOADS[name](record)
+
+
 LIVE: Mapping[str, Callable[[Record, Place], object]] = {
-    **{name: lambda record, place, make=make: make(record) for name, make in PAYLOADS.items()},
+    **{name: partial(_of_report, name) for name in PAYLOADS},
     "round": host_round,
     "host": host,
     "policy": policy,

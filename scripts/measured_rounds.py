@@ -35,9 +35,9 @@ from esper.tasks.datasets import Dataset, Split
 from esper.tasks.losses import Classification
 from esper.tasks.registry import DatasetLoader, TaskSpec, register_task
 from esper.telemetry.anomalies import Trend
-from esper.telemetry.hub import Hub
 from esper.telemetry.progress import RunConsole, RunProgress
 from esper.telemetry.run_directory import RunDirectory
+from esper.telemetry.sinks import Hub
 
 CLASSES = 10
 OUTSIDE = "outside the phases"

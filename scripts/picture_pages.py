@@ -16,8 +16,7 @@ from playwright.sync_api import sync_playwright
 
 from esper.cli import main as esper
 from esper.telemetry.serve.app import server_of
-from esper.telemetry.serve.guard import Access
-from esper.telemetry.serve.sources import Runs
+from esper.telemetry.serve.runs import Runs
 
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH = 1200
@@ -35,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         page = Path(folder) / "report.html"
         if esper(["report", str(given.run), "--out", str(page)]):
             return 2
-        server = server_of(runs, Access())
+        server = server_of(runs)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

@@ -18,8 +18,7 @@ from esper.leyline.actions import LifecycleOp
 from esper.telemetry.record.writer import Rows, write_part
 from esper.telemetry.run_directory import ABOUT, FORMAT, RECORD
 from esper.telemetry.serve.app import server_of
-from esper.telemetry.serve.guard import Access
-from esper.telemetry.serve.sources import Runs
+from esper.telemetry.serve.runs import Runs
 
 OPS = [op.name for op in LifecycleOp]
 STAGES = ["TRAINING", "BLENDING", "FOSSILIZED"]
@@ -97,10 +96,10 @@ def add_parts(path: Path, number: int, hosts: int, steps: int) -> dict[str, str]
 
 
 @contextmanager
-def serving(path: Path, access: Access | None = None) -> Iterator[str]:
+def serving(path: Path, token: str | None = None) -> Iterator[str]:
     """A server in a thread of this process; gives its address."""
     runs = Runs(path)
-    server = server_of(runs, access or Access())
+    server = server_of(runs, token=token)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

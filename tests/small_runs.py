@@ -17,7 +17,7 @@ import tiny
 from esper.cli import main
 from esper.tasks.null import Fault, NullSpec
 from esper.tasks.registry import register_task, task_by_name
-from esper.telemetry.hub import register_listener
+from esper.telemetry.sinks import register_listener
 
 register_task(
     replace(

@@ -99,7 +99,7 @@ def test_a_rollback_says_why_and_what_was_lost() -> None:
     ]  # fmt: skip
 
 
-def test_a_refused_fossilization_is_told_and_a_gate_that_keeps_waiting_is_not() -> None:
+def test_a_refused_fossilization_is_reported_and_a_gate_that_keeps_waiting_is_not() -> None:
     asked = gates(
         {
             (0, 0): (5, 0, 0.25, 6),  # asked by FOSSILIZE, failed

@@ -14,9 +14,9 @@ import small_runs
 from esper.leyline.messages import SlotState
 from esper.leyline.stages import Cause, SeedStage
 from esper.runs.records import LONGEST, MOST_STEPS, Records
-from esper.telemetry import hub as hubs
-from esper.telemetry.hub import Hub, register_listener
+from esper.telemetry import sinks
 from esper.telemetry.run_directory import RunDirectory
+from esper.telemetry.sinks import Hub, register_listener
 from esper.tolaria.executors.scripted import ScriptedExecutor
 
 TERMS = ("gain", "rent")
@@ -36,11 +36,11 @@ class Notebook:
 @pytest.fixture
 def nobody_registered() -> Iterator[None]:
     """No listener but what a test registers itself."""
-    before = dict(hubs._FACTORIES)
-    hubs._FACTORIES.clear()
+    before = dict(sinks._LISTENERS)
+    sinks._LISTENERS.clear()
     yield
-    hubs._FACTORIES.clear()
-    hubs._FACTORIES.update(before)
+    sinks._LISTENERS.clear()
+    sinks._LISTENERS.update(before)
 
 
 class Bench:

@@ -1,16 +1,27 @@
-"""What a user sees, on a terminal and elsewhere."""
+"""What a user sees of a run, a search or a comparison, on a terminal and elsewhere."""
 
 import io
 import re
 import threading
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from esper.telemetry import progress as module
-from esper.telemetry.page import Shown
-from esper.telemetry.progress import FIRST_INTERVAL, PLAIN_INTERVAL, RunConsole, RunProgress, line
+from esper.telemetry.progress import (
+    FIRST_INTERVAL,
+    PLAIN_INTERVAL,
+    PassProgress,
+    RunConsole,
+    RunProgress,
+    counts,
+    duration,
+    figure,
+    line,
+    size,
+    with_spread,
+)
+
+NAN = float("nan")
 
 ROUND: dict[str, Any] = {
     "round": 2,
@@ -46,18 +57,18 @@ def written(console: RunConsole) -> list[str]:
 
 
 def test_a_round_is_one_line() -> None:
-    assert line(Shown.of(ROUND), 10, 40, "8:12") == (
+    assert line(ROUND, 10, 40, "8:12") == (
         "round 2/10  eta 8:12  427 env-steps/s  100·J 58.41 ± 2.10  committed 58.90  live 61.32  "
         "ops: wait 510 germinate 61 prune 20  slots: training 9 blending 4"
     )
 
 
 def test_a_round_under_way_says_how_far_it_is() -> None:
-    assert line(Shown.of(STEP), 10, 40, "8:12").startswith("round 2/10 step 10/40  eta 8:12")
+    assert line(STEP, 10, 40, "8:12").startswith("round 2/10 step 10/40  eta 8:12")
 
 
 def test_slow_runs_have_a_speed_too() -> None:
-    assert "  0.4 env-steps/s" in line(Shown.of(ROUND | {"env_steps": 4, "seconds": 10.0}), 10, 40, "?")
+    assert "  0.4 env-steps/s" in line(ROUND | {"env_steps": 4, "seconds": 10.0}, 10, 40, "?")
 
 
 def test_without_a_terminal_each_round_is_a_line_with_the_time_that_is_left() -> None:
@@ -90,7 +101,7 @@ def test_a_long_round_gives_a_line_soon_and_then_now_and_then() -> None:
     assert shown == [f"round 1/4 step {t}/40  " for t in (2, 4, 6)]
 
 
-def test_short_rounds_are_told_as_wholes_alone() -> None:
+def test_short_rounds_have_one_line_each() -> None:
     console, clock = plain(), Clock()
     progress = RunProgress(console, rounds=4, steps=40, clock=clock)
     for number in (1, 2):
@@ -100,7 +111,7 @@ def test_short_rounds_are_told_as_wholes_alone() -> None:
     assert [text[:11] for text in written(console)] == ["round 1/4  ", "round 2/4  "]
 
 
-def test_other_records_are_no_concern_of_the_display() -> None:
+def test_other_records_are_not_displayed() -> None:
     console = plain()
     RunProgress(console, rounds=1, steps=1).write("stage_changed", {"host": 0})
     assert written(console) == []
@@ -131,7 +142,7 @@ def test_what_was_not_measured_is_a_dash_and_never_nan() -> None:
     nothing = ROUND | dict.fromkeys(
         ("objective_mean", "objective_std", "committed_accuracy_mean", "live_accuracy_mean"), float("nan")
     )
-    assert "  100·J -  committed -  live -  " in line(Shown.of(nothing), 10, 40, "?")
+    assert "  100·J -  committed -  live -  " in line(nothing, 10, 40, "?")
 
 
 def test_alarms_of_a_round_stand_in_its_line() -> None:
@@ -161,81 +172,93 @@ def terminal(width: int = 80, height: int = 24) -> RunConsole:
 
 
 def screen(progress: RunProgress) -> list[str]:
-    return [text for text, _ in progress.page()]
+    """The table as it is now, without what the terminal has no room for."""
+    console = progress._console
+    drawn = console.render_lines(progress._drawing(), pad=False)
+    return ["".join(segment.text for segment in one).rstrip() for one in drawn]
 
 
 def test_a_terminal_shows_finished_rounds_the_unfinished_one_and_the_learner() -> None:
     clock = Clock()
     progress = RunProgress(terminal(), rounds=10, steps=40, clock=clock)
     clock.now += 40.0
-    progress.write("round", ROUND | {"round": 1, "growth_ratio_mean": 1.2, "approx_kl": 0.0118, "memory_bytes": PEAK})
+    peak = {"allocated": None, "reserved": None, "peak": 329_584_640}
+    update = {"approx_kl": 0.0118, "entropy_op": 0.9, "entropy_tempo": NAN, "entropy_loss": -1.0}
+    progress.write("round", ROUND | update | {"round": 1, "growth_ratio_mean": 1.2, "memory_bytes": peak})
     progress.write("step", STEP)
     progress.write("alarm", alarm())
     shown = screen(progress)
     assert re.search(r"^round 2/10 step 10/40 .* 0:40 eta 4:40  peak 330 MB$", shown[0])  # 50 steps in 40 s, 350 left
-    assert re.search(r"^ +1/10 +58\.41 ± 2\.10 +58\.90 +61\.32 +1\.20x +427$", shown[2])
-    assert re.search(r"^ +2/10 +58\.41 ± 2\.10 +58\.90 +61\.32 +unfinished +427$", shown[3])
-    assert "learner    KL 0.0118" in shown
-    assert shown[-1] == "alarms     round 1: objective_falls -2.31 (threshold -2)"
+    assert re.search(r"^ +1 +58\.41 ± 2\.10 +58\.90 +61\.32 +1\.20x +427$", shown[2])
+    assert re.search(r"^ +2 +58\.41 ± 2\.10 +58\.90 +61\.32 +unfinished +427$", shown[3])
+    assert [re.split("  +", text, maxsplit=1) for text in shown[4:]] == [
+        ["alarms", "round 1: objective_falls -2.31 (threshold -2)"],
+        ["seeds", "training 9 blending 4"],
+        ["operations", "wait 510 germinate 61 prune 20"],
+        ["learner", "KL 0.0118"],
+        ["entropy", "op 0.90  tempo -"],
+    ]
 
 
-PEAK = {"allocated": None, "reserved": None, "peak": 329_584_640}
+def test_before_the_first_step_there_is_only_the_bar() -> None:
+    (bar,) = screen(RunProgress(terminal(), rounds=10, steps=40))
+    assert re.search(r"^round 1/10 step 0/40 .* 0:00 eta \.\.\.$", bar)
 
 
-def test_a_round_that_is_done_replaces_the_unfinished_one() -> None:
-    progress = RunProgress(terminal(), rounds=10, steps=40)
-    progress.write("step", STEP)
+def test_a_round_is_unfinished_until_its_update() -> None:
+    progress = RunProgress(terminal(), rounds=2, steps=40)
+    progress.write("step", STEP | {"t": 40})
+    assert screen(progress)[0].startswith("round 2/2 step 40/40 ")
     assert "unfinished" in "".join(screen(progress))
     progress.write("round", ROUND)
+    assert screen(progress)[0].startswith("2 rounds done ")
     assert "unfinished" not in "".join(screen(progress))
 
 
 def test_only_the_alarms_of_the_newest_rounds_are_kept() -> None:
-    progress = RunProgress(terminal(height=40), rounds=10, steps=40)
+    progress = RunProgress(terminal(), rounds=10, steps=40)
     for number in range(1, 6):
         progress.write("alarm", alarm(round=number))
-    assert [text[11:19] for text in screen(progress)[-3:]] == ["round 5:", "round 4:", "round 3:"]
+    assert [text.split()[2] for text in screen(progress)[-3:]] == ["5:", "4:", "3:"]
 
 
-def test_a_live_terminal_ends_with_the_last_page() -> None:
+@pytest.mark.parametrize(("width", "height"), [(200, 60), (80, 24), (60, 12), (40, 8), (20, 4), (10, 2), (3, 1)])
+def test_a_terminal_of_any_size_shows_as_much_as_it_holds_and_never_more(width: int, height: int) -> None:
+    console = terminal(width, height)
+    progress = RunProgress(console, rounds=100, steps=40)
+    for number in range(1, 60):
+        progress.write("round", ROUND | {"round": number, "growth_ratio_mean": 1.2, "approx_kl": 0.0118})
+        progress.write("alarm", alarm(round=number, name="a_long_name_of_an_alarm_in_a_narrow_terminal"))
+    progress.write("step", STEP | {"round": 60})
+    lines = screen(progress)
+    assert max(map(len, lines)) <= width
+    if width >= 40:
+        assert lines[0].startswith("round 60/1")
+    if width >= 80:
+        assert len(lines) <= height
+    with progress:  # what does not fit is cut by rich
+        pass
+
+
+def test_a_live_terminal_ends_with_the_last_table() -> None:
     console = terminal()
     with RunProgress(console, rounds=1, steps=40) as progress:
         assert progress.is_live
         progress.write("step", STEP | {"round": 1})
-        progress.write("round", ROUND | {"round": 1})
+        progress.write("round", ROUND | {"round": 1, "growth_ratio_mean": 1.2})
     last = "\n".join(written(console)).rpartition("1 round done")[2]
-    assert "1/1" in last
+    assert "1.20x" in last
     assert "unfinished" not in last
 
 
-def test_a_quiet_console_has_no_page() -> None:
+def test_a_quiet_console_has_no_table() -> None:
     assert not RunProgress(RunConsole(force_terminal=True, quiet=True), rounds=1, steps=1).is_live
     assert not RunProgress(plain(), rounds=1, steps=1).is_live
 
 
-def test_drawing_takes_at_most_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, now = [], [50.0]
-
-    def costly(*arguments: object) -> list[tuple[str, str]]:
-        drawn.append(now[0])
-        now[0] += 0.02
-        return []
-
-    monkeypatch.setattr(module, "page", costly)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    progress = RunProgress(terminal(), rounds=1, steps=1)
-    for _ in range(100):
-        progress._drawing()
-        now[0] += 0.25
-    # a page of 20 ms is followed by two seconds without one; it is asked for every quarter of a second
-    assert all(2.0 < b - a < 2.3 for a, b in pairwise(drawn))
-    assert len(drawn) >= 11
-
-
-def test_a_page_is_drawn_while_the_run_writes() -> None:
+def test_a_table_is_drawn_while_the_run_writes() -> None:
     progress = RunProgress(terminal(), rounds=2000, steps=2)
-    stop = threading.Event()
-    failures: list[Exception] = []
+    stop, failures = threading.Event(), []
 
     def draw() -> None:
         while not stop.is_set():
@@ -253,3 +276,65 @@ def test_a_page_is_drawn_while_the_run_writes() -> None:
     stop.set()
     thread.join()
     assert failures == []
+
+
+def test_passes_give_a_line_soon_and_then_now_and_then() -> None:
+    console, clock = plain(), Clock()
+    with PassProgress(console, 4, clock) as progress:
+        for stage in ("grid", "grid", "rules", "confirmation"):
+            progress.stage(stage)
+            clock.now += 20.0
+            progress.advance()
+    # after 20 s the first line, and the next one 30 s later at the earliest; each pass took 20 s
+    assert written(console) == ["grid  pass 1/4  eta 1:00", "rules  pass 3/4  eta 0:20"]
+
+
+def test_the_time_that_is_left_of_passes_is_known_from_the_first_step_on() -> None:
+    console, clock = plain(), Clock()
+    with PassProgress(console, 4, clock) as progress:
+        progress.stage("grid")
+        clock.now += 10.0
+        progress.advance(0.25)  # 10 s of 4 x 40 s
+    assert written(console) == ["grid  pass 0/4  eta 2:30"]
+
+
+def test_passes_with_lines_of_their_own_are_counted_with_those_that_are_skipped() -> None:
+    console, clock = plain(), Clock()
+    with PassProgress(console, 4, clock) as progress:
+        progress.skip()
+        progress.begin("random, 2 hosts")
+        for _ in range(3):
+            progress.advance(1 / 3)
+        clock.now += 0.5
+        progress.begin("heuristic, 2 hosts")
+    assert written(console) == [
+        "esper: random, 2 hosts (2 of 4, eta ...)",
+        "esper: heuristic, 2 hosts (3 of 4, eta 0:01)",  # two more of half a second
+    ]
+
+
+def test_on_a_terminal_a_bar_shows_the_stage_of_passes_and_the_time_that_is_left() -> None:
+    console, clock = terminal(width=100), Clock()
+    with PassProgress(console, 4, clock) as progress:
+        progress.stage("grid [a]")
+        clock.now += 20.0
+        progress.advance()
+    assert re.search(r"grid \[a\]  pass 1/4 .* 0:20 eta 1:00", "\n".join(written(console)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "0:00"), (59.6, "1:00"), (61.0, "1:01"), (3599.0, "59:59"), (3723.4, "1:02:03")]
+)
+def test_a_duration_is_hours_minutes_seconds(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_numbers_are_short_texts() -> None:
+    assert counts({"WAIT": 0}) == counts({}) == "none"
+    assert figure(NAN, ".2f") == "-"
+    assert [with_spread(*values) for values in ((58.412, 2.1), (58.412, NAN), (NAN, NAN))] == [
+        "58.41 ± 2.10",
+        "58.41",
+        "-",
+    ]
+    assert (size(329_584_640), size(1_250_000_000)) == ("330 MB", "1.25 GB")

@@ -1,4 +1,4 @@
-"""The sinks that a run can name, each read back with the package that it writes for."""
+"""Listeners and sinks: whatever becomes of them, the run does not notice; each sink is read back with its package."""
 
 import json
 import sqlite3
@@ -12,18 +12,160 @@ import pytest
 
 import small_runs
 from esper.leyline.errors import ConfigError, RegistryError
-from esper.telemetry import background
-from esper.telemetry.sinks import SINKS, SinkKind, register_sink, require_installed, require_sinks
-from esper.telemetry.sinks.trackers import run_id, scalars
+from esper.leyline.messages import Sink
+from esper.telemetry import sinks as module
+from esper.telemetry.sinks import (
+    SINKS,
+    Hub,
+    SinkKind,
+    TensorBoardSink,
+    register_listener,
+    register_sink,
+    require_installed,
+    require_sinks,
+    run_id,
+    scalars,
+)
 
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """The table of sinks, as it was before the test."""
-    before = dict(SINKS)
+    """The tables of sinks and listeners, restored after the test, which begins without listeners."""
+    tables = (SINKS, module._LISTENERS)
+    before = [dict(table) for table in tables]
+    module._LISTENERS.clear()
     yield
-    SINKS.clear()
-    SINKS.update(before)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+class Notebook:
+    """Writes everything down, and notes that it was closed."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, dict[str, Any]]] = []
+        self.closed = 0
+
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self.taken.append((kind, dict(fields)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Failing(Notebook):
+    """Tries to do harm."""
+
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        super().write(kind, fields)
+        fields["round"] = 77  # type: ignore[index]
+
+
+def test_listeners_and_sinks_receive_the_records_they_asked_for_in_order_and_sinks_are_closed(
+    registered: None, tmp_path: Path
+) -> None:
+    listener, everything, rounds = Notebook(), Notebook(), Notebook()
+    assert isinstance(listener, Sink)
+    register_sink("everything")(lambda path: everything)
+    register_sink("rounds", kinds=("round",))(lambda path: rounds)
+    with Hub({"first": listener}) as hub:
+        hub.start_sinks(["everything", "rounds"], tmp_path)
+        for t in range(3):
+            hub.write("step", {"t": t})
+        hub.write("round", {"round": 1})
+        assert rounds.closed == 0
+    assert listener.taken == everything.taken == [*(("step", {"t": t}) for t in range(3)), ("round", {"round": 1})]
+    assert rounds.taken == [("round", {"round": 1})]
+    assert (listener.closed, everything.closed, rounds.closed, hub.num_lost) == (0, 1, 1, 0)
+
+
+def test_only_a_registered_listener_must_receive_each_step_before_the_next(registered: None, tmp_path: Path) -> None:
+    register_listener("notebook")(lambda path: Notebook())
+    hub = Hub({"progress": Notebook()})
+    hub.start_sinks([], tmp_path)
+    assert not hub.is_prompt
+    hub.add_registered(tmp_path)
+    assert hub.is_prompt
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("kind", ["listener", "sink"])
+def test_one_that_raises_receives_nothing_more_after_one_warning_and_the_others_everything(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook, failing, fields = Notebook(), Failing(), {"round": 1}
+    (register_listener if kind == "listener" else register_sink)("failing")(lambda path: failing)
+    hub = Hub({"notebook": notebook})
+    hub.add_registered(tmp_path)
+    hub.start_sinks(["failing"] if kind == "sink" else [], tmp_path)
+    for record in ("step", "step", "round"):
+        hub.write(record, fields)
+    hub.close()
+    assert fields == {"round": 1}
+    assert (len(notebook.taken), len(failing.taken), hub.num_lost) == (3, 1, 3)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"the {kind} 'failing' failed: TypeError: " in warning
+    assert warning.endswith("It receives nothing more; the run goes on.")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("when", ["made", "closed"])
+def test_one_that_cannot_be_made_or_closed_is_reported(
+    when: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @register_sink("impossible")
+    class Impossible(Notebook):
+        def __init__(self, run_directory: Path) -> None:
+            super().__init__()
+            if when == "made":
+                raise OSError(f"no room\nin {run_directory.name}")
+
+        def close(self) -> None:
+            raise OSError(f"no room\nin {tmp_path.name}")
+
+    hub = Hub({})
+    hub.start_sinks(["impossible"], tmp_path)
+    hub.write("round", {})
+    hub.close()
+    assert hub.num_lost == (when == "made")
+    assert f"the sink 'impossible' failed: OSError: no room in {tmp_path.name}." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_slow_sink_is_dropped_after_one_warning_and_a_slow_listener_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    class Slow(Notebook):
+        def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+            super().write(kind, fields)
+            now[0] += 1.0
+
+    sink, listener = Slow(), Slow()
+    register_sink("slow", kinds=("round",))(lambda path: sink)
+    hub = Hub({"listener": listener})
+    hub.start_sinks(["slow"], tmp_path)
+    for _ in range(10):
+        hub.write("round", {})
+    # one second a round each: 6 s of the sink after 12 s are more than 5 + 0.1 x 12 s = 6.2 s only from the seventh on
+    assert (len(sink.taken), sink.closed, len(listener.taken)) == (7, 1, 10)
+    assert hub.num_lost == 3
+    assert capsys.readouterr().err == (
+        "esper: the sink 'slow' is slow, it has taken 7.0 seconds of the run. "
+        "It receives nothing more; the run goes on.\n"
+    )
+
+
+def test_a_keyboard_interrupt_in_a_listener_is_for_the_run() -> None:
+    class Interrupted:
+        def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Hub({"interrupted": Interrupted()}).write("step", {})
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
@@ -71,9 +213,11 @@ def test_an_unknown_sink_is_refused_with_the_nearest_name() -> None:
         require_sinks(["wandb", "wandb"])
 
 
-def test_a_name_is_registered_once() -> None:
-    with pytest.raises(RegistryError, match="tensorboard"):
-        register_sink("tensorboard")
+def test_a_name_is_registered_once(registered: None) -> None:
+    register_listener("twice")(lambda path: Notebook())
+    for register, name in ((register_sink, "tensorboard"), (register_listener, "twice")):
+        with pytest.raises(RegistryError, match=name):
+            register(name)
 
 
 @pytest.mark.usefixtures("registered")
@@ -105,8 +249,6 @@ def test_tensorboard_shows_the_numbers_of_metrics_jsonl_also_after_a_resume(tmp_
 
 def test_tensorboard_discards_the_rounds_that_a_resume_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from esper.telemetry.sinks.tensorboard import TensorBoardSink
 
     for start, value in ((1, 10.0), (2, 20.0)):  # stopped after round 3, resumed from the checkpoint of round 1
         sink = TensorBoardSink(tmp_path)
@@ -149,7 +291,7 @@ def test_wandb_without_a_key_is_reported_and_the_run_goes_on(
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert small_runs.train(tmp_path / "run", "null", 1, "--sinks", "wandb") == 0
-    assert "set WANDB_MODE=offline. The run goes on." in capfd.readouterr().err
+    assert "set WANDB_MODE=offline. It receives nothing more; the run goes on." in capfd.readouterr().err
 
 
 def test_trackio_stores_every_round_and_continues_after_a_resume(
@@ -170,36 +312,34 @@ def test_trackio_stores_every_round_and_continues_after_a_resume(
         assert without_clocks(expected).items() <= json.loads(found).items()
 
 
-@pytest.mark.usefixtures("registered")
-def test_a_slow_sink_does_not_slow_a_run_and_changes_no_number(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_failing_listener_changes_no_number_of_a_run_and_is_reported_at_its_end(
+    registered: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    taken = []
+    assert small_runs.train(tmp_path / "quiet", "null", 2) == 0
+    register_listener("broken")(lambda path: Failing())
+    notebook = Notebook()
+    register_listener("notebook")(lambda path: notebook)
+    assert small_runs.train(tmp_path / "loud", "null", 2) == 0
+    assert "the listener 'broken' failed" in capfd.readouterr().err
+    loud, quiet = small_runs.records(tmp_path / "loud"), small_runs.records(tmp_path / "quiet")
+    found, expected = small_runs.summary(tmp_path / "loud"), small_runs.summary(tmp_path / "quiet")
+    *before, (kind, _) = notebook.taken
+    assert kind == "run_finished"  # it tells the count, so it is not among what was counted
+    for last, summary in ((loud, found), (quiet, expected)):
+        assert last["events.jsonl"][-1].pop("dropped_records") == summary["dropped_records"]
+    assert loud == quiet
+    assert found.pop("dropped_records") == len(before)
+    assert expected.pop("dropped_records") == 0
+    assert found == expected
+    received = [fields for kind, fields in notebook.taken if kind == "stage_changed"]
+    lines = (tmp_path / "loud" / "events.jsonl").read_text().splitlines()
+    assert len(received) == sum(json.loads(line)["kind"] == "stage_changed" for line in lines)
 
-    @register_sink("slow")
-    class Slow:
-        def __init__(self, run_directory: Path) -> None:
-            assert (run_directory / "config.toml").exists()
 
-        def write(self, kind: str, fields: Mapping[str, Any]) -> None:
-            time.sleep(0.2)
-            taken.append(kind)
+def test_an_error_of_the_run_itself_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> object:
+        raise ZeroDivisionError("a mistake in building records")
 
-    began = time.monotonic()
-    assert small_runs.train(tmp_path / "quiet", "null", 6) == 0
-    quiet = time.monotonic() - began
-    began = time.monotonic()
-    assert small_runs.train(tmp_path / "loud", "null", 6, "--sinks", "slow") == 0
-    loud = time.monotonic() - began
-    err = capfd.readouterr().err
-    dropped = int(err.partition("dropped ")[2].split()[0])
-    records = dropped + len(taken)
-    assert records > 90  # 18 seconds, if the run waited
-    assert loud < quiet + background.DRAINING + 5.0
-    assert small_runs.summary(tmp_path / "loud")["dropped_records"] <= dropped
-    assert (taken[0], taken[-1]) == ("run_started", "run_finished")
-    assert "the sink 'slow' was slower than the run and dropped" in err
-    assert (
-        small_runs.records(tmp_path / "loud")["metrics.jsonl"]
-        == small_runs.records(tmp_path / "quiet")["metrics.jsonl"]
-    )
+    monkeypatch.setattr("esper.runs.events.step_events", broken)
+    with pytest.raises(ZeroDivisionError):
+        small_runs.train(tmp_path / "run")

@@ -29,7 +29,6 @@ from esper.runs.assembly.run_config import RunConfig
 from esper.runs.evaluation import controllers as known
 from esper.runs.evaluation import tables
 from esper.runs.events import Event, step_events
-from esper.runs.live import LiveHosts
 from esper.runs.report import RoundSoFar
 from esper.runs.training.best_host import grown_of_run
 from esper.runs.training.runner import stop_signals
@@ -349,7 +348,6 @@ def _grown(
     )
     engine.planted = (GrowthManifest.of_lines(config.topology),) * best_of if config.topology else ()
     client = make(engine.spec)
-    watch.hosts = LiveHosts(engine.spec, client.terms)
     with watch.progress, stop_signals(lambda: requests.append(True)):
         engine.reset(client, episode=0)
         stats = engine.rollout(client, should_stop=lambda: bool(requests))
@@ -370,16 +368,11 @@ class _Watch:
 
     def __init__(self, out: RunConsole, config: RunConfig) -> None:
         self.reports, self._so_far = list[StepReport](), RoundSoFar(config.reward)
-        self.hosts: LiveHosts | None = None
-        self.progress = RunProgress(
-            out, rounds=1, steps=config.episode_length, hosts=lambda: self.hosts.shown() if self.hosts else None
-        )
+        self.progress = RunProgress(out, rounds=1, steps=config.episode_length)
         self._began = time.monotonic()
 
     def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
-        if self.hosts is not None and self.progress.is_live:
-            self.hosts.add(report)
         (shown,) = self._so_far.add([report], [time.monotonic() - self._began])
         self.progress.write("step", shown)
 

@@ -35,34 +35,33 @@ class Serve:
     token: Text = None
     """Secret that the address must bring once. (generated where --host can be reached from elsewhere)"""
     allow_host: Annotated[Names, placeholder("NAME ...")] = ()
-    """Further names by which browsers reach this machine, e.g. behind a proxy."""
+    """Further names by which browsers reach this machine, e.g. behind a proxy. (not needed with a token)"""
 
 
 def serve(command: Serve) -> int:
     """Answer requests until interrupted."""
     try:
-        from esper.telemetry.serve.app import server_of
-        from esper.telemetry.serve.guard import Access
+        from esper.telemetry.serve.app import LOCAL, server_of
     except ImportError as error:
         raise ConfigError(
             f"esper serve needs starlette and uvicorn, and importing them failed ({error}); "
             "pip install 'esper-growth[serve]', or write a page with esper report."
         ) from error
-    from esper.telemetry.serve.sources import Runs
+    from esper.telemetry.serve.runs import Runs
 
     if command.path is None:
         raise ConfigError("nothing to serve is named; give a run directory or a folder of them: esper serve runs")
     if command.token == "":
         raise ConfigError("--token is empty; give a secret, or leave it out to have one made.")
     token = command.token if command.token or _is_local(command.host) else secrets.token_urlsafe(16)
-    names = ("localhost", socket.gethostname(), command.host, *joined(command.allow_host))
+    shown = f"[{command.host}]" if ":" in command.host else command.host
+    names = (*LOCAL, socket.gethostname(), shown, *joined(command.allow_host))
     with Runs(command.path) as runs, _listening(command.host, command.port) as port:
         start = f"/run?run={quote(runs.root.name)}" if runs.is_single else "/"
         secret = f"{'&' if '?' in start else '?'}token={quote(token)}" if token else ""
-        shown = f"[{command.host}]" if ":" in command.host else command.host
         RunConsole().say(f"{runs.root} at http://{shown}:{port.getsockname()[1]}{start}{secret} (Ctrl-C ends)")
         with suppress(KeyboardInterrupt):  # the way to end it
-            server_of(runs, Access(names=names, token=token)).run(sockets=[port])
+            server_of(runs, names=names, token=token).run(sockets=[port])
     return 0
 
 

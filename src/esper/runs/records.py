@@ -32,11 +32,11 @@ from esper.runs import events
 from esper.runs.report import RoundSoFar
 from esper.simic.rewards.modes import FLAGS
 from esper.simic.rewards.reward_config import RewardConfig
-from esper.telemetry.hub import Hub
 from esper.telemetry.machine import environment, version
 from esper.telemetry.record.schema import FLAG, OP_NAMES, TERM
 from esper.telemetry.record.writer import Rows
 from esper.telemetry.run_directory import RunDirectory
+from esper.telemetry.sinks import Hub
 from esper.tolaria.governor import PanicReason
 from esper.tolaria.state import StepReport
 

@@ -43,7 +43,7 @@ def cpu_name() -> str:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Version of NVIDIA's kernel module, e.g. "550.54.14"; "unknown" where the file is missing or says none."""
+    """Version of NVIDIA's kernel module, e.g. "550.54.14"; "unknown" where the file is missing or names none."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
     return found[1] if found else "unknown"

@@ -14,9 +14,7 @@ from starlette.testclient import TestClient
 
 from esper.telemetry.report.payloads import PAYLOADS
 from esper.telemetry.serve.app import VIEWS, application, changes
-from esper.telemetry.serve.guard import Access
-from esper.telemetry.serve.payloads import LIVE
-from esper.telemetry.serve.sources import Runs
+from esper.telemetry.serve.runs import LIVE, Runs
 from served_runs import add_round, serving, write_run
 
 
@@ -29,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(folder: Path) -> Iterator[TestClient]:
     with Runs(folder) as runs:
-        yield TestClient(application(runs, Access()), base_url="http://127.0.0.1")
+        yield TestClient(application(runs), base_url="http://127.0.0.1")
 
 
 @pytest.mark.parametrize("path", VIEWS)

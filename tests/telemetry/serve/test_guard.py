@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from esper.telemetry.serve.app import application
-from esper.telemetry.serve.guard import HEADERS, Access
-from esper.telemetry.serve.sources import Runs
+from esper.telemetry.serve.app import HEADERS, application
+from esper.telemetry.serve.runs import Runs
 from served_runs import write_run
 
 EVERYWHERE = ("/", "/run", "/assets/live.js", "/api/overview", "/api/runs?run=a", "/api/events", "/nowhere")
@@ -25,20 +24,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 @pytest.fixture
 def client(runs: Runs) -> TestClient:
-    return TestClient(application(runs, Access()), base_url=LOCAL)
+    return TestClient(application(runs), base_url=LOCAL)
 
 
 @pytest.fixture
 def guarded(runs: Runs) -> TestClient:
-    return TestClient(application(runs, Access(token="pass word")), base_url="http://192.168.1.5:8080")
+    return TestClient(application(runs, token="pass word"), base_url="http://192.168.1.5:8080")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
-@pytest.mark.parametrize("path", EVERYWHERE)
+@pytest.mark.parametrize("path", ["/", "/assets/live.js", "/api/overview", "/api/events"])
 def test_nothing_but_reading_is_possible(client, method, path):
     answer = client.request(method, path)
     assert answer.status_code == 405
-    assert answer.headers["allow"] == "GET, HEAD"
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 @pytest.mark.parametrize("path", ["/", "/api/overview", "/assets/live.css"])
@@ -47,23 +46,24 @@ def test_head_gives_the_headers_alone(client, path):
     assert (answer.status_code, answer.content) == (200, b"")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:1", "[::1]:8080", "192.168.1.5", "LOCALHOST."])
+@pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:1", "[::1]:8080", "LOCALHOST"])
 def test_an_address_that_cannot_be_a_foreign_name_is_answered(client, host):
     assert client.get("/", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "localhost.evil"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "localhost.evil", "[127.0.0.1"]
+)
 @pytest.mark.parametrize("path", EVERYWHERE)
 def test_a_foreign_name_that_points_here_is_refused(client, host, path):
     answer = client.get(path, headers={"Host": host})
-    assert answer.status_code == 403
-    assert "--allow-host" in answer.text
+    assert (answer.status_code, answer.text) == (400, "Invalid host header")
 
 
 def test_a_name_that_was_allowed_is_answered(runs):
-    client = TestClient(application(runs, Access(names=("gpu-box",))), base_url=LOCAL)
+    client = TestClient(application(runs, names=("gpu-box",)), base_url=LOCAL)
     assert client.get("/", headers={"Host": "gpu-box:8080"}).status_code == 200
-    assert client.get("/", headers={"Host": "localhost"}).status_code == 403
+    assert client.get("/", headers={"Host": "localhost"}).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -89,36 +89,37 @@ def test_our_own_page_gets_data(client):
 
 
 @pytest.mark.parametrize("path", EVERYWHERE)
+@pytest.mark.parametrize("headers", [{}, {"Host": "evil.example"}, {"Host": "[evil"}])
 @pytest.mark.parametrize("token", [None, "wrong", "pass", "pass word "])
-def test_without_the_token_nothing_is_told(guarded, path, token):
-    answer = guarded.get(path, params=None if token is None else {"token": token})
+def test_without_the_token_nothing_is_shown(guarded, path, headers, token):
+    answer = guarded.get(path, params=None if token is None else {"token": token}, headers=headers)
     assert answer.status_code == 401
     assert "needs its token" in answer.text
     assert "set-cookie" not in answer.headers
 
 
-def test_the_token_in_the_address_becomes_a_cookie_that_scripts_and_other_sites_cannot_use(guarded):
-    answer = guarded.get("/", params={"token": "pass word"})
+@pytest.mark.parametrize("token", ["pass word", "\u5bc6\u7801; x=1"])
+def test_the_token_in_the_address_becomes_a_cookie_that_scripts_and_other_sites_cannot_use(runs, token):
+    client = TestClient(application(runs, token=token), base_url="http://192.168.1.5:8080")
+    answer = client.get("/", params={"token": token})
     assert answer.status_code == 200
     cookie = answer.headers["set-cookie"]
-    name = Access(token="pass word").cookie
-    assert cookie.startswith(f"{name}=")
-    assert "HttpOnly" in cookie
-    assert "SameSite=Strict" in cookie
-    assert "pass" not in cookie
-    assert guarded.get("/api/overview").status_code == 200  # the client kept it
-    guarded.cookies.clear()
-    assert guarded.get("/api/overview", headers={"Cookie": f"{name}=guess"}).status_code == 401
+    assert cookie.startswith("esper-8080=")
+    assert {"httponly", "samesite=strict", "path=/"} <= {part.strip().lower() for part in cookie.split(";")}
+    assert client.get("/api/overview").status_code == 200  # the client kept it
+    client.cookies.clear()
+    assert client.get("/api/overview", headers={"Cookie": "esper-8080=guess"}).status_code == 401
 
 
 def test_servers_on_other_ports_and_foreign_cookies_do_not_log_out(runs):
-    cookies = []
-    for token in ("one", "two"):
-        client = TestClient(application(runs, Access(token=token)), base_url=LOCAL)
-        cookies.append(client.get("/", params={"token": token}).headers["set-cookie"].partition(";")[0])
+    clients, cookies = {}, []
+    for port in (8080, 8081):
+        clients[port] = TestClient(application(runs, token=f"of {port}"), base_url=f"http://127.0.0.1:{port}")
+        answer = clients[port].get("/", params={"token": f"of {port}"})
+        cookies.append(answer.headers["set-cookie"].partition(";")[0])
+        clients[port].cookies.clear()
     header = "; ".join(['settings={"dark": true, "x": [1]}', cookies[0], 'b=a"c', cookies[1]])
-    for token in ("one", "two"):
-        client = TestClient(application(runs, Access(token=token)), base_url=LOCAL)
+    for client in clients.values():
         assert client.get("/api/overview", headers={"Cookie": header}).status_code == 200
 
 

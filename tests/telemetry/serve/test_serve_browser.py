@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from chromium import browser_tests, chromium
-from esper.telemetry.serve.guard import Access
 from served_runs import add_round, serving, write_run
 
 pytestmark = browser_tests
@@ -190,7 +189,7 @@ def test_the_page_of_a_running_training_follows_it(browser, tmp_path):
 
 
 def test_the_token_leaves_the_address_and_stays_in_the_browser(browser, folder):
-    with serving(folder, Access(token="open")) as address:
+    with serving(folder, token="open") as address:
         with page(browser, f"{address}/run?run=a&token=open") as tab:
             assert "token" not in tab.url
             tab.reload()

@@ -8,9 +8,7 @@ import pytest
 
 from esper.leyline.errors import RunDirectoryError
 from esper.telemetry.record.reader import Record
-from esper.telemetry.serve.overview import POINTS, Overview, thinned
-from esper.telemetry.serve.payloads import LIVE
-from esper.telemetry.serve.sources import OPEN, Runs, UnknownRunError, version_of
+from esper.telemetry.serve.runs import LIVE, OPEN, POINTS, Runs, UnknownRunError, thinned, version_of
 from served_runs import add_parts, add_round, write_run
 
 
@@ -36,7 +34,7 @@ def test_a_folder_and_a_run_directory_can_both_be_served(folder):
     assert list(Runs(folder / "a").found()) == ["a"]
 
 
-def test_folders_that_are_no_runs_are_left_out_and_an_empty_one_says_what_to_do(tmp_path):
+def test_folders_that_are_not_runs_are_left_out_and_an_empty_one_says_what_to_do(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").touch()
     (note,) = Runs(tmp_path).notes()
@@ -45,14 +43,14 @@ def test_folders_that_are_no_runs_are_left_out_and_an_empty_one_says_what_to_do(
 
 
 @pytest.mark.parametrize("name", ["missing", "file.txt"])
-def test_what_is_no_folder_is_refused(tmp_path, name):
+def test_what_is_not_a_folder_is_refused(tmp_path, name):
     (tmp_path / "file.txt").touch()
     with pytest.raises(RunDirectoryError, match="name a run directory"):
         Runs(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../b", "/etc", "", "a/record", "."])
-def test_a_path_is_no_name_of_a_run(folder, name):
+def test_a_path_is_not_a_name_of_a_run(folder, name):
     with pytest.raises(UnknownRunError):
         Runs(folder).path_of(name)
 
@@ -76,7 +74,7 @@ def test_files_of_a_run_that_are_links_are_not_read(folder, tmp_path_factory, ru
 
 
 def test_the_overview_has_a_row_for_each_run(folder):
-    rows = {row["run"]: row for row in Overview(Runs(folder)).table()["runs"]}
+    rows = {row["run"]: row for row in Runs(folder).overview()["runs"]}
     assert (rows["a"]["objective"], rows["a"]["objective_std"], rows["a"]["best"]) == (20.0, 1.0, 20.0)
     assert rows["a"]["curve"] == [10.0, 20.0]
     assert (rows["a"]["round"], rows["a"]["rounds"], rows["a"]["finished"]) == (2, 4, True)
@@ -88,7 +86,7 @@ def test_the_overview_shows_what_is_left_of_a_damaged_run(folder):
     (folder / "a" / "config.toml").write_text("task = ")
     with (folder / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "obj')  # a round that is being written
-    row = Overview(Runs(folder)).table()["runs"][0]
+    row = Runs(folder).overview()["runs"][0]
     assert (row["task"], row["objective"]) == (None, 20.0)
     assert [text.split(" ")[1:3] for text in row["complaints"]] == [["cannot", "be"], ["has", "1"]]
 

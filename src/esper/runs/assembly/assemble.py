@@ -24,7 +24,7 @@ from esper.tamiyo.policy_files import read_policy, script_of
 from esper.tamiyo.scripted import ScriptedPolicy
 from esper.tasks.datasets import Dataset
 from esper.tasks.registry import TaskSpec
-from esper.telemetry.figures import duration
+from esper.telemetry.progress import duration
 from esper.tolaria.batches import training_bounds
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.engine import StepListener, VectorizedEngine

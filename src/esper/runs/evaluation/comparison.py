@@ -28,8 +28,7 @@ from esper.runs.evaluation.results import LEAST_UNITS, ControllerResult, Size, r
 from esper.runs.evaluation.tables import counted, plain_table, short, text
 from esper.tamiyo.policy_files import SUFFIX
 from esper.tasks.datasets import Dataset, data_label
-from esper.telemetry.figures import with_spread
-from esper.telemetry.progress import PassProgress, RunConsole, warn
+from esper.telemetry.progress import PassProgress, RunConsole, warn, with_spread
 from esper.tolaria.memory import available_bytes
 
 _FREE = frozenset({"seed", "executor", "workers", "threads", *CHANGEABLE} - {"rounds"})

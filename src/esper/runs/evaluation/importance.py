@@ -24,7 +24,7 @@ from esper.runs.evaluation.controllers import Trained, trained
 from esper.runs.evaluation.outcomes import SEED_OFFSET
 from esper.simic.client import SimicClient
 from esper.tamiyo.importance import MEASURES, SHIFTS, FeatureGroup, Situations, feature_groups, importance
-from esper.telemetry.figures import duration
+from esper.telemetry.progress import duration
 from esper.telemetry.run_directory import IMPORTANCE, plain_json
 from esper.tolaria.runtime import host_read
 

@@ -14,8 +14,7 @@ from esper.kasmina.hosts.host import HostSpec, InjectionPoint
 from esper.kasmina.hosts.module_host import ModuleHostSpec
 from esper.kasmina.hosts.transformer import TransformerHostSpec
 from esper.tasks.registry import TaskSpec
-from esper.telemetry.figures import size, with_spread
-from esper.telemetry.progress import RunConsole
+from esper.telemetry.progress import RunConsole, size, with_spread
 
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 Part = str | InjectionPoint

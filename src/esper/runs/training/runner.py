@@ -26,7 +26,6 @@ from esper.runs.assembly.assemble import Parts, assemble, device_of
 from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, require_same_config
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation import tables
-from esper.runs.live import LiveHosts
 from esper.runs.records import Records, about_run
 from esper.runs.report import Cost
 from esper.runs.training import best_host
@@ -44,7 +43,6 @@ from esper.runs.training.checkpoint import (
 from esper.simic.compilation import is_compiled
 from esper.tasks.losses import perplexity
 from esper.telemetry.anomalies import Trend
-from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.progress import RunConsole, RunProgress, warn
 from esper.telemetry.record.reader import open_record
@@ -58,7 +56,7 @@ from esper.telemetry.run_directory import (
     require_free,
     require_nothing_to_lose,
 )
-from esper.telemetry.sinks import SINKS, require_installed
+from esper.telemetry.sinks import SINKS, Hub, require_installed
 from esper.tolaria.executors.native.executor import NativeExecutor
 from esper.tolaria.executors.sharded import ShardedExecutor
 from esper.tolaria.runtime import host_read, reads_so_far
@@ -381,20 +379,16 @@ def _run(
     if start is not None:
         console.say(f"continuing after {start.place} (of {config.rounds})")
     done = start.rounds_done * config.episode_length + start.step if start else 0
-    hosts = LiveHosts(parts.engine.spec, parts.client.terms)
-    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done, hosts=hosts.shown)
+    progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done)
     listeners = Hub({"progress": progress})
     listeners.add_registered(directory.path)
     for name in config.sinks:
         where = SINKS[name].where.format(directory.path)
         console.say(f"sink: {name}{f' ({where})' * bool(where)}")
-    listeners.start_sinks(config.sinks, directory.path, on_failure=lambda sentence: warn([sentence]))
-    if progress.is_live:
-        parts.engine.listeners.append(hosts.add)  # before the records, whose lines redraw the page
+    listeners.start_sinks(config.sinks, directory.path)
     runner = Runner(parts, directory, listeners, start, best)
     with listeners, progress:
         summary = runner.run()
-    warn(listeners.complaints())
     if summary is not None:
         console.say(tables.done(summary))
         with open_record([directory.path]) as record:

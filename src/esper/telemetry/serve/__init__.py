@@ -1,1 +1,1 @@
-"""Runs as a live page: sources.py finds and reads them, app.py answers requests, guard.py refuses those it must not."""
+"""Runs as a live page: runs.py finds and reads them, app.py answers requests and refuses those that it must not."""

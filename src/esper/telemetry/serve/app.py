@@ -1,50 +1,85 @@
-"""The requests that the live page answers.
+"""The requests that the live page answers, and those that it refuses before anything is read.
 
 / /run /host /policy /anomalies      one HTML page; live.js draws the view that the address names
 /assets/NAME                         its scripts and styles, those of the report among them
 /api/overview                        all runs
-/api/NAME?run=A&run=B                a payload (payloads.py)
+/api/NAME?run=A&run=B                a payload (runs.py)
 /api/events?run=A                    tells when files of these runs, or of any, have changed (server-sent events)
+
+method        GET and HEAD alone
+Host          a name of this machine, where there is no token: another name may be a foreign page whose name was made
+              to point here (DNS rebinding)
+Origin        absent or our own for data and events, so that other pages cannot follow a run
+token         where one is set: in the address, which sets a cookie, then in that cookie
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+import secrets
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from typing import final
+from urllib.parse import quote, unquote
 
 import anyio
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from esper.leyline.errors import EsperError
 from esper.telemetry.report.page import asset as report_asset
-from esper.telemetry.serve.guard import Access, Guard, refused
-from esper.telemetry.serve.overview import Overview
-from esper.telemetry.serve.payloads import LIVE
-from esper.telemetry.serve.sources import Runs, UnknownRunError, encoded
+from esper.telemetry.serve.runs import LIVE, Runs, UnknownRunError, encoded
 
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+"""Names by which every browser reaches its own machine."""
 VIEWS = ("/", "/run", "/host", "/policy", "/anomalies")
 SCRIPTS = ("d3.min.js", "plot.min.js", "dom.js", "charts.js", "app.js", "glance.js", "views.js", "live.js")
 STYLES = ("style.css", "live.css")
-POLL, KEEP_ALIVE = 1.0, 15.0
-"""Seconds between looks at the files, and between signs of life on a quiet stream."""
+POLL, KEEP_ALIVE, PATIENCE = 1.0, 15.0, 5
+"""Seconds between looks at the files, between signs of life on a quiet stream, and that answers may take to end."""
+HEADERS = {
+    # Plot puts a style element into each chart; scripts come from our files alone
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 _OWN = ("glance.js", "views.js", "live.js", "live.css")
 _TYPES = {"js": "text/javascript", "css": "text/css"}
 
 
-def application(runs: Runs, access: Access, ends: Callable[[], bool] = lambda: False) -> Starlette:
-    """The answers for some runs, as an ASGI application; streams end when `ends()` is true."""
-    served = _Server(runs, ends)
+def application(
+    runs: Runs,
+    *,
+    names: Collection[str] = LOCAL,
+    token: str | None = None,
+    ends: Callable[[], bool] = lambda: False,
+) -> Starlette:
+    """The answers for some runs, as an ASGI application.
+
+    Args:
+        runs: what is served.
+        names: names of this machine that a browser may use, where there is no token. With a token any name may be used:
+            a browser does not send the cookie to a foreign name that points here.
+        token: the secret, None for everybody who reaches the port.
+        ends: whether streams are to end.
+    """
+    served = _Server(runs, token, ends)
     routes = [
-        *(Route(path, _view) for path in VIEWS),
+        *(Route(path, served.view) for path in VIEWS),
         Route("/assets/{name}", _asset),
         Route("/api/overview", served.overview),
         Route("/api/events", served.events),
@@ -52,20 +87,77 @@ def application(runs: Runs, access: Access, ends: Callable[[], bool] = lambda: F
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, access=access), Middleware(GZipMiddleware, compresslevel=5)],
+        middleware=[
+            Middleware(_Guard, token=token),
+            Middleware(TrustedHostMiddleware, allowed_hosts=["*"] if token else list(names), www_redirect=False),
+            Middleware(GZipMiddleware, compresslevel=5),
+        ],
         exception_handlers={HTTPException: _plain_error, EsperError: _explained, OSError: _explained},
     )
+
+
+@final
+class _Guard:
+    """ASGI middleware: refuses requests of other pages, and those without the token; adds `HEADERS` to each answer."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        request, answer = Request(scope), self._app
+        if scope["path"].startswith("/api/") and not _is_own_page(request):
+            answer = _refused(403, "this data is for the page of esper serve alone, not for pages of other sites.")
+        elif self._token is not None and not _brings(request, self._token):
+            answer = _refused(
+                401,
+                "this page needs its token; open the address with ?token= that esper serve printed when it started.",
+            )
+        await answer(scope, receive, with_headers)
+
+
+def _brings(request: Request, token: str) -> bool:
+    """Whether the address or the cookie holds the token; takes equally long for all texts that are not the token."""
+    given = request.query_params.get("token", ""), unquote(request.cookies.get(_cookie(request), ""))
+    return any([secrets.compare_digest(text.encode(), token.encode()) for text in given])
+
+
+def _cookie(request: Request) -> str:
+    """The name of the cookie. Browsers send cookies to every port, so it holds the port."""
+    return f"esper-{request.scope['server'][1]}"
+
+
+def _is_own_page(request: Request) -> bool:
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+    own = origin is None or origin in {f"{scheme}://{request.headers.get('host')}" for scheme in ("http", "https")}
+    return own and site in ("none", "same-origin")
+
+
+def _refused(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
+    """A sentence as the answer."""
+    return PlainTextResponse(f"esper: {why}\n", status, headers)
 
 
 class _Server:
     """The answers that depend on the runs; files are read in threads, so that streams go on."""
 
-    def __init__(self, runs: Runs, ends: Callable[[], bool]) -> None:
-        self._runs, self._overview, self._ends = runs, Overview(runs), ends
+    def __init__(self, runs: Runs, token: str | None, ends: Callable[[], bool]) -> None:
+        self._runs, self._token, self._ends = runs, token, ends
+
+    async def view(self, request: Request) -> Response:
+        answer = HTMLResponse(_page(), headers={"Cache-Control": "no-cache"})
+        if self._token is not None and "token" in request.query_params:
+            # not a redirect: after a link of another site a browser would follow it without the cookie
+            answer.set_cookie(_cookie(request), quote(self._token), httponly=True, samesite="strict")
+        return answer
 
     async def overview(self, request: Request) -> Response:
         del request
-        return _json(await run_in_threadpool(lambda: encoded(self._overview.table())))
+        return _json(await run_in_threadpool(lambda: encoded(self._runs.overview())))
 
     async def payload(self, request: Request) -> Response:
         name, query = request.path_params["name"], request.query_params
@@ -126,11 +218,6 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-async def _view(request: Request) -> Response:
-    del request
-    return HTMLResponse(_page(), headers={"Cache-Control": "no-cache"})
-
-
 async def _asset(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in (*SCRIPTS, *STYLES):
@@ -174,9 +261,13 @@ def _json(body: bytes) -> Response:
 def _plain_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status, why = error.status_code, error.detail
-    if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": why}, status)
-    return refused(status, f"{request.url.path} is not here; the overview is at /." if status == 404 else why)
+    if request.scope["path"].startswith("/api/"):
+        return JSONResponse({"error": why}, status, error.headers)
+    why = {
+        404: f"{request.scope['path']} is not here; the overview is at /.",
+        405: "this page can only be read; use GET.",
+    }.get(status, why)
+    return _refused(status, why, error.headers)
 
 
 def _explained(request: Request, error: Exception) -> Response:
@@ -187,16 +278,12 @@ def _explained(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, UnknownRunError) else 422)
 
 
-PATIENCE = 5
-"""Seconds that answers may take to end."""
-
-
-def server_of(runs: Runs, access: Access, port: int = 0) -> uvicorn.Server:
-    """A server that answers for these runs; `port` is used where `run` gets no socket, 0 chooses a free one."""
-    app = application(runs, access, lambda: server.should_exit)
+def server_of(runs: Runs, *, names: Collection[str] = LOCAL, token: str | None = None) -> uvicorn.Server:
+    """A server that answers for these runs (`application`), on a free port where `run` gets no socket."""
+    app = application(runs, names=names, token=token, ends=lambda: server.should_exit)
     settings = uvicorn.Config(
         app,
-        port=port,
+        port=0,
         log_level="warning",
         access_log=False,  # it would hold the token
         server_header=False,

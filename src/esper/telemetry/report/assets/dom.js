@@ -12,6 +12,14 @@ function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** An SVG element with attributes and children. */
+function svg(tag, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.flat(2));
+  return element;
+}
+
 /** A number with so many decimals; a dash if it was not measured. */
 function number(value, digits = 2) {
   if (value === null || value === undefined) return "–";
@@ -54,14 +62,9 @@ function toggle(label, change) {
 /** The key of a chart: names with colours, and dashes of lines. */
 function keys(entries) {
   return el("ul", { class: "keys" }, entries.map(({ name, color, dash, fill }) => {
-    const swatch = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    swatch.setAttribute("aria-hidden", "true");
-    const line = document.createElementNS("http://www.w3.org/2000/svg", fill ? "rect" : "line");
-    const set = fill ? { width: 18, height: 12, fill: color, stroke: "currentColor", "stroke-opacity": 0.5 }
-      : { x1: 0, x2: 18, y1: 6, y2: 6, stroke: color, "stroke-width": 3, "stroke-dasharray": dash ?? "none" };
-    Object.entries(set).forEach(([key, value]) => line.setAttribute(key, value));
-    swatch.append(line);
-    return el("li", {}, swatch, name);
+    const mark = fill ? svg("rect", { width: 18, height: 12, fill: color, stroke: "currentColor", "stroke-opacity": 0.5 })
+      : svg("line", { x1: 0, x2: 18, y1: 6, y2: 6, stroke: color, "stroke-width": 3, "stroke-dasharray": dash ?? "none" });
+    return el("li", {}, svg("svg", { "aria-hidden": "true" }, mark), name);
   }));
 }
 

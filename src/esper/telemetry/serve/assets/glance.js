@@ -1,14 +1,6 @@
 "use strict";
 // All hosts of a round as small pictures, and the step that the page looks at.
 
-/** An SVG element with attributes and children. */
-function svg(tag, attributes = {}, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children.flat(2));
-  return element;
-}
-
 // The step that is shown, in all parts of the page at once. Parts call `watch` when they are drawn.
 const scrub = { step: null, length: 0, watchers: [], waiting: false };
 

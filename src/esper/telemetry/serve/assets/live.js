@@ -136,8 +136,8 @@ async function begin() {
   }
   remember();
   frame();
-  let settled;
-  watch(document.body, () => { clearTimeout(settled); settled = setTimeout(remember, 250); });
+  let resting;
+  watch(document.body, () => { clearTimeout(resting); resting = setTimeout(remember, 250); });
   ask("now");
   connect();
 }

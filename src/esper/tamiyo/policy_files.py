@@ -101,7 +101,7 @@ def read_policy(path: Path, spec: EngineSpec) -> Policy:
     """The policy of a file, for the engine of `spec`.
 
     Raises:
-        ConfigError: the file cannot be read, is no policy, or names what this run does not have. The message names the
+        ConfigError: the file cannot be read, is not a policy, or names what this run does not have. The message names the
             file and the field.
     """
     try:

@@ -28,7 +28,7 @@ from esper.runs.assembly.assemble import compiled_reward
 from esper.simic.compilation import graphs_compiled
 from esper.simic.rewards import RewardConfig, compute_reward_batched
 from esper.telemetry.machine import environment
-from esper.tolaria.memory import keep_freed_memory
+from esper.tolaria.runtime import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the reference in plain floats lies there
 from reference.rewards.golden import kernel_arguments

@@ -28,10 +28,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from esper.telemetry.record import open_record
+from esper.telemetry.record.reader import open_record
 from esper.telemetry.report.figures import BLUE, FAINT, GREEN, INK, ORANGE, dress, seed_lanes
-from esper.telemetry.report.hosts import round_of
-from esper.telemetry.report.views import rounds_of
+from esper.telemetry.report.payloads import round_of, rounds_of
 from write_benchmarks import between_markers
 
 MARKERS = ("<!-- write_results: begin -->", "<!-- write_results: end -->")

@@ -45,7 +45,6 @@ MAY_CATCH_ALL = {
     "tasks/datasets/__init__.py": "any error of a user's function on inputs is raised again with their shape",
     "tasks/datasets/arrays.py": "any error of a user's data set is raised again with the index",
     "tasks/losses.py": "any error of a user's loss or metric is raised again with the shapes",
-    "telemetry/record/writer.py": "whatever fails in writing a record, it does not stop a run",
     "telemetry/hub.py": "whatever a listener does, it does not stop a run",
     "telemetry/background.py": "nor does a sink",
     "tolaria/executors/sharded.py": "sends the exception to the process that asked, which raises it",

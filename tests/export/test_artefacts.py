@@ -262,6 +262,7 @@ def test_the_difference_of_outputs_is_relative_to_their_size():
     small = [torch.tensor([1e-6])]
     assert checking.difference([small[0] * 1.01], small) is not None
     assert checking.difference([torch.tensor([torch.nan, 1.0])], [torch.tensor([torch.nan, 1.0])]) is None
+    assert checking.difference([torch.tensor([torch.nan, 1.0])], [torch.tensor([0.0, 1.0])]) is not None
     assert "shapes" in checking.difference([torch.ones(2)], [torch.ones(3)])
     assert checking.difference([torch.tensor([1])], [torch.tensor([2])]) is not None
 

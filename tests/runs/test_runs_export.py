@@ -130,7 +130,7 @@ def test_static_final_starts_with_a_topology_of_its_own(run, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["r0c0 conv_light"], "'r0c0 conv_light' names no seed; write slot, blueprint and algorithm"),
+        (["r0c0 conv_light"], "'r0c0 conv_light' does not name a seed; write slot, blueprint and algorithm"),
         (["r9c9 conv_light ADD"], "has the slot 'r9c9', which this run does not have"),
         (["r0c0 conv_lihgt ADD"], "did you mean 'conv_light'"),
     ],

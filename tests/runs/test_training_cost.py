@@ -8,7 +8,7 @@ from esper.export.network import GrownNetwork
 from esper.kasmina.blueprints import registry
 from esper.leyline.manifest import GrownSlot, GrowthManifest
 from esper.leyline.stages import SeedStage
-from esper.runs.evaluation.outcomes import CostMeter, ForwardFlops
+from esper.runs.evaluation.outcomes import CostMeter
 from esper.simic.client import ScriptedClient
 from esper.simic.rewards import RewardConfig, make_reward
 from esper.tamiyo.baselines import scheduled
@@ -54,8 +54,7 @@ def seed_params(slot: int, blueprint: int) -> int:
 
 def added(slot: int, blueprint: int, gated: bool = False) -> float:
     """What a seed adds to the forward pass."""
-    engine = tiny.engine(1)
-    table = ForwardFlops(tiny.HOST, engine.spec, tiny.dataset().train.x[:1])
+    table = meter(1)
     assert table.host == HOST
     present, kind = np.zeros((1, 3), dtype=bool), np.full((1, 3), blueprint)
     present[0, slot] = True

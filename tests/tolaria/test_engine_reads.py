@@ -145,10 +145,10 @@ def test_an_episode_that_is_taken_up_again_goes_on_to_the_same_bit(task, at):
     assert same_tree(saved, copies)  # what was saved is nobody's working memory
 
 
-@pytest.mark.parametrize("task", [None, NOISY])
-def test_an_engine_goes_back_to_its_own_saved_state(task):
+@pytest.mark.parametrize("how", [{}, {"executor": "fused"}, {"of": NOISY}])
+def test_an_engine_goes_back_to_its_own_saved_state(how):
     length, reports = 10, []
-    engine = tiny.engine(2, length, of=task, on_step=reports.append)
+    engine = tiny.engine(2, length, on_step=reports.append, **how)
     client = ToyClient(engine.spec, busy(2, length))
     engine.reset(client, 0)
     for _ in range(6):

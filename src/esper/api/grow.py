@@ -86,8 +86,7 @@ class Timeline(tuple[Row, ...]):
     @classmethod
     def of_run(cls, run: Path, origin: Origin, steps: int, points: float, unit: str) -> "Timeline":
         """The same from the records of a run, for a host of a complete round of `steps` steps."""
-        from esper.telemetry.record import open_record
-        from esper.telemetry.record.lines import read_lines
+        from esper.telemetry.record.reader import open_record, read_lines
 
         complaints: list[str] = []
         events = read_lines(run / EVENTS, ("stage_changed", "refused", "rollback"), complaints)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas
     import polars
 
-    from esper.telemetry.record import Record
+    from esper.telemetry.record.reader import Record
 
 
 AnyTask: TypeAlias = Task | TaskSpec | str
@@ -141,7 +141,7 @@ class Run:
             return record.polars(_select(table))
 
     def _record(self) -> "Record":
-        from esper.telemetry.record import open_record
+        from esper.telemetry.record.reader import open_record
 
         record = open_record([self.directory])
         warn(record.complaints)

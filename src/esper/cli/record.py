@@ -21,7 +21,7 @@ from esper.telemetry.progress import RunConsole, warn
 from esper.telemetry.run_directory import CONFIG, plain_json
 
 if TYPE_CHECKING:
-    from esper.telemetry.record import Record
+    from esper.telemetry.record.reader import Record
 
 
 PAGE = "report.html"
@@ -52,7 +52,7 @@ class Report:
 
 def report(command: Report) -> int:
     """Write the page and the figures."""
-    from esper.telemetry.record import open_record
+    from esper.telemetry.record.reader import open_record
     from esper.telemetry.report.page import document, payloads_of
 
     if not command.runs:
@@ -153,7 +153,7 @@ class Query:
 
 def query(command: Query) -> int:
     """Print the answer."""
-    from esper.telemetry.record import open_record
+    from esper.telemetry.record.reader import open_record
 
     if command.csv and command.json:
         raise ConfigError("--csv and --json were both given; choose one.")

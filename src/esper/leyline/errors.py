@@ -1,7 +1,4 @@
-"""Errors that a user can cause. Each message says what was found, what was expected and how to continue.
-
-How a message names what its reader can do: by options and commands in a shell, by arguments and calls in Python.
-"""
+"""Errors that a user can cause, and the words for a way out: what was found, what was expected, how to continue."""
 
 import difflib
 import os

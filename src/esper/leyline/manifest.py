@@ -54,7 +54,7 @@ class GrowthManifest:
         for line in lines:
             if len(line.split()) != 3:
                 raise ConfigError(
-                    f"{line!r} names no seed; write slot, blueprint and algorithm: 'r0c0 conv_light ADD'."
+                    f"{line!r} does not name a seed; write slot, blueprint and algorithm: 'r0c0 conv_light ADD'."
                 )
         return cls(tuple(GrownSlot(*line.split()) for line in lines))
 
@@ -66,7 +66,7 @@ class GrowthManifest:
             digest = tree["sha256"]
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{json.dumps(tree, default=str)[:80]} is no structure of a host ({error}); use the output of "
+                f"{json.dumps(tree, default=str)[:80]} is not the structure of a host ({error}); use the output of "
                 "`esper evaluate --out`."
             ) from error
         if digest != manifest.sha256:

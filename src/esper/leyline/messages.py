@@ -1,14 +1,12 @@
-"""States and messages between the parts: dataclasses of tensors.
-
-Shape legend: N = hosts, S = slots, D = features, M = reward terms, J = subsets, L = layers, H = width.
-A float that was not measured is NaN, and the step of a measurement that was never made is -1. Percentages are points
-(0-100). Integers are int64, as indexing needs.
-
-Interfaces between the parts, which users can implement.
+"""States, messages and interfaces between the parts.
 
 engine  --(Observation)-->  PolicyProtocol  --(ActResult)-->   engine
 engine  --(RewardInputs)->  RewardProtocol  --(RewardOutput)-> engine
 run     --(records)------>  Sink
+
+Shape legend: N = hosts, S = slots, D = features, M = reward terms, J = subsets, L = layers, H = width.
+A float that was not measured is NaN, and the step of a measurement that was never made is -1. Percentages are points
+(0-100). Integers are int64, as indexing needs.
 """
 
 from collections.abc import Mapping, Sequence

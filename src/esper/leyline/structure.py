@@ -1,17 +1,12 @@
-"""Trees of tensors: flatten arguments and results into tensors, and rebuild them.
+"""Trees of tensors as lists of tensors, and the tensors of an example as one tensor.
 
-    (Hidden(h, c), None, [x])  <-- flatten, unflatten -->  tensors [h, c, x]  and the form of the tree
+    (Hidden(h, c), None, [x])                        <-- flatten, unflatten -->  [h, c, x] and the form of the tree
+    {"tokens": int64 [B, 5], "mask": bool [B, 5]}    <-- pack, unpack ------->   int64 [B, 6]: tokens, masks as bytes
+    (a: float32 [B, 3], b: float32 [B, 2, 2])        <-- pack, unpack ------->   float32 [B, 7]
 
 Inner nodes are dataclasses of tensors, tuples (also named ones), lists and dictionaries. Other leaves are None, bools
-or strings and belong to the form. Plain numbers are refused: a compiled function would keep the number of
-its first call.
-
-Several tensors of an example as one: what a network takes, returns or is compared with.
-
-    {"tokens": int64 [B, 5], "mask": bool [B, 5]}    <-- pack, unpack -->    int64 [B, 6]: 5 tokens, 5 masks in 8 bytes
-    (a: float32 [B, 3], b: float32 [B, 2, 2])        <-- pack, unpack -->    float32 [B, 7]
-
-Data sets, batches and executors know the one tensor only. Tensors of float32 lie side by side as numbers, so that
+or strings and belong to the form; plain numbers are refused, because a compiled function would keep the first one.
+Data sets, batches and executors know the packed tensor only. Tensors of float32 lie side by side as numbers, so that
 gradients pass; others as bytes, in words of int64.
 """
 

@@ -1,9 +1,7 @@
-"""Frozen dataclasses of tensors, the messages and states of esper.
+"""Frozen dataclasses of tensors, the messages and states of esper, and their tensors by dotted name, for checkpoints.
 
 Fields are tensors, other dataclasses of tensors, or plain values such as the number of a step. They are not compared
 with `==`, because tensors have no truth value.
-
-Flat dictionaries of tensors with dotted names, the content of checkpoints.
 """
 
 import dataclasses

@@ -48,24 +48,17 @@ MIXED = MixedImages(
 """Few examples, so that a seed where no pattern is to be found learns them by heart, and harms its host."""
 
 MIXED_DIGITS = register_task(
-    TaskSpec(
+    replace(
+        DIGITS,
         name="mixed_digits",
         description="8x8 digits; each host has its own classes, few examples, and a slot where a seed can help.",
-        family=HostFamily.CNN,
         host=CNNHostSpec(in_channels=1, unshuffle=2, base=16, kernel=1, blocks=2, pools=1, classes=10),
         load=images.load_digit_views,
         enabled=("r0c0", "r0c1"),
-        objective=Classification(10),
-        episode_length=30,
         batch_train=32,
-        batch_val=360,
         batches_per_step=8,
-        optimizer=OptimizerSpec(kind="sgd", host_lr=0.05, seed_lr=0.05),
         instances=MIXED,
         best_schedule=SCHEDULES / "mixed_digits.json",
-        min_training_epochs=3,
-        target_loss=0.1,
-        typical_loss_delta_std=0.1,
     )
 )
 

@@ -80,21 +80,16 @@ class TaskSpec:
             raise ConfigError(
                 f"the hosts of task {self.name!r} have training splits of different sizes; set batches_per_step."
             )
-        self._check_outputs()
+        if isinstance(self.host, CNNHostSpec) and isinstance(self.objective, Classification):
+            logits, classes = self.host.classes, self.objective.num_classes
+            if logits != classes:  # of other pairs when the engine is built
+                raise ConfigError(
+                    f"the host of task {self.name!r} has {logits} logits but the task has {classes} classes; make "
+                    "them equal."
+                )
         if self.enabled != (ordered := self.in_action_order(self.enabled)):
             raise ConfigError(
                 f"slots {', '.join(self.enabled)} are not in action order; list them as {', '.join(ordered)}."
-            )
-
-    def _check_outputs(self) -> None:
-        """Of the built-in pair; others are tried when the engine is built."""
-        if not isinstance(self.host, CNNHostSpec) or not isinstance(self.objective, Classification):
-            return
-        logits, classes = self.host.classes, self.objective.num_classes
-        if logits != classes:
-            raise ConfigError(
-                f"the host of task {self.name!r} has {logits} logits but the task has {classes} classes; make them "
-                "equal."
             )
 
     @property

@@ -1,15 +1,4 @@
-"""The constant tables of coalitions: the named sets for S slots, their order, and which hosts evaluate them.
-
-Sets are written by *rank*, the place of a slot among the players (or members) of its host, so that one table serves
-every host; rank S is a slot that is neither. A host with two players in three slots evaluates
-
-    name    main  without 0  without 1  without 2  all-off  single 0  single 1  single 2  pair 0,1  pair 0,2  pair 1,2
-    ranks   all   1, 2       0, 2       0, 1       none     0         1         2         0, 1      0, 2      1, 2
-    asked   yes   yes        yes        -          yes      yes       yes       -         yes       -         -
-
-`committed`, which depends on stages, and the subsets of the members follow.
-
-Coalitions: the sets of active seeds that are evaluated each step, and the contributions that follow from them.
+"""Coalitions: the sets of active seeds that are measured each step, the contributions that follow, and shared prefixes.
 
     L  active seeds (alpha > 0)             P  players: seeds of L that are evaluated (fossils only as an option)
     R  background, L without P              f  accuracy of the network with a set of seeds on, in percentage points
@@ -29,12 +18,12 @@ Equal sets are evaluated once. One host with players in slots 0 and 2 of 3, with
     set              {0,2}  {2}         {0}         {}        {0}        {2}        {0,2}      {}
     coalition k      0      1           2           3         2          1          0          3
 
-N = hosts, S = slots, M = names, K = distinct coalitions, J = subsets.
+The tables write sets by *rank*, the place of a slot among the players (or members) of its host, so that one table
+serves every host; rank S is a slot that is neither.
 
-Prefix sharing: coalitions of one host that agree on the first slots share the computation up to there.
-
-The network runs on distinct states instead of whole sets. The children of a state at a slot are the state itself (slot
-off) and the state with the seed's output added (slot on); the seed runs once per parent that has an `on` child.
+Coalitions that agree on the first slots share the computation up to there (`plan_prefixes`): the network runs on
+distinct states. The children of a state at a slot are the state itself (slot off) and the state with the seed's output
+added (slot on); the seed runs once per parent that has an `on` child.
 
     coalitions   {0,1}  {1}  {0}  {}          execution order 0, 1
 
@@ -46,7 +35,7 @@ off) and the state with the seed's output added (slot on); the seed runs once pe
 Where the input of a slot is used again later (a residual connection around the slot), rows may not be added or moved:
 then each distinct coalition is a state from the start and keeps its place (`shared` False).
 
-Plans are plain Python; the executors turn them into index tensors.
+N = hosts, S = slots, M = names, K = distinct coalitions, J = subsets.
 """
 
 import itertools

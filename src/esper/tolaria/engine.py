@@ -9,6 +9,7 @@ All work is masked over hosts; this file has no loop over hosts.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as data_replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from esper.kasmina.rules.lifecycle import memory_of, planted
 from esper.kasmina.rules.slot_fields import require_known_stages
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.manifest import GrowthManifest, planting_of
 from esper.leyline.messages import ClientProtocol, EngineSpec, KeptNetwork
 from esper.leyline.stages import SeedStage
@@ -26,8 +27,8 @@ from esper.tolaria import governor, phases
 from esper.tolaria.coalitions import Coalitions, enumerate_coalitions
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.protocol import Executor
-from esper.tolaria.phases import ControlPlane, PhaseForm, eager
-from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far
+from esper.tolaria.phases import PhaseForm, eager
+from esper.tolaria.runtime import PendingRead, PhaseTimer, reads_so_far, start_read
 from esper.tolaria.state import (
     ParallelEnvState,
     RolloutCost,
@@ -36,11 +37,9 @@ from esper.tolaria.state import (
     decision_of,
     initial_state,
     rollout_stats,
-    start_step_read,
     step_report,
     structure_now,
     structure_read,
-    with_coalitions,
 )
 
 StepListener = Callable[[StepReport], None]
@@ -83,7 +82,9 @@ class VectorizedEngine:
         self._coalitions: Coalitions | None = None
         self._subset_acc = torch.zeros(spec.num_envs, 0, device=spec.device)
         self._pending: PendingRead | None = None
-        self._plane = ControlPlane(config, executor.costs, form)
+        self._observe = form(partial(phases.observe, config=config))
+        self._execute = form(partial(phases.execute, costs=executor.costs, config=config))
+        self._end_step = form(partial(phases.end_step, config=config))
         self._warmed_up = form is eager
         self._clock = torch.arange(config.episode_length + 1, device=spec.device)
 
@@ -112,7 +113,7 @@ class VectorizedEngine:
         if not self._warmed_up:
             fresh = self._fresh(None)
             several = [self._enumerate(fresh, t) for t in (1, self.spec.episode_length)]
-            self._plane.warm_up(fresh, several, num_terms)
+            phases.warm_up(self._observe, self._execute, self._end_step, fresh, several, num_terms)
             self._warmed_up = True
 
     def _fresh(self, carried: Any) -> ParallelEnvState:  # noqa: ANN401 -- the client's own reward state
@@ -197,7 +198,7 @@ class VectorizedEngine:
         with self.timer.span("observe"):
             penalty = client.rollback_reward(state.reward)
             before = replace(state, reward=None)
-            observed, measured = self._plane.observe(before, trained, validated, coalitions, penalty, now)
+            observed, measured = self._observe(before, trained, validated, coalitions, penalty, now)
             verdict = observed.verdict
             client.rollback(verdict.governor.panic, penalty)
             self._subset_acc = measured.subset_acc
@@ -205,17 +206,17 @@ class VectorizedEngine:
         with self.timer.span("decide"):
             act = client.act(obs)
         with self.timer.span("execute"):
-            executed = self._plane.execute(observed, act.actions, now)
+            executed = self._execute(observed, act.actions, now)
         with self.timer.span("reward"):
             reward, carried = phases.reward_and_store(
                 client, state.reward, obs, act, verdict.healthy, measured, executed, config
             )
         with self.timer.span("end_step"):
-            ended = self._plane.end_step(verdict, executed, decision_of(act), reward, now)
-        outputs = with_coalitions(ended.outputs, coalitions, validated.accuracy)
-        self._state = replace(ended.state, reward=carried)
+            state, outputs = self._end_step(verdict, executed, decision_of(act), reward, now)
+        self._state = replace(state, reward=carried)
         self._coalitions = self._enumerate(self._state, t + 1)
-        self._pending = start_step_read(outputs, self._coalitions)
+        measured_sets = (coalitions.sets, coalitions.valid, validated.accuracy)
+        self._pending = start_read(*outputs, *measured_sets, self._coalitions.sets, self._coalitions.valid)
 
     def apply_structure(self) -> None:
         """Wait for the read of the last step, apply its structure to the parameters, and report the step."""
@@ -254,7 +255,16 @@ class VectorizedEngine:
         )
 
     def test(self) -> Tensor:
-        """Test accuracy [N] (pp) of the final network of each host; for the end of a run."""
+        """Test accuracy [N] (pp) of the final network of each host.
+
+        Raises:
+            ConfigError: the episode is not over; the test split must not influence it.
+        """
+        if self.t < self.spec.episode_length:
+            raise ConfigError(
+                f"the test split was asked for after step {self.t} of {self.spec.episode_length}; it may be read after "
+                "the last step of an episode only. Use the validation split before."
+            )
         self.apply_structure()
         return self.executor.committed("test", self.state.slots).accuracy[:, 0]
 

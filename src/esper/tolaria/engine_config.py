@@ -1,9 +1,7 @@
-"""Settings of the engine.
+"""Settings of the engine, and the precision of host training.
 
-Precision of host training: autocast, and dynamic loss scaling on the device (Micikevicius et al. 2018).
-
-Only fp16 needs scaling. Each host has its own scale: a gradient that is not finite skips the step of that host and
-halves its scale; 2,000 finite steps in a row double it.
+Only fp16 needs loss scaling (Micikevicius et al. 2018). Each host has its own scale: a gradient that is not finite
+skips the step of that host and halves its scale; 2,000 finite steps in a row double it.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,9 +1,4 @@
-"""Keeping freed memory in the process.
-
-glibc returns large freed blocks to the kernel, so each step would fault in fresh pages. A run allocates the same sizes
-again and again, and is faster if it keeps them.
-
-How much memory N hosts will need, predicted before it is allocated, and how long a batch of one takes.
+"""Memory that N hosts will need, predicted before it is allocated, and how long a batch of one takes.
 
     part         what                                                             grows with
     process      interpreter, libraries and data, as much as this process holds   workers
@@ -14,9 +9,7 @@ The largest case counts: the blueprint with the most parameters, with a gate, in
 for the backward pass is found by two small passes of one host, because it is a constant plus a multiple of the batch.
 """
 
-import ctypes
 import os
-import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -43,23 +36,6 @@ from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.executors.streamed import train_function
 from esper.tolaria.executors.training import begin_training
 from esper.tolaria.runtime import host_read
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
-"""Parameters of mallopt(3)."""
-_NEVER = 2**31 - 1
-_PAD = 2**26
-
-
-def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the rest of the process; returns False without glibc."""
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD))
-    return all(libc.mallopt(parameter, value) == 1 for parameter, value in settings)
-
 
 _DRAWN = 5
 """Most memory while random numbers of an order are drawn and sorted, in multiples of the order."""

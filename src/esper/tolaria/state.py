@@ -1,7 +1,4 @@
-"""The state of N hosts besides their parameters, and the reports of a step and of an episode.
-
-The packed read of a control step: which tensors leave the device, and what the host makes of them.
-"""
+"""The state of N hosts besides their parameters, the one read of a step, and the reports of steps and episodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,7 +20,7 @@ from esper.leyline.tensor_dataclass import replace, tensor_dataclass
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.executors.protocol import Structure, empty_structure
 from esper.tolaria.governor import GovernorState, GovernorVerdict
-from esper.tolaria.runtime import Arrays, PendingRead, host_read, start_read
+from esper.tolaria.runtime import Arrays, host_read
 
 
 @tensor_dataclass
@@ -275,38 +272,21 @@ def decision_of(act: ActResult) -> Decision:
     return Decision(op_log_prob=act.log_prob[:, Head.OP], **same)
 
 
-@tensor_dataclass
-class FinishedStep:
-    """Everything of a finished step that is reported."""
-
-    state: ParallelEnvState
-    num_coalitions: Int[Tensor, " N"]
-    decision: Decision
-    reward: RewardOutput
-    ops: OpEffects
-    ticks: TickEffects
-    effective_op: Int[Tensor, " N"]
-    verdict: GovernorVerdict
-    rolled_back: Bool[Tensor, "N S"]
-    snapshot: Bool[Tensor, " N"]
-    keep: Bool[Tensor, "N S"]
-
-
-def with_coalitions(
-    outputs: Sequence[Tensor], coalitions: Coalitions, accuracy: Float[Tensor, "N K"]
+def step_outputs(
+    state: ParallelEnvState,
+    decision: Decision,
+    reward: RewardOutput,
+    ops: OpEffects,
+    ticks: TickEffects,
+    verdict: GovernorVerdict,
+    *,
+    num_coalitions: Int[Tensor, " N"],
+    effective_op: Int[Tensor, " N"],
+    rolled_back: Bool[Tensor, "N S"],
+    snapshot: Bool[Tensor, " N"],
+    keep: Bool[Tensor, "N S"],
 ) -> tuple[Tensor, ...]:
-    """The outputs of a step and the coalitions that it measured."""
-    return (*outputs, coalitions.sets, coalitions.valid, accuracy)
-
-
-def start_step_read(outputs: Sequence[Tensor], coalitions: Coalitions) -> PendingRead:
-    """Begin the read of the step that just ended; `coalitions` are those of the next one."""
-    return start_read(*outputs, coalitions.sets, coalitions.valid)
-
-
-def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
     """Structure, events and numbers of a step: the stacks, then the decision, losses, and the terms of the reward."""
-    state, ops, ticks, verdict = finished.state, finished.ops, finished.ticks, finished.verdict
     slots, hosts, tally, readings = state.slots, state.hosts, state.tally, ticks.readings
     values = {
         **{name: getattr(slots, name) for name in (*_STACKS[0][:6], "has_gate", "alpha", "contribution")},
@@ -314,38 +294,38 @@ def step_outputs(finished: FinishedStep) -> tuple[Tensor, ...]:
         "gate": readings.gate,
         "failed_checks": readings.failed_checks,
         "germinated": ops.germinated,
-        "released": ops.released | ticks.released | finished.rolled_back,
-        "keep": finished.keep,
-        "rolled_back": finished.rolled_back,
+        "released": ops.released | ticks.released | rolled_back,
+        "keep": keep,
+        "rolled_back": rolled_back,
         "gate_passed": readings.passed,
         "gate_score": readings.score,
         "reward": tally.last_reward,
-        "value": finished.decision.value,
-        "op_log_prob": finished.decision.op_log_prob,
-        "effective_op": finished.effective_op,
+        "value": decision.value,
+        "op_log_prob": decision.op_log_prob,
+        "effective_op": effective_op,
         "panic_reason": verdict.reason,
         "panic_strikes": verdict.strikes,
         "host_params": hosts.host_params,
-        "num_coalitions": finished.num_coalitions,
+        "num_coalitions": num_coalitions,
         "panicked": verdict.panic,
-        "snapshot": finished.snapshot,
+        "snapshot": snapshot,
         "row_marked": tally.replaced,
     }
     rows = [[values[name] for name in names] for names in _STACKS]
     rows[0] += [*vars(ops.transitions).values(), *vars(ticks.transitions).values()]
     return (
         *(torch.stack(stack) for stack in rows),
-        finished.decision.actions,
-        finished.decision.op_prob,
-        finished.decision.constrained,
+        decision.actions,
+        decision.op_prob,
+        decision.constrained,
         torch.cat((verdict.loss[:, None], verdict.thresholds), dim=1),
-        finished.reward.breakdown,
-        finished.reward.flags,
+        reward.breakdown,
+        reward.flags,
     )
 
 
 def _by_name(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of `with_coalitions` under the names of `Structure` and `StepReport`."""
+    """The arrays of `step_outputs` and the measured coalitions under the names of `Structure` and `StepReport`."""
     *stacks, actions, op_prob, constrained, losses, breakdown, flags, sets, sets_valid, accuracy = arrays
     named = {name: row for names, stack in zip(_STACKS, stacks, strict=True) for name, row in zip(names, stack)}  # noqa: B905 -- the transitions follow the names
     return named | {
@@ -395,7 +375,7 @@ def structure_now(t: int, state: ParallelEnvState, coalitions: Coalitions) -> St
 
 
 def step_report(episode: int, t: int, arrays: Sequence[np.ndarray]) -> StepReport:
-    """The report of step `t` from the arrays of `with_coalitions`, which may be followed by others."""
+    """The report of step `t` from its arrays, which those of the next step may follow."""
     # listeners get read-only views: the executor keeps working on the same arrays
     views = [array.view() for array in arrays[: len(_STACKS) + _OTHERS]]
     for view in views:

@@ -12,7 +12,7 @@ from esper.kasmina.rules.gates import LifecycleConfig
 from esper.kasmina.rules.slot_fields import empty_slots
 from esper.leyline.actions import LifecycleOp, Style
 from esper.leyline.stages import AlphaCurve, AlphaMode
-from esper.leyline.tensor_dataclass import named_tensors, replace
+from esper.leyline.tensor_dataclass import replace
 
 LINEAR, COSINE, SIGMOID = AlphaCurve.LINEAR, AlphaCurve.COSINE, AlphaCurve.SIGMOID
 CURVES = {"linear": (LINEAR, 12.0), "cosine": (COSINE, 12.0), **{f"sigmoid {k}": (SIGMOID, k) for k in (6, 12, 24)}}
@@ -141,30 +141,6 @@ def test_no_ticks_take_the_target_at_once_and_stay_in_hold():
 def test_a_target_that_is_already_reached_stays_in_hold_without_ticks():
     slots = start_ramp([0.5], [0.5], [5], [LINEAR], [12.0])
     assert (slots.alpha.item(), slots.alpha_mode.item(), slots.alpha_total.item()) == (0.5, 0, 0)
-
-
-def test_retarget_remembers_where_the_ramp_begins_and_which_way_it_goes():
-    slots = start_ramp([0.25, 0.75], [0.75, 0.25], [3, 8], [COSINE, SIGMOID], [12.0, 24.0])
-    assert slots.alpha[:, 0].tolist() == slots.alpha_start[:, 0].tolist() == [0.25, 0.75]
-    assert slots.alpha_target[:, 0].tolist() == [0.75, 0.25]
-    assert slots.alpha_mode[:, 0].tolist() == [AlphaMode.UP, AlphaMode.DOWN]
-    assert slots.alpha_curve[:, 0].tolist() == [COSINE, SIGMOID]
-    assert slots.alpha_steepness[:, 0].tolist() == [12.0, 24.0]
-    assert slots.alpha_total[:, 0].tolist() == [3, 8]
-    assert slots.alpha_done[:, 0].tolist() == [0, 0]
-
-
-def test_slots_that_are_not_marked_keep_every_field():
-    slots = start_ramp([0.0, 0.25], [1.0, 0.75], [5, 5], [LINEAR, COSINE], [12.0, 12.0])
-    first = torch.tensor([[True], [False]])
-    still = column([0.5, 0.5])
-    ints = column([3, 3], torch.int64)
-    retargeted = lifecycle.retarget(slots, first, target=still, ticks=ints, curve=ints, steepness=still)
-    stepped = lifecycle.step_ramps(slots, first)
-    for changed in (retargeted, stepped):
-        for name, value in named_tensors(changed):
-            torch.testing.assert_close(value[1], getattr(slots, name)[1], rtol=0.0, atol=0.0, equal_nan=True)
-    assert stepped.alpha[0].item() == pytest.approx(0.2)
 
 
 # -- steepness reaches every ramp -------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ def test_what_is_left_of_a_damaged_run_is_shown_with_a_sentence(run, tmp_path, c
 def test_a_run_that_was_killed_at_once_is_an_empty_page(run, tmp_path):
     killed = tmp_path / "killed"
     killed.mkdir()
-    shutil.copy(run / "config.toml", killed)
+    for name in ("config.toml", "about.json"):
+        shutil.copy(run / name, killed)
     assert main(["report", str(killed)]) == 0
     assert payload(killed / "report.html", "runs")[0]["last"] is None
     assert "no checkpoint yet" in payload(killed / "report.html", "importance")["killed"]["why"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline.errors import RunDirectoryError
-from esper.telemetry.record import Record
+from esper.telemetry.record.reader import Record
 from esper.telemetry.serve.overview import POINTS, Overview, thinned
 from esper.telemetry.serve.payloads import LIVE
 from esper.telemetry.serve.sources import OPEN, Runs, UnknownRunError, version_of

@@ -1,12 +1,18 @@
 """Streamed and fused executors run every host and objective: sequences, a regression, hosts around their slots."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 import torch
-from against_streamed import ALGORITHMS, CONDITIONS, compare, grow_different_seeds, same_pass
+from against_streamed import (
+    ALGORITHMS,
+    TWELVE,
+    compare,
+    grow_different_seeds,
+    in_every_stage_and_blend,
+    same_pass,
+)
 from sklearn.metrics import r2_score
 
 import tiny
@@ -70,11 +76,7 @@ def regression() -> Dataset:
 
 
 def test_fused_is_streamed_for_sequences_in_every_stage_and_blend():
-    def grow(bench):
-        for n, ((stage, alpha), algorithm) in enumerate(itertools.product(CONDITIONS, ALGORITHMS)):
-            bench.grow("r0c1", "token_mlp", stage, alpha=alpha, algorithm=algorithm, hosts=[n])
-
-    compare(fused, grow, num_envs=12, epochs=1, **token_settings())
+    compare(fused, in_every_stage_and_blend("token_mlp"), num_envs=TWELVE, epochs=1, **token_settings())
 
 
 def test_fused_is_streamed_for_sequences_with_keyed_dropout_in_hosts_and_seeds():

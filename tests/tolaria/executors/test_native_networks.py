@@ -154,7 +154,7 @@ def test_a_seed_of_every_kind(name, alpha, trainable, algorithm):
 @pytest.fixture
 def in_chunks(monkeypatch):
     """The batch of 37 passes through the layers in chunks of 16, 16 and 5."""
-    monkeypatch.setattr(program, "_CACHED_NUMBERS", 0)
+    monkeypatch.setattr("esper.tolaria.executors.native.program._CACHED_NUMBERS", 0)
 
 
 @pytest.mark.usefixtures("in_chunks")

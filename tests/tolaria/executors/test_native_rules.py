@@ -243,7 +243,7 @@ def test_a_seed_that_does_not_fit_its_slot_is_left_to_pytorch(module, reason):
     ],
 )
 def test_a_rule_that_is_wrong_is_found_by_the_trial(monkeypatch, wrong, reason):
-    monkeypatch.setattr(trial, "RULES", {nn.Sigmoid: wrong})
+    monkeypatch.setattr(networks, "RULES", {nn.Sigmoid: wrong})
     assert disagreement(nn.Sigmoid(), 4) == reason
 
 
@@ -257,7 +257,7 @@ def test_wrong_gradients_are_found_by_the_trial(monkeypatch):
 
         return y, wrong
 
-    monkeypatch.setattr(trial, "RULES", {LayerScale: doubled})
+    monkeypatch.setattr(networks, "RULES", {LayerScale: doubled})
     assert disagreement(LayerScale(4), 4) == "its gradients differ from PyTorch's"
 
 

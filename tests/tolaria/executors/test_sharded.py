@@ -163,7 +163,7 @@ def test_what_a_worker_raises_is_raised_here_and_the_next_call_works(shared):
     raised = worker.receive().raised
     assert isinstance(raised, AttributeError)
     assert raised.__notes__[-1] == "raised in the process that runs host 2."
-    assert "worker.py" in raised.__notes__[0]  # where it was raised there
+    assert "sharded.py" in raised.__notes__[0]  # where it was raised there
     shared.executor.load_state_dict(state)
     assert tiny.same_tree(shared.executor.state_dict(), state)
 

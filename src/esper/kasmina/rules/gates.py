@@ -1,6 +1,4 @@
-"""Settings of the lifecycle.
-
-Quality gates: the checks that a seed must pass before its next stage.
+"""Settings of the lifecycle, and the quality gates that a seed must pass before its next stage.
 
     G1  GERMINATED -> TRAINING     always
     G2  TRAINING -> BLENDING       trained long enough, gradients healthy (strict: improvement and gradient ratio)

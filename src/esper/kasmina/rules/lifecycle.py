@@ -1,23 +1,12 @@
-"""The blend weight alpha and its ramps.
+"""The rules of the lifecycle: what an operation, a tick and a rollback do to slots. Pure functions on [N, S].
 
-retarget   start a ramp from the present alpha to `target` in `ticks` steps along a curve; only in alpha mode HOLD
-step       one tick of every running ramp; the last one ends exactly at the target
-
-The parameters of an operation, looked up from the values of its heads.
-
-The rules of the lifecycle: what an operation and a tick do. Pure functions on [N, S].
-
-One control step, after the measurements are in:
-
+    rollback    a host in panic goes back to its snapshot, before the measurements are written
     apply_ops   the sampled op of each host, if it is legal and its gate passes
     tick        clocks, alpha, scheduled prunes, cooldown, automatic gates; the only writer of clocks
     feedback    success and effective op, for the next observation
+    planted     an episode begins with fossilized seeds
 
 Every decision is a mask over hosts and slots; networks, optimizers and rewards are unknown here.
-
-Hosts that start with fossilized seeds, to train a grown structure from the first step.
-
-Rollback: slots and hosts when the governor restores the snapshot of a host.
 """
 
 from collections.abc import Sequence

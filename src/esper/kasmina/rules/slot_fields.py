@@ -1,7 +1,4 @@
-"""Empty values of slot and host fields, and writes of many fields under one mask.
-
-Write the measurements of the train and validation passes into the states of slots and hosts.
-"""
+"""Fields of slots and hosts: their empty values, writes under a mask, and the measurements of a step (`ingest`)."""
 
 from collections.abc import Mapping
 from functools import lru_cache

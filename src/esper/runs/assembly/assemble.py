@@ -29,9 +29,9 @@ from esper.tolaria.batches import training_bounds
 from esper.tolaria.build import build_engine, load_dataset
 from esper.tolaria.engine import StepListener, VectorizedEngine
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.memory import available_bytes, gigabytes, keep_freed_memory, predict
+from esper.tolaria.memory import available_bytes, gigabytes, predict
 from esper.tolaria.phases import PhaseForm, eager
-from esper.tolaria.runtime import choose_device, host_read
+from esper.tolaria.runtime import choose_device, host_read, keep_freed_memory
 
 
 def read_floats(metrics: torch.Tensor) -> list[float]:

@@ -27,12 +27,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from esper.export.grown import GrownSeed
 from esper.export.grown import plain as as_module
 from esper.export.network import flops
-from esper.kasmina.hosts.host import Host, HostSpec
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.parameters.initialization import deterministic_build
 from esper.leyline.errors import ConfigError, DataError, option
 from esper.leyline.files import is_draft, replacing
@@ -65,40 +64,6 @@ class TrainingCost:
 
 
 @final
-class ForwardFlops:
-    """FLOPs of one forward pass of one example: of the host, and of what a seed adds to it.
-
-    Args:
-        host: architecture of the host.
-        spec: of the engine.
-        example: an input [1, ...] of the host.
-    """
-
-    def __init__(self, host: HostSpec, spec: EngineSpec, example: Tensor) -> None:
-        self._spec, self._example = spec, example
-        module = deterministic_build(lambda: host.build(spec.slot_ids, example))
-        assert isinstance(module, Host), f"{type(module).__name__} is not a host"
-        self._module = module
-        self._added = np.full((spec.num_slots, spec.num_blueprints, 2), np.nan)  # filled when a seed is first met
-        self.host = flops(as_module(module, []).module, module, example)
-
-    def of_seeds(self, present: np.ndarray, blueprint: np.ndarray, gated: np.ndarray) -> np.ndarray:
-        """What the seed in each slot [N, S] adds, with its gate if it has one, float64; 0 where none is `present`."""
-        hosts, slots = np.nonzero(present)
-        kinds = slots, blueprint[hosts, slots], gated[hosts, slots].astype(np.int64)
-        for s, b, gate in sorted({*zip(*(kind.tolist() for kind in kinds), strict=True)}):
-            if np.isnan(self._added[s, b, gate]):
-                self._added[s, b, gate] = self._of_seed(s, b, Algorithm.GATE if gate else Algorithm.ADD)
-        found = np.zeros(present.shape)
-        found[hosts, slots] = self._added[kinds]
-        return found
-
-    def _of_seed(self, slot: int, blueprint: int, algorithm: Algorithm) -> int:
-        seed = GrownSeed(self._spec.slot_ids[slot], self._spec.blueprint_names[blueprint], algorithm.name)
-        return flops(as_module(self._module, [seed]).module, self._module, self._example) - self.host
-
-
-@final
 class CostMeter:
     """Adds up the cost of episode 0; a step listener of the engine.
 
@@ -116,9 +81,15 @@ class CostMeter:
         seed_params: np.ndarray,
         planted: Sequence[GrowthManifest] = (),
     ) -> None:
-        assert task.host is not None, f"task {task.name!r} has no networks"
-        self._forward = ForwardFlops(task.host, spec, dataset.as_inputs(dataset.train.x[:1].to("cpu")))
-        self._seed_params = seed_params
+        host = task.host
+        assert host is not None, f"task {task.name!r} has no networks"
+        self._spec, self._seed_params = spec, seed_params
+        self._example = dataset.as_inputs(dataset.train.x[:1].to("cpu"))
+        module = deterministic_build(lambda: host.build(spec.slot_ids, self._example))
+        assert isinstance(module, Host), f"{type(module).__name__} is not a host"
+        self._module = module
+        self._added = np.full((spec.num_slots, spec.num_blueprints, 2), np.nan)  # filled when a seed is first met
+        self.host = flops(as_module(module, []).module, module, self._example)
         self._train = training_bounds(task, dataset)[-1][1]
         self._val_N = np.full(spec.num_envs, len(dataset.val))
         if task.instances is not None:
@@ -129,22 +100,39 @@ class CostMeter:
         self._seeds = np.zeros((spec.num_envs, spec.num_slots))
         if planted:
             blueprint, algorithm = planting_of(planted, spec)
-            self._seeds = self._forward.of_seeds(blueprint >= 0, blueprint, algorithm == Algorithm.GATE)
+            self._seeds = self.of_seeds(blueprint >= 0, blueprint, algorithm == Algorithm.GATE)
+
+    def of_seeds(self, present: np.ndarray, blueprint: np.ndarray, gated: np.ndarray) -> np.ndarray:
+        """FLOPs that the seed in each slot [N, S], with its gate if it has one, adds to a forward pass of an example.
+
+        Float64; 0 where none is `present`.
+        """
+        hosts, slots = np.nonzero(present)
+        kinds = slots, blueprint[hosts, slots], gated[hosts, slots].astype(np.int64)
+        for s, b, gate in sorted({*zip(*(kind.tolist() for kind in kinds), strict=True)}):
+            if np.isnan(self._added[s, b, gate]):
+                algorithm = Algorithm.GATE if gate else Algorithm.ADD
+                seed = GrownSeed(self._spec.slot_ids[s], self._spec.blueprint_names[b], algorithm.name)
+                grown = as_module(self._module, [seed]).module
+                self._added[s, b, gate] = flops(grown, self._module, self._example) - self.host
+        found = np.zeros(present.shape)
+        found[hosts, slots] = self._added[kinds]
+        return found
 
     def __call__(self, report: StepReport) -> None:
         """Add the step of the report, which ran the structure of the report before it."""
-        self.training += (1 + BACKWARD) * self._train * (self._forward.host + self._seeds.sum(axis=1))
+        self.training += (1 + BACKWARD) * self._train * (self.host + self._seeds.sum(axis=1))
         on_NK = (report.measured_sets * self._seeds[:, None]).sum(axis=2)
-        self.measuring += self._val_N * np.where(report.measured_valid, self._forward.host + on_NK, 0.0).sum(axis=1)
+        self.measuring += self._val_N * np.where(report.measured_valid, self.host + on_NK, 0.0).sum(axis=1)
         present = np.isin(report.stage, _TRAINED)
         without_gate = self._seed_params[np.arange(present.shape[1]), np.maximum(report.blueprint, 0)]
-        self._seeds = self._forward.of_seeds(present, report.blueprint, report.params > without_gate)
+        self._seeds = self.of_seeds(present, report.blueprint, report.params > without_gate)
 
     def cost(self, stats: RolloutStats) -> TrainingCost:
         """The cost of the finished episode and of the networks that it left."""
         kept = stats.stage == SeedStage.FOSSILIZED
-        seeds = self._forward.of_seeds(kept, stats.blueprint, stats.algorithm == Algorithm.GATE)
-        return TrainingCost(self._forward.host + seeds.sum(axis=1), self.training, self.measuring)
+        seeds = self.of_seeds(kept, stats.blueprint, stats.algorithm == Algorithm.GATE)
+        return TrainingCost(self.host + seeds.sum(axis=1), self.training, self.measuring)
 
 
 SEED_OFFSET = 1_000_000
@@ -356,12 +344,14 @@ class OutcomeStore:
             "episode": stats.episode,
             "cost": vars(stats.cost),
         }
-        arrays = {f"stats.{name}": value for name, value in vars(stats).items() if isinstance(value, np.ndarray)}
+        arrays: dict[str, Any] = {
+            f"stats.{name}": value for name, value in vars(stats).items() if isinstance(value, np.ndarray)
+        }
         arrays |= {f"instance.{name}": value for name, value in stats.instance.items()}
         arrays |= {f"cost.{name}": value for name, value in vars(outcome.cost).items()} if outcome.cost else {}
         try:
             with replacing(path) as file:
-                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)  # type: ignore[arg-type]
+                np.savez(file.buffer, outcome=json.dumps(tree), test_acc=outcome.test_acc, **arrays)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); name another folder with {option('out')}."

@@ -29,8 +29,6 @@ from esper.runs.report import Cost
 from esper.telemetry.anomalies import Trend
 from esper.telemetry.run_directory import continuing
 
-FORMAT = 6
-"""Of checkpoints and the best host."""
 KEEP = 3
 BEST = "best.safetensors"
 _NAME = re.compile(r"round-(\d{5,})(?:-step-(\d{4}))?\.safetensors")
@@ -71,6 +69,11 @@ class Header:
         rounds = f"{self.rounds_done} round{'s' * (self.rounds_done != 1)}"
         return f"{rounds} and {self.step} steps" if self.step else rounds
 
+    @property
+    def rounds_begun(self) -> int:
+        """Complete rounds, and the one that has begun."""
+        return self.rounds_done + (self.step > 0)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -88,7 +91,7 @@ def write_state(path: Path, about: Mapping[str, Any], state: Mapping[str, Tensor
         CheckpointError: it cannot be written; a file of this name is untouched.
     """
     tensors = {name: x.detach().cpu().contiguous().clone() for name, x in state.items()}
-    text, draft = json.dumps({"format": FORMAT, **about}), draft_of(path)
+    text, draft = json.dumps(about), draft_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, draft, {"about": text, "sha256": _digest(text, tensors)})
@@ -111,8 +114,6 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
         text = metadata["about"]
         about = json.loads(text)
-        if (found := about.pop("format")) != FORMAT:
-            raise CheckpointError(f"{path} has format {found!r}, but this version reads format {FORMAT}.")
         if _digest(text, state) != metadata["sha256"]:
             raise CheckpointError(f"{path} does not match its checksum: the file was damaged or edited.")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:

@@ -27,8 +27,7 @@ from esper.runs.assembly.run_config import RunConfig, data_of, fingerprint, requ
 from esper.runs.assembly.values import plain
 from esper.runs.evaluation import tables
 from esper.runs.live import LiveHosts
-from esper.runs.record_rows import begin_record, record_writer, rewind_record
-from esper.runs.records import Records
+from esper.runs.records import Records, about_run
 from esper.runs.report import Cost
 from esper.runs.training import best_host
 from esper.runs.training.best_host import BestHost
@@ -48,13 +47,14 @@ from esper.telemetry.anomalies import Trend
 from esper.telemetry.hub import Hub
 from esper.telemetry.machine import memory_bytes
 from esper.telemetry.progress import RunConsole, RunProgress, warn
-from esper.telemetry.record import open_record
+from esper.telemetry.record.reader import open_record
 from esper.telemetry.run_directory import (
     CHECKPOINTS,
     SUMMARY,
     RunDirectory,
     continuing,
     missing_records,
+    require_begun_round,
     require_free,
     require_nothing_to_lose,
 )
@@ -101,8 +101,7 @@ class Runner:
         self.trend = start.trend if start else Trend()
         self.last: RolloutStats | None = None
         self.best = self._best_saved = best
-        self.record = record_writer(directory.path, self.engine.spec, self.client.terms)
-        self.records = Records(directory, listeners, self.engine.spec, self.config.reward, record=self.record)
+        self.records = Records(directory, listeners, self.engine.spec, self.config.reward, self.client.terms)
         self._saved_at = (start.rounds_done, start.step) if start else None
         self._stop = False
         self.engine.timer.enabled = True
@@ -122,7 +121,7 @@ class Runner:
                 )
             finally:
                 self.records.flush()  # also after an exception: the last steps help to explain it
-                self.record.close()
+                self.records.write_parts()  # of a round that is not complete
             if complete:
                 return self._finish()
             self._save()
@@ -142,9 +141,8 @@ class Runner:
             "phase_milliseconds": self.engine.timer.read(),
             "memory_bytes": memory_bytes(self.engine.spec.device),
         }
-        self.directory.write_metrics(line)
+        self.directory.write_metrics(line | {"record": self.records.write_parts()})
         self.listeners.write("round", line)
-        self.record.round_ended()
         if self.dataset is not None:
             self.best = best_host.better(self.best, self.engine, stats, self.config.reward)
         if is_best:
@@ -177,7 +175,7 @@ class Runner:
         result = report.summary(self.config, device, self.last, test_acc, self.total, digest) | {
             "best_host": about,
             "data": data_of(self.shape),
-            "dropped_records": self.listeners.num_lost + self.record.dropped,
+            "dropped_records": self.listeners.num_lost,
             "memory_bytes": memory_bytes(device),
         }
         head = {"kind": "run_finished", "round": self.rounds_done, "t": self.config.episode_length, "host": -1}
@@ -267,7 +265,9 @@ def start(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any] 
     require_installed(config.sinks)
     with suppress(KeyboardInterrupt):  # before the first step, or at once by a second Ctrl-C
         parts = _assembled(config, console)
-        with RunDirectory.create(path, plain(parts.config)) as directory:
+        with RunDirectory.create(
+            path, plain(parts.config), about_run(parts.engine.spec, parts.client.terms)
+        ) as directory:
             return _run(parts, directory, console, asked=config.executor)
     return None
 
@@ -293,14 +293,15 @@ def resume(config: RunConfig, path: Path, console: RunConsole) -> dict[str, Any]
             require_same_config(start.config, config)
             _require_something_to_do(path, checkpoint, config)
             warn(missing_records(path, start.cursor))
+            if start.step:
+                require_begun_round(path, start.rounds_done, start.step)
         else:
             require_nothing_to_lose(path)
         best = best_host.read(directory.checkpoints)
         parts = _assembled(config, console, start.rounds_done if start else 0)
         if checkpoint:
             restore(parts, checkpoint)
-        directory.rewind(start.cursor if start else {}, plain(config))
-        rewind_record(path, start.rounds_done if start else 0, start.step if start else 0)
+        directory.rewind(start.cursor if start else {}, plain(config), start.rounds_begun if start else 0)
         set_aside(damaged)
         return _run(replace(parts, config=config), directory, console, start, best, asked=config.executor)
     return None
@@ -384,8 +385,6 @@ def _run(
     progress = RunProgress(console, rounds=config.rounds, steps=config.episode_length, done=done, hosts=hosts.shown)
     listeners = Hub({"progress": progress})
     listeners.add_registered(directory.path)
-    if start is None:
-        begin_record(directory.path, parts.engine.spec, parts.client.terms)
     for name in config.sinks:
         where = SINKS[name].where.format(directory.path)
         console.say(f"sink: {name}{f' ({where})' * bool(where)}")
@@ -395,7 +394,7 @@ def _run(
     runner = Runner(parts, directory, listeners, start, best)
     with listeners, progress:
         summary = runner.run()
-    warn([*listeners.complaints(), *runner.record.complaints()])
+    warn(listeners.complaints())
     if summary is not None:
         console.say(tables.done(summary))
         with open_record([directory.path]) as record:

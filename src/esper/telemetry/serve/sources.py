@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import final
 
 from esper.leyline.errors import RunDirectoryError, command
-from esper.telemetry.record import Record, open_record
-from esper.telemetry.record.lines import evaluation_files
-from esper.telemetry.record.parts import RECORD
+from esper.telemetry.record.reader import Record, evaluation_files, open_record
 from esper.telemetry.report.payloads import rounded
-from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, SUMMARY
+from esper.telemetry.run_directory import CONFIG, IMPORTANCE, METRICS, RECORD, SUMMARY
 
 OPEN = 4
 """Most records that stay open; the one that was used longest ago is closed first."""

@@ -1,36 +1,22 @@
-"""Stacked modules of the host, seeds and gates of a population, made once.
+"""The fused executor: all hosts in one forward and one backward, whatever grows in them.
 
-The rule of `kasmina.blending` for all seeds of a slot, by slices of hosts, in one operation with its own gradient.
+    train      rows of all hosts are one batch (host = fastest index); the gradient of the *sum* of the hosts' losses
+               with respect to stacked weights is each host's own gradient
+    evaluate   all coalitions of all hosts; hosts with the same number of distinct states (a bucket) share a pass
 
-Autograd would fill a gradient of all features with zeros for every selection of hosts; here each row is written once.
-
-Shape legend: B = examples per host, N = hosts, g = hosts of a group, k = hosts of a piece.
-
-Prefix plans of several hosts as one: the hosts of a bucket have the same number of final states.
-
-Each host shares prefixes as in `tolaria.prefixes`. At each slot the states of a bucket are padded to the most that any
-of its hosts has, so that they are one batch. Padding repeats the host's state 0 and is never read.
-
-Shape legend: B = examples, P = states before a slot, Pnext = states after it, g = hosts of the bucket, K = coalitions.
-
-Different seeds in different hosts: in each slot the hosts are grouped by blueprint, and each group runs once.
+Its results equal those of the streamed executor, its reference, up to rounding. In each slot the hosts are grouped by
+blueprint, and each group runs once:
 
     slot 0     host 0   host 1   host 2   host 3   host 4
     grows      conv     norm     conv     -        conv (frozen)
     groups     {0, 2}, {1}, {4}                             three calls, whatever the number of hosts
 
 Within a group the hosts are sorted by how they blend (`blend_order`), so that hosts that blend alike are one slice.
-Examples of all hosts are one batch with the host as the fastest index (see `kasmina.parameters.stacked_layers`).
+Each host shares prefixes as in `tolaria.coalitions`. At each slot the states of a bucket are padded to the most that
+any of its hosts has, so that they are one batch. Padding repeats the host's state 0 and is never read.
 
-Shape legend: B = examples per host, N = hosts, g = hosts of a group.
-
-The fused executor: all hosts in one forward and one backward, whatever grows in them.
-
-    train      rows of all hosts are one batch (host = fastest index); the gradient of the *sum* of the hosts' losses
-               with respect to stacked weights is each host's own gradient
-    evaluate   all coalitions of all hosts; hosts with the same number of distinct states share a forward pass
-
-Its results equal those of the streamed executor, its reference, up to rounding.
+Shape legend: B = examples per host, N = hosts, g = hosts of a group or bucket, k = hosts of a slice, P = states before
+a slot, Pnext = states after it, K = coalitions.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +42,6 @@ from esper.leyline.objective import Objective, Scores
 from esper.leyline.stages import Algorithm
 from esper.tolaria.batches import SharedBatchIterator
 from esper.tolaria.coalitions import PrefixPlan
-from esper.tolaria.engine_config import LossScaler
 from esper.tolaria.executors import streamed
 from esper.tolaria.executors.network import HostData, NetworkExecutor, SummedScores, examples, mean_factor, run_epoch
 from esper.tolaria.executors.protocol import Structure, TrainPass
@@ -128,7 +113,7 @@ def _stacked(kind: Kind, shapes: tuple[Features, ...], device: torch.device) -> 
     return StackedTemplate(stack(module).to(device), kind.template.parameters, kind.template.buffers)
 
 
-class Piece(NamedTuple):
+class BlendSlice(NamedTuple):
     """Hosts `first` to `last` (exclusive) of a group: they blend by the same algorithm, with all seeds active or none.
 
     `hosts` [k] are their rows among all hosts, `alpha` [k, 1, ..., 1] their blend weights.
@@ -142,7 +127,7 @@ class Piece(NamedTuple):
     alpha: Tensor
 
     def of(self, x_Bg: Tensor) -> Tensor:
-        """The piece's part of a tensor of the group."""
+        """The slice's part of a tensor of the group."""
         return x_Bg[:, self.first : self.last]
 
     def alpha_of(self, dtype: torch.dtype) -> Tensor | None:
@@ -151,12 +136,12 @@ class Piece(NamedTuple):
 
 
 class GroupOutputs(NamedTuple):
-    """Outputs of the seeds of one group: `own` [B, g, ...] is h at their hosts, `gate` covers the last pieces' hosts.
+    """Outputs of the seeds of one group: `own` [B, g, ...] is h at their hosts, `gate` covers the last slices' hosts.
 
     `hosts` [g] are the group's rows among all hosts, None if the group is all of them in order.
     """
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[BlendSlice, ...]
     hosts: Int[Tensor, " g"] | None
     own: Tensor
     delta: Tensor
@@ -165,13 +150,13 @@ class GroupOutputs(NamedTuple):
 
 def blend_groups(h: Float[Tensor, "B N *F"], groups: list[GroupOutputs]) -> Float[Tensor, "B N *F"]:
     """Features of all hosts after a slot."""
-    plans = tuple((group.pieces, group.hosts) for group in groups)
+    plans = tuple((group.slices, group.hosts) for group in groups)
     parts = (part for group in groups for part in (group.own.detach(), group.delta, group.gate))
     blended: Tensor = _Blend.apply(h, plans, *parts)  # type: ignore[no-untyped-call]
     return blended
 
 
-_Plans = tuple[tuple[tuple[Piece, ...], Tensor | None], ...]
+_Plans = tuple[tuple[tuple[BlendSlice, ...], Tensor | None], ...]
 
 
 @final
@@ -184,13 +169,13 @@ class _Blend(torch.autograd.Function):
         total = h.clone()
         signals: list[Tensor] = []
         weights: list[Tensor | None] = []
-        for (pieces, _), (own, delta, gate) in zip(plans, _triples(parts), strict=True):
-            for piece in pieces:
-                alpha, gate_k = piece.alpha_of(h.dtype), _of_gate(piece, pieces, gate)
-                signal = signal_of(piece.algorithm, piece.of(delta))
-                weight = weight_of(piece.algorithm, alpha, piece.of(own), gate_k)
+        for (slices, _), (own, delta, gate) in zip(plans, _triples(parts), strict=True):
+            for part in slices:
+                alpha, gate_k = part.alpha_of(h.dtype), _of_gate(part, slices, gate)
+                signal = signal_of(part.algorithm, part.of(delta))
+                weight = weight_of(part.algorithm, alpha, part.of(own), gate_k)
                 if alpha is not None and weight is not None:
-                    total.index_add_(1, piece.hosts, signal * weight)
+                    total.index_add_(1, part.hosts, signal * weight)
                 signals.append(signal)
                 weights.append(weight)
         ctx.plans = plans
@@ -204,39 +189,39 @@ class _Blend(torch.autograd.Function):
         grad = grad.contiguous()  # once, instead of in every selection below
         found: list[Tensor | None] = []
         saved, num_parts = ctx.saved_tensors, 2 * len(ctx.plans)
-        num_pieces = (len(saved) - num_parts) // 2
-        computed = iter(zip(saved[num_parts:-num_pieces], saved[-num_pieces:], strict=True))
+        num_slices = (len(saved) - num_parts) // 2
+        computed = iter(zip(saved[num_parts:-num_slices], saved[-num_slices:], strict=True))
         to_host, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
-        multiplies = any(_scales_host(piece) for pieces, _ in ctx.plans for piece in pieces)
+        multiplies = any(_scales_host(part) for slices, _ in ctx.plans for part in slices)
         grad_h = grad.clone() if multiplies and to_host else grad
-        for i, (pieces, hosts) in enumerate(ctx.plans):
+        for i, (slices, hosts) in enumerate(ctx.plans):
             delta, gate = saved[2 * i : 2 * i + 2]
             grad_group = grad if hosts is None else grad.index_select(1, hosts)
             grad_delta = torch.empty_like(delta) if needed[3 * i + 1] else None
             grad_gate = torch.empty_like(gate) if gate is not None and needed[3 * i + 2] else None
-            for piece in pieces:
-                (signal, weight), of_value, alpha = next(computed), piece.of(grad_group), piece.alpha_of(grad.dtype)
-                if _scales_host(piece) and to_host:
+            for part in slices:
+                (signal, weight), of_value, alpha = next(computed), part.of(grad_group), part.alpha_of(grad.dtype)
+                if _scales_host(part) and to_host:
                     of_host = factor_grad(of_value, signal, alpha, signal)
-                    grad_h.index_add_(1, piece.hosts, of_host)
+                    grad_h.index_add_(1, part.hosts, of_host)
                 if grad_delta is not None:
-                    delta_grad(piece.algorithm, of_value, signal, weight, out=piece.of(grad_delta))
-                if (into := _of_gate(piece, pieces, grad_gate)) is not None:
+                    delta_grad(part.algorithm, of_value, signal, weight, out=part.of(grad_delta))
+                if (into := _of_gate(part, slices, grad_gate)) is not None:
                     into.copy_(factor_grad(of_value, signal, alpha, into))
             found += [None, grad_delta, grad_gate]
         return grad_h, None, *found
 
 
-def _scales_host(piece: Piece) -> bool:
-    return piece.active and piece.algorithm is Algorithm.MULTIPLY
+def _scales_host(part: BlendSlice) -> bool:
+    return part.active and part.algorithm is Algorithm.MULTIPLY
 
 
-def _of_gate(piece: Piece, pieces: tuple[Piece, ...], gate: Tensor | None) -> Tensor | None:
-    """The piece's part of the gates, which begin at the group's first GATE piece; None for other pieces."""
-    if gate is None or piece.algorithm is not Algorithm.GATE:
+def _of_gate(part: BlendSlice, slices: tuple[BlendSlice, ...], gate: Tensor | None) -> Tensor | None:
+    """The slice's part of the gates, which begin at the group's first GATE part; None for other slices."""
+    if gate is None or part.algorithm is not Algorithm.GATE:
         return None
-    begin = next(other.first for other in pieces if other.algorithm is Algorithm.GATE)
-    return gate[:, piece.first - begin : piece.last - begin]
+    begin = next(other.first for other in slices if other.algorithm is Algorithm.GATE)
+    return gate[:, part.first - begin : part.last - begin]
 
 
 def _triples(parts: tuple[Any, ...]) -> list[tuple[Any, Any, Any]]:
@@ -386,12 +371,12 @@ def trainable_rows(stacked: StackedTemplate, working: TrainingCopy, first: int, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SlotGroup:
-    """Hosts in whose slot the same blueprint runs, in the order of `pieces`.
+    """Hosts in whose slot the same blueprint runs, in the order of `slices`.
 
     Attributes:
         index: their rows among the hosts of the pass, None if they are all hosts in order.
-        seed: the seeds. gate: the gates of the last pieces, None without one. rows: of the seeds in the population.
-        pieces: hosts that blend alike. isolated: whether seeds send no gradient upstream through their input.
+        seed: the seeds. gate: the gates of the last slices, None without one. rows: of the seeds in the population.
+        slices: hosts that blend alike. isolated: whether seeds send no gradient upstream through their input.
         running: the running statistics that a train pass updates.
     """
 
@@ -399,18 +384,9 @@ class SlotGroup:
     seed: Rows
     gate: Rows | None
     rows: Int[Tensor, " g"]
-    pieces: tuple[Piece, ...]
+    slices: tuple[BlendSlice, ...]
     isolated: bool
     running: Tensor
-
-    def trained_rows(self) -> list[Rows]:
-        """What the group trains."""
-        return [rows for rows in (self.seed, self.gate) if rows is not None and rows.grads]
-
-    def write_buffers(self, population: Population) -> None:
-        """Write the running statistics of a train pass back into the population."""
-        if self.running.shape[1]:
-            population.seeds.buffers[self.rows, : self.running.shape[1]] = self.running
 
     def outputs(self, h_BN: Tensor) -> GroupOutputs:
         """Outputs of the seeds of these hosts for the features [B, N, ...] of all hosts."""
@@ -419,15 +395,15 @@ class SlotGroup:
         delta_Bg = self.seed(x_Bg.flatten(0, 1)).to(h_BN.dtype).unflatten(0, (-1, num))
         gate_Bg = None
         if self.gate is not None:
-            first = _first_gated(self.pieces, num)
+            first = _first_gated(self.slices, num)
             gated = x_Bg if first == 0 else x_Bg[:, first:]
             gate_Bg = self.gate(gated.flatten(0, 1)).to(h_BN.dtype).unflatten(0, (-1, num - first))
-        return GroupOutputs(self.pieces, self.index, x_Bg, delta_Bg, gate_Bg)
+        return GroupOutputs(self.slices, self.index, x_Bg, delta_Bg, gate_Bg)
 
 
-def _first_gated(pieces: tuple[Piece, ...], num_hosts: int) -> int:
+def _first_gated(slices: tuple[BlendSlice, ...], num_hosts: int) -> int:
     """The first host of a group with a gate; they are its last hosts."""
-    return next((piece.first for piece in pieces if piece.algorithm is Algorithm.GATE), num_hosts)
+    return next((part.first for part in slices if part.algorithm is Algorithm.GATE), num_hosts)
 
 
 def apply_groups(groups: list[SlotGroup], h: Tensor, num_hosts: int) -> Tensor:
@@ -489,19 +465,19 @@ class _GroupBuilder(NamedTuple):
         seed = seed._replace(draws=p.draws(p.index(who), s) if stacked.dropouts else None)
         in_order = len(places) == len(self.hosts) and bool((np.diff(places) > 0).all())
         index = p.index(places)
-        pieces = self._pieces(s, who, index)
-        gated = _first_gated(pieces, len(who))
+        slices = self._slices(s, who, index)
+        gated = _first_gated(slices, len(who))
         return SlotGroup(
             index=None if in_order else index,
             seed=seed,
             gate=self._gates(s, who[gated:], flat[gated:], rows),
             rows=flat,
-            pieces=pieces,
+            slices=slices,
             isolated=bool(isolated_mask(p, self.structure)[who[0], s]),
             running=running,
         )
 
-    def _pieces(self, s: int, who: np.ndarray, index: Tensor) -> tuple[Piece, ...]:
+    def _slices(self, s: int, who: np.ndarray, index: Tensor) -> tuple[BlendSlice, ...]:
         """The slices of hosts that blend alike."""
         order = blend_order(self.structure)[who, s]
         rank = len(self.population.features[self.population.points[s].channels][0])
@@ -510,7 +486,7 @@ class _GroupBuilder(NamedTuple):
         for rank in np.unique(order):
             first, last = (int(i) for i in np.searchsorted(order, (rank, rank + 1)))
             algorithm, active = blend_of_rank(int(rank))
-            found.append(Piece(algorithm, active, first, last, index[first:last], alpha[first:last]))
+            found.append(BlendSlice(algorithm, active, first, last, index[first:last], alpha[first:last]))
         return tuple(found)
 
     def _gates(self, s: int, who: np.ndarray, flat: Tensor, rows: TrainedRows | None) -> Rows | None:
@@ -528,78 +504,6 @@ class _GroupBuilder(NamedTuple):
 def _row_of(rows: TrainedRows, host: int, slot: int) -> int:
     """The row of a trained seed."""
     return int(np.flatnonzero((rows.seed_host == host) & (rows.seed_slot == slot))[0])
-
-
-Groups = dict[str, list[SlotGroup]]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class TrainingProgram:
-    """Functions and memory of the train passes of one structure.
-
-    Attributes:
-        hosts: the working copies of all hosts. rows: those of seeds and gates. groups: what runs in each slot.
-        train_batch: x, y --> scores [N]; writes the gradients of all hosts and seeds into the working copies.
-        step: gradients --> weights, in the working copies. Gradient statistics are computed before it.
-    """
-
-    hosts: TrainingCopy
-    rows: TrainedRows
-    groups: Groups
-    train_batch: Callable[[Tensor, Tensor], Scores]
-    step: Callable[[], None]
-
-
-def training_program(
-    host: Rows,
-    hosts: TrainingCopy,
-    rows: TrainedRows,
-    groups: Groups,
-    optimizer: StackedOptimizer,
-    scaler: LossScaler,
-    objective: Objective,
-) -> TrainingProgram:
-    """The program on this memory."""
-    trained = [host, *(rows for of_slot in groups.values() for group in of_slot for rows in group.trained_rows())]
-
-    def run_batch(x_NB: Tensor, y_NB: Tensor) -> Scores:
-        def apply(slot_id: str, h: Tensor) -> Tensor:
-            of_slot = groups.get(slot_id)
-            return h if of_slot is None else apply_groups(of_slot, h, y_NB.shape[0])
-
-        scores = train_batch(trained, apply, scaler, objective, x_NB, y_NB)
-        optimizer.unscale()
-        return scores
-
-    return TrainingProgram(hosts=hosts, rows=rows, groups=groups, train_batch=run_batch, step=optimizer.step)
-
-
-def train_batch(
-    trained: list[Rows],
-    apply: Callable[[str, Tensor], Tensor],
-    scaler: LossScaler,
-    objective: Objective,
-    x_NB: Tensor,
-    y_NB: Tensor,
-) -> Scores:
-    """One forward and one backward of all hosts; `trained[0]` are the hosts. Returns scores [N], float64.
-
-    `apply` is what a slot does to the features that pass it.
-    """
-    batch, num_hosts = y_NB.shape[1], y_NB.shape[0]
-    x, y = (of_NB.transpose(0, 1).flatten(0, 1) for of_NB in (x_NB, y_NB))
-    with scaler.autocast():
-        outputs = trained[0](x, apply)
-    rows = objective.scores(outputs.float(), y)
-    loss_BN, score_BN, weight_BN = (of_rows.view(batch, num_hosts) for of_rows in rows)
-    factor_N = mean_factor(weight_BN.sum(dim=0)) * scaler.scale
-    leaves = [leaf for of_kind in trained for leaf in of_kind.parameters]
-    if leaves:  # none where the whole host is frozen and nothing grows in it
-        # a blueprint may have parameters that it does not use
-        grads = torch.autograd.grad(loss_BN, leaves, factor_N.expand_as(loss_BN), materialize_grads=True)
-        torch._foreach_copy_([grad for of_kind in trained for grad in of_kind.grads], grads)
-    return Scores(*(of_BN.sum(dim=0, dtype=torch.float64) for of_BN in (loss_BN.detach(), score_BN, weight_BN)))
 
 
 @final
@@ -620,31 +524,57 @@ class FusedExecutor(NetworkExecutor):
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:
         """Every host over its whole train split, in its own order."""
         p, data = self.population, self.data
-        program = self._program(slots)
-        self.stacked_modules.train(True)
-        outputs = run_epoch(
-            data.train_batches(t),
-            data.objective,
-            train=program.train_batch,
-            statistics=lambda: gradient_statistics(p, data.structure, program.rows, program.hosts.grad),
-            step=program.step,
-        )
-        p.host.finish(program.hosts)
-        finish_training(p, program.rows)
-        for group in (g for of_slot in program.groups.values() for g in of_slot):
-            group.write_buffers(p)
-        return outputs
-
-    def _program(self, slots: SlotState) -> TrainingProgram:
-        """What this pass runs."""
-        p, data = self.population, self.data
         hosts = p.host.begin(torch.arange(p.num_envs, device=p.device), [p.host.params.shape[1]] * p.num_envs)
         rows = begin_training(p, data.structure)
         optimizer = StackedOptimizer(p, hosts, rows, data.scaler, data.decay_mask, data.lr_factor)
         host = trainable_rows(self.stacked_modules.host, hosts, 0, p.num_envs, p.host.buffers)
         host = host._replace(draws=p.host_draws(slice(None)))
-        groups = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
-        return training_program(host, hosts, rows, groups, optimizer, data.scaler, data.objective)
+        of_slots = slot_groups(p, self.stacked_modules, data.structure, slots.alpha, rows, self._all_hosts)
+        groups = [group for of_slot in of_slots.values() for group in of_slot]
+        trained = [host, *(rows for group in groups for rows in (group.seed, group.gate) if rows and rows.grads)]
+
+        def train(x_NB: Tensor, y_NB: Tensor) -> Scores:
+            scores = self._train_batch(trained, of_slots, x_NB, y_NB)
+            optimizer.unscale()
+            return scores
+
+        self.stacked_modules.train(True)
+        outputs = run_epoch(
+            data.train_batches(t),
+            data.objective,
+            train=train,
+            statistics=lambda: gradient_statistics(p, data.structure, rows, hosts.grad),
+            step=optimizer.step,
+        )
+        p.host.finish(hosts)
+        finish_training(p, rows)
+        for group in groups:
+            if group.running.shape[1]:
+                p.seeds.buffers[group.rows, : group.running.shape[1]] = group.running
+        return outputs
+
+    def _train_batch(
+        self, trained: list[Rows], of_slots: dict[str, list[SlotGroup]], x_NB: Tensor, y_NB: Tensor
+    ) -> Scores:
+        """One forward and one backward of all hosts; `trained[0]` are the hosts. Returns scores [N], float64."""
+        num_hosts, batch = y_NB.shape[:2]
+        x, y = (of_NB.transpose(0, 1).flatten(0, 1) for of_NB in (x_NB, y_NB))
+
+        def apply(slot_id: str, h: Tensor) -> Tensor:
+            groups = of_slots.get(slot_id)
+            return h if groups is None else apply_groups(groups, h, num_hosts)
+
+        with self.data.scaler.autocast():
+            outputs = trained[0](x, apply)
+        rows = self.data.objective.scores(outputs.float(), y)
+        loss_BN, score_BN, weight_BN = (of_rows.view(batch, num_hosts) for of_rows in rows)
+        factor_N = mean_factor(weight_BN.sum(dim=0)) * self.data.scaler.scale
+        leaves = [leaf for of_kind in trained for leaf in of_kind.parameters]
+        if leaves:  # none where the whole host is frozen and nothing grows in it
+            # a blueprint may have parameters that it does not use
+            grads = torch.autograd.grad(loss_BN, leaves, factor_N.expand_as(loss_BN), materialize_grads=True)
+            torch._foreach_copy_([grad for of_kind in trained for grad in of_kind.grads], grads)
+        return Scores(*(of_BN.sum(dim=0, dtype=torch.float64) for of_BN in (loss_BN.detach(), score_BN, weight_BN)))
 
     def sum_scores(
         self, batches: SharedBatchIterator, alpha: Tensor, sets: list[np.ndarray], num_columns: int
@@ -661,78 +591,59 @@ class FusedExecutor(NetworkExecutor):
         for bucket in buckets([data.plan(rows) for rows in sets], data.execution_order, num_columns, p.device):
             groups = slot_groups(p, self.stacked_modules, data.structure, alpha, None, bucket.hosts)
             host = frozen_rows(self.stacked_modules.host, p.host.params[bucket.index], p.host.buffers[bucket.index])
-            runs.append((bucket, host, self._apply(bucket, groups)))
+            runs.append((bucket, host, groups))
+        objective, own = data.objectives[batches.split], batches.chosen is not None
         for x, y in batches:
-            for bucket, host, apply in runs:
-                some_x, some_y = (of if batches.chosen is None else of[bucket.index] for of in (x, y))
-                for part in measure_states(
-                    data, data.objectives[batches.split], host, apply, bucket.state_of, bucket.num_states,
-                    some_x, some_y, num_first=bucket.num_first, own=batches.chosen is not None,
-                ):  # fmt: skip
+            for bucket, host, groups in runs:
+                some_x, some_y = (of[bucket.index] if own else of for of in (x, y))
+                for part in self._measure(objective, bucket, host, groups, some_x, some_y, own=own):
                     score[bucket.index] += part.score
                     loss[bucket.index] += part.loss
                     weight[bucket.index] += part.weight
         return SummedScores(score, loss, weight)
 
-    def _apply(self, bucket: Bucket, groups: dict[str, list[SlotGroup]]) -> Callable[[int, str, Tensor], Tensor]:
-        """`apply` of `measure_states` for a bucket."""
-        num_hosts = len(bucket.hosts)
+    def _measure(
+        self,
+        objective: Objective,
+        bucket: Bucket,
+        host: Rows,
+        groups: dict[str, list[SlotGroup]],
+        x: Tensor,
+        y: Tensor,
+        *,
+        own: bool,
+    ) -> Iterator[SummedScores]:
+        """Scores of each coalition of a bucket, for one part of the examples after another, all states in one pass.
 
-        def apply(batch: int, slot_id: str, h: Tensor) -> Tensor:
-            step = bucket.steps.get(self.data.column[slot_id])
-            if step is None:
-                return h
+        The examples are x [B, ...] and y [B, ...], or [g, B, ...] with `own`, where each host has its own.
+        """
+        num_hosts, num_states = len(bucket.hosts), bucket.num_states
+        size = self.data.examples_at_once(num_hosts * num_states)
+        column = torch.arange(num_hosts, device=x.device)
+        x_B1g, y_B1g = (of.transpose(0, 1)[:, None] if own else of[:, None, None] for of in (x, y))
+        for part_x, part_y in zip(x_B1g.split(size), y_B1g.split(size), strict=True):
+            batch = len(part_y)
+            rows = part_x.expand(batch, bucket.num_first, num_hosts, *x_B1g.shape[3:]).flatten(0, 2)
+            with self.data.scaler.autocast():
+                outputs = host(rows, partial(self._branch, bucket, groups, batch))
+            targets = part_y.expand(batch, num_states, num_hosts, *y_B1g.shape[3:]).flatten(0, 2)
+            of_rows = objective.scores(outputs.float(), targets)
+            loss_Pg, score_Pg, weight_Pg = (
+                of.view(batch, num_states, num_hosts).sum(dim=0, dtype=torch.float64) for of in of_rows
+            )
+            score_gK = score_Pg.t().gather(1, bucket.state_of)
+            yield SummedScores(score_gK, loss_Pg[bucket.state_of[:, 0], column], weight_Pg[0])
 
-            def run(h_BPg: Tensor) -> Tensor:
-                active = apply_groups(groups.get(slot_id, []), h_BPg.flatten(0, 2), num_hosts)
-                return active.view(h_BPg.shape)
+    def _branch(
+        self, bucket: Bucket, groups: dict[str, list[SlotGroup]], batch: int, slot_id: str, h: Tensor
+    ) -> Tensor:
+        """Features [B * P * g, ...] before a slot --> [B * Pnext * g, ...] after it."""
+        step, num_hosts = bucket.steps.get(self.data.column[slot_id]), len(bucket.hosts)
+        if step is None:
+            return h
 
-            return step.branch(h.view(batch, -1, num_hosts, *h.shape[1:]), run).flatten(0, 2)
+        def run(h_BPg: Tensor) -> Tensor:
+            active = apply_groups(groups.get(slot_id, []), h_BPg.flatten(0, 2), num_hosts)
+            return active.view(h_BPg.shape)
 
-        return apply
-
-
-def measure_states(
-    data: HostData,
-    objective: Objective,
-    host: Rows,
-    apply: Callable[[int, str, Tensor], Tensor],
-    state_of: Int[Tensor, "g K"],
-    num_states: int,
-    x: Tensor,
-    y: Tensor,
-    *,
-    num_first: int = 1,
-    own: bool = False,
-) -> Iterator[SummedScores]:
-    """Scores of each coalition, for one part of the examples after another; many states of the network in one pass.
-
-    B = examples, P = states, g = hosts, K = coalitions.
-
-    Args:
-        data: precision.
-        objective: that of the split.
-        host: the hosts.
-        apply: B, slot id and features [B * P * g, ...] before a slot --> the features [B * P' * g, ...] after it.
-        state_of: the final state of each coalition.
-        num_states: P after the last slot.
-        num_first: P before the first slot.
-        x: the examples [B, ...], the same for all hosts, or [g, B, ...] of each with `own`.
-        y: their targets, likewise.
-        own: whether each host has its own examples.
-    """
-    num_hosts = len(state_of)
-    size = data.examples_at_once(num_hosts * num_states)
-    column = torch.arange(num_hosts, device=state_of.device)
-    x_B1g, y_B1g = (of.transpose(0, 1)[:, None] if own else of[:, None, None] for of in (x, y))
-    for part_x, part_y in zip(x_B1g.split(size), y_B1g.split(size), strict=True):
-        batch = len(part_y)
-        rows = part_x.expand(batch, num_first, num_hosts, *x_B1g.shape[3:]).flatten(0, 2)
-        with data.scaler.autocast():
-            outputs = host(rows, partial(apply, batch))
-        targets = part_y.expand(batch, num_states, num_hosts, *y_B1g.shape[3:]).flatten(0, 2)
-        of_rows = objective.scores(outputs.float(), targets)
-        loss_Pg, score_Pg, weight_Pg = (
-            of.view(batch, num_states, num_hosts).sum(dim=0, dtype=torch.float64) for of in of_rows
-        )
-        yield SummedScores(score_Pg.t().gather(1, state_of), loss_Pg[state_of[:, 0], column], weight_Pg[0])
+        return step.branch(h.view(batch, -1, num_hosts, *h.shape[1:]), run).flatten(0, 2)

@@ -1,15 +1,9 @@
-"""The hosts that executors run: parameters, data, precision and structure.
-
-Scores of hosts from the scores of their rows, the same for every executor.
+"""Hosts that are networks: their data, the base class of their executors, the loop of a train pass, and scores.
 
 A figure of merit that is not finite, because outputs or a metric of the user's are not, counts as 0 points, and the
 loss of such a host is NaN: the governor rolls it back, and no choice of a best host takes it.
 
 Shape legend: N = hosts, K = coalitions, R = rows.
-
-Base classes of executors whose hosts are networks.
-
-The loop of a train pass over the data, the same for every executor.
 """
 
 from abc import ABC, abstractmethod
@@ -135,7 +129,7 @@ class HostData:
         """The validation split, or the test split at the end of a run."""
         if split == "val":
             return self._val
-        batches = self._batches(self.batch_val, "test", run_finished=True)
+        batches = self._batches(self.batch_val, "test")
         self.objectives["test"] = of_split(self.objective, batches.data.y)
         if self._instances is not None:
             batches.choose(self._instances.test)
@@ -278,8 +272,8 @@ def check_scores(objective: Objective, outputs: Tensor, targets: Tensor) -> None
         )
 
 
-class HostOwner:
-    """What executors of networks share: the hosts, which `data` resets, saves and restores."""
+class NetworkExecutor(ABC):
+    """Hosts that are networks: `data` resets, saves and restores them; a subclass implements training and measuring."""
 
     def __init__(self, data: HostData) -> None:
         self.data, self.population = data, data.population
@@ -302,10 +296,6 @@ class HostOwner:
     def load_state_dict(self, state: StateTree) -> None:
         """Restore the result of `state_dict`."""
         self.data.load_state_dict(state)
-
-
-class NetworkExecutor(HostOwner, ABC):
-    """An executor that reads the structure; a subclass implements training and measuring."""
 
     @abstractmethod
     def train_epoch(self, t: int, slots: SlotState) -> TrainPass:

@@ -1,21 +1,15 @@
 """The sharded executor: hosts split over processes of one machine.
 
-    main process    hosts 0 .. n-1, in its own executor
-    worker          the next m hosts, in its own executor
-    together        results concatenated in order of hosts                                                     [N]
-
-A step exchanges the structure and the measurements, a few kilobytes; weights move only for checkpoints. Random draws
-are keyed by a host's global number, so a host does not depend on its shard: bit for bit under the streamed executor, up
-to rounding under the fused one.
-
-A worker: a process that runs some of the hosts for `ShardedExecutor`.
-
     main process        pickled messages on a pipe     worker
-    prepare, a Shard    -------- once -------->        builds an executor for its hosts
+    hosts 0 .. n-1                                     the next m hosts, each part in an executor of its own
+    prepare, a Shard    -------- once -------->        builds that executor
     Call                ---------------------->        calls the method of that name
     Answer              <----------------------        the result, or the exception
 
-Signals are blocked in a worker; it ends when the main process closes the pipe.
+Results are concatenated in order of hosts [N]. A step exchanges the structure and the measurements, a few kilobytes;
+weights move only for checkpoints. Random draws are keyed by a host's global number, so a host does not depend on its
+shard: bit for bit under the streamed executor, up to rounding under the fused one. Signals are blocked in a worker; it
+ends when the main process closes the pipe.
 """
 
 import pickle
@@ -48,8 +42,7 @@ from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.executors.choice import network_executor
 from esper.tolaria.executors.network import NetworkExecutor
 from esper.tolaria.executors.protocol import EvaluationSplit, Structure, TrainPass, ValidationPass
-from esper.tolaria.memory import keep_freed_memory
-from esper.tolaria.runtime import note_reads, reads_so_far
+from esper.tolaria.runtime import keep_freed_memory, note_reads, reads_so_far
 
 CPU = torch.device("cpu")
 R = TypeVar("R")

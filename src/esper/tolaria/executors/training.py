@@ -1,15 +1,11 @@
-"""The seeds that a pass runs and trains, derived from the structure before the pass.
+"""What a pass trains: the seeds that run, the statistics of their gradients, and the optimizer step.
 
-Gradient statistics of seeds.
-
-Measured on the last batch of a train pass, on unscaled gradients before clipping, for seeds in TRAINING or BLENDING
-that are not frozen. Over the m tensors of a seed (and of its gate, if it has one), in float64:
+Statistics are of the last batch of a train pass, of unscaled gradients before clipping, for seeds in TRAINING or
+BLENDING that are not frozen. Over the m tensors of a seed (and of its gate, if it has one), in float64:
 
     vanishing   tensors with norm < 1e-7              exploding   tensors with norm > 10 grad_clip, or not finite
     health      clamp01(1 - 0.5 vanishing/m - 0.8 exploding/m), 0 where the norm of the whole seed is not finite
     ratio       (|g_seed| / sqrt(n_seed)) / (|g_host| / sqrt(n_host) + 1e-8), 0 where either norm is below 1e-8
-
-One optimizer step of all hosts, seeds and gates that a train pass trains.
 """
 
 from dataclasses import dataclass
@@ -248,7 +244,7 @@ def gradient_statistics(
         place = (population.index(rows.seed_host[chosen]), population.index(rows.seed_slot[chosen]))
         norm_R = host_norm[place[0]]
         rms_R = norm_R / population.host_kind.template.parameters.num_params**0.5
-        judged = judge(norms, None, num_params**0.5, norm_R, rms_R, population.optimizer_spec.grad_clip)
+        judged = judge(norms, num_params**0.5, norm_R, rms_R, population.optimizer_spec.grad_clip)
         for name, value in vars(judged).items():
             getattr(out, name)[place] = value
     return out
@@ -275,8 +271,7 @@ def tensor_norms(grad: Float[Tensor, "R W"], layout: FlatLayout) -> Float[Tensor
 
 def judge(
     norms: Float[Tensor, "R M"],
-    known: Bool[Tensor, "R M"] | None,
-    root_params: float | Float[Tensor, " R"],
+    root_params: float,
     host_norm: Float[Tensor, " R"],
     host_rms: Float[Tensor, " R"],
     grad_clip: float,
@@ -285,19 +280,16 @@ def judge(
 
     Args:
         norms: of the gradient of each tensor.
-        known: which tensors the seed has; None for all.
-        root_params: square root of the number of parameters of the seed.
+        root_params: square root of the number of parameters of each seed.
         host_norm: of the gradient of the seed's host.
         host_rms: the same divided by the square root of the host's number of parameters.
         grad_clip: limit of the norm of a seed's gradient.
     """
-    if known is None:
-        known = torch.ones_like(norms, dtype=torch.bool)
-    norms_RM, count_R = torch.where(known, norms, 0.0), known.sum(dim=1)
-    norm_R = torch.linalg.vector_norm(norms_RM, dim=1)
-    vanishing_R = (known & (norms_RM < _VANISHING)).sum(dim=1)
-    exploding_R = ((norms_RM > _EXPLODING_CLIPS * grad_clip) | ~torch.isfinite(norms_RM)).sum(dim=1)
-    health_R = (1.0 - 0.5 * vanishing_R / count_R - 0.8 * exploding_R / count_R).clamp(0.0, 1.0)
+    count = norms.shape[1]
+    norm_R = torch.linalg.vector_norm(norms, dim=1)
+    vanishing_R = (norms < _VANISHING).sum(dim=1)
+    exploding_R = ((norms > _EXPLODING_CLIPS * grad_clip) | ~torch.isfinite(norms)).sum(dim=1)
+    health_R = (1.0 - 0.5 * vanishing_R / count - 0.8 * exploding_R / count).clamp(0.0, 1.0)
     health_R = torch.where(torch.isfinite(norm_R), health_R, 0.0)
     no_gradient_R = (norm_R < _NO_GRADIENT) | (host_norm < _NO_GRADIENT)
     ratio_R = (norm_R / root_params) / (host_rms + 1e-8)
@@ -320,8 +312,6 @@ class StackedOptimizer:
         population: whose rows are trained. hosts: all of its hosts. rows: seeds and gates.
         scaler: precision of training. decay_mask: elements of a host that are decayed.
         lr_factor: factors of the learning rates of each host and its seeds, None for 1.
-        trainable: which seeds and which gates in `rows` are trained, None for all. The others must have gradient 0, and
-            keep every bit.
     """
 
     def __init__(
@@ -332,15 +322,12 @@ class StackedOptimizer:
         scaler: LossScaler,
         decay_mask: Bool[Tensor, " P"],
         lr_factor: Float[Tensor, " N"] | None = None,
-        trainable: tuple[Bool[Tensor, " R"], Bool[Tensor, " G"]] | None = None,
     ) -> None:
         self._spec: OptimizerSpec = population.optimizer_spec
         self._hosts, self._seeds, self._gates = hosts, rows.seeds, rows.gates
         self._scaler, self._decay_mask, self._lr_factor = scaler, decay_mask, lr_factor
         self._seed_host: Int[Tensor, " R"] = population.index(rows.seed_host)
         self._gate_of: Int[Tensor, " G"] = population.index(rows.gate_of)
-        self._trainable_seeds = trainable and trainable[0]
-        self._trainable_gates = trainable and trainable[1]
 
     @torch.no_grad()
     def unscale(self) -> None:
@@ -368,15 +355,11 @@ class StackedOptimizer:
         if len(self._seed_host):
             finite_R = None if finite is None else finite[self._seed_host]
             factor = None if factor is None else factor[self._seed_host]
-            self._step(
-                self._seeds, seed_clip, _rates(spec.seed_lr, factor), None, _both(finite_R, self._trainable_seeds)
-            )
+            self._step(self._seeds, seed_clip, _rates(spec.seed_lr, factor), None, finite_R)
             if len(self._gate_of):
                 finite_G = None if finite_R is None else finite_R[self._gate_of]
                 factor = None if factor is None else factor[self._gate_of]
-                self._step(
-                    self._gates, gate_clip, _rates(spec.seed_lr, factor), None, _both(finite_G, self._trainable_gates)
-                )
+                self._step(self._gates, gate_clip, _rates(spec.seed_lr, factor), None, finite_G)
 
     def _finite(self, host_norm_N: Tensor, seed_norm_R: Tensor) -> Tensor | None:
         if not self._scaler.enabled:
@@ -396,10 +379,3 @@ class StackedOptimizer:
 def _rates(lr: float, factor: Tensor | None) -> float | Tensor:
     """The learning rate of all rows, or that of each [R, 1]."""
     return lr if factor is None else lr * factor[:, None]
-
-
-def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Rows in both masks; None is the mask of all rows."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b

@@ -5,7 +5,7 @@
     evaluate    the forward pass of all distinct states of each host, a few examples at a time
 
 Results are those of the streamed executor up to rounding, and a host gets the same bits alone as among others. Hosts
-with a blueprint without a rule (`seed_rules.py`, `trial.py`) are run as in the streamed executor.
+with a blueprint without a rule are run as in the streamed executor.
 """
 
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ class NativeExecutor(NetworkExecutor):
         self._decay = data.decay_mask.to(torch.float32)
 
     def working_bytes(self) -> int:
-        """TrainingCopy memory of a thread that trains and measures host 0; 0 if PyTorch runs it."""
+        """Working memory of a thread that trains and measures host 0; 0 if PyTorch runs it."""
         codes = [structure_codes(self.data.structure, training=training)[:1] for training in (True, False)]
         if not self._programs.can_run(codes[0]).all():
             return 0

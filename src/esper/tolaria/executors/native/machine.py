@@ -1,7 +1,4 @@
-"""The kernels of esper/cpp/native as a loaded library, called through ctypes.
-
-Runs the programs of many hosts, each on its own memory, in one call of the library per thread.
-"""
+"""The kernels of esper/cpp/native as a loaded library; it runs the programs of many hosts, each on its own memory."""
 
 import ctypes
 from collections.abc import Sequence
@@ -170,7 +167,7 @@ def working_numbers(programs: Sequence[Program], lanes: int, numbers_of_image: i
 
 
 class _Memory:
-    """TrainingCopy memory of one thread; the largest so far."""
+    """Working memory of one thread; the largest so far."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -277,7 +274,7 @@ class Machine:
     def run(self, work: Workload, spaces: Spaces, lanes: int) -> None:
         """Execute each host's program once, on a batch of `lanes` examples that lies in its spaces already.
 
-        TrainingCopy memory is added here. Raises IndexError where an instruction does not fit its memory.
+        Working memory is added here. Raises IndexError where an instruction does not fit its memory.
         """
         self._run(work, spaces, ExamplesStruct(batch=lanes))
 

@@ -1,16 +1,11 @@
-"""Compares the rule of each seed and gate with PyTorch once, before the rule is used.
-
-Both get the same random weights and features in float64, so a difference is not rounding. A module whose results differ
-has no rule: PyTorch runs the hosts that grow it.
-
-A whole host with its seeds as instructions: one program trains it on a batch, another measures its coalitions.
+"""Whole hosts as instructions: one program trains a host on a batch, another measures its coalitions.
 
     training     images --> block --> slot --> pool --> slot --> ... --> loss, backward to all gradients, optimizer step
-    measuring    the forward pass alone, for several states of the network that share a prefix (`tolaria.prefixes`)
+    measuring    the forward pass alone, for several states of the network that share a prefix (`tolaria.coalitions`)
 
 A program depends on the structure of a host alone; the addresses of its weights and batch are supplied when it runs.
-
-Which program each host runs, and where its memory lies.
+The rule of each seed and gate is compared with PyTorch once, on the same random weights and features in float64. A
+module whose results differ has no rule: PyTorch runs the hosts that grow it.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Instructions for the C++ kernels, and the working memory that they share.
+"""Instructions for the C++ kernels, the working memory that they share, and how layers and seeds become instructions.
 
 esper/cpp/native/program.cpp executes them; it lists the same operations in the same order. An operand is a place in one
 of a host's spaces. Spaces get their addresses when a program runs, so hosts of equal structure share a program.
@@ -8,16 +8,11 @@ of a host's spaces. Spaces get their addresses when a program runs, so hosts of 
     NUMBERS   single numbers, such as the statistics of a batch norm
     others    weights, gradients, buffers, a batch: see `networks.Space`
 
-Layers as instructions: how each kind of layer computes its features, and gradients in the backward pass.
-
-A rule emits the forward pass and returns the features with a function that emits the backward pass:
+A rule of a layer emits the forward pass and returns the features with a function that emits the backward pass; seeds of
+modules without a rule are run by PyTorch:
 
     features, backward = rule(assembler, layer, weights, features)
     gradient of the input = backward(gradient of the output, needs_input_grad)
-
-Seeds and gates as instructions: which modules have a rule, and why others have none.
-
-A seed of a module without a rule is run by PyTorch.
 """
 
 import math

@@ -126,15 +126,15 @@ class ExploreThenCommit:
         stage = obs.slots.stage
         growing_NS, dormant_NS = self._growing[stage], stage == _S.DORMANT
         worth_NS = worth_NB.gather(1, obs.slots.blueprint.clamp(min=0))
-        settled_N1 = ~(growing_NS & worth_NS.isnan()).any(dim=1, keepdim=True)
+        measured_N1 = ~(growing_NS & worth_NS.isnan()).any(dim=1, keepdim=True)
         exploring_N1, best_N1 = exploring_N[:, None], best_N[:, None]
-        full_N1 = settled_N1 & ~dormant_NS.any(dim=1, keepdim=True)
+        full_N1 = measured_N1 & ~dormant_NS.any(dim=1, keepdim=True)
         surplus_NS = (worth_NS < best_N1) | (obs.num_slots == 1)
         poor_NS = (worth_NS < self._replace_below * best_N1) & (obs.t + COOLDOWN <= self._last_start)
-        replaced_NS = torch.where(exploring_N1, full_N1 & surplus_NS, settled_N1 & poor_NS)
+        replaced_NS = torch.where(exploring_N1, full_N1 & surplus_NS, measured_N1 & poor_NS)
         prune_NS = growing_NS & (replaced_NS | worth_NS.isneginf())
-        keep_NS = settled_N1 & ~exploring_N1 & ~poor_NS & (worth_NS > FOSSILIZE_ABOVE)
-        starts_N1 = exploring_N1 | (settled_N1 & (best_N1 > FOSSILIZE_ABOVE))
+        keep_NS = measured_N1 & ~exploring_N1 & ~poor_NS & (worth_NS > FOSSILIZE_ABOVE)
+        starts_N1 = exploring_N1 | (measured_N1 & (best_N1 > FOSSILIZE_ABOVE))
         germinate_NS = starts_N1.expand_as(dormant_NS) & (obs.t <= self._last_start)
         always_NS = torch.ones_like(dormant_NS)
         return torch.stack((germinate_NS, prune_NS, keep_NS, always_NS, always_NS), dim=1)

@@ -101,8 +101,8 @@ def read_policy(path: Path, spec: EngineSpec) -> Policy:
     """The policy of a file, for the engine of `spec`.
 
     Raises:
-        ConfigError: the file cannot be read, is no policy, or names what this run does not have. The message names the
-            file and the field.
+        ConfigError: the file cannot be read, is not a policy, or names what this run does not have. The message names
+            the file and the field.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

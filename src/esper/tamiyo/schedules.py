@@ -334,8 +334,8 @@ class Plan:
         if not self.seeds:
             return "wait"
         seeds = "; ".join(
-            f"{spec.blueprint_names[kind]} in {', '.join(spec.slot_ids[slot] for slot, _ in same)}"
-            for kind, same in groupby(self.seeds, key=lambda seed: seed[1])
+            f"{spec.blueprint_names[blueprint]} in {', '.join(spec.slot_ids[slot] for slot, _ in same)}"
+            for blueprint, same in groupby(self.seeds, key=lambda seed: seed[1])
         )
         words = [f"{seeds}, from step {self.start}"]
         if self.hold:
@@ -368,11 +368,11 @@ def neighbours(plan: Plan, spec: EngineSpec) -> list[Plan]:
 def _changed(plan: Plan, spec: EngineSpec) -> Iterator[Plan]:
     seeds = plan.seeds
     for i, (slot, _) in enumerate(seeds):
-        yield from (_with(plan, [*seeds[:i], (slot, kind), *seeds[i + 1 :]]) for kind in spec.selectable)
+        yield from (_with(plan, [*seeds[:i], (slot, blueprint), *seeds[i + 1 :]]) for blueprint in spec.selectable)
         if len(seeds) > 1:
             yield _with(plan, [*seeds[:i], *seeds[i + 1 :]])
     free = [slot for slot in range(spec.num_slots) if slot not in dict(seeds)]
-    yield from (_with(plan, [*seeds, (slot, kind)]) for slot in free for kind in spec.selectable)
+    yield from (_with(plan, [*seeds, (slot, blueprint)]) for slot in free for blueprint in spec.selectable)
     if seeds:
         yield _with(plan, seeds[::-1])
         yield from (replace(plan, start=start) for start in STARTS)

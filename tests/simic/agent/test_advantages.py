@@ -192,7 +192,7 @@ def test_a_reward_counts_by_its_difference_from_the_mean_of_the_other_copies():
     assert torch.equal(paired, want)
 
 
-def test_an_invalid_step_of_a_twin_counts_as_nothing():
+def test_an_invalid_step_of_a_copy_counts_as_nothing():
     valid = torch.tensor([[True], [False], [True]])
     assert paired_rewards(rows([2.0], [100.0], [4.0]), valid, 3).tolist()[::2] == [[0.0], [3.0]]
 

@@ -207,7 +207,7 @@ TELEMETRY = [
     _m("telemetry: a trend compares rounds that overlap",
        "recent[-2 * WINDOW : -WINDOW]", "recent[-2 * WINDOW : -WINDOW + 1]", "tests/telemetry", "anomal or trend"),
     _m("telemetry: env-steps per second forget the update",
-       '+ (line.get("update_seconds") or 0.0)', "", "tests/telemetry", "record or lines or rows"),
+       '+ (line.get("update_seconds") or 0.0)', "", "tests/telemetry tests/cli", "record or lines or speed"),
     _m("telemetry: any host name may ask",
        'if not access.allows_host(headers.get("host", "")):', 'if not access.allows_host("127.0.0.1"):',
        "tests/telemetry", "serve or guard"),
@@ -248,7 +248,8 @@ OUTSIDE = [
        "isinstance(value, int | origin) and not isinstance(value, bool)", "isinstance(value, int | origin)",
        "tests/api", "argument"),
     _m("cli: an option with = takes the next argument too",
-       '0.0 if kind is bool or "=" in argument', "0.0 if kind is bool", "tests/cli tests/test_cli.py"),
+       '0.0 if kind is bool or "=" in argument', "0.0 if kind is bool",
+       "tests/cli tests/test_cli.py tests/test_pasted_commands.py", "names_may"),
 ]
 # fmt: on
 MUTATIONS = (
